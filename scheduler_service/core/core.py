@@ -235,7 +235,7 @@ class SchedulerCore:
         scheduler = self._fleet.schedulers[worker_group_id]
         scheduler.update(result, to_us(now))
         self._close_ended([scheduler], now)
-        self._fleet.model_of(scheduler).queue_again(scheduler.take_gone())
+        self._fleet.model_of(scheduler).queue_again(scheduler.take_moved())
 
     # Outputs.
 

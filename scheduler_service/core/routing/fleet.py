@@ -16,6 +16,7 @@ from scheduler_service.core.routing.router import (
     eligible,
 )
 from scheduler_service.core.scheduling.scheduler import Scheduler
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.stats.request_timing import to_us
 from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, ModelTotals
@@ -146,14 +147,14 @@ class ServedModel:
         for scheduler in self.schedulers:
             if not scheduler.is_draining:
                 continue
-            num_leaving = scheduler.send_away(self._can_leave(scheduler), now_us)
+            num_leaving = scheduler.start_moving(self._can_leave(scheduler), now_us)
             if num_leaving:
                 logger.info(
                     "requests leave a draining group group_id=%s num_requests=%d",
                     scheduler.capacity.worker_group_id,
                     num_leaving,
                 )
-            self.queue_again(scheduler.take_gone())
+            self.queue_again(scheduler.take_moved())
 
     def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
         """Move requests that outgrew a worker group to larger ones; fail them if there is none and
@@ -174,8 +175,8 @@ class ServedModel:
             else:
                 here.fail_outgrown(seq_group, now_us)
         if moving:
-            here.send_away(moving.__contains__, now_us)
-            self.queue_again(here.take_gone())
+            here.start_moving(moving.__contains__, now_us)
+            self.queue_again(here.take_moved())
         return bool(outgrown)
 
     def _has_larger(self, seq_group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
@@ -325,7 +326,8 @@ class Fleet:
         check_capacity(self._config, capacity)
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
-        scheduler = Scheduler(self._config, capacity, model.policy, totals, now_us)
+        state = WorkerGroupState(self._config, capacity, totals, now_us)
+        scheduler = Scheduler(state, model.policy)
         self._schedulers[capacity.worker_group_id] = scheduler
         model.add(scheduler)
         return model
@@ -414,7 +416,7 @@ class Fleet:
         """All queues in which requests wait."""
         queues: list[AnyQueue] = []
         for scheduler in self._schedulers.values():
-            queues += (scheduler.waiting, scheduler.ahead)
+            queues += scheduler.queues
         for model in self._models.values():
             queues += (model.waiting, model.unschedulable)
         return queues
@@ -429,8 +431,8 @@ class Fleet:
             model.num_waiting += seq_group.num_running == 0
         for scheduler in self._schedulers.values():  # what is swapped out does not run
             model = known[scheduler.capacity.model]
-            model.num_swapped += len(scheduler.swapping)
-            model.num_waiting -= len(scheduler.swapping)
+            model.num_swapped += scheduler.num_swapped
+            model.num_waiting -= scheduler.num_swapped
         return known
 
     def check(self, seq_groups: Collection[SequenceGroup]) -> None:

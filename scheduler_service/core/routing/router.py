@@ -189,7 +189,7 @@ def _estimate(
 def _wait_us(scheduler: Scheduler, shortage: float, num_output_tokens: float) -> float:
     """The time until a share of a worker group's sequences has ended. Waiting prompts are not
     included: they are part of the cost."""
-    if scheduler.ahead or scheduler.swapping:
+    if scheduler.is_preempting:
         return float("inf")
     if shortage == 0:
         return 0.0

@@ -1,27 +1,24 @@
-"""Beam groups in the batch: how they get in, their rows, and what their candidates lead to.
+"""Scheduling of beam groups: their admission, their rows, and the results of their searches.
 
-A group's beams go on in lockstep: all compute their last tokens in one step, and none does before
-all candidates of the step before are in and the search has chosen. So a group is never pipelined
-with itself; others in the batch do not notice. Its sequences are in the running set's lists like
-any others, so that preemption treats them alike, but always as a whole.
+The beams of a group advance in lockstep: all compute their last tokens in one step, and none before
+all candidates of the previous step have arrived and the search has chosen. So a group is never
+pipelined with itself; other requests are not affected. Its sequences are in the running set's lists
+like any others, so that preemption treats them alike, but always as a whole.
 
-A group that is computed again is admitted as a whole, too. Its beams have much in common; each is
-computed on its own only from where it differs from those before it (in whole blocks), once these
-are computed. So it needs no more memory than it had, with or without a prefix cache.
+A preempted group is admitted again as a whole, too. Its beams have a common beginning; each is
+computed only from the first block in which it differs from the beams before it, once these are
+computed. So the group needs no more memory than before, with or without a prefix cache.
 """
 
 from dataclasses import dataclass
 
 from scheduler_service.columns import to_column, to_float_column
 from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
-from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
+from scheduler_service.core.kv_cache.block_manager import AllocStatus
 from scheduler_service.core.request import ChoiceFinished
 from scheduler_service.core.scheduling.batch import Batch
-from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import NewSequence, RowCandidates, RowLogprobs
 
@@ -44,28 +41,20 @@ class _Start:
 
 
 class BeamScheduler:
-    """Admits beam groups, plans their rows, and has their searches choose."""
+    """Admits beam groups, plans their rows, and advances their searches. It has no state of its
+    own: each part of the scheduler that meets beams has one."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        blocks: BlockManager,
-        prefixes: PrefixCache,
-        running: RunningSet,
-        pipeline: Pipeline,
-        preemption: Preemption,
-    ) -> None:
-        self._config = config
-        self._blocks = blocks
-        self._prefixes = prefixes
-        self._running = running
-        self._pipeline = pipeline
-        self._preemption = preemption
+    def __init__(self, state: WorkerGroupState) -> None:
+        self._config = state.config
+        self._blocks = state.blocks
+        self._prefixes = state.prefixes
+        self._running = state.running
+        self._pipeline = state.pipeline
 
-    # Into the batch.
+    # Admission.
 
     def admit(self, seq_group: SequenceGroup, batch: Batch) -> AllocStatus:
-        """Give all sequences their places and all beams their blocks, or none."""
+        """Admit all sequences of a group, with the blocks of all its beams, or none of them."""
         beams = _beams(seq_group)
         if self._running.num_places + len(seq_group.sequences) > self._config.max_num_seqs:
             return AllocStatus.LATER
@@ -95,7 +84,7 @@ class BeamScheduler:
         return starts
 
     def _num_common_blocks(self, seq: Sequence, other: Sequence) -> int:
-        """Full blocks, but for the last token, in which two beams of a group are alike."""
+        """The number of full blocks, without the last token, in which two beams are equal."""
         num_tokens = seq.seq_group.num_prompt_tokens
         for token, others in zip(seq.output_token_ids, other.output_token_ids, strict=True):
             if token != others:
@@ -111,7 +100,7 @@ class BeamScheduler:
         return self._blocks.can_provide(num_blocks, found)
 
     def _allocate(self, starts: list[_Start]) -> None:
-        """All block tables; what was found for the last must not go to the first."""
+        """Allocate all block tables, without reusing a block found for one beam for another."""
         pool = self._blocks.gpu_pool
         found = list({block for start in starts for block in start.found})
         pool.share(found)
@@ -133,7 +122,8 @@ class BeamScheduler:
         self._running.enter(seq, idle, now_us)
 
     def may_prefill(self, seq: Sequence) -> bool:
-        """Whether a beam that is computed again may get a row: what it shares is computed."""
+        """Whether a beam that is computed again may get a row: not before the blocks that it shares
+        are computed."""
         source = _beams(seq.seq_group).source_of.get(seq)
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return False
@@ -143,8 +133,9 @@ class BeamScheduler:
 
     # One token for each beam.
 
-    def plan(self, seq_group: SequenceGroup, batch: Batch) -> bool:
-        """Rows for all beams, if due, once in a batch; False if they can never continue."""
+    def add_rows(self, seq_group: SequenceGroup, batch: Batch, preemption: Preemption) -> bool:
+        """Add a row for each beam, if they are due, once in a batch. Returns False if they can
+        never continue here."""
         if seq_group in batch.beam_groups:
             return True
         batch.beam_groups.add(seq_group)
@@ -155,7 +146,7 @@ class BeamScheduler:
             return False
         lengths = [(seq.seq_id, seq.length) for seq in beams.held]
         while not self._blocks.can_append_all(lengths):
-            if not self._preemption.make_room(seq_group, batch):
+            if not preemption.make_room(seq_group, batch):
                 return False
             if seq_group.num_running == 0:
                 return True
@@ -163,16 +154,16 @@ class BeamScheduler:
         return True
 
     def _add_rows(self, beams: BeamGroup[Sequence], batch: Batch) -> None:
-        """Of those that share a last block, the last to ask keeps it. So forks ask first: their
-        tables go to the worker as a whole, without updates."""
-        news = {child.seq: child for child in beams.continuations}
+        """Of the beams that share a last block, the last to append keeps it. So forks append first:
+        their tables are sent as a whole, without updates."""
+        continued = {child.seq: child for child in beams.continuations}
         forks = [child for child in beams.continuations if child.parent is not None]
         tables = {child.seq: self._fork_table(child.seq, batch) for child in forks}
         forked = {child.seq for child in forks}
         for seq in sorted((s for s in beams.held if s not in forked), key=lambda s: s.order):
             self._append(seq, batch)
-            if seq in news:
-                batch.append_token(seq.seq_id, news[seq].token)
+            if seq in continued:
+                batch.append_token(seq.seq_id, continued[seq].token)
             batch.add_beam(seq)
             seq.extend()
         for child in forks:
@@ -198,8 +189,8 @@ class BeamScheduler:
     # Results.
 
     def receive(self, seq: Sequence, step_id: int, candidates: RowCandidates) -> bool:
-        """Take the candidates for a beam's next token; True if the search has ended with them.
-        Results of steps from before the group left the batch are ignored."""
+        """Receive the candidates for a beam's next token. Returns True if the search has ended.
+        Results of steps from before a preemption are ignored."""
         if seq.status is not SequenceStatus.RUNNING or step_id < seq.first_step_id:
             return False
         beams = _beams(seq.seq_group)
@@ -208,15 +199,15 @@ class BeamScheduler:
         continuations = beams.advance()
         if beams.search.is_done:
             return True
-        self._go_on(beams, continuations)
+        self._continue(beams, continuations)
         return False
 
-    def _go_on(self, beams: BeamGroup[Sequence], chosen: list[tuple[Sequence, int]]) -> None:
-        """Give each beam a sequence: its parent's, or one that is idle now."""
-        going_on = {parent for parent, _ in chosen}
+    def _continue(self, beams: BeamGroup[Sequence], chosen: list[tuple[Sequence, int]]) -> None:
+        """Give each new beam a sequence: its parent's, or an idle one."""
+        continued = {parent for parent, _ in chosen}
         spare = [fork for seq in beams.held for fork in seq.release_forks()]
         for seq in beams.held:
-            if seq not in going_on:
+            if seq not in continued:
                 self._drop(seq)
                 spare.append(seq)
         continuations: list[Continuation[Sequence]] = []
@@ -236,12 +227,12 @@ class BeamScheduler:
         beams.held[0].hold_forks(spare)
 
     def _drop(self, seq: Sequence) -> None:
-        """Drop a beam: its blocks become free, its sequence idle."""
+        """Drop a beam: free its blocks and leave its sequence idle."""
         self._running.drop_beam(seq)
         seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
-        """Let an idle sequence take over a beam and continue it with another token."""
+        """Let an idle sequence continue a copy of a beam with another token."""
         self._blocks.fork(parent.seq_id, child.seq_id)
         child.fork_beam(parent, token, self._pipeline.next_step_id)
         self._running.add_beam(child)
@@ -314,7 +305,7 @@ def _beam_logprobs(step: Path, num_top: int) -> RowLogprobs:
 def without_beams(
     sampled: list[Sequence], token_ids: list[int]
 ) -> tuple[list[Sequence], list[int]]:
-    """Those rows that have tokens of their own."""
+    """The rows of sequences that are no beams."""
     pairs = zip(sampled, token_ids, strict=True)
     chosen = [(seq, token) for seq, token in pairs if not seq.seq_group.is_lockstep]
     return [seq for seq, _ in chosen], [token for _, token in chosen]

@@ -1,20 +1,13 @@
-"""What a worker group has capacity for: all that the router asks of it."""
+"""What a worker group has capacity for: all that the router asks about it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
-from scheduler_service.core.kv_cache.block_manager import BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
-from scheduler_service.core.request_queue import WaitingQueue
-from scheduler_service.core.scheduling.preemption import (
-    SwapManager,
-    VictimSelector,
-    is_fetch_cheaper,
-)
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
+from scheduler_service.core.kv_cache.block_manager import AllocStatus
+from scheduler_service.core.policies import Policy
+from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.throughput import StepRates
 
 RUNNING = SequenceStatus.RUNNING
 
@@ -24,44 +17,27 @@ class CapacityEstimate:
     """What a group would find in a worker group."""
 
     num_tokens_to_compute: int
-    """Those that neither device nor host has."""
+    """Tokens that are neither on the device nor on the host."""
     num_blocks_to_fetch: int
-    """Blocks that the host has; none if they are sooner computed again."""
+    """Blocks that are on the host; 0 if computing them again is faster."""
     shortage: float
-    """The share of the sequences there that must end before it finds places and blocks beside
-    those that wait; 0 if none."""
+    """The share of the sequences there that must end before the group gets places and blocks beside
+    the groups that already wait there; 0 if it would get them now."""
 
 
 class CapacityProbe:
-    """Questions about one worker group; none changes anything."""
+    """Questions about one worker group; none changes anything but a memo of an answer."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        capacity: WorkerGroupCapacity,
-        blocks: BlockManager,
-        prefixes: PrefixCache,
-        running: RunningSet,
-        swapping: SwapManager,
-        rates: StepRates,
-        victims: VictimSelector,
-        *,
-        waiting: WaitingQueue,
-        ahead: WaitingQueue,
-        seq_groups: Mapping[SequenceGroup, None],
-    ) -> None:
-        """`seq_groups`: all that are placed there."""
-        self._config = config
-        self._capacity = capacity
-        self._blocks = blocks
-        self._prefixes = prefixes
-        self._running = running
-        self._swapping = swapping
-        self._rates = rates
-        self._victims = victims
-        self._waiting = waiting
-        self._ahead = ahead
-        self._seq_groups = seq_groups
+    def __init__(self, state: WorkerGroupState, policy: Policy) -> None:
+        self._state = state
+        self._policy = policy
+        self._config = state.config
+        self._blocks = state.blocks
+        self._prefixes = state.prefixes
+        self._running = state.running
+        self._in_vain: tuple[SequenceGroup, int] | None = None
+        """The last group that could preempt nobody, and the running set's changes until then: it
+        asks again in every step, and the answer holds while the same sequences run."""
 
     @property
     def max_step_tokens(self) -> int:
@@ -70,9 +46,8 @@ class CapacityProbe:
 
     @property
     def num_sequences(self) -> int:
-        """Sequences here, in the batch or waiting for it."""
-        num_waiting = self._waiting.num_sequences + self._ahead.num_sequences
-        return self._running.num_places + num_waiting
+        """Running and waiting sequences."""
+        return self._state.num_sequences
 
     @property
     def caches_prefixes(self) -> bool:
@@ -89,24 +64,25 @@ class CapacityProbe:
     @property
     def has_room(self) -> bool:
         """Whether any group at all may find room here now."""
-        if self.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
+        state = self._state
+        if state.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
             return False
-        if self._ahead or self._swapping:
+        if state.ahead or state.running.swapped:
             return False
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
 
     def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
         """What a group would find here that fits."""
-        longest = seq_group.longest
+        state, longest = self._state, seq_group.longest
         found = self._prefixes.find(longest)
         num_blocks = self._blocks.num_blocks_for(longest.num_known)
-        num_promised = self._blocks.num_blocks_for(self._waiting.num_tokens) + len(self._waiting)
+        num_promised = self._blocks.num_blocks_for(state.waiting.num_tokens) + len(state.waiting)
         blocks_short = self._blocks.num_blocks_short(num_blocks - len(found), found, num_promised)
-        num_sequences = self.num_sequences
+        num_sequences = state.num_sequences
         places_short = num_sequences + len(seq_group.waiting()) - self._config.max_num_seqs
-        num_used = self._capacity.num_gpu_blocks - self._blocks.num_free_blocks
-        is_fetched = is_fetch_cheaper(self._rates, self._blocks.block_size)
+        num_used = state.capacity.num_gpu_blocks - self._blocks.num_free_blocks
+        is_fetched = is_fetch_cheaper(state.pipeline.rates, self._blocks.block_size)
         stored = self._prefixes.find_on_host(longest, len(found)) if is_fetched else ()
         num_found = (len(found) + len(stored)) * self._blocks.block_size
         return CapacityEstimate(
@@ -123,18 +99,58 @@ class CapacityProbe:
     def can_take_ahead(self, seq_group: SequenceGroup) -> bool:
         """Whether the group would find room here now by preempting others, whether they run or
         wait."""
-        if self._ahead or not seq_group.fits(self._capacity):
+        if self._state.ahead or not seq_group.fits(self._state.capacity):
             return False
-        return self._victims.find(seq_group, self._seq_groups) is not None
+        return self.find_victims(seq_group) is not None
+
+    def find_victims(self, seq_group: SequenceGroup) -> list[SequenceGroup] | None:
+        """The fewest groups that must be preempted for a waiting group to be admitted, in order.
+        None if it takes precedence over no group here, or if there is no room for it even so.
+
+        Beam groups are not preempted: their sequences change in every step, so the number of blocks
+        that they would free is unknown.
+        """
+        question = (seq_group, self._running.num_changes)
+        if question == self._in_vain:
+            return None
+        yielding = self._policy.yielding(seq_group, self._state.seq_groups)
+        first = next(yielding, None)
+        if first is None:
+            self._in_vain = question
+            return None
+        found = self._prefixes.find(seq_group.longest)
+        victims: list[SequenceGroup] = []
+        num_places = num_blocks = 0
+        for other in chain([first], yielding):
+            if self._would_fit(seq_group, found, num_places, num_blocks):
+                return victims
+            if other.num_running and not other.is_lockstep:
+                victims.append(other)
+                num_places += other.num_running
+                num_blocks += self._num_blocks_of(other)
+        return victims if self._would_fit(seq_group, found, num_places, num_blocks) else None
+
+    def _would_fit(
+        self, seq_group: SequenceGroup, found: list[int], num_places: int, num_blocks: int
+    ) -> bool:
+        """Whether the group could be admitted with this many more free places and blocks."""
+        num_taken = self._running.num_places - num_places + len(seq_group.waiting())
+        verdict = self._blocks.can_allocate(seq_group.max_known_tokens, found, -num_blocks)
+        return num_taken <= self._config.max_num_seqs and verdict is AllocStatus.OK
+
+    def _num_blocks_of(self, seq_group: SequenceGroup) -> int:
+        """Blocks that come free when the group leaves."""
+        seq_ids = [seq.seq_id for seq in seq_group.running() if self._blocks.holds(seq.seq_id)]
+        return self._blocks.num_own_blocks(seq_ids)
 
     @property
     def has_suspect(self) -> bool:
         """Whether a suspect is here. Linear in the groups here."""
-        return any(seq_group.is_suspect for seq_group in self._seq_groups)
+        return any(seq_group.is_suspect for seq_group in self._state.seq_groups)
 
     @property
     def num_tokens_to_prefill(self) -> int:
         """Tokens of prompts that are not computed yet."""
         prefilling = [seq for seq in self._running.prefilling if seq.status is RUNNING]
         num_begun = sum(seq.length - seq.num_computed for seq in prefilling)
-        return num_begun + self._waiting.num_tokens
+        return num_begun + self._state.waiting.num_tokens

@@ -1,76 +1,131 @@
-"""Groups on their way from a worker group to others of its model: it drains, or has become too
-small for them.
+"""How requests and sequences leave a worker group: they end, or they move to another group.
 
-A group leaves the batch at once, so that no step is planned for it any more, and is gone when the
-results of the steps under way are in: their tokens count, and nothing comes in later that could be
-taken for the result of a row that it gets elsewhere.
+A request moves because its worker group drains, or because it has outgrown the group's KV cache. It
+leaves the batch at once, so that no further step is planned for it, and can be routed elsewhere
+when the results of its steps in flight have arrived: their tokens count, and no later result can be
+mistaken for one of a row that it gets elsewhere.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection
 
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
-from scheduler_service.core.scheduling.pipeline import Pipeline
-from scheduler_service.core.scheduling.preemption import SwapManager
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
-from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_service.core.request import ChoiceFinished
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.request_timing import RequestEvent
+from scheduler_service.errors import GenerationFailed
 
 
-class MigratingGroups:
-    """Groups without a place, or blocks, in their worker group, which they are to leave."""
+def finish_choice(seq: Sequence, stop_token_id: int | None) -> None:
+    """Report to the frontend that a choice ended, by a stop token or else by length."""
+    reason = "length" if stop_token_id is None else "stop"
+    finished = ChoiceFinished(handle=seq.handle, reason=reason, stop_token_id=stop_token_id)
+    seq.seq_group.frontend.outbox.choices_finished.append(finished)
 
-    def __init__(
-        self,
-        prefixes: PrefixCache,
-        running: RunningSet,
-        swapping: SwapManager,
-        pipeline: Pipeline,
+
+class Departures:
+    """Ends sequences and groups, and lets groups move to other worker groups."""
+
+    def __init__(self, state: WorkerGroupState) -> None:
+        self._state = state
+        self._ended: list[SequenceGroup] = []
+        self._migrating: dict[SequenceGroup, None] = {}
+
+    # Ends.
+
+    def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
+        """End a sequence and free what it held. Sequences that were to fork from it wait again."""
+        state, seq_group = self._state, seq.seq_group
+        if seq.status is SequenceStatus.RUNNING:
+            state.prefixes.note_decodes(seq)  # the prefix cache may keep what it has computed
+            state.running.vacate(seq, now_us)
+        elif seq.status is SequenceStatus.SWAPPED:
+            state.running.release_swapped(seq)
+        seq_group.end(seq, status)
+        if not seq_group.waiting():
+            self.discard(seq_group)
+        elif seq_group not in state.ahead and seq_group not in self._migrating:
+            state.waiting.add(seq_group)
+        if seq_group.num_unfinished == 0:
+            self._note_ended(seq_group)
+
+    def end_seq_group(self, seq_group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
+        """End all unfinished sequences of a group."""
+        for seq in list(seq_group.unfinished()):
+            self.end_sequence(seq, status, now_us)
+
+    def fail_seq_group(
+        self, seq_group: SequenceGroup, error: GenerationFailed, now_us: int
     ) -> None:
-        self._prefixes = prefixes
-        self._running = running
-        self._swapping = swapping
-        self._pipeline = pipeline
-        self._seq_groups: dict[SequenceGroup, None] = {}
+        """End a group by an error of its own, unless it has ended."""
+        if seq_group.num_unfinished:
+            seq_group.error = error
+            self.end_seq_group(seq_group, SequenceStatus.FINISHED_ERROR, now_us)
 
-    def __contains__(self, seq_group: SequenceGroup) -> bool:
-        return seq_group in self._seq_groups
+    def end_full(self, seq_group: SequenceGroup) -> None:
+        """End choices of a group that is in no queue yet, if they have all the tokens that they can
+        have on this worker group."""
+        for seq in list(seq_group.unfinished()):
+            if len(seq.output_token_ids) >= seq.max_output_tokens:
+                finish_choice(seq, None)
+                seq_group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
+        if seq_group.num_unfinished == 0:
+            self._note_ended(seq_group)
 
-    def __iter__(self) -> Iterator[SequenceGroup]:
-        return iter(self._seq_groups)
+    def take_ended(self) -> list[SequenceGroup]:
+        """Remove and return the groups whose sequences have all ended since the last call."""
+        ended, self._ended = self._ended, []
+        return ended
 
-    def begin(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """Let a group leave that is in no queue. It has begun here or elsewhere."""
-        self._leave_kv_behind(seq_group, now_us)
+    def _note_ended(self, seq_group: SequenceGroup) -> None:
+        del self._state.seq_groups[seq_group]
+        self._ended.append(seq_group)
+
+    # Moves.
+
+    @property
+    def migrating(self) -> Collection[SequenceGroup]:
+        """Groups that are to move and still have rows in flight."""
+        return self._migrating
+
+    def begin_move(self, seq_group: SequenceGroup, now_us: int) -> None:
+        """Take a group, started here or elsewhere, out of the batch and the queues. Its blocks are
+        freed: its tokens are computed again where it goes."""
+        self.discard(seq_group)
+        running = self._state.running
+        for seq in seq_group.running():
+            self._state.prefixes.note_departure(seq)
+            if seq.status is SequenceStatus.RUNNING:  # not if it left with the one it forks from
+                running.vacate(seq, now_us)
+        for seq in seq_group.swapped():
+            running.release_swapped(seq)
+            seq.preempt()
+        running.drop_ended()  # before it runs elsewhere
         seq_group.clock.recover(now_us)
         seq_group.note(RequestEvent.MOVED, now_us)
-        self._seq_groups[seq_group] = None
+        self._migrating[seq_group] = None
+
+    def take_moved(self) -> list[SequenceGroup]:
+        """Remove and return the migrating groups that have no rows in flight any more."""
+        if not self._migrating:
+            return []
+        in_flight = {seq.seq_group for seq in self._state.pipeline.open_rows()}
+        moved = [seq_group for seq_group in self._migrating if seq_group not in in_flight]
+        for seq_group in moved:
+            del self._migrating[seq_group]
+            del self._state.seq_groups[seq_group]
+        return moved
 
     def discard(self, seq_group: SequenceGroup) -> None:
-        """The group has ended, if it was one of these."""
-        self._seq_groups.pop(seq_group, None)
+        """Take a group out of the queues."""
+        self._state.waiting.discard(seq_group)
+        self._state.ahead.discard(seq_group)
+        self._migrating.pop(seq_group, None)
 
-    def take_gone(self) -> list[SequenceGroup]:
-        """Groups without rows in flight, which are to be placed elsewhere."""
-        if not self._seq_groups:
-            return []
-        in_flight = {seq.seq_group for seq in self._pipeline.open_rows()}
-        gone = [seq_group for seq_group in self._seq_groups if seq_group not in in_flight]
-        for seq_group in gone:
-            del self._seq_groups[seq_group]
-        return gone
-
-    def _leave_kv_behind(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """Free a group's blocks on device and host: it is computed again where it goes.
-
-        Whoever wants its KV to go along begins here: the blocks would be freed only when they have
-        been copied, and the group would come into its new batch as from the host, with all but the
-        last tokens computed (`SwapManager.swap_in`).
-        """
-        for seq in seq_group.running():
-            self._prefixes.note_departure(seq)
-            if seq.status is SequenceStatus.RUNNING:  # else it left with the one it forks from
-                self._running.vacate(seq, now_us)
-        for seq in seq_group.swapped():
-            self._swapping.end(seq)
-            seq.preempt()
-        self._running.drop_ended()  # before it runs again, elsewhere
+    def check(self) -> None:
+        """Assert that all ended groups were taken, and that each waiting group is queued once."""
+        assert not self._ended
+        queues = (self._state.waiting, self._state.ahead, self._migrating)
+        for seq_group in self._state.seq_groups:
+            is_queued = sum(seq_group in queue for queue in queues)
+            assert is_queued == bool(seq_group.waiting())
+            assert (seq_group in self._state.running.swapped) == bool(seq_group.swapped())

@@ -1,19 +1,24 @@
-"""Steps in flight: plans whose results are not in yet, and how many of them there may be.
+"""Steps in flight: plans whose results have not arrived, and how many of them there may be.
 
-As a rule just enough steps are planned ahead that the worker never waits. A step's messages,
-however, take processor time of the core and of the worker whatever is in them, and on a CPU the
-model computes on the same cores. So where nobody waits for the tokens of each step, more steps are
-planned, and the plans and results of several travel together.
+Usually just enough steps are planned ahead to keep the worker busy. But each message costs the
+core and the worker CPU time whatever its size, and on a CPU the model computes on the same cores.
+So when no client waits for the tokens of each step, more steps are planned, and the plans and
+results of several steps are sent together.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
-from scheduler_service.core.sequence import Sequence, SequenceStatus
+from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.stats.request_timing import StepClock
 from scheduler_service.core.stats.throughput import StepRates, StepWork
 from scheduler_service.core.step_plan import StepResult
+
+MAX_STEPS_TOGETHER_US = 100_000
+"""The longest that steps which travel together may take, because a request that arrives now waits
+for all steps that are already planned."""
 
 
 class ResultMismatch(Exception):
@@ -39,15 +44,19 @@ class InFlightStep:
 
 
 class Pipeline:
-    """Open steps of one worker group, answered in order."""
+    """Steps in flight of one worker group, answered in order, and how long they take."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, config: SchedulerConfig, capacity: WorkerGroupCapacity, now_us: int) -> None:
+        self.clock = StepClock(now_us)
+        self.rates = StepRates()
+        self._vocab_size = capacity.vocab_size
+        self._depth = config.pipeline_depth
+        self._max_together = config.max_steps_together if capacity.takes_several_plans else 1
         self._steps: deque[InFlightStep] = deque()
         self._num_planned = 0
 
     def __len__(self) -> int:
-        """Steps that are open."""
+        """The number of steps in flight."""
         return len(self._steps)
 
     @property
@@ -57,20 +66,35 @@ class Pipeline:
 
     @property
     def newest_work(self) -> StepWork:
-        """What the newest open step takes."""
+        """The work of the newest step in flight."""
         return self._steps[-1].work
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether an open step computes prompts."""
+        """Whether a step in flight computes prompts."""
         return any(step.prefills for step in self._steps)
 
     def open_rows(self) -> set[Sequence]:
         """Sequences with rows in flight."""
         return {seq for step in self._steps for seq in step.rows}
 
+    def num_together(self, patience_us: Callable[[], int]) -> int:
+        """How many decode steps may be sent together; `patience_us` returns how long the clients of
+        all running requests can wait for their tokens."""
+        step_us = self.rates.us_per_decode_step
+        if self._max_together == 1 or not step_us:
+            return 1
+        most_us = min(patience_us(), MAX_STEPS_TOGETHER_US)
+        return max(1, min(self._max_together, int(most_us / step_us)))
+
+    def is_full(self, num_together: int) -> bool:
+        """Whether as many steps are in flight as may be: those whose results return together, and
+        one to continue with."""
+        depth = self._depth if num_together == 1 else max(self._depth, num_together + 1)
+        return len(self._steps) >= depth
+
     def push(self, step: InFlightStep) -> None:
-        """A plan is on its way."""
+        """Add a step whose plan is about to be sent."""
         assert step.step_id == self.next_step_id
         self._num_planned += 1
         self._steps.append(step)
@@ -112,50 +136,3 @@ class Pipeline:
             tokens = candidates.token_ids
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
                 raise ResultMismatch(f"a candidate is not below {self._vocab_size}")
-
-
-MAX_STEPS_TOGETHER_US = 100_000
-"""The most that steps which travel together may take, as a request that comes now has to wait for
-all that are planned."""
-
-
-class PipelineDepth:
-    """The lead over one worker group."""
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        capacity: WorkerGroupCapacity,
-        running: RunningSet,
-        rates: StepRates,
-    ) -> None:
-        self._depth = config.pipeline_depth
-        self._max_together = config.max_steps_together if capacity.takes_several_plans else 1
-        self._running = running
-        self._rates = rates
-        self._patience_us = 0
-        self._num_changes = -1
-        """Of the batch when its patience was looked up."""
-
-    def num_together(self) -> int:
-        """Steps of the present batch that may be sent together, if no other request waits."""
-        step_us, running = self._rates.us_per_decode_step, self._running
-        if self._max_together == 1 or not step_us or running.prefilling or running.arriving:
-            return 1
-        most_us = min(self._patience(), MAX_STEPS_TOGETHER_US)
-        return max(1, min(self._max_together, int(most_us / step_us)))
-
-    def depth(self, num_together: int) -> int:
-        """Steps that may be in flight: those that return together, and one to continue with."""
-        return self._depth if num_together == 1 else max(self._depth, num_together + 1)
-
-    def _patience(self) -> int:
-        """How long all that decodes may wait for its tokens, in microseconds."""
-        running = self._running
-        if running.num_changes != self._num_changes:
-            # What has ended is in the list until the next plan, and would be remembered.
-            present = (seq for seq in running.decoding if seq.status is SequenceStatus.RUNNING)
-            seq_groups = {seq.seq_group for seq in present}
-            self._patience_us = min((seq_group.patience_us for seq_group in seq_groups), default=0)
-            self._num_changes = running.num_changes
-        return self._patience_us

@@ -1,45 +1,38 @@
 """Preemption: which groups leave the batch, by swap or by recompute, and how they come back.
 
-When memory runs out a whole group leaves, the last in order: its sequences share blocks, and some
-of them alone would hold memory without coming to an end. Only where the group that needs a block is
-itself the last, one of its sequences makes room for its siblings: the last of them, which is
-computed again when they have freed something. For a request that takes precedence over others, the
-policy says which of them may have to leave.
+When memory runs out, the last group in order is preempted as a whole: its sequences share blocks,
+and if only some of them left, the rest would hold memory without being able to finish. If the group
+that needs a block is itself the last, only its last sequence is preempted; it is computed again
+when the others have freed blocks. For a request that takes precedence over others, the policy says
+which of them may be preempted.
 
-A group leaves by *swap*, its blocks to host memory and back, or by *recompute*: its blocks are
-freed, and its tokens computed again later. `auto` does what costs less by the measured rates:
+*Swap* moves a group's blocks to host memory and later back. *Recompute* frees its blocks and
+computes its tokens again later. `auto` chooses what costs less at the measured rates:
 
     swap         block moves, out and back x us_per_moved_block
     recompute    tokens to compute x us_per_prefill_token
 
-Each block is moved once each way, and not to the host if it is there already. With the prefix
-cache, sequences find what others have or have computed before them: then the tokens of each block
-count once, and only if nobody else has it. (More may be found, unless it is evicted meanwhile.)
+Each block moves once each way, and not to the host if a copy is there already. With the prefix
+cache, sequences reuse blocks that others have computed: the tokens of a block then count once, and
+only if no other sequence has it. (The cache may hold more, unless it is evicted meanwhile.)
 
-As long as nothing of the kind has been measured, a single sequence is recomputed, which takes one
-pass over its tokens, and several are swapped: what they share is moved once, but each of them may
-have to be computed on its own.
+Until both rates have been measured, a single sequence is recomputed, which takes one pass over its
+tokens, and several sequences are swapped: the blocks that they share move once, but each sequence
+may have to be recomputed by itself.
 
-A swapped-out group is forgotten by the worker. It comes back as a whole, in two plans: the first
-swaps its blocks in, which the worker does beside the forward pass; the next one introduces its
-sequences again, with all but their last tokens computed, and has rows of them.
+The worker forgets a swapped-out group. It comes back as a whole, in two plans: the first one swaps
+its blocks in, which the worker does in parallel with the forward pass; the second one introduces
+its sequences again, with all but their last tokens computed, and has their rows.
 """
 
 import logging
-from collections.abc import Iterable
-from itertools import chain
 
-from scheduler_service.core.config import PreemptionMode, SchedulerConfig
-from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
-from scheduler_service.core.policies import Policy
-from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
+from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.kv_cache.block_manager import AllocStatus
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
-from scheduler_service.core.scheduling.pipeline import Pipeline
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.stats.request_timing import RequestEvent
-from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import NewSequence
 
@@ -47,91 +40,6 @@ logger = logging.getLogger(__name__)
 
 SUMMARY_INTERVAL_US = 10_000_000
 """Time between two summaries of a worker group's preemptions in the log."""
-
-
-class SwapManager:
-    """The swapped-out groups of one worker group, in the policy's order.
-
-    They come before all that wait: as long as there are any, nothing else is admitted. They cannot
-    wait for ever: what they need, they have had before, and whatever runs comes to an end.
-    """
-
-    def __init__(
-        self,
-        max_num_seqs: int,
-        blocks: BlockManager,
-        prefixes: PrefixCache,
-        running: RunningSet,
-        pipeline: Pipeline,
-    ) -> None:
-        self._max_num_seqs = max_num_seqs
-        self._blocks = blocks
-        self._prefixes = prefixes
-        self._running = running
-        self._pipeline = pipeline
-        self._seq_groups: RemovableHeap[SequenceGroup] = RemovableHeap()
-        self._landed: list[tuple[Sequence, NewSequence]] = []
-
-    def __len__(self) -> int:
-        return len(self._seq_groups)
-
-    def swap_out(self, sequences: list[Sequence], batch: Batch) -> None:
-        """Move the blocks of all running sequences of a group, which are out of their lists."""
-        batch.swap_out += self._running.swap_out(sequences, batch.now_us)
-        seq_group = sequences[0].seq_group
-        if seq_group not in self._seq_groups:
-            self._seq_groups.push(seq_group.rank, seq_group)
-
-    def swap_in(self, batch: Batch) -> None:
-        """Begin to bring groups back, first in order first, as far as places and blocks go."""
-        while (top := self._seq_groups.peek()) is not None:
-            seq_group = top[1]
-            sequences = seq_group.swapped()
-            if not self._can_come_back(sequences):
-                return
-            self._seq_groups.remove(seq_group)
-            seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
-            batch.swap_in += self._blocks.swap_in([seq.seq_id for seq in sequences])
-            for seq in sequences:
-                seq.swap_in()
-            self._running.come_back(sequences, batch.now_us)
-
-    def _can_come_back(self, sequences: list[Sequence]) -> bool:
-        if any(seq.num_in_flight for seq in sequences):
-            return False  # the worker must be sent all their tokens
-        if self._running.num_places + len(sequences) > self._max_num_seqs:
-            return False
-        return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK
-
-    def land(self) -> None:
-        """What the last plan swapped in, for a group that comes back or one that has found its
-        prompt on the host, is on the device from now on."""
-        for seq in self._running.land():
-            seq.rejoin(self._pipeline.next_step_id)
-            self._prefixes.note_arrival(seq)
-            if seq.is_prefilled:
-                table = self._blocks.table(seq.seq_id)  # before the step changes it
-                self._landed.append((seq, make_new_sequence(seq, table)))
-
-    def add_landed(self, batch: Batch) -> None:
-        """Introduce sequences that decode again and got rows to the worker; the others were
-        preempted once more, or have outgrown the cache."""
-        for seq, new_sequence in self._landed:
-            if seq.num_in_flight:
-                batch.add_new(new_sequence)
-                self._running.mark_introduced(seq)
-        self._landed = []
-
-    def end(self, seq: Sequence) -> None:
-        """A swapped-out sequence is about to end: free its blocks."""
-        self._blocks.free_swapped(seq.seq_id)
-        if len(seq.seq_group.swapped()) == 1:
-            self._seq_groups.remove(seq.seq_group)
-
-    def check(self, seq_group: SequenceGroup) -> None:
-        """Assert that a group is here if any of its sequences is swapped out."""
-        assert (seq_group in self._seq_groups) == bool(seq_group.swapped())
-        assert not self._landed
 
 
 def is_swap_cheaper(
@@ -160,58 +68,47 @@ def is_fetch_cheaper(rates: StepRates, block_size: int) -> bool:
 
 
 class Preemption:
-    """Makes room for running sequences, at the expense of the last of them."""
+    """Takes groups out of the batch, by swap or by recompute, and brings swapped-out ones back."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        blocks: BlockManager,
-        prefixes: PrefixCache,
-        waiting: WaitingQueue,
-        swapping: SwapManager,
-        running: RunningSet,
-        rates: StepRates,
-        totals: ModelTotals,
-    ) -> None:
-        self._config = config
-        self._blocks = blocks
-        self._prefixes = prefixes
-        self._waiting = waiting
-        self._swapping = swapping
-        self._running = running
-        self._rates = rates
-        self._totals = totals
+    def __init__(self, state: WorkerGroupState) -> None:
+        self._state = state
+        self._blocks = state.blocks
+        self._prefixes = state.prefixes
+        self._running = state.running
+        self._landed: list[tuple[Sequence, NewSequence]] = []
         self._log = _PreemptionLog()
 
-    def make_room(self, seq_group: SequenceGroup, batch: Batch) -> bool:
-        """Take the blocks of the last group, or of the last sequence if that is of this group,
-        which needs one; False if the group cannot continue even alone.
+    # Out of the batch.
 
-        Takes only sequences that have no row in the batch yet, as long as decodes get their rows
-        in order; a group in lockstep must ask before any of its sequences has a row.
+    def make_room(self, seq_group: SequenceGroup, batch: Batch) -> bool:
+        """Preempt the last group for `seq_group`, which needs a block; if it is itself the last,
+        preempt its last sequence. Returns False if the group cannot continue even alone.
+
+        Preempts only sequences that have no row in the batch yet, provided that decodes get their
+        rows in order; a beam group must ask before any of its beams has a row.
         """
         running, last = self._running, self._running.last()
         is_own = last.seq_group is seq_group
         if is_own and seq_group.is_lockstep and self._is_alone(seq_group):
             return False
         batch.has_preempted = True
-        self._totals.num_preemptions += 1
+        self._state.totals.num_preemptions += 1
         if is_own and not seq_group.is_lockstep and seq_group.num_running > 1:
             self._recompute([running.pop_last()], batch)
             return True
-        swaps = self._is_to_swap(last.seq_group)
-        self._take_out(running.pop_last_seq_group(), swaps, batch)
+        swaps = self._should_swap(last.seq_group)
+        self._preempt(running.pop_last_seq_group(), swaps, batch)
         return True
 
-    def make_way(self, victim: SequenceGroup, batch: Batch) -> None:
-        """Take the places and blocks of a group for one of higher rank. Before anything has
-        a row."""
+    def preempt_for_other(self, victim: SequenceGroup, batch: Batch) -> None:
+        """Preempt a group for one that takes precedence over it. Must be called before any sequence
+        has a row in the batch."""
         batch.has_preempted = True
-        self._totals.num_preemptions += 1
-        swaps = self._is_to_swap(victim)
-        self._take_out(self._running.pop_seq_group(victim), swaps, batch)
+        self._state.totals.num_preemptions += 1
+        swaps = self._should_swap(victim)
+        self._preempt(self._running.pop_seq_group(victim), swaps, batch)
 
-    def _take_out(self, victims: list[Sequence], swaps: bool, batch: Batch) -> None:
+    def _preempt(self, victims: list[Sequence], swaps: bool, batch: Batch) -> None:
         if swaps:
             self._swap_out(victims, batch)
         else:
@@ -221,58 +118,96 @@ class Preemption:
         """Whether nothing but the group is in the batch."""
         return self._running.num_places == seq_group.num_running
 
-    def _is_to_swap(self, seq_group: SequenceGroup) -> bool:
-        """Whether the last group's blocks are to be moved to the host."""
-        mode = self._config.preemption_mode
+    def _should_swap(self, seq_group: SequenceGroup) -> bool:
+        """Whether to move a group's blocks to the host, rather than free them."""
+        mode = self._state.config.preemption_mode
         if mode is PreemptionMode.RECOMPUTE:
             return False
-        # A prompt that is partly computed has little to lose, no tokens of its own yet, and
-        # choices that wait for its end: it begins again, finding what the prefix cache has.
+        # A partly computed prompt has no output yet, and choices may be waiting to fork from it:
+        # it starts again, with what the prefix cache has.
         if any(seq.seq_group is seq_group for seq in self._running.prefilling):
             return False
         sequences = seq_group.running()
         if any(seq.live_forks() for seq in sequences):
-            return False  # a search that has not begun
+            return False  # a beam search that has not started
         seq_ids = [seq.seq_id for seq in sequences]
         if self._blocks.can_swap_out(seq_ids) is not AllocStatus.OK:
             return False
         if mode is PreemptionMode.SWAP:
             return True
         return is_swap_cheaper(
-            self._rates,
+            self._state.pipeline.rates,
             num_sequences=len(sequences),
             num_moves=self._blocks.num_moves(seq_ids),
             num_tokens=self._num_tokens_to_recompute(sequences),
         )
 
     def _num_tokens_to_recompute(self, sequences: list[Sequence]) -> int:
-        if not self._config.enable_prefix_caching:
+        if not self._state.config.enable_prefix_caching:
             return sum(seq.length for seq in sequences)
         seq_ids = [seq.seq_id for seq in sequences]
         return self._blocks.num_own_blocks(seq_ids) * self._blocks.block_size
 
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
-        """Free the blocks of sequences of one group; they wait to be computed again."""
+        """Free the blocks of sequences of one group, and queue it to be computed again."""
         self._log.note("recompute", victims, batch.now_us)
         victims[0].seq_group.note(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
             self._running.vacate(seq, batch.now_us)
-        self._waiting.add(victims[0].seq_group)
+        self._state.waiting.add(victims[0].seq_group)
 
     def _swap_out(self, victims: list[Sequence], batch: Batch) -> None:
-        """Move the blocks of a whole group to the host, from where it will come back."""
+        """Move the blocks of all running sequences of a group to the host."""
+        seq_group = victims[0].seq_group
         self._log.note("swap", victims, batch.now_us)
-        victims[0].seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
+        seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
             self._prefixes.note_decodes(seq)
-        self._swapping.swap_out(victims, batch)
+        batch.swap_out += self._running.swap_out(victims, batch.now_us)
+
+    # Back into the batch.
+
+    def swap_in(self, batch: Batch) -> None:
+        """Swap groups in, in the policy's order, while there are places and blocks for them."""
+        while (top := self._running.swapped.peek()) is not None:
+            seq_group = top[1]
+            if not self._can_swap_in(seq_group.swapped()):
+                return
+            seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
+            batch.swap_in += self._running.swap_in(seq_group, batch.now_us)
+
+    def _can_swap_in(self, sequences: list[Sequence]) -> bool:
+        if any(seq.num_in_flight for seq in sequences):
+            return False  # the worker must be sent all their tokens
+        if self._running.num_places + len(sequences) > self._state.config.max_num_seqs:
+            return False
+        return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK
+
+    def land(self) -> None:
+        """Let the sequences continue whose blocks the last plan swapped in: they were swapped out,
+        or their prompts were found on the host."""
+        for seq in self._running.land():
+            seq.rejoin(self._state.pipeline.next_step_id)
+            self._prefixes.note_arrival(seq)
+            if seq.is_prefilled:
+                table = self._blocks.table(seq.seq_id)  # before the step changes it
+                self._landed.append((seq, make_new_sequence(seq, table)))
+
+    def introduce_landed(self, batch: Batch) -> None:
+        """Send the worker the landed sequences that got decode rows; the others were preempted
+        again, or have outgrown the cache."""
+        for seq, new_sequence in self._landed:
+            if seq.num_in_flight:
+                batch.add_new(new_sequence)
+                self._running.mark_introduced(seq)
+        self._landed = []
 
 
 class _PreemptionLog:
     """Logs each preemption at DEBUG, and a summary of them at WARNING every ten seconds at most.
 
-    Logging is synchronous and the core runs on the event loop of all requests: a line for each
+    Logging is synchronous, and the core runs on the event loop of all requests: a line for each
     preemption would slow it down exactly when memory is short.
     """
 
@@ -299,67 +234,3 @@ class _PreemptionLog:
             )
             self._counts = {"swap": 0, "recompute": 0}
             self._due_us = now_us + SUMMARY_INTERVAL_US
-
-
-class VictimSelector:
-    """Finds the groups that must leave the batch, among those that the policy allows.
-
-    Groups of beams stay: their sequences change in every step, so that the number of blocks that
-    they would free is unknown.
-    """
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        policy: Policy,
-        blocks: BlockManager,
-        prefixes: PrefixCache,
-        running: RunningSet,
-    ) -> None:
-        self._max_num_seqs = config.max_num_seqs
-        self._policy = policy
-        self._blocks = blocks
-        self._prefixes = prefixes
-        self._running = running
-        self._in_vain: tuple[SequenceGroup, int] | None = None
-        """Who asked last when nobody yielded, and the batch's changes until then: it asks in every
-        step, and while the same are in the batch the answer is the same."""
-
-    def find(
-        self, seq_group: SequenceGroup, seq_groups: Iterable[SequenceGroup]
-    ) -> list[SequenceGroup] | None:
-        """Who must leave the batch for a waiting group to be admitted, the fewest, the first to
-        leave first. None if it takes precedence over none of the `seq_groups` that are here,
-        running or not, or if there is no room for it even so."""
-        question = (seq_group, self._running.num_changes)
-        if question == self._in_vain:
-            return None
-        yielding = self._policy.yielding(seq_group, seq_groups)
-        first = next(yielding, None)
-        if first is None:
-            self._in_vain = question
-            return None
-        found = self._prefixes.find(seq_group.longest)
-        victims: list[SequenceGroup] = []
-        num_places = num_blocks = 0
-        for other in chain([first], yielding):
-            if self._has_room(seq_group, found, num_places, num_blocks):
-                return victims
-            if other.num_running and not other.is_lockstep:
-                victims.append(other)
-                num_places += other.num_running
-                num_blocks += self._num_blocks_of(other)
-        return victims if self._has_room(seq_group, found, num_places, num_blocks) else None
-
-    def _has_room(
-        self, seq_group: SequenceGroup, found: list[int], num_places: int, num_blocks: int
-    ) -> bool:
-        """Whether the group could be admitted with this many more free places and blocks."""
-        num_taken = self._running.num_places - num_places + len(seq_group.waiting())
-        verdict = self._blocks.can_allocate(seq_group.max_known_tokens, found, -num_blocks)
-        return num_taken <= self._max_num_seqs and verdict is AllocStatus.OK
-
-    def _num_blocks_of(self, seq_group: SequenceGroup) -> int:
-        """Blocks that come free when the group leaves."""
-        seq_ids = [seq.seq_id for seq in seq_group.running() if self._blocks.holds(seq.seq_id)]
-        return self._blocks.num_own_blocks(seq_ids)

@@ -1,4 +1,4 @@
-"""From the waiting queue to the first tokens.
+"""Admission to the batch, and prefill.
 
 Waiting groups are admitted to the batch, their prompts are computed in chunks, and the choices of a
 request fork from its prompt.
@@ -6,45 +6,37 @@ request fork from its prompt.
 
 from collections.abc import Iterable, Iterator
 
-from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
+from scheduler_service.core.kv_cache.block_manager import AllocStatus
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
 from scheduler_service.core.scheduling.beams import BeamScheduler
-from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import NewSequence
 
 
 class PrefillScheduler:
-    """Gives sequences that have tokens to compute their rows, until they decode."""
+    """Admits waiting groups, and plans the rows of sequences until they decode."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        blocks: BlockManager,
-        running: RunningSet,
-        pipeline: Pipeline,
-        beams: BeamScheduler,
-    ) -> None:
-        self._config = config
-        self._blocks = blocks
-        self._running = running
-        self._pipeline = pipeline
-        self._beams = beams
+    def __init__(self, state: WorkerGroupState) -> None:
+        self._config = state.config
+        self._blocks = state.blocks
+        self._prefixes = state.prefixes
+        self._running = state.running
+        self._pipeline = state.pipeline
+        self._beams = BeamScheduler(state)
 
-    def go_on(self, batch: Batch) -> None:
-        """The next chunks of prompts that are partly computed, or were partly found on the host;
-        those that go ahead first."""
+    # Prefill.
+
+    def continue_prompts(self, batch: Batch) -> None:
+        """Add the next chunks of prompts that are partly computed, or were partly found on the
+        host; those of groups that preempt others come first."""
         prefilling = self._running.prefilling
         self.add_rows(sorted(prefilling, key=lambda seq: not seq.seq_group.is_ahead), batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
-        """The next chunks of these, in order."""
+        """Add the next chunks of sequences, in order."""
         in_pieces = self._config.enable_chunked_prefill
         for seq in sequences:
             if batch.budget < (1 if in_pieces else seq.length - seq.num_computed):
@@ -53,8 +45,9 @@ class PrefillScheduler:
                 self.add_row(seq, batch)
 
     def add_row(self, seq: Sequence, batch: Batch) -> None:
-        """A row for the sequence's next tokens; with the last of them it begins to decode."""
-        if self._running.mark_introduced(seq):
+        """Add a row for a sequence's next tokens; after the last of them it decodes."""
+        if self._running.is_unknown(seq):
+            self._running.mark_introduced(seq)
             batch.add_new(make_new_sequence(seq, self._blocks.table(seq.seq_id)))
         num_tokens = min(batch.budget, seq.length - seq.num_computed)
         is_last = seq.advance_prefill(num_tokens)
@@ -74,7 +67,7 @@ class PrefillScheduler:
         self._running.begin_decoding(seq)
 
     def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
-        """Let a choice sample from its parent's last logits, and share the blocks so far."""
+        """Let a choice sample from its parent's last logits and share its blocks."""
         block_ids = self._blocks.fork(parent.seq_id, fork.seq_id)
         fork.fork_from(parent, self._pipeline.next_step_id)
         # Whoever writes to the shared last block first must ask.
@@ -94,32 +87,10 @@ class PrefillScheduler:
         )
         batch.add_prefill(fork, 0, True)
 
-
-class BatchAdmitter:
-    """Admits waiting groups in order, as far as places, blocks and tokens go."""
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        blocks: BlockManager,
-        prefixes: PrefixCache,
-        running: RunningSet,
-        pipeline: Pipeline,
-        prefill: PrefillScheduler,
-        beams: BeamScheduler,
-        rates: StepRates,
-    ) -> None:
-        self._config = config
-        self._blocks = blocks
-        self._prefixes = prefixes
-        self._running = running
-        self._pipeline = pipeline
-        self._prefill = prefill
-        self._beams = beams
-        self._rates = rates
+    # Admission.
 
     def admit(self, waiting: WaitingQueue, batch: Batch) -> None:
-        """Fill the batch from a queue."""
+        """Admit groups from a queue in order, while there are places, blocks and tokens."""
         while batch.budget > 0 and (seq_group := waiting.head()) is not None:
             verdict = self._admit_seq_group(seq_group, batch)
             if verdict is AllocStatus.NEVER:
@@ -133,7 +104,7 @@ class BatchAdmitter:
         if seq_group.beams is not None:
             verdict = self._beams.admit(seq_group, batch)
             if verdict is AllocStatus.OK:
-                self._prefill.add_rows(seq_group.beams.held, batch)
+                self.add_rows(seq_group.beams.held, batch)
             return verdict
         for seq, forks in _starts(seq_group):
             if batch.budget == 0:
@@ -163,21 +134,23 @@ class BatchAdmitter:
             self._prefixes.note_admission(seq)
             batch.swap_in += self._blocks.fetch(seq.seq_id, seq.length, found, stored)
             if not stored:
-                self._prefill.add_row(seq, batch)
+                self.add_row(seq, batch)
         return verdict
 
     def _find_on_host(self, seq: Sequence, num_found: int, batch: Batch) -> list[int]:
-        """Host blocks worth bringing back.
+        """Host blocks that are worth a swap-in.
 
-        None in a step with preemptions: a block that one of its copies reads may have come free
-        since, and must not be the target of a swap-in, which would come first.
+        None in a step with preemptions: a block that one of the step's copies reads may be free
+        already, and must not be the target of a swap-in, which the worker does first.
         """
-        if batch.has_preempted or not is_fetch_cheaper(self._rates, self._blocks.block_size):
+        if batch.has_preempted:
+            return []
+        if not is_fetch_cheaper(self._pipeline.rates, self._blocks.block_size):
             return []
         return self._prefixes.find_on_host(seq, num_found)
 
     def _start(self, seq: Sequence, num_found_blocks: int, num_found_tokens: int) -> None:
-        """Count what was found as computed."""
+        """Start the prefill after the tokens that were found in the cache."""
         seq.start_prefill(self._pipeline.next_step_id, num_found_tokens, num_found_blocks)
         seq_group = seq.seq_group
         if not seq_group.has_begun:
@@ -185,10 +158,10 @@ class BatchAdmitter:
 
 
 def _starts(seq_group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
-    """The group's waiting sequences to prefill, each with those that fork from it.
+    """The group's waiting sequences to prefill, each with the sequences that fork from it.
 
-    Those without output share the first one's prefill; those with some differ from each other
-    and are computed each on their own.
+    Sequences without output share the first one's prefill; those with output differ from each
+    other, and each is computed by itself.
     """
     waiting = seq_group.waiting()
     fresh = [seq for seq in waiting if not seq.output_token_ids]

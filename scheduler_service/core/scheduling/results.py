@@ -1,22 +1,16 @@
 """Processing of a step's result.
 
-Computed blocks can be found in the prefix cache, tokens and log probabilities are delivered to the
-frontends, and sequences finish.
+Computed blocks become available in the prefix cache, tokens and log probabilities are delivered to
+the frontends, and sequences finish.
 """
 
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.request import ChoiceFinished, RequestFinished, RequestTimings
-from scheduler_service.core.request_queue import WaitingQueue
+from scheduler_service.core.request import RequestFinished, RequestTimings
 from scheduler_service.core.scheduling.beams import BeamScheduler, deliver_beams, without_beams
-from scheduler_service.core.scheduling.departures import MigratingGroups
-from scheduler_service.core.scheduling.pipeline import InFlightStep, Pipeline
-from scheduler_service.core.scheduling.preemption import SwapManager
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
+from scheduler_service.core.scheduling.departures import Departures, finish_choice
+from scheduler_service.core.scheduling.pipeline import InFlightStep
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.request_timing import StepClock
-from scheduler_service.core.stats.scheduler_stats import ModelTotals
-from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import RowError, RowLogprobs, RowPromptLogprobs, StepResult
 from scheduler_service.errors import GenerationFailed
 
@@ -56,13 +50,6 @@ def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, 
             finish_choice(seq, None)
             finished.append((seq, LENGTH_CAPPED))
     return len(token_ids) - num_dropped, finished
-
-
-def finish_choice(seq: Sequence, stop_token_id: int | None) -> None:
-    """Report to the frontend that a choice ended, by a stop token or else by length."""
-    reason = "length" if stop_token_id is None else "stop"
-    finished = ChoiceFinished(handle=seq.handle, reason=reason, stop_token_id=stop_token_id)
-    seq.seq_group.frontend.outbox.choices_finished.append(finished)
 
 
 def finish_resumed(seq: Sequence) -> None:
@@ -124,120 +111,26 @@ def _without_first(update: RowPromptLogprobs, num_tokens: int) -> RowPromptLogpr
     )
 
 
-class SequenceFinisher:
-    """Takes what ends out of wherever it is; what it held is free at once."""
-
-    def __init__(
-        self,
-        prefixes: PrefixCache,
-        running: RunningSet,
-        swapping: SwapManager,
-        migrating: MigratingGroups,
-        *,
-        waiting: WaitingQueue,
-        ahead: WaitingQueue,
-        seq_groups: dict[SequenceGroup, None],
-    ) -> None:
-        """`seq_groups`: all that are placed here."""
-        self._prefixes = prefixes
-        self._running = running
-        self._swapping = swapping
-        self._migrating = migrating
-        self._waiting = waiting
-        self._ahead = ahead
-        self._seq_groups = seq_groups
-        self._ended: list[SequenceGroup] = []
-
-    def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
-        """End a sequence. Those that were to fork from it wait again."""
-        seq_group = seq.seq_group
-        if seq.status is SequenceStatus.RUNNING:
-            self._prefixes.note_decodes(seq)  # what it has computed can be found
-            self._running.vacate(seq, now_us)
-        elif seq.status is SequenceStatus.SWAPPED:
-            self._swapping.end(seq)
-        seq_group.end(seq, status)
-        if not seq_group.waiting():
-            self.discard(seq_group)
-        elif seq_group not in self._ahead and seq_group not in self._migrating:
-            self._waiting.add(seq_group)
-        if seq_group.num_unfinished == 0:
-            self._note_ended(seq_group)
-
-    def end_seq_group(self, seq_group: SequenceGroup, status: SequenceStatus, now_us: int) -> None:
-        """End all that is left of a group."""
-        for seq in list(seq_group.unfinished()):
-            self.end_sequence(seq, status, now_us)
-
-    def fail_seq_group(
-        self, seq_group: SequenceGroup, error: GenerationFailed, now_us: int
-    ) -> None:
-        """End a group by an error of its own, unless it has ended."""
-        if seq_group.num_unfinished:
-            seq_group.error = error
-            self.end_seq_group(seq_group, SequenceStatus.FINISHED_ERROR, now_us)
-
-    def end_full(self, seq_group: SequenceGroup) -> None:
-        """End choices of a group that is in no queue yet which have all the tokens that they can
-        have here."""
-        for seq in list(seq_group.unfinished()):
-            if len(seq.output_token_ids) >= seq.max_output_tokens:
-                finish_choice(seq, None)
-                seq_group.end(seq, SequenceStatus.FINISHED_LENGTH_CAPPED)
-        if seq_group.num_unfinished == 0:
-            self._note_ended(seq_group)
-
-    def discard(self, seq_group: SequenceGroup) -> None:
-        """Take a group out of the queues."""
-        self._waiting.discard(seq_group)
-        self._ahead.discard(seq_group)
-        self._migrating.discard(seq_group)
-
-    def take_ended(self) -> list[SequenceGroup]:
-        """Groups whose sequences have all ended since the last call."""
-        ended, self._ended = self._ended, []
-        return ended
-
-    def check(self) -> None:
-        """Assert that all ended groups were taken."""
-        assert not self._ended
-
-    def _note_ended(self, seq_group: SequenceGroup) -> None:
-        del self._seq_groups[seq_group]
-        self._ended.append(seq_group)
-
-
 _OUT = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
 
 class ResultProcessor:
-    """Takes results in: what was computed can be found, tokens are delivered, sequences end."""
+    """Records what a step computed, delivers its tokens and ends sequences."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        prefixes: PrefixCache,
-        pipeline: Pipeline,
-        beams: BeamScheduler,
-        finisher: SequenceFinisher,
-        clock: StepClock,
-        rates: StepRates,
-        totals: ModelTotals,
-    ) -> None:
+    def __init__(self, state: WorkerGroupState, policy: Policy, departures: Departures) -> None:
         self._policy = policy
-        self._prefixes = prefixes
-        self._pipeline = pipeline
-        self._beams = beams
-        self._finisher = finisher
-        self._clock = clock
-        self._rates = rates
-        self._totals = totals
+        self._departures = departures
+        self._prefixes = state.prefixes
+        self._pipeline = state.pipeline
+        self._totals = state.totals
+        self._beams = BeamScheduler(state)
 
     def receive(self, result: StepResult, now_us: int) -> None:
-        """Take in the oldest open step's result. Raises ResultMismatch, changing nothing."""
+        """Process the result of the oldest step in flight. Raises ResultMismatch and changes
+        nothing if it is another step's."""
         step = self._pipeline.pop(result)
-        waited_us = self._clock.advance(now_us, result)
-        self._rates.note(step.work, result)
+        waited_us = self._pipeline.clock.advance(now_us, result)
+        self._pipeline.rates.note(step.work, result)
         for row, error in result.errors.items():
             self._fail_row(step.rows[row], error, now_us)
         self._note_prefills(step, now_us)
@@ -250,7 +143,7 @@ class ResultProcessor:
         self._count(step, num_accepted, waited_us)
         self._policy.note_tokens(step.sampled)
         for seq, status in finished:
-            self._finisher.end_sequence(seq, status, now_us)
+            self._departures.end_sequence(seq, status, now_us)
 
     def finish_search(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Deliver what a beam search has found, and end its group."""
@@ -258,17 +151,17 @@ class ResultProcessor:
         if num_tokens is None:
             message = "the request's own constraints excluded every token"
             error = GenerationFailed(message, reason="NO_CANDIDATES")
-            self._finisher.fail_seq_group(seq_group, error, now_us)
+            self._departures.fail_seq_group(seq_group, error, now_us)
         else:
             self._totals.num_generated_tokens += num_tokens
-            self._finisher.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
+            self._departures.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed. What it computed may be the cause, and
         must not be found by others."""
         self._prefixes.forget(seq)
         failed = GenerationFailed(error.message, reason=error.reason)
-        self._finisher.fail_seq_group(seq.seq_group, failed, now_us)
+        self._departures.fail_seq_group(seq.seq_group, failed, now_us)
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
         """Record how far prompts are computed, except for sequences that have left the batch since

@@ -1,48 +1,87 @@
-"""One token more for everything that decodes, and the blocks for it."""
+"""Planning of one step: what `Scheduler.schedule` puts into the batch, in order."""
 
+import logging
 from functools import partial
 
-from scheduler_service.core.kv_cache.block_manager import BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.scheduling.batch import Batch
 from scheduler_service.core.scheduling.beams import BeamScheduler
+from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
 from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.worker_group_state import RunningSet
-from scheduler_service.core.sequence import Sequence, SequenceStatus, extend_all
+from scheduler_service.core.scheduling.prefill import PrefillScheduler
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, extend_all
+from scheduler_service.core.step_plan import StepPlan
+
+logger = logging.getLogger(__name__)
 
 
-class DecodeScheduler:
-    """Gives decoding sequences their rows; where memory is short, others leave the batch."""
+class StepPlanner:
+    """Plans steps: one token for each decoding sequence, then prompts, swap-ins and new requests.
+    Where memory is short, sequences are preempted."""
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        prefixes: PrefixCache,
-        running: RunningSet,
-        preemption: Preemption,
-        beams: BeamScheduler,
-    ) -> None:
-        self._blocks = blocks
-        self._prefixes = prefixes
-        self._running = running
-        self._preemption = preemption
-        self._beams = beams
+    def __init__(self, state: WorkerGroupState, probe: CapacityProbe) -> None:
+        self._state = state
+        self._probe = probe
+        self._blocks = state.blocks
+        self._prefixes = state.prefixes
+        self._running = state.running
+        self._pipeline = state.pipeline
+        self._preemption = Preemption(state)
+        self._prefill = PrefillScheduler(state)
+        self._beams = BeamScheduler(state)
 
-    def add_rows(self, batch: Batch) -> None:
-        """A row for each.
+    def plan(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
+        """The next step's plan, None if there is nothing to do, and the groups that have outgrown
+        the cache, which have no row in it."""
+        state = self._state
+        self._running.drop_ended()
+        batch = Batch(now_us, state.config.max_num_batched_tokens)
+        self._preemption.land()
+        self._preempt_for_first(batch)
+        self._add_decodes(batch)
+        self._preemption.introduce_landed(batch)
+        self._admit_first(batch)
+        self._prefill.continue_prompts(batch)
+        if not batch.has_preempted:  # otherwise running sequences are short of memory
+            self._preemption.swap_in(batch)
+        if not state.running.swapped:
+            self._prefill.admit(state.waiting, batch)
+        return self._to_plan(batch), batch.outgrown
 
-        Preemption takes sequences off the ends of the lists, that is, only those that the loop
-        has not come to yet, or the one it is at.
+    def _preempt_for_first(self, batch: Batch) -> None:
+        """Preempt others for the group that takes precedence over them."""
+        seq_group = self._state.ahead.head()
+        if seq_group is not None:
+            for victim in self._probe.find_victims(seq_group) or ():
+                self._preemption.preempt_for_other(victim, batch)
+
+    def _admit_first(self, batch: Batch) -> None:
+        """Admit the group that others were preempted for. Once it has started, its remaining
+        sequences wait with other groups."""
+        state = self._state
+        seq_group = state.ahead.head()
+        if seq_group is None:
+            return
+        self._prefill.admit(state.ahead, batch)
+        if seq_group in state.ahead and seq_group.num_running:
+            state.ahead.discard(seq_group)
+            state.waiting.add(seq_group)
+
+    def _add_decodes(self, batch: Batch) -> None:
+        """Add a row for each decoding sequence.
+
+        Preemption removes sequences from the ends of the lists: only sequences that the loop has
+        not reached yet, or the one that it is at.
         """
         reserve = partial(self._reserve, batch=batch)
         extend_all(self._running.decoding, reserve, batch.seq_ids, batch.rows)
         batch.budget -= len(batch.rows)
 
     def _reserve(self, seq: Sequence, batch: Batch) -> bool:
-        """Make the sequence's last token writable; False if it gets no row in this step, or has
-        got it already, with the other beams of its group."""
+        """Reserve the block of a sequence's last token. Returns False if it gets no row in this
+        step, or has one already, together with the other beams of its group."""
         if seq.seq_group.beams is not None:
-            if not self._beams.plan(seq.seq_group, batch):
+            if not self._beams.add_rows(seq.seq_group, batch, self._preemption):
                 batch.outgrown.append(seq.seq_group)
             return False
         if seq.length >= seq.seq_group.num_prompt_tokens + seq.max_output_tokens:
@@ -50,7 +89,7 @@ class DecodeScheduler:
         if not self._blocks.fits(seq.length):
             if seq.num_in_flight == 0:
                 batch.outgrown.append(seq.seq_group)
-            return False  # what is in flight may end it yet
+            return False  # its tokens in flight may end it
         if self._blocks.num_free_blocks == 0 and not self._make_room(seq, batch):
             return False
         update = self._blocks.append(seq.seq_id, seq.length)
@@ -61,7 +100,7 @@ class DecodeScheduler:
         return True
 
     def _make_room(self, seq: Sequence, batch: Batch) -> bool:
-        """Preempt others until the sequence has its block; False if it gets none."""
+        """Preempt others until there is a block for the sequence; False if it gets none."""
         while not self._blocks.can_append(seq.seq_id, seq.length):
             if not self._preemption.make_room(seq.seq_group, batch):
                 batch.outgrown.append(seq.seq_group)
@@ -69,3 +108,27 @@ class DecodeScheduler:
             if seq.status is not SequenceStatus.RUNNING:
                 return False
         return True
+
+    def _to_plan(self, batch: Batch) -> StepPlan | None:
+        batch.swap_out += self._blocks.end_plan()
+        if batch.is_empty:
+            return None
+        forget_seq_ids = self._running.take_forget_seq_ids()
+        plan, step = batch.to_plan(self._pipeline.next_step_id, forget_seq_ids)
+        self._pipeline.push(step)
+        self._state.totals.num_prefill_tokens += batch.num_prefill_tokens
+        self._state.totals.num_swapped_out_blocks += len(plan.swap_out) // 2
+        self._state.totals.num_swapped_in_blocks += len(plan.swap_in) // 2
+        self._state.totals.num_copied_blocks += len(plan.copy) // 2
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug(
+                "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "
+                "num_waiting=%d num_free_blocks=%d",
+                self._state.capacity.worker_group_id,
+                plan.step_id,
+                len(batch.rows),
+                batch.num_prefill_tokens,
+                len(self._state.waiting),
+                self._blocks.num_free_blocks,
+            )
+        return plan

@@ -1,11 +1,17 @@
-"""The sequences in one worker group's batch: their places, and the order among them."""
+"""The state of one worker group that all parts of its scheduler share: its queues, its running
+sequences, its blocks and its steps in flight."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_manager import BlockManager
+from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
+from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
+from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.request_timing import RequestEvent, RequestPhase, StepClock
+from scheduler_service.core.stats.scheduler_stats import ModelTotals
 
 RUNNING = SequenceStatus.RUNNING
 
@@ -15,35 +21,41 @@ def _order(seq: Sequence) -> tuple[tuple[int, ...], int]:
 
 
 class RunningSet:
-    """The sequences in the batch, in order of priority.
+    """The running sequences of a worker group, in order of priority.
 
-    A sequence of the batch is in `prefilling`, in `decoding`, in `arriving`, or a fork of one that
-    is to prefill; those in the lists have blocks. A sequence that leaves because it ended stays in
-    its list until `drop_ended`, so that a step's many ends cost one pass.
+    A running sequence is in `prefilling`, in `decoding` or in `arriving`, and has blocks, or it
+    will fork from a sequence in one of these lists. A sequence that leaves because it ended stays
+    in its list until `drop_ended`, so that the ends of many sequences in a step cost one pass.
     """
 
     def __init__(self, blocks: BlockManager, clock: StepClock) -> None:
         self.num_places = 0
-        """Places taken in the batch."""
+        """The number of running sequences, forks that wait for their parent's prefill included."""
         self.num_changes = 0
-        """How often sequences have entered the batch or left it."""
+        """How often sequences started or stopped running."""
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.arriving: list[Sequence] = []
-        """Those whose blocks the last plan swaps in; their rows begin in the next one."""
+        """Sequences whose blocks the last plan swaps in; they get rows from the next plan on."""
+        self.swapped: RemovableHeap[SequenceGroup] = RemovableHeap()
+        """Swapped-out groups, in the policy's order. While there are any, nothing else is admitted.
+        They cannot wait forever: they have had the memory that they need, and running groups end.
+        """
         self._blocks = blocks
         self._clock = clock
+        self._patience_us = 0
+        self._num_changes_at_patience = -1
         self._has_ended = False
         self._forget_seq_ids: list[int] = []
         self._unknown: set[Sequence] = set()
-        """Sequences with blocks that were not sent to the worker yet."""
+        """Sequences that have blocks and have not been sent to the worker yet."""
 
     def enter(
         self, seq: Sequence, forks: list[Sequence], now_us: int, *, arrives: bool = False
     ) -> None:
-        """Give a sequence that will prefill, and those that will fork from it, their places.
+        """Start a sequence that will prefill, and the `forks` that will share its prompt.
 
-        `arrives`: it begins in the next plan, since this one swaps in some of its blocks.
+        `arrives`: its rows begin in the next plan, because this one swaps in some of its blocks.
         """
         seq.hold_forks(forks)
         self._take_places([seq, *forks], now_us)
@@ -55,56 +67,79 @@ class RunningSet:
             insort(self.prefilling, seq, key=_order)
 
     def begin_decoding(self, seq: Sequence) -> None:
-        """Its prompt is computed, or it has forked."""
+        """Add a sequence whose prompt is computed, or that has forked from such a one."""
         insort(self.decoding, seq, key=_order)
 
-    def come_back(self, sequences: list[Sequence], now_us: int) -> None:
-        """Give sequences of one group their places that were swapped out, and whose blocks this
-        plan swaps in: they decode from the next one on."""
+    def swap_in(self, seq_group: SequenceGroup, now_us: int) -> list[int]:
+        """Resume the swapped-out sequences of a group; returns the pairs of blocks that move to the
+        device. They decode from the next plan on."""
+        sequences = seq_group.swapped()
+        self.swapped.remove(seq_group)
+        pairs = self._blocks.swap_in([seq.seq_id for seq in sequences])
+        for seq in sequences:
+            seq.swap_in()
         self._take_places(sequences, now_us)
         self._unknown.update(sequences)
         self.arriving += sequences
+        return pairs
+
+    def release_swapped(self, seq: Sequence) -> None:
+        """Free the blocks of a swapped-out sequence that will not be swapped in."""
+        self._blocks.free_swapped(seq.seq_id)
+        if len(seq.seq_group.swapped()) == 1:
+            self.swapped.remove(seq.seq_group)
 
     def land(self) -> list[Sequence]:
-        """Put those whose blocks the last plan swapped in among those that decode, if they have
-        done so before, or else among those that prefill. In order."""
+        """Return, in order, the sequences whose blocks the last plan swapped in; they are now
+        decoding if their prompts are computed, prefilling otherwise."""
         landed, self.arriving = sorted(self.arriving, key=_order), []
         for seq in landed:
             insort(self.decoding if seq.is_prefilled else self.prefilling, seq, key=_order)
         return landed
 
-    def mark_introduced(self, seq: Sequence) -> bool:
-        """Note that a plan has a row of a sequence; whether the worker needs it sent."""
-        is_new = seq in self._unknown
+    def is_unknown(self, seq: Sequence) -> bool:
+        """Whether a sequence has blocks and has not been sent to the worker yet."""
+        return seq in self._unknown
+
+    def mark_introduced(self, seq: Sequence) -> None:
+        """Note that the plan being made sends a sequence to the worker."""
         self._unknown.discard(seq)
-        return is_new
+
+    def patience_us(self) -> int:
+        """How long the clients of all running requests can wait for their tokens; 0 while prompts
+        are computed."""
+        if self.prefilling or self.arriving:
+            return 0
+        if self.num_changes != self._num_changes_at_patience:
+            # Sequences that have ended are in the list until the next plan.
+            seq_groups = {seq.seq_group for seq in self.decoding if seq.status is RUNNING}
+            self._patience_us = min((seq_group.patience_us for seq_group in seq_groups), default=0)
+            self._num_changes_at_patience = self.num_changes
+        return self._patience_us
 
     def last(self) -> Sequence:
-        """The last in order of those in the lists."""
+        """The last in order of the prefilling and decoding sequences."""
         ends = [running[-1] for running in (self.decoding, self.prefilling) if running]
         return max(ends, key=_order)
 
     def pop_last(self) -> Sequence:
-        """The last in order, out of its list; it is still to be vacated or swapped out."""
+        """Remove the last sequence in order from its list; the caller then calls `vacate` or
+        `swap_out`."""
         last = self.last()
         running = self.decoding if self.decoding and self.decoding[-1] is last else self.prefilling
         return running.pop()
 
     def pop_last_seq_group(self) -> list[Sequence]:
-        """All of the last one's group, out of their lists, in order; they are still to be vacated
-        or swapped out."""
+        """Remove the sequences of the last one's group from their lists, and return them in order;
+        the caller then calls `vacate` or `swap_out`."""
         seq_group = self.last().seq_group
         popped = []
         while (self.decoding or self.prefilling) and self.last().seq_group is seq_group:
             popped.append(self.pop_last())
         return popped[::-1]
 
-    def is_unknown(self, seq: Sequence) -> bool:
-        """Whether a sequence with blocks was not sent to the worker yet."""
-        return seq in self._unknown
-
     def drop_beam(self, seq: Sequence) -> None:
-        """Take a decoding sequence's blocks; it keeps its place, idle."""
+        """Free the blocks of a decoding beam; the sequence stays in the batch, idle."""
         index = bisect_left(self.decoding, seq.order, key=_order)
         assert self.decoding[index] is seq
         del self.decoding[index]
@@ -112,20 +147,20 @@ class RunningSet:
         self._forget(seq)
 
     def add_beam(self, seq: Sequence) -> None:
-        """An idle sequence has got blocks, and decodes."""
+        """Let an idle sequence decode that has been given the blocks of a beam."""
         insort(self.decoding, seq, key=_order)
         self._unknown.add(seq)
 
     def pop_seq_group(self, seq_group: SequenceGroup) -> list[Sequence]:
-        """All of a group's, out of their lists, in order; they are still to be vacated or swapped
-        out. Not while the lists are gone through."""
+        """Remove a group's sequences from their lists, and return them in order; the caller then
+        calls `vacate` or `swap_out`. Must not be called during an iteration over the lists."""
         popped = [s for s in self.decoding + self.prefilling if s.seq_group is seq_group]
         self.decoding = [seq for seq in self.decoding if seq.seq_group is not seq_group]
         self.prefilling = [seq for seq in self.prefilling if seq.seq_group is not seq_group]
         return sorted(popped, key=_order)
 
     def vacate(self, seq: Sequence, now_us: int) -> None:
-        """Take a sequence's place and blocks, and its forks' places: they wait again."""
+        """Stop running a sequence, free its blocks, and let it and its forks wait again."""
         if self._blocks.holds(seq.seq_id):
             self._blocks.free(seq.seq_id)
             self._forget(seq)
@@ -134,8 +169,11 @@ class RunningSet:
             self._note_left(other, now_us)
 
     def swap_out(self, sequences: list[Sequence], now_us: int) -> list[int]:
-        """Take the places of sequences of one group and move their blocks to the host; the pairs
-        of blocks to move."""
+        """Stop running sequences of one group; returns the pairs of blocks that move to the
+        host."""
+        seq_group = sequences[0].seq_group
+        if seq_group not in self.swapped:
+            self.swapped.push(seq_group.rank, seq_group)
         pairs = self._blocks.swap_out([seq.seq_id for seq in sequences])
         for seq in sequences:
             self._forget(seq)
@@ -144,7 +182,7 @@ class RunningSet:
         return pairs
 
     def drop_ended(self) -> None:
-        """Take those that have left out of the lists."""
+        """Remove sequences that no longer run from the lists."""
         if self._has_ended:
             self.arriving = [seq for seq in self.arriving if seq.status is RUNNING]
             self.decoding = [seq for seq in self.decoding if seq.status is RUNNING]
@@ -152,12 +190,12 @@ class RunningSet:
             self._has_ended = False
 
     def take_forget_seq_ids(self) -> list[int]:
-        """Sequences that have left since the last call, for the worker to forget."""
+        """Sequences that stopped running since the last call, for the worker to forget."""
         seq_ids, self._forget_seq_ids = self._forget_seq_ids, []
         return seq_ids
 
     def check(self, seq_groups: Iterable[SequenceGroup]) -> None:
-        """Assert the invariants; `seq_groups` are all that are placed here."""
+        """Assert the invariants; `seq_groups` are all groups of this worker group."""
         running = [s for g in seq_groups for s in g.sequences if s.status is RUNNING]
         lists = self.decoding + self.prefilling + self.arriving
         listed = [s for s in lists if s.status is RUNNING]
@@ -198,3 +236,42 @@ class RunningSet:
             self._unknown.remove(seq)
         else:
             self._forget_seq_ids.append(seq.seq_id)
+
+
+class WorkerGroupState:
+    """What is queued, running, stored and in flight on one worker group."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        capacity: WorkerGroupCapacity,
+        totals: ModelTotals,
+        now_us: int,
+    ) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.totals = totals
+        self.pipeline = Pipeline(config, capacity, now_us)
+        self.blocks = BlockManager(
+            num_gpu_blocks=capacity.num_gpu_blocks,
+            num_cpu_blocks=capacity.num_cpu_blocks,
+            block_size=capacity.block_size,
+            watermark=config.watermark,
+        )
+        self.prefixes = PrefixCache(
+            self.blocks,
+            enabled=config.enable_prefix_caching,
+            isolate_tenants=config.isolate_tenants,
+        )
+        self.running = RunningSet(self.blocks, self.pipeline.clock)
+        self.waiting = WaitingQueue()
+        self.ahead = WaitingQueue()
+        """The waiting group, if any, that preempts others here; it has not run here yet."""
+        self.seq_groups: dict[SequenceGroup, None] = {}
+        """All groups of this worker group, in the order in which they came."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Running and waiting sequences, except for swapped-out ones."""
+        num_waiting = self.waiting.num_sequences + self.ahead.num_sequences
+        return self.running.num_places + num_waiting

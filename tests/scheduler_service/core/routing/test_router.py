@@ -13,6 +13,7 @@ from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import RouteEstimate, Router
 from scheduler_service.core.scheduling.capacity_probe import CapacityEstimate, CapacityProbe
 from scheduler_service.core.scheduling.scheduler import Scheduler
+from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.step_plan import StepResult
@@ -108,7 +109,8 @@ def make_scheduler(group_id: str, **changes: object) -> Scheduler:
     """A worker group with room for much."""
     values = {"num_gpu_blocks": 512, "max_model_len": 1024} | changes
     policy = FirstComeFirstServed(Tenants(CONFIG.default_tenant, {}))
-    return Scheduler(CONFIG, make_capacity(group_id, **values), policy, ModelTotals(), 0)
+    capacity = make_capacity(group_id, **values)
+    return Scheduler(WorkerGroupState(CONFIG, capacity, ModelTotals(), 0), policy)
 
 
 def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10) -> None:
@@ -480,7 +482,7 @@ def test_output_is_continued_by_another_arithmetic_if_none_is_equal_and_that_is_
     _lose(deployment, schedulers[0])
     assert deployment.where(group) in ("b", "c")
     assert group.clock.timings.num_inexact_recoveries == 1
-    totals = [scheduler._totals.num_inexact_recoveries for scheduler in schedulers]
+    totals = [scheduler._state.totals.num_inexact_recoveries for scheduler in schedulers]
     assert sum(totals) == 1
     deployment.run(2)
     _lose(deployment, next(s for s in deployment.schedulers if group in s.seq_groups))
