@@ -7,7 +7,7 @@ It depends on neither: no messages of `pagewire.v1`, no tensors.
 | `errors`, `grpc_status` | the root of all errors, and errors as gRPC statuses |
 | `addresses` | addresses to listen on, and whether they are free |
 | `grpc_server`, `grpc_options` | a server with health and reflection; limits, keepalive |
-| `interceptors`, `metadata` | authentication and request timeouts; what travels in metadata |
+| `interceptors`, `metadata` | the guard of calls; what metadata contains |
 | `cluster`, `tls` | credentials between the services of a deployment |
 | `config_flags` | flags that are derived from configuration dataclasses |
 | `prometheus`, `metrics_server` | metrics and histograms; the port that Prometheus scrapes |

@@ -64,7 +64,7 @@ class HoldTimes:
         return self._shortest_s
 
 
-FAREWELL_S = 1.0
+LAST_WRITE_TIMEOUT_S = 1.0
 """For a message that is being written when the stream ends."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[pb.AttachRequest, pb.AttachResponse]
@@ -94,7 +94,7 @@ class FrontendStream:
         elif self._hold is None:
             self._hold = asyncio.get_running_loop().call_later(delay_s, self._wake.set)
 
-    def tell_models(self, models: pb.ServedModels) -> None:
+    def announce_models(self, models: pb.ServedModels) -> None:
         """Announce in the next message which models can be served."""
         self._models = models
         self._wake.set()
@@ -149,7 +149,9 @@ class FrontendStream:
             self._wake.clear()
             message = self._next_message()
             if message is not None:
-                await to_its_end(context.write(pb.AttachResponse(message=message)), FAREWELL_S)
+                await to_its_end(
+                    context.write(pb.AttachResponse(message=message)), LAST_WRITE_TIMEOUT_S
+                )
             if self._closed is not None and not self._wake.is_set():
                 raise self._closed
 
@@ -182,13 +184,13 @@ class FrontendStreams:
         """The number of attached frontends."""
         return len(self._streams)
 
-    def tell_models(self, models: list[model_pb2.ModelInfo]) -> None:
+    def announce_models(self, models: list[model_pb2.ModelInfo]) -> None:
         """Announce to every frontend, now and when it attaches, which models can be served, and
         which were served before."""
         known = {model.name for model in models}.union(self._models.known_models)
         self._models = pb.ServedModels(models=models, known_models=sorted(known))
         for stream in self._streams.values():
-            stream.tell_models(self._models)
+            stream.announce_models(self._models)
 
     def refuse_requests(self) -> None:
         """From now on every new request fails with Unavailable."""
@@ -227,7 +229,7 @@ class FrontendStreams:
             former.close(Unavailable("the frontend has attached again", reason="STREAM_REPLACED"))
         stream = FrontendStream(first.frontend_id, self._driver)
         stream.accepts_requests = self._accepts_requests
-        stream.tell_models(self._models)
+        stream.announce_models(self._models)
         self._streams[first.frontend_id] = stream
         self._driver.add_frontend(first.frontend_id, stream)
         self._counts.num_attaches += 1

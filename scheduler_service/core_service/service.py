@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "pagewire.v1.SchedulerService"
 
-FAREWELL_S = 1.0
+FLUSH_S = 1.0
 """How long streams may take to send their last status."""
 
 
@@ -124,7 +124,7 @@ class CoreService:
     ) -> None:
         self.frontends.close(Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN"))
         self.registry.close()
-        await self.runner.stop(FAREWELL_S)
+        await self.runner.stop(FLUSH_S)
         await self.assets.close()
         for task in self._background:
             task.cancel()
@@ -164,7 +164,7 @@ class CoreService:
             if models != known:
                 known = list(models)
                 logger.info("served models changed models=%s", [model.name for model in models])
-                self.frontends.tell_models(models)
+                self.frontends.announce_models(models)
                 await self.runner.set_serving(bool(models))
 
 

@@ -24,7 +24,7 @@ Call: TypeAlias = grpc.aio.StreamStreamCall[
 ]
 
 
-HELD_UP_SHARE = 0.1
+LOOP_DELAY_SHARE = 0.1
 """Extra share of a step's least limit, in which a loop that was delayed reads waiting results."""
 
 
@@ -186,7 +186,7 @@ class StepStream:
             if self._left_s() > 0:
                 continue
             num_done, limit_s = self._watch.num_done, self._watch.limit_s
-            await asyncio.sleep(self._least_limit_s * HELD_UP_SHARE)
+            await asyncio.sleep(self._least_limit_s * LOOP_DELAY_SHARE)
             if self._watch.num_done == num_done:
                 raise StepOverdue(num_done + 1, limit_s)
 

@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 Context: TypeAlias = grpc.aio.ServicerContext[pb.RegisterWorkerRequest, pb.RegisterWorkerResponse]
 
-HELD_UP_SHARE = 0.1
+LOOP_DELAY_SHARE = 0.1
 """Extra share of the lease, in which a loop that was delayed reads waiting heartbeats."""
 
 MAX_LOSSES = 32
 """Losses kept for status pages."""
 
-FAREWELL_TIMEOUT_S = 1.0
+LAST_WRITE_TIMEOUT_S = 1.0
 """How long a last message to a worker, which may no longer read, may take."""
 
 
@@ -141,7 +141,7 @@ class WorkerRegistry:
         worker, group = self._join(registration)
         try:
             await run_until_first(
-                self._see_off(worker),
+                self._await_dismissal(worker),
                 self._read_heartbeats(worker, group, context),
                 self._write_directives(worker, context),
                 self._watch_lease(worker),
@@ -172,9 +172,9 @@ class WorkerRegistry:
     def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
         """Why the worker cannot join, or None. A worker it would replace does not count."""
         group = self._groups.get(registration.group_id) or self._make_group(registration)
-        return group.why_refused(registration) or self._why_others_object(registration)
+        return group.why_refused(registration) or self._why_model_differs(registration)
 
-    def _why_others_object(self, registration: pb.WorkerRegistration) -> str | None:
+    def _why_model_differs(self, registration: pb.WorkerRegistration) -> str | None:
         """Groups that serve a model of the same name must serve the same model."""
         model = registration.model
         for other in self.groups_with(model.name):
@@ -254,13 +254,13 @@ class WorkerRegistry:
             if request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING:
                 self._drain(group)
 
-    async def _see_off(self, worker: Worker) -> None:
+    async def _await_dismissal(self, worker: Worker) -> None:
         """Return when the worker is dismissed, and a stop directive was sent if its process must
         end."""
         await worker.dismissed.wait()
         if worker.stop_reason is not None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(FAREWELL_TIMEOUT_S):
+                async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                     await worker.stop_sent.wait()
 
     async def _write_directives(self, worker: Worker, context: Context) -> None:
@@ -274,7 +274,7 @@ class WorkerRegistry:
         while (left_s := self._lease_left(worker)) > 0:
             await asyncio.sleep(left_s)
             if self._lease_left(worker) <= 0:
-                await asyncio.sleep(self._lease_s * HELD_UP_SHARE)
+                await asyncio.sleep(self._lease_s * LOOP_DELAY_SHARE)
         self._counters.counts.num_lease_expiries += 1
         logger.warning("lease expired worker_id=%s", worker.registration.worker_id)
         raise Unavailable(f"no heartbeat for {self._lease_s:g} s", reason="LEASE_EXPIRED")
@@ -285,4 +285,4 @@ class WorkerRegistry:
 
 async def _write(context: Context, directive: pb.WorkerDirective) -> None:
     message = pb.RegisterWorkerResponse(directive=directive)
-    await to_its_end(context.write(message), FAREWELL_TIMEOUT_S)
+    await to_its_end(context.write(message), LAST_WRITE_TIMEOUT_S)

@@ -183,7 +183,7 @@ class CoreClient:
         """Streams that broke after the core's first message."""
         self._outgoing = SendBuffer()
         self._failures = LogThrottle()
-        self._is_waited_for = True
+        self._is_first_wait = True
         """Whether the core was never reached nor reported missing: services start in any order."""
 
     # Called for requests.
@@ -271,8 +271,8 @@ class CoreClient:
         failure = f"{error.code().name}: {error.details()}"
         if not self._failures.should_log(failure):
             return
-        if self._is_waited_for:
-            self._is_waited_for = False
+        if self._is_first_wait:
+            self._is_first_wait = False
             logger.info("waiting for the core reason=%s", failure)
         else:
             logger.warning("no core num_requests=%d reason=%s", len(self._requests), failure)
@@ -290,7 +290,7 @@ class CoreClient:
         """Deliver in the message's order, then advance each request that got something."""
         if not self.is_attached:
             self.is_attached = True
-            self._is_waited_for = False
+            self._is_first_wait = False
             self._failures.end()
             logger.info("attached to core num_requests=%d", len(self._requests))
         if message.HasField("models"):

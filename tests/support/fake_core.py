@@ -125,7 +125,7 @@ class FakeAttachment:
         async with self._writing:
             await self._context.write(pb.AttachResponse(message=message))
 
-    async def tell_models(self, models: Sequence[model_pb2.ModelInfo]) -> None:
+    async def announce_models(self, models: Sequence[model_pb2.ModelInfo]) -> None:
         await self.send(models=pb.ServedModels(models=models))
 
     def break_off(self) -> None:
@@ -226,7 +226,7 @@ class FakeCore(pb_grpc.SchedulerServiceServicer):
 
     async def Attach(self, _: Any, context: Any) -> None:
         attachment = FakeAttachment(self, context)
-        await attachment.tell_models(self.models)
+        await attachment.announce_models(self.models)
         self.attachments.append(attachment)
         await self.changed()
         await attachment.serve()

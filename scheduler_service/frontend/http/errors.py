@@ -228,7 +228,7 @@ def handle_errors(app: FastAPI) -> None:
 
 def _invalid(error: RequestValidationError) -> JSONResponse:
     """The answer to the first of pydantic's errors, with its path in the body."""
-    first = _most_telling(_of_meant_form(error.errors()))
+    first = _most_specific(_of_closest_form(error.errors()))
     loc = first["loc"]
     if loc[:1] == ("response_format",):
         loc = loc[:1] + loc[2:]  # next comes the type of format, which is not a field
@@ -275,7 +275,7 @@ def _invalid_body(message: str) -> JSONResponse:
     return JSONResponse(_body(400, message, None, "invalid_body"), 400)
 
 
-def _of_meant_form(errors: Sequence[Any]) -> Sequence[Any]:
+def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
     """Of a body that may have several types, the errors of the type with the fewest, without the
     type's name in their paths."""
     by_form: dict[str, list[Any]] = {}
@@ -287,7 +287,7 @@ def _of_meant_form(errors: Sequence[Any]) -> Sequence[Any]:
     return min(by_form.values(), key=len)
 
 
-def _most_telling(errors: Sequence[Any]) -> Any:
+def _most_specific(errors: Sequence[Any]) -> Any:
     """Of the first field's errors the most specific: where several types are allowed, a wrong value
     of one of them, or the wrong type that lies deepest."""
     field = errors[0]["loc"][:1]

@@ -33,7 +33,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """From the TCP connection to the end of the TLS handshake, before which it does not count as a
 connection. asyncio's default is a minute."""
 
-FAREWELL_TIMEOUT_S = 5.0
+TLS_SHUTDOWN_TIMEOUT_S = 5.0
 """For a client to confirm the end of a TLS connection. asyncio's default is half a minute."""
 
 
@@ -41,14 +41,14 @@ def handshake_timeouts() -> dict[str, float]:
     """The arguments of asyncio's servers that use TLS."""
     return {
         "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
-        "ssl_shutdown_timeout": FAREWELL_TIMEOUT_S,
+        "ssl_shutdown_timeout": TLS_SHUTDOWN_TIMEOUT_S,
     }
 
 
-def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
+def limited(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
     """One of uvicorn's protocols with these limits; a connection that exceeds them is closed."""
 
-    class Patient(protocol):
+    class Limited(protocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self._num_bytes = 0
@@ -123,7 +123,7 @@ def patient(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
             if not self._is_answering():
                 self.transport.abort()
 
-    return Patient
+    return Limited
 
 
 BACKLOG = 2048
@@ -298,7 +298,7 @@ def _make_server(
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
     config.load()
-    config.http_protocol_class = patient(
+    config.http_protocol_class = limited(
         config.http_protocol_class, max_connections=max_connections
     )
     return Server(config)

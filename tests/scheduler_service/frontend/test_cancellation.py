@@ -57,13 +57,13 @@ async def test_a_request_cancelled_before_it_was_sent_never_reaches_the_core(
     served: Served,
 ) -> None:
     attachment = await served.core.attachment()
-    await attachment.tell_models([])
+    await attachment.announce_models([])
     await model_ready(served.frontend, ready=False)
     call = served.client.Generate(generate_request("gone"))
     await eventually(lambda: len(served.frontend.requests) > 0)
     call.cancel()
     await eventually(lambda: len(served.frontend.requests) == 0)
-    await attachment.tell_models(served.core.models)
+    await attachment.announce_models(served.core.models)
     call = served.client.Generate(generate_request("there"))
     request = await served.core.next_request()
     assert byte_level().decode(request.prompt) == "there"
@@ -242,11 +242,11 @@ async def test_health_follows_the_core_and_its_models() -> None:
         address = frontend.runner.address
         attachment = await core.attachment()
         assert await health(address) == {not_serving}
-        await attachment.tell_models([*FakeCore().models])
+        await attachment.announce_models([*FakeCore().models])
         await until(address, serving)
-        await attachment.tell_models([])
+        await attachment.announce_models([])
         await until(address, not_serving)
-        await attachment.tell_models([*FakeCore().models])
+        await attachment.announce_models([*FakeCore().models])
         await until(address, serving)
         await core.stop()
         await until(address, not_serving)

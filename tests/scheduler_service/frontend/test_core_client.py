@@ -150,7 +150,7 @@ async def test_a_core_that_does_not_know_the_model_yet_gets_the_request_when_it_
     request.attachment.break_off()
     again = await served.core.next_request()
     await again.fail(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL")
-    await again.attachment.tell_models([model_info("other"), model_info("tiny")])
+    await again.attachment.announce_models([model_info("other"), model_info("tiny")])
     last = await served.core.next_request()
     assert last.generated() == letters("ab")
     await last.accept()
@@ -225,23 +225,23 @@ async def test_requests_wait_for_a_core_that_is_still_to_come() -> None:
 
 async def test_requests_wait_for_a_model_that_is_still_to_come(served: Served) -> None:
     attachment = await served.core.attachment()
-    await attachment.tell_models([])
+    await attachment.announce_models([])
     await model_ready(served.frontend, ready=False)
     call = served.client.Generate(generate_request("hello"))
     await eventually(lambda: len(served.frontend.requests) > 0)
     assert not attachment.requests
-    await attachment.tell_models(served.core.models)
+    await attachment.announce_models(served.core.models)
     await (await served.core.next_request()).complete(letters("hi"))
     assert text_of(await read_all(call)) == "hi"
 
 
 async def test_a_burst_of_requests_travels_in_one_message(served: Served) -> None:
     attachment = await served.core.attachment()
-    await attachment.tell_models([])
+    await attachment.announce_models([])
     await model_ready(served.frontend, ready=False)
     calls = [served.client.Generate(generate_request([5, 6])) for _ in range(50)]
     await eventually(lambda: len(served.frontend.requests) == 50)
-    await attachment.tell_models(served.core.models)
+    await attachment.announce_models(served.core.models)
     requests = [await served.core.next_request() for _ in calls]
     assert len([message for message in attachment.messages if message.submits]) == 1
     for request in requests:

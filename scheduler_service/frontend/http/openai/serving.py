@@ -108,7 +108,7 @@ class CompletionResponse(Response):
             whole = to_json(self._form.whole())
             response = Response(whole, media_type="application/json")
         except PagewireError as error:
-            response = error_response(self._in_the_clients_terms(error))
+            response = error_response(self._with_client_field(error))
         response.headers["X-Request-Id"] = self._request_id
         await response(scope, receive, send)
 
@@ -122,7 +122,7 @@ class CompletionResponse(Response):
             self._form.add(*item)
         return True
 
-    def _in_the_clients_terms(self, error: PagewireError) -> PagewireError:
+    def _with_client_field(self, error: PagewireError) -> PagewireError:
         """The error with the client's field: gRPC has one field where HTTP has several."""
         if self._constraint_field is None or not isinstance(error, InvalidArgument):
             return error

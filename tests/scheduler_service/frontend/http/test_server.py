@@ -22,7 +22,7 @@ async def test_health_is_503_until_a_model_can_be_served() -> None:
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "no_model_served"
-        await (await served.core.attachment()).tell_models([model_info()])
+        await (await served.core.attachment()).announce_models([model_info()])
         await eventually(lambda: served.frontend.models.is_serving)
         assert (await served.client.get("/health")).status_code == 200
 
