@@ -1,4 +1,4 @@
-"""Which blocks of one worker group's KV caches belong to which sequence."""
+"""Block tables: which blocks of a worker group's KV caches belong to which sequence."""
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
@@ -10,11 +10,11 @@ from scheduler_service.core.kv_cache.host_cache import HostCache
 
 
 class AllocStatus(Enum):
-    """Whether blocks can be had."""
+    """Whether blocks can be allocated."""
 
     OK = "ok"
     LATER = "later"
-    """When others have freed theirs."""
+    """After other sequences have freed blocks."""
     NEVER = "never"
     """Not even if all blocks were free."""
 
@@ -26,25 +26,24 @@ class BlockUpdate:
     index: int
     block: int
     copied_from: int | None
-    """The shared block whose contents the new one takes over, if any."""
+    """The shared block that is copied to the new one, if any."""
 
 
 class BlockManager:
     """Block tables by sequence id, over one pool of device blocks and one of host blocks.
 
     A freed block may be handed out at once, even while a step that uses it is in flight: the
-    worker executes plans in order, so whoever gets the block writes it in a later step, or in the
-    same one once it is no longer read. A block with a key is full and computed: nothing in
-    flight writes to it.
+    worker executes plans in order, so the new owner writes to it in a later step, or in the same
+    step after it is read. A block with a key is full and computed: nothing in flight writes to it.
 
-    Swapping moves the tables of sequences that belong together: a block that they share is moved
-    once. The pairs of blocks to move come back as the plan wants them.
+    Swapping moves the tables of the sequences of one group: a block that they share is moved once.
+    The pairs of blocks to move are returned in the plan's format.
 
-    A block that is evicted goes to the host, if there is room, and can be found there; the plan in
-    the making moves it before anything is written to it.
+    An evicted block is copied to the host, if there is room, and can be found there; the plan under
+    construction copies it before anything is written to it.
 
-    Invariant: a block's reference count is the number of tables it is in, and it is in a table at
-    most once. A sequence has a table on the device or on the host, or none.
+    Invariant: a block's reference count is the number of tables that contain it, each at most once.
+    A sequence has a table on the device or on the host, or none.
     """
 
     def __init__(
@@ -58,12 +57,12 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Device blocks that are not in use, those with cached contents included."""
+        """Number of device blocks that are not in use, including those with cached contents."""
         return self.gpu_pool.num_free_blocks
 
     @property
     def num_free_host_blocks(self) -> int:
-        """Host blocks that no sequence needs."""
+        """Number of host blocks that no sequence uses."""
         return self.host.pool.num_free_blocks
 
     def holds(self, seq_id: int) -> bool:
@@ -87,15 +86,15 @@ class BlockManager:
         return self.num_blocks_for(num_tokens) * self.block_size
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` tokens fits when it is alone."""
+        """Whether a sequence of `num_tokens` tokens fits in an empty cache."""
         return self.num_blocks_for(num_tokens) <= self.gpu_pool.num_blocks
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
-        """The blocks with these keys, up to the first key that none has."""
+        """The device blocks with these keys, up to the first key that is not found."""
         return _find_all(self.gpu_pool, keys)
 
     def find_on_host(self, keys: Iterable[BlockKey]) -> list[int]:
-        """The same of host blocks."""
+        """The host blocks with these keys, up to the first key that is not found."""
         return _find_all(self.host.pool, keys)
 
     def can_allocate(
@@ -112,7 +111,7 @@ class BlockManager:
     def can_provide(
         self, num_new: int, found: Collection[int] = (), num_blocks_promised: int = 0
     ) -> AllocStatus:
-        """Like `can_allocate`, for `num_new` blocks in addition to those that were found."""
+        """Like `can_allocate`, for `num_new` blocks in addition to the `found` ones."""
         if num_new + len(found) > self.gpu_pool.num_blocks:
             return AllocStatus.NEVER
         enough = self.num_blocks_short(num_new, found, num_blocks_promised) <= 0
@@ -121,15 +120,15 @@ class BlockManager:
     def num_blocks_short(
         self, num_new: int, found: Collection[int] = (), num_blocks_promised: int = 0
     ) -> int:
-        """How many blocks more must come free before these can be given; 0 or less if none."""
+        """Number of blocks that must be freed before these can be provided; 0 or less if none."""
         num_free_found = len(found) - sum(map(self.gpu_pool.is_used, found))
         idle = not self._tables and num_blocks_promised == 0
         kept = 0 if idle else self._watermark_blocks + num_blocks_promised
         return num_new + num_free_found + kept - self.gpu_pool.num_free_blocks
 
     def allocate(self, seq_id: int, num_tokens: int, found: Sequence[int] = ()) -> list[int]:
-        """Give a sequence blocks for `num_tokens` tokens, first those that were found; return its
-        block table."""
+        """Allocate blocks for a sequence of `num_tokens` tokens, of which the `found` ones hold the
+        first; return its block table."""
         assert seq_id not in self._tables
         self.gpu_pool.share(found)  # before others take them
         num_blocks = self.num_blocks_for(num_tokens) - len(found)
@@ -140,8 +139,8 @@ class BlockManager:
     def fetch(
         self, seq_id: int, num_tokens: int, found: Sequence[int], stored: Sequence[int]
     ) -> list[int]:
-        """The same where more of its tokens are in host blocks that were found: these are swapped
-        in to the blocks that follow; (host block, device block) pairs."""
+        """Like `allocate`, if the host holds further tokens in the `stored` blocks, which are
+        swapped in to the next device blocks; returns (host block, device block) pairs."""
         self.host.fetch(stored)
         table = self.allocate(seq_id, num_tokens, found)
         targets = table[len(found) : len(found) + len(stored)]
@@ -163,13 +162,13 @@ class BlockManager:
             else:
                 sharers[table[index]] += 1
         for block, count in sharers.items():
-            # Each but the last to ask copies the block, unless others have it, too.
+            # Each but the last to append copies the block, unless other sequences share it, too.
             num_blocks += min(count, self.gpu_pool.num_references(block) - 1)
         return num_blocks <= self.gpu_pool.num_free_blocks
 
     def append(self, seq_id: int, length: int) -> BlockUpdate | None:
-        """Make the sequence's token number `length` writable: a block more at the end of the
-        table, or a copy of a shared last block; None if nothing was needed."""
+        """Make the sequence's token number `length` writable, by a new block at the end of the
+        table or a copy of a shared last block; None if neither is needed."""
         if not self._needs_block(seq_id, length):
             return None
         table = self._tables[seq_id]
@@ -183,7 +182,7 @@ class BlockManager:
         return BlockUpdate(index=index, block=block, copied_from=shared)
 
     def fork(self, parent_id: int, child_id: int) -> list[int]:
-        """Let a new sequence share all blocks of another; its block table."""
+        """Let a new sequence share all blocks of another one; returns its block table."""
         assert child_id not in self._tables
         table = list(self._tables[parent_id])
         self.gpu_pool.share(table)
@@ -198,32 +197,32 @@ class BlockManager:
             self.gpu_pool.cached.add(table[index], key)
 
     def forget_keys(self, keys: Iterable[BlockKey]) -> None:
-        """Forget these keys, on device and host: no block is found by them afterwards."""
+        """Remove these keys on device and host: no block is found by them afterwards."""
         for pool in (self.gpu_pool, self.host.pool):
             for block in [pool.cached.find(key) for key in keys]:
                 if block is not None:
                     pool.forget(block)
 
     def free(self, seq_id: int) -> None:
-        """Drop a sequence's hold on its blocks. Those with keys can be found until they are given
-        to others, the longest unused first, and of one sequence's the last first."""
+        """Release a sequence's blocks. Blocks with keys can be found until they are reused: the
+        least recently used first, and those of one sequence from its end."""
         self.gpu_pool.release(self._tables.pop(seq_id))
 
     # Swapping.
 
     def num_moves(self, seq_ids: Sequence[int]) -> int:
-        """Block moves that it takes to swap these sequences out and in again."""
+        """Number of block moves to swap these sequences out and in again."""
         keys = self._keys_of(seq_ids)
         return self.host.num_missing(keys.values()) + len(keys)
 
     def num_own_blocks(self, seq_ids: Sequence[int]) -> int:
-        """Distinct blocks that only these sequences use, which freeing them all would free."""
+        """Number of distinct blocks that only these sequences use, and that freeing them frees."""
         counts = Counter(block for seq_id in seq_ids for block in self._tables[seq_id])
         return sum(self.gpu_pool.num_references(block) == n for block, n in counts.items())
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
-        """Whether the host has room for all blocks of these sequences, at the expense of what is
-        cached there."""
+        """Whether the host has room for all blocks of these sequences, if its cached blocks are
+        evicted."""
         keys = self._keys_of(seq_ids)
         if len(keys) > self.host.pool.num_blocks:
             return AllocStatus.NEVER
@@ -231,10 +230,10 @@ class BlockManager:
         return AllocStatus.OK if enough else AllocStatus.LATER
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[int]:
-        """Move these sequences' blocks to the host, except what it has: (device block, host block)
-        pairs.
+        """Move these sequences' blocks to the host, except those of which it has copies; returns
+        (device block, host block) pairs.
 
-        The device blocks are free at once: the worker reads them before anything else happens.
+        The device blocks are free at once: the worker reads them before it does anything else.
         """
         keys = self._keys_of(seq_ids)
         tables = {seq_id: self._tables.pop(seq_id) for seq_id in seq_ids}
@@ -244,10 +243,10 @@ class BlockManager:
         return [block for pair in targets.items() for block in pair]
 
     def can_swap_in(self, seq_ids: Sequence[int]) -> AllocStatus:
-        """Whether these swapped-out sequences can come back together, with a block to grow into
-        for each; where nobody else has any, without.
+        """Whether these swapped-out sequences can be swapped in together, each with one more block
+        to grow into unless the device is empty.
 
-        Never NEVER: they have been on the device together.
+        Never NEVER: they were on the device together.
         """
         num_blocks = self.host.num_blocks_of(seq_ids)
         kept = self._watermark_blocks + len(seq_ids) if self._tables else 0
@@ -255,7 +254,7 @@ class BlockManager:
         return AllocStatus.OK if enough else AllocStatus.LATER
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[int]:
-        """Move these sequences' blocks to the device: (host block, device block) pairs.
+        """Move these sequences' blocks to the device; returns (host block, device block) pairs.
 
         The host blocks are free once the plan is complete; those with keys stay cached.
         """
@@ -269,20 +268,20 @@ class BlockManager:
         return [block for pair in targets.items() for block in pair]
 
     def free_swapped(self, seq_id: int) -> None:
-        """Drop a swapped-out sequence's hold on its blocks."""
+        """Release a swapped-out sequence's blocks."""
         self.host.free(seq_id)
 
     def end_plan(self) -> list[int]:
-        """The plan in the making is complete, but for these (device block, host block) pairs that
-        it must swap out to keep what was evicted."""
+        """Complete the plan under construction; returns the (device block, host block) pairs that
+        it must swap out in addition, to keep evicted blocks."""
         return self.host.end_plan()
 
     def device_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:
-        """Whose the device's blocks are, by (sequence id, number of its request)."""
+        """Owners of the device's blocks; `owners`: (sequence id, number of its request)."""
         return map_blocks(self.gpu_pool, self._tables, owners)
 
     def host_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:
-        """The same of the host's blocks."""
+        """Owners of the host's blocks; `owners`: as for `device_map`."""
         return map_blocks(self.host.pool, self.host.tables, owners)
 
     def host_table(self, seq_id: int) -> list[int]:
@@ -311,7 +310,6 @@ class BlockManager:
 
 
 def _find_all(pool: BlockPool, keys: Iterable[BlockKey]) -> list[int]:
-    """The blocks with these keys, up to the first key that none has."""
     find = pool.cached.find
     blocks = []
     for key in keys:

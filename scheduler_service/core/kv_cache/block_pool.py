@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 BlockKey = bytes
-"""Stands for the tokens of a block and all before them; see `prefix_cache.py`."""
+"""Identifies the tokens of a block and all tokens before them; see `prefix_cache.py`."""
 
 
 class CachedBlocks:
@@ -36,15 +36,15 @@ class CachedBlocks:
         return len(self._free)
 
     def free_blocks(self) -> Iterable[int]:
-        """Those that are not in use, the longest unused first."""
+        """Blocks that are not in use, the least recently used first."""
         return self._free.keys()
 
     def key_of(self, block: int) -> BlockKey | None:
-        """The key of a block that has one."""
+        """The key of a block; None if it has none."""
         return self._keys.get(block)
 
     def find(self, key: BlockKey) -> int | None:
-        """The block with this key."""
+        """The block with this key; None if there is none."""
         return self._blocks.get(key)
 
     def add(self, block: int, key: BlockKey) -> None:
@@ -55,7 +55,7 @@ class CachedBlocks:
             self._keys[block] = key
 
     def discard(self, block: int) -> None:
-        """Find a block in use no more, if it has a key."""
+        """Remove the key of a block in use, if it has one."""
         key = self._keys.pop(block, None)
         if key is not None:
             del self._blocks[key]
@@ -65,16 +65,16 @@ class CachedBlocks:
         self._free[block] = None
 
     def use(self, block: int) -> None:
-        """A free block was found and is in use again."""
+        """Note that a free block was found and is in use again."""
         del self._free[block]
 
     def touch(self, block: int) -> None:
-        """Of a block with a key, let the other free ones go first."""
+        """Make a block the most recently used one, if it has a key and is free."""
         if block in self._free:
             self._free.move_to_end(block)
 
     def evict(self) -> tuple[int, BlockKey]:
-        """The free block that was not used for the longest time, and the key that it had."""
+        """Remove and return the least recently used free block, and its key."""
         assert self._free, "no block is free"
         block, _ = self._free.popitem(last=False)
         key = self._keys[block]
@@ -82,7 +82,7 @@ class CachedBlocks:
         return block, key
 
     def check(self, ref_counts: dict[int, int]) -> None:
-        """Assert the invariant; `ref_counts` are those of the blocks in use."""
+        """Assert the invariant; `ref_counts`: of the blocks in use."""
         assert {block: key for key, block in self._blocks.items()} == self._keys
         assert len(self._blocks) == len(self._keys)
         assert set(self._free) == self._keys.keys() - ref_counts.keys()
@@ -91,7 +91,7 @@ class CachedBlocks:
 class BlockPool:
     """Free list and reference counts of `num_blocks` blocks.
 
-    Blocks with a key in `cached` stay there when they come free, and are handed out last.
+    Blocks with a key stay in `cached` when they are freed, and are allocated last.
 
     Invariant: a block is in the free list, or free in `cached`, exactly when its count is zero.
     """
@@ -99,7 +99,7 @@ class BlockPool:
     def __init__(
         self, num_blocks: int, on_evict: Callable[[int, BlockKey], None] | None = None
     ) -> None:
-        """`on_evict` is called with each block that is handed out although it has a key."""
+        """`on_evict` is called with each block that is allocated although it has a key."""
         self.num_blocks = num_blocks
         self.cached = CachedBlocks()
         self._ref_counts = [0] * num_blocks
@@ -108,19 +108,19 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated."""
+        """Number of blocks that can be allocated."""
         return len(self._free) + self.cached.num_free
 
     def is_used(self, block: int) -> bool:
-        """Whether anybody has the block."""
+        """Whether the block has references."""
         return self._ref_counts[block] > 0
 
     def num_references(self, block: int) -> int:
-        """How many have the block."""
+        """Number of references to the block."""
         return self._ref_counts[block]
 
     def reference_counts(self) -> bytes:
-        """The number of references to each block, 255 standing for more, too."""
+        """The number of references to each block, at most 255."""
         try:
             return bytes(self._ref_counts)
         except ValueError:
@@ -131,7 +131,7 @@ class BlockPool:
         return self._ref_counts[block] > 1
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Blocks with one reference each; there must be as many free ones."""
+        """Allocate blocks, with one reference each; as many must be free."""
         free, evict = self._free, self._evict
         blocks = [free.pop() if free else evict() for _ in range(num_blocks)]
         for block in blocks:
@@ -139,7 +139,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each block; each is in use, or cached."""
+        """Add one reference to each block; each must be in use or cached."""
         for block in blocks:
             if self._ref_counts[block] == 0:
                 assert block in self.cached, f"block {block} is free"
@@ -161,7 +161,7 @@ class BlockPool:
                     self._free.append(block)
 
     def forget(self, block: int) -> None:
-        """Forget the key of a block, if it has one."""
+        """Remove the key of a block, if it has one."""
         if block in self.cached and self._ref_counts[block] == 0:
             self.cached.use(block)
             self._free.append(block)
@@ -193,17 +193,17 @@ class BlockMap:
     """Columns by block."""
 
     owners: "array[int]"
-    """The number of a request that has it, EMPTY or CACHED; int32."""
+    """The number of the request that uses it, or EMPTY or CACHED; int32."""
     num_references: bytes
-    """Block tables that it is in, at most 255."""
+    """Number of block tables that contain it, at most 255."""
 
 
 def map_blocks(
     pool: BlockPool, tables: Mapping[int, Sequence[int]], owners: Iterable[tuple[int, int]]
 ) -> BlockMap:
-    """The map of a pool whose block tables are known by sequence id.
+    """The map of a pool with these block tables by sequence id.
 
-    `owners`: (sequence id, number of its request); of those that share a block the last one has it.
+    `owners`: (sequence id, number of its request); the last owner of a shared block is shown.
     """
     column = array("i", [EMPTY]) * pool.num_blocks
     for block in pool.cached.free_blocks():

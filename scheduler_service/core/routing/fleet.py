@@ -1,7 +1,7 @@
 """The worker groups, the models that they serve, and the requests that wait for each model."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -306,55 +306,52 @@ class Fleet:
     def __init__(self, config: SchedulerConfig, tenants: Tenants) -> None:
         self._config = config
         self._tenants = tenants
-        self._schedulers: dict[str, Scheduler] = {}
-        self._models: dict[str, ServedModel] = {}
+        self.schedulers: dict[str, Scheduler] = {}
+        """By worker group."""
+        self.models: dict[str, ServedModel] = {}
+        """By name."""
         self.totals: dict[str, ModelTotals] = {}
         """By model, for all models that were ever served."""
 
     # Worker groups.
 
-    @property
-    def schedulers(self) -> Mapping[str, Scheduler]:
-        """By worker group."""
-        return self._schedulers
-
     def add(self, capacity: WorkerGroupCapacity, now_us: int) -> ServedModel:
         """Add a worker group; return its model. Raises ValueError if its id already exists,
         or it could not work with the configuration."""
-        if capacity.worker_group_id in self._schedulers:
+        if capacity.worker_group_id in self.schedulers:
             raise ValueError(f"worker group {capacity.worker_group_id} already exists")
         check_capacity(self._config, capacity)
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
         state = WorkerGroupState(self._config, capacity, totals, now_us)
         scheduler = Scheduler(state, model.policy)
-        self._schedulers[capacity.worker_group_id] = scheduler
+        self.schedulers[capacity.worker_group_id] = scheduler
         model.add(scheduler)
         return model
 
     def remove(self, worker_group_id: str, now_us: int) -> Scheduler | None:
         """Remove and return a worker group; None if the id is unknown."""
-        scheduler = self._schedulers.pop(worker_group_id, None)
+        scheduler = self.schedulers.pop(worker_group_id, None)
         if scheduler is not None:
             self.model_of(scheduler).remove(scheduler, now_us)
         return scheduler
 
     def scheduler_of(self, seq_group: SequenceGroup) -> Scheduler | None:
         """Where a live group is placed."""
-        model = self._models[seq_group.request.model]
+        model = self.models[seq_group.request.model]
         return next((s for s in model.schedulers if seq_group in s.seq_groups), None)
 
     def wake_tenant_limited(self) -> None:
         """Wake models that have requests blocked by a tenant's limit on KV blocks, because a tenant
         has released some."""
-        for model in self._models.values():
+        for model in self.models.values():
             if model.waiting.has_tenant_limited:
                 model.wake()
 
     def take_woken(self) -> set[str]:
         """Worker groups woken since the last call."""
         woken: set[str] = set()
-        for model in self._models.values():
+        for model in self.models.values():
             if model.woken:
                 woken |= model.woken
                 model.woken = set()
@@ -363,50 +360,45 @@ class Fleet:
     @property
     def next_given_up_us(self) -> float:
         """When the next lost worker group is given up; infinite if no request waits for one."""
-        return min((m.next_given_up_us for m in self._models.values()), default=float("inf"))
+        return min((m.next_given_up_us for m in self.models.values()), default=float("inf"))
 
     def give_up_lost(self, now_us: int) -> list[ServedModel]:
         """Stop expecting worker groups that have been lost for too long; returns the models whose
         requests may have waited for them."""
-        return [model for model in self._models.values() if model.give_up_lost(now_us)]
+        return [model for model in self.models.values() if model.give_up_lost(now_us)]
 
     # Models.
 
-    @property
-    def models(self) -> Mapping[str, ServedModel]:
-        """By name."""
-        return self._models
-
     def model(self, name: str) -> ServedModel:
         """The model of this name, created if it is new."""
-        model = self._models.get(name)
+        model = self.models.get(name)
         if model is None:
             policy = POLICIES[self._config.policy](self._tenants)
             wait_s = self._config.max_outgrown_wait_s
             max_lost_us = float("inf") if wait_s is None else to_us(wait_s)
-            model = self._models[name] = ServedModel(name, policy, max_lost_us)
+            model = self.models[name] = ServedModel(name, policy, max_lost_us)
         return model
 
     def model_of(self, scheduler: Scheduler) -> ServedModel:
         """The model that a worker group serves."""
-        return self._models[scheduler.capacity.model]
+        return self.models[scheduler.capacity.model]
 
     def wake(self, name: str) -> None:
         """Wake a model's worker groups, if there are any."""
-        model = self._models.get(name)
+        model = self.models.get(name)
         if model is not None:
             model.wake()
 
     def drop_if_unused(self, model: ServedModel) -> None:
         """Forget a model that was never served, and that no request waits for."""
         if model.is_unused:
-            del self._models[model.name]
+            del self.models[model.name]
 
     def check_served(self, name: str) -> None:
         """Raise UnknownModel if other models are served, and this one never was."""
-        model = self._models.get(name)
-        if self._schedulers and (model is None or not model.was_served):
-            served = ", ".join(sorted({s.capacity.model for s in self._schedulers.values()}))
+        model = self.models.get(name)
+        if self.schedulers and (model is None or not model.was_served):
+            served = ", ".join(sorted({s.capacity.model for s in self.schedulers.values()}))
             raise UnknownModel(
                 f"unknown model {name!r}; available models: {served}",
                 details={"model": name, "served": served},
@@ -415,9 +407,9 @@ class Fleet:
     def queues(self) -> list[AnyQueue]:
         """All queues in which requests wait."""
         queues: list[AnyQueue] = []
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             queues += scheduler.queues
-        for model in self._models.values():
+        for model in self.models.values():
             queues += (model.waiting, model.unschedulable)
         return queues
 
@@ -429,7 +421,7 @@ class Fleet:
             model = known.setdefault(name, ModelSnapshot(name=name, totals=ModelTotals()))
             model.num_running += seq_group.num_running > 0
             model.num_waiting += seq_group.num_running == 0
-        for scheduler in self._schedulers.values():  # what is swapped out does not run
+        for scheduler in self.schedulers.values():  # what is swapped out does not run
             model = known[scheduler.capacity.model]
             model.num_swapped += scheduler.num_swapped
             model.num_waiting -= scheduler.num_swapped
@@ -438,17 +430,17 @@ class Fleet:
     def check(self, seq_groups: Collection[SequenceGroup]) -> None:
         """Assert that each live group is in one place, and nothing else is in any."""
         for seq_group in seq_groups:
-            model = self._models[seq_group.request.model]
+            model = self.models[seq_group.request.model]
             places = [seq_group in model.waiting, seq_group in model.unschedulable]
             assert seq_group.is_placed == (not any(places))
             places += [seq_group in scheduler.seq_groups for scheduler in model.schedulers]
             assert sum(places) == 1, "a live request is in one place"
-        num_placed = sum(len(scheduler.seq_groups) for scheduler in self._schedulers.values())
-        num_unplaced = sum(len(m.waiting) + len(m.unschedulable) for m in self._models.values())
+        num_placed = sum(len(scheduler.seq_groups) for scheduler in self.schedulers.values())
+        num_unplaced = sum(len(m.waiting) + len(m.unschedulable) for m in self.models.values())
         assert num_placed + num_unplaced == len(seq_groups), (
             "a place holds a request that has ended"
         )
-        for model in self._models.values():
+        for model in self.models.values():
             model.check()
-        for scheduler in self._schedulers.values():
+        for scheduler in self.schedulers.values():
             scheduler.check()
