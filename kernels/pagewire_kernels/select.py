@@ -124,7 +124,7 @@ def _order(
         yield "flash", partial(_flash, device, any_block_size=True)
         yield "triton", partial(_triton, batch_invariant)
         yield "flash", partial(_flash, device, any_block_size=False)
-    yield "reference", partial(_reference, device)
+    yield "reference", _reference
 
 
 def _cpu() -> Iterator[AttentionBackend]:
@@ -153,8 +153,8 @@ def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionB
             yield FlashBackend(call, write_rows)
 
 
-def _reference(device: torch.device) -> Iterator[AttentionBackend]:
-    yield ReferenceBackend(batch_invariant=device.type == "cpu")
+def _reference() -> Iterator[AttentionBackend]:
+    yield ReferenceBackend()
 
 
 Embed = Callable[[Tensor, Tensor], Tensor]

@@ -1,7 +1,5 @@
 """The reference as a backend."""
 
-import torch
-
 from pagewire_kernels import reference
 from pagewire_kernels.interface import Abilities
 
@@ -10,15 +8,9 @@ class ReferenceBackend:
     """Plain torch, on any device; several times slower than kernels made for one."""
 
     name = "reference"
+    abilities = Abilities(devices=(), fp8_cache=True)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
-
-    def __init__(self, *, batch_invariant: bool = False) -> None:
-        """batch_invariant: whether the device's products of equal shapes compute rows equally."""
-        self.abilities = Abilities(devices=(), fp8_cache=True, batch_invariant=batch_invariant)
-
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Nothing to prepare."""
 
 
 class TorchLayerKernels:
