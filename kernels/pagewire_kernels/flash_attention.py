@@ -259,9 +259,6 @@ class FlashBackend:
         """The package, for the log."""
         return self._call.version
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Nothing to prepare: its kernels come compiled."""
-
     def write_kv(
         self,
         key: Tensor,

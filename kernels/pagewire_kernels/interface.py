@@ -197,10 +197,6 @@ class AttentionBackend(Protocol):
         """What it can do; a call that asks for more raises ValueError or TypeError."""
         ...
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile, or do whatever else the first call with a cache of `dtype` would have to."""
-        ...
-
     def write_kv(
         self,
         key: Tensor,

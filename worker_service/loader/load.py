@@ -194,7 +194,6 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         model = _build(config, hf_config, model_dir, context, kernels)
     if device.type == "cpu":
         set_threads(config.threads, model.num_parameters // config.layout.world_size)
-    kernels.attention.warm_up(dtype)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     same_bits = try_model(model, device, block_size)
     # Without the option, equal results on a GPU are chance.

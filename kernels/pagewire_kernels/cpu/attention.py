@@ -128,9 +128,6 @@ class NativeBackend:
         self._scratch = Scratch()
         self._last: tuple[AttentionMetadata, Batch] | None = None
 
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Do nothing: the kernels are compiled ahead of time."""
-
     def write_kv(
         self,
         key: Tensor,

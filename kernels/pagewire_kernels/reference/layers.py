@@ -63,19 +63,19 @@ def rotate_and_write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Turn queries in place; turn keys and store them, and values as they are, in their slots.
+    """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache.
 
     query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], left
     as they are; positions: int64 [num_tokens]; cos, sin: [num_positions, rotary_dim // 2], the
-    first half of a head's first rotary_dim elements being turned against the second (Su et al.
+    first half of a head's first rotary_dim elements being rotated against the second (Su et al.
     2021). query_norm, key_norm: [head_dim], weights of a norm of each head before that (Qwen3).
     Slots and scales as in `write_kv`. Rounded once, at the end.
     """
     rows = cos[positions].float()[:, None], sin[positions].float()[:, None]
-    query.copy_(_norm_and_turn(query, *rows, query_norm, eps))
-    turned = _norm_and_turn(key, *rows, key_norm, eps).to(key.dtype)
+    query.copy_(_norm_and_rotate(query, *rows, query_norm, eps))
+    rotated = _norm_and_rotate(key, *rows, key_norm, eps).to(key.dtype)
     write_kv(
-        turned,
+        rotated,
         value,
         key_cache,
         value_cache,
@@ -85,7 +85,7 @@ def rotate_and_write_kv(
     )
 
 
-def _norm_and_turn(
+def _norm_and_rotate(
     heads: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float
 ) -> Tensor:
     heads = heads.float()
@@ -93,8 +93,8 @@ def _norm_and_turn(
         heads = rms_norm(heads, weight, eps)
     half = cos.shape[-1]
     first, second, rest = heads.split([half, half, heads.shape[-1] - 2 * half], dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin, rest)
-    return torch.cat(turned, dim=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(rotated, dim=-1)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

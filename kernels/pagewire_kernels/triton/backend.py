@@ -1,6 +1,5 @@
 """The `triton` attention backend."""
 
-import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
@@ -25,9 +24,6 @@ class TritonBackend:
 
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
-
-    def warm_up(self, dtype: torch.dtype) -> None:
-        """Nothing: kernels depend on a model's shapes, so the first call compiles them."""
 
     def write_kv(
         self,

@@ -23,7 +23,7 @@ _TILE_HEADS = 8
 
 
 @triton.jit
-def _norm_and_turn(
+def _norm_and_rotate(
     heads,
     cosines,
     sines,
@@ -36,7 +36,7 @@ def _norm_and_turn(
     PADDED_HALF: tl.constexpr,
     PADDED_REST: tl.constexpr,
 ):
-    """The three parts of a tile of heads: the two that are turned, and the rest, in float32.
+    """The three parts of a tile of heads: the two that are rotated, and the rest, in float32.
 
     heads: addresses of the heads' first elements, [n]; cosines, sines: [PADDED_HALF].
     """
@@ -57,8 +57,8 @@ def _norm_and_turn(
         others *= (
             factor * tl.load(weight + rest, rest < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
         )
-    turned = first * cosines[None, :] - second * sines[None, :]
-    return turned, second * cosines[None, :] + first * sines[None, :], others
+    rotated = first * cosines[None, :] - second * sines[None, :]
+    return rotated, second * cosines[None, :] + first * sines[None, :], others
 
 
 @triton.jit
@@ -116,7 +116,7 @@ def _rotate_and_write(
         head = tile * TILE_HEADS + tl.arange(0, TILE_HEADS)
         mask = head < NUM_HEADS
         heads = query + token * query_token_stride + head * query_head_stride
-        first, second, others = _norm_and_turn(
+        first, second, others = _norm_and_rotate(
             heads,
             cosines,
             sines,
@@ -141,7 +141,7 @@ def _rotate_and_write(
             return
         head = (tile - num_query_tiles) * TILE_HEADS + tl.arange(0, TILE_HEADS)
         mask = head < NUM_KV_HEADS
-        first, second, others = _norm_and_turn(
+        first, second, others = _norm_and_rotate(
             key + token * key_token_stride + head * key_head_stride,
             cosines,
             sines,
@@ -204,7 +204,7 @@ def rotate_and_write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Norm and turn queries in place, and keys into the cache; as the reference."""
+    """Apply norms and RoPE to `query` in place; write keys and values to the cache."""
     expect_dtype("query", query, *FLOATS)
     expect_cache(key_cache, value_cache, query.dtype)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
@@ -221,7 +221,7 @@ def rotate_and_write_kv(
         expect_rows(name, table, *cos.shape)
     expect(cos.stride() == sin.stride(), "cos and sin differ in layout")
     half = cos.shape[1]
-    expect(2 * half <= head_dim, f"cos: {half} columns turn more than a head of {head_dim}")
+    expect(2 * half <= head_dim, f"cos: {half} columns rotate more than a head of {head_dim}")
     for name, weight in (("query_norm", query_norm), ("key_norm", key_norm)):
         if weight is not None:
             expect_dtype(name, weight, *FLOATS)

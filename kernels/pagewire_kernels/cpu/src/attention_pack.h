@@ -39,7 +39,7 @@ void pack_values(const Number* const* rows, int64_t num_keys, int64_t padded_dim
   }
 }
 
-// The numbers of two rows in turn, of a register's width each.
+// The numbers of two rows, a register of each, alternating.
 inline void interleave(const BFloat16* first, const BFloat16* second, Floats& low, Floats& high) {
   interleave(load_words(first), load_words(second), low, high);
 }

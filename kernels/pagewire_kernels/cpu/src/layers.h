@@ -35,7 +35,7 @@ struct ActivationTask : Task {
 
 struct RotateTask : Task {
   const Batch* batch;
-  void* query;       // [num_rows, num_heads, head_dim], turned in place
+  void* query;       // [num_rows, num_heads, head_dim], rotated in place
   const void* key;   // [num_rows, num_kv_heads, head_dim]
   const void* value; // as key
   int64_t query_stride, query_head_stride;
@@ -53,7 +53,7 @@ struct RotateTask : Task {
   int64_t num_heads;
   int64_t num_kv_heads;
   int64_t head_dim;
-  int64_t half;  // elements of a head that are turned against as many others
+  int64_t half;  // half the number of a head's elements that are rotated
   float eps;
 };
 

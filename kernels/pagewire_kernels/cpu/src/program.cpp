@@ -44,8 +44,8 @@ constexpr uint64_t kCyclesBeforeYield = 1 << 18;
 // beside the time that a thread loses when it is kept from its core.
 constexpr uint64_t kCyclesBeforeTakingOver = 1 << 14;
 
-// More than the step's items take, however long that is: what is begun again too soon is not done
-// sooner, and of two threads that do so in turns neither would ever be done.
+// More than the step's items take, however long that is: restarting an item too early gains nothing,
+// and two threads that keep taking it from each other would never finish it.
 inline uint64_t patience(const ProgramStep& step) {
   return kCyclesBeforeTakingOver + 2 * __atomic_load_n(&step.item_cycles, __ATOMIC_RELAXED);
 }

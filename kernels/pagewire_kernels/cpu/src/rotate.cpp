@@ -36,9 +36,9 @@ void norm_head(float* head, int64_t size, const Number* weight, float eps) {
   }
 }
 
-// The first `half` elements against the next.
+// RoPE: rotates the first `half` elements against the next ones.
 template <class Number>
-void turn_head(float* head, int64_t half, const Number* cos, const Number* sin) {
+void rotate_head(float* head, int64_t half, const Number* cos, const Number* sin) {
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t left = half - i;
     const Floats first = load_some(head + i, left), second = load_some(head + half + i, left);
@@ -48,9 +48,9 @@ void turn_head(float* head, int64_t half, const Number* cos, const Number* sin) 
   }
 }
 
-// `from` normalised, if there is a weight, and turned.
+// Normalises `from`, if there is a weight, applies RoPE and stores the result in `to`.
 template <class Number>
-void norm_and_turn(const RotateTask& task, int64_t position, const Number* from,
+void norm_and_rotate(const RotateTask& task, int64_t position, const Number* from,
                    const void* weight, Number* to) {
   alignas(64) float head[kMaxHeadDim];
   load_head(from, task.head_dim, head);
@@ -58,7 +58,7 @@ void norm_and_turn(const RotateTask& task, int64_t position, const Number* from,
     norm_head(head, task.head_dim, static_cast<const Number*>(weight), task.eps);
   }
   const int64_t at = position * task.table_stride;
-  turn_head(head, task.half, static_cast<const Number*>(task.cos) + at,
+  rotate_head(head, task.half, static_cast<const Number*>(task.cos) + at,
             static_cast<const Number*>(task.sin) + at);
   store_head(head, task.head_dim, to);
 }
@@ -73,7 +73,7 @@ void store_key_and_value(const RotateTask& task, int64_t row, int64_t position, 
   auto* value_cache = static_cast<Number*>(task.value_cache) + at;
   for (int64_t h = 0; h < task.num_kv_heads; ++h) {
     const int64_t head = h * task.cache_head_stride;
-    norm_and_turn(task, position, key + h * task.key_head_stride, task.key_norm, key_cache + head);
+    norm_and_rotate(task, position, key + h * task.key_head_stride, task.key_norm, key_cache + head);
     memcpy(value_cache + head, value + h * task.value_head_stride, task.head_dim * sizeof(Number));
   }
 }
@@ -87,7 +87,7 @@ void rotate_and_write(RotateTask& task) {
     Number* query = static_cast<Number*>(task.query) + row * task.query_stride;
     for (int64_t h = 0; h < task.num_heads; ++h) {
       Number* head = query + h * task.query_head_stride;
-      norm_and_turn(task, position, head, task.query_norm, head);
+      norm_and_rotate(task, position, head, task.query_norm, head);
     }
     if (slot >= 0) store_key_and_value<Number>(task, row, position, slot);
   });

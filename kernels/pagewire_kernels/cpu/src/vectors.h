@@ -11,7 +11,7 @@
 //   store_past_caches        to an address aligned to the register's size; another thread may read
 //                            it after `finish_stores_past_caches`
 //   transpose(x)             a square of 32-bit words, one row in each register
-//   interleave(a, b, low, high)  the 16-bit numbers of `a` and `b` in turn
+//   interleave(a, b, low, high)  the 16-bit numbers of `a` and `b`, alternating
 //
 // Results with NEON are those with AVX2, bit by bit.
 #pragma once
