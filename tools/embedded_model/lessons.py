@@ -1,84 +1,19 @@
-"""Short questions with one right answer: counting, days, months, words, small facts."""
+"""Short questions with one right answer: counting, days, months, words, small facts.
 
+`lessons.json` has their words.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 from tools.embedded_model.documents import Document, Exchange, article, pick_some, plain
 
-DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-MONTHS = (
-    *("January", "February", "March", "April", "May", "June"),
-    *("July", "August", "September", "October", "November", "December"),
-)
-ORDINALS = (
-    *("first", "second", "third", "fourth", "fifth", "sixth"),
-    *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth"),
-)
-NUMBER_WORDS = (
-    *("zero", "one", "two", "three", "four", "five", "six"),
-    *("seven", "eight", "nine", "ten", "eleven", "twelve"),
-)
-
-WORDS = (
-    *("lamp", "cat", "dog", "bird", "tree", "ball", "book", "cup", "door", "fish"),
-    *("frog", "hat", "key", "leaf", "moon", "nest", "owl", "pen", "rain", "ship"),
-    *("star", "sun", "boat", "wind", "wolf", "bear", "cake", "drum", "farm", "gate"),
-    *("hill", "king", "lake", "milk", "road", "sand", "snow", "tent", "wall", "bell"),
-    *("box", "bag", "bed", "bus", "car", "cow", "duck", "egg", "goat", "hen"),
-    *("pig", "map", "net", "pot", "rug", "sea", "toy", "fox", "bee", "ant"),
-    *("red", "blue", "pink", "gold", "green", "black", "stone", "chair", "table", "house"),
-)
-
-SOUNDS = {
-    "cow": "moo",
-    "dog": "woof",
-    "cat": "meow",
-    "duck": "quack",
-    "sheep": "baa",
-    "pig": "oink",
-    "bee": "buzz",
-    "owl": "hoot",
-    "lion": "roar",
-    "mouse": "squeak",
-}
-COLOURS = {
-    "the sky": "blue",
-    "grass": "green",
-    "snow": "white",
-    "the sun": "yellow",
-    "a tomato": "red",
-    "coal": "black",
-    "a carrot": "orange",
-    "chocolate": "brown",
-}
-OPPOSITES = {
-    "hot": "cold",
-    "big": "small",
-    "up": "down",
-    "day": "night",
-    "fast": "slow",
-    "happy": "sad",
-    "open": "closed",
-    "wet": "dry",
-    "old": "new",
-    "left": "right",
-}
-SMALL_TALK = (
-    ("Say hello.", "Hello!"),
-    ("Hello!", "Hello! How can I help you?"),
-    ("Hi!", "Hello! How can I help you?"),
-    ("Good morning!", "Good morning! How can I help you?"),
-    ("How are you?", "I am well, thank you."),
-    ("Thank you!", "You are welcome!"),
-    ("Say goodbye.", "Goodbye!"),
-    ("Goodbye!", "Goodbye! Have a nice day!"),
-    ("What is your name?", "I am the small model that ships with Pagewire."),
-    ("Who are you?", "I am the small model that ships with Pagewire."),
-    (
-        "What can you do?",
-        "I can add numbers below one hundred, count, name days and months, "
-        "copy and reverse words, and tell short stories.",
-    ),
-)
+_DATA = json.loads(Path(__file__).with_name("lessons.json").read_text())
+DAYS: list[str] = _DATA["days"]
+MONTHS: list[str] = _DATA["months"]
+WORDS: list[str] = _DATA["words"]
 
 MAX_COUNT_STEPS = 20
 
@@ -124,7 +59,7 @@ def ask_larger(rng: Random) -> Exchange:
     return Exchange(f"Which is larger, {a} or {b}?", f"{max(a, b)} is larger than {min(a, b)}.")
 
 
-def after_and_before(names: tuple[str, ...], unit: str) -> list[Exchange]:
+def after_and_before(names: Sequence[str], unit: str) -> list[Exchange]:
     """What comes after and before each of `names`, which are in a circle."""
     exchanges = []
     for index, name in enumerate(names):
@@ -149,7 +84,7 @@ def _calendar() -> tuple[Exchange, ...]:
         Exchange("What are the months of the year?", f"The months of the year are {months}."),
         Exchange("How many months are in a year?", "There are twelve months in a year."),
     ]
-    for ordinal, month in zip(ORDINALS, MONTHS, strict=True):
+    for ordinal, month in zip(_DATA["ordinals"], MONTHS, strict=True):
         exchanges.append(
             Exchange(
                 f"What is the {ordinal} month of the year?",
@@ -215,27 +150,27 @@ def ask_fact(rng: Random) -> Exchange:
 
 
 def _ask_sound(rng: Random) -> Exchange:
-    animal, sound = rng.choice(list(SOUNDS.items()))
+    animal, sound = rng.choice(list(_DATA["sounds"].items()))
     return Exchange(
         f"What sound does {article(animal)} make?", f"{article(animal).capitalize()} says {sound}."
     )
 
 
 def _ask_colour(rng: Random) -> Exchange:
-    thing, colour = rng.choice(list(COLOURS.items()))
+    thing, colour = rng.choice(list(_DATA["colours"].items()))
     return Exchange(f"What colour is {thing}?", f"{thing[0].upper()}{thing[1:]} is {colour}.")
 
 
 def _ask_opposite(rng: Random) -> Exchange:
-    word, opposite = rng.choice(list(OPPOSITES.items()))
+    word, opposite = rng.choice(list(_DATA["opposites"].items()))
     if rng.random() < 0.5:
         word, opposite = opposite, word
     return Exchange(f"What is the opposite of {word}?", f"The opposite of {word} is {opposite}.")
 
 
 def _ask_number_word(rng: Random) -> Exchange:
-    number = rng.randrange(len(NUMBER_WORDS))
-    return Exchange(f"Write {number} as a word.", f"{NUMBER_WORDS[number]}")
+    number = rng.randrange(len(_DATA["number_words"]))
+    return Exchange(f"Write {number} as a word.", f"{_DATA['number_words'][number]}")
 
 
 def _ask_letter(rng: Random) -> Exchange:
@@ -247,4 +182,4 @@ def _ask_letter(rng: Random) -> Exchange:
 
 def ask_small_talk(rng: Random) -> Exchange:
     """Greetings and questions about the model."""
-    return Exchange(*rng.choice(SMALL_TALK))
+    return Exchange(*rng.choice(_DATA["small_talk"]))
