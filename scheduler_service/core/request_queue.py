@@ -157,11 +157,11 @@ class ModelQueue(Generic[Kind]):
         """`kind_of` is called for a group when it is added, and by `sort_again`."""
         self._policy = policy
         self._kind_of = kind_of
-        self._lanes: dict[tuple[str | None, Kind], WaitingQueue] = {}
+        self._queues: dict[tuple[str | None, Kind], WaitingQueue] = {}
         """The per-key queues, by the policy's key for the tenant and the kind."""
         self._key_of: dict[SequenceGroup, tuple[str | None, Kind]] = {}
         self._order: RemovableHeap[WaitingQueue] = RemovableHeap()
-        self._num_lanes: Counter[str | None] = Counter()
+        self._num_queues: Counter[str | None] = Counter()
         """Number of per-key queues that each of the policy's queues is split into."""
         self._tenant_limited: dict[WaitingQueue, tuple[SequenceGroup, int]] = {}
         """Skipped queues, with their heads and the blocks that their tenants held."""
@@ -180,7 +180,7 @@ class ModelQueue(Generic[Kind]):
 
     def __iter__(self) -> Iterator[SequenceGroup]:
         """The groups, in no particular order."""
-        return chain.from_iterable(self._lanes.values())
+        return chain.from_iterable(self._queues.values())
 
     @property
     def kinds(self) -> Iterable[Kind]:
@@ -195,105 +195,107 @@ class ModelQueue(Generic[Kind]):
     def head(self) -> SequenceGroup | None:
         """The group to be served first; None if all are skipped."""
         while (top := self._order.peek()) is not None:
-            key, lane = top
-            head = lane.first()
+            key, queue = top
+            head = queue.first()
             if key == self._place(head):
                 return head
-            self._order.remove(lane)
-            self._order.push(self._place(head), lane)
+            self._order.remove(queue)
+            self._order.push(self._place(head), queue)
         return None
 
     def add(self, seq_group: SequenceGroup) -> None:
         """Queue a group by its key; no effect if it is queued already."""
         if seq_group in self:
             return
-        if not self._num_lanes[self._policy.lane(seq_group.tenant)]:
-            self._policy.open_lane(seq_group.tenant, self.head())
-        lane = self._lane_for(seq_group)
-        lane.add(seq_group)
+        if not self._num_queues[self._policy.queue_name(seq_group.tenant)]:
+            self._policy.open_queue(seq_group.tenant, self.head())
+        queue = self._queue_for(seq_group)
+        queue.add(seq_group)
         self.num_tokens += seq_group.num_prompt_tokens
-        if lane.head() is seq_group and lane not in self._tenant_limited:
-            self._put_in_order(lane)
+        if queue.head() is seq_group and queue not in self._tenant_limited:
+            self._put_in_order(queue)
 
     def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group out, if it is in."""
         key = self._key_of.pop(seq_group, None)
         if key is None:
             return
-        lane = self._lanes[key]
-        lane.discard(seq_group)
+        queue = self._queues[key]
+        queue.discard(seq_group)
         self.num_tokens -= seq_group.num_prompt_tokens
-        if lane.head() is None and lane in self._order:
-            self._order.remove(lane)
-        if not lane:
-            del self._lanes[key]
-            self._tenant_limited.pop(lane, None)
-            self._skipped.pop(lane, None)
+        if queue.head() is None and queue in self._order:
+            self._order.remove(queue)
+        if not queue:
+            del self._queues[key]
+            self._tenant_limited.pop(queue, None)
+            self._skipped.pop(queue, None)
             self._num_of_kind[key[1]] -= 1
             if not self._num_of_kind[key[1]]:
                 del self._num_of_kind[key[1]]
-            self._num_lanes[key[0]] -= 1
-            if not self._num_lanes[key[0]]:
-                del self._num_lanes[key[0]]
-                self._policy.close_lane(seq_group.tenant)
+            self._num_queues[key[0]] -= 1
+            if not self._num_queues[key[0]]:
+                del self._num_queues[key[0]]
+                self._policy.close_queue(seq_group.tenant)
 
     def skip_tenant_limited(self, head: SequenceGroup) -> None:
         """Skip a queue because its head would exceed the KV blocks that its tenant may hold."""
-        lane = self._lanes[self._key_of[head]]
-        self._order.remove(lane)
-        self._tenant_limited[lane] = head, head.tenant.num_kv_blocks
+        queue = self._queues[self._key_of[head]]
+        self._order.remove(queue)
+        self._tenant_limited[queue] = head, head.tenant.num_kv_blocks
 
     def retry_tenant_limited(self) -> None:
         """Stop skipping queues that have another head now, or whose tenants hold fewer blocks. The
         others stay skipped: there may be many, and this runs in every step."""
         self._retry(
-            lane
-            for lane, (head, num_blocks) in self._tenant_limited.items()
-            if lane.first() is not head or head.tenant.num_kv_blocks < num_blocks
+            queue
+            for queue, (head, num_blocks) in self._tenant_limited.items()
+            if queue.first() is not head or head.tenant.num_kv_blocks < num_blocks
         )
 
     def skip_queue(self, head: SequenceGroup) -> None:
         """Skip the whole queue until `end_round`: no worker group has room for its kind."""
-        lane = self._lanes[self._key_of[head]]
-        self._order.remove(lane)
-        self._skipped[lane] = None
+        queue = self._queues[self._key_of[head]]
+        self._order.remove(queue)
+        self._skipped[queue] = None
 
     def skip(self, head: SequenceGroup) -> None:
         """Skip this request only, until `end_round`."""
-        lane = self._lanes[self._key_of[head]]
-        lane.skip(head)
-        self._skipped[lane] = None
-        self._order.remove(lane)
-        if lane.head() is not None:
-            self._put_in_order(lane)
+        queue = self._queues[self._key_of[head]]
+        queue.skip(head)
+        self._skipped[queue] = None
+        self._order.remove(queue)
+        if queue.head() is not None:
+            self._put_in_order(queue)
 
     def end_round(self) -> None:
         """Stop skipping queues and requests, except those of tenants at their limits."""
         skipped, self._skipped = self._skipped, {}
-        for lane in skipped:
-            lane.end_round()
-            if lane not in self._tenant_limited:
-                self._put_in_order(lane)
+        for queue in skipped:
+            queue.end_round()
+            if queue not in self._tenant_limited:
+                self._put_in_order(queue)
 
     def sort_again(self) -> None:
         """Assign all requests to per-key queues again, because the worker groups have changed."""
         self._retry(self._tenant_limited)
         self.end_round()
-        seq_groups = [seq_group for lane in self._lanes.values() for seq_group in lane.take_all()]
-        self._lanes, self._order = {}, RemovableHeap()
-        self._num_lanes.clear()
+        seq_groups = [
+            seq_group for queue in self._queues.values() for seq_group in queue.take_all()
+        ]
+        self._queues, self._order = {}, RemovableHeap()
+        self._num_queues.clear()
         self._num_of_kind.clear()
         for seq_group in seq_groups:
-            self._lane_for(seq_group).add(seq_group)
-        for lane in self._lanes.values():
-            self._put_in_order(lane)
+            self._queue_for(seq_group).add(seq_group)
+        for queue in self._queues.values():
+            self._put_in_order(queue)
 
     def num_tokens_before(self, seq_group: SequenceGroup) -> int:
         """Lower bound of the prompt tokens that are served before a group: those before it in its
         per-key queue, in which it need not be itself. Linear in that queue."""
-        key = self._policy.lane(seq_group.tenant), self._kind_of(seq_group)
-        lane = self._lanes.get(key, ())
-        return sum(other.num_prompt_tokens for other in lane if other.rank < seq_group.rank)
+        key = self._policy.queue_name(seq_group.tenant), self._kind_of(seq_group)
+        queue = self._queues.get(key, ())
+        return sum(other.num_prompt_tokens for other in queue if other.rank < seq_group.rank)
 
     def check(self) -> None:
         """Assert the invariants."""
@@ -301,38 +303,38 @@ class ModelQueue(Generic[Kind]):
         assert set(self._key_of) == set(seq_groups)
         assert len(self) == len(seq_groups)
         assert self.num_tokens == sum(seq_group.num_prompt_tokens for seq_group in seq_groups)
-        assert Counter(name for name, _ in self._lanes) == self._num_lanes
-        assert Counter(kind for _, kind in self._lanes) == self._num_of_kind
+        assert Counter(name for name, _ in self._queues) == self._num_queues
+        assert Counter(kind for _, kind in self._queues) == self._num_of_kind
         assert not self._skipped
-        assert {*self._order, *self._tenant_limited} == set(self._lanes.values())
-        assert all(self._lanes.values()), "no per-key queue is empty"
+        assert {*self._order, *self._tenant_limited} == set(self._queues.values())
+        assert all(self._queues.values()), "no per-key queue is empty"
 
     def _place(self, head: SequenceGroup) -> tuple[Any, tuple[int, ...]]:
         return self._policy.key(head), head.rank
 
     def _retry(self, tenant_limited: Iterable[WaitingQueue]) -> None:
-        lanes = list(tenant_limited)
-        first = self.head() if lanes else None
-        for lane in lanes:
-            del self._tenant_limited[lane]
-            self._policy.open_lane(lane.first().tenant, first)
-            self._put_in_order(lane)
+        queues = list(tenant_limited)
+        first = self.head() if queues else None
+        for queue in queues:
+            del self._tenant_limited[queue]
+            self._policy.open_queue(queue.first().tenant, first)
+            self._put_in_order(queue)
 
-    def _put_in_order(self, lane: WaitingQueue) -> None:
-        if lane in self._order:
-            self._order.remove(lane)
-        self._order.push(self._place(lane.first()), lane)
+    def _put_in_order(self, queue: WaitingQueue) -> None:
+        if queue in self._order:
+            self._order.remove(queue)
+        self._order.push(self._place(queue.first()), queue)
 
-    def _lane_for(self, seq_group: SequenceGroup) -> WaitingQueue:
+    def _queue_for(self, seq_group: SequenceGroup) -> WaitingQueue:
         """The per-key queue of a new group, created if it is the first."""
-        key = self._policy.lane(seq_group.tenant), self._kind_of(seq_group)
+        key = self._policy.queue_name(seq_group.tenant), self._kind_of(seq_group)
         self._key_of[seq_group] = key
-        lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = WaitingQueue()
-            self._num_lanes[key[0]] += 1
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = WaitingQueue()
+            self._num_queues[key[0]] += 1
             self._num_of_kind[key[1]] += 1
-        return lane
+        return queue
 
 
 AnyQueue: TypeAlias = ModelQueue[Any] | WaitingQueue

@@ -50,7 +50,7 @@ class Fair(Policy):
     compute again, and the counters do not charge that, so its tenant is not served less for it.
     """
 
-    goes_ahead = True
+    preempts = True
 
     def __init__(self, tenants: Tenants) -> None:
         super().__init__(tenants)
@@ -68,7 +68,7 @@ class Fair(Policy):
         del request
         return arrival
 
-    def lane(self, tenant: TenantUsage) -> str:
+    def queue_name(self, tenant: TenantUsage) -> str:
         """One for each."""
         return tenant.name
 
@@ -99,14 +99,14 @@ class Fair(Policy):
                 return
             yield last
 
-    def open_lane(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
+    def open_queue(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
         """Lift the tenant that comes back."""
         least = self._last_to_wait if first is None else self._account(first.tenant)
         account = self._account(tenant)
         account.service = max(account.service, least.service)
         self._forget_idle(least.service)
 
-    def close_lane(self, tenant: TenantUsage) -> None:
+    def close_queue(self, tenant: TenantUsage) -> None:
         """Remember whose request was the last to wait."""
         self._last_to_wait = self._account(tenant)
 

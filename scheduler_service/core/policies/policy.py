@@ -22,8 +22,8 @@ class Policy(ABC):
     Methods with a default here are the same for all policies that do not override them.
     """
 
-    goes_ahead: ClassVar = False
-    """Whether there are requests that others may yield to."""
+    preempts: ClassVar = False
+    """Whether some requests may preempt others."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
@@ -35,7 +35,7 @@ class Policy(ABC):
         frontend, in microseconds, and a number that counts up; it must be part of the rank, so
         that no two are equal."""
 
-    def lane(self, tenant: TenantUsage) -> str | None:
+    def queue_name(self, tenant: TenantUsage) -> str | None:
         """The queue of a tenant's requests; None is the one that tenants share.
 
         A tenant whose requests may have to wait for its own blocks has a queue of its own, so
@@ -59,12 +59,12 @@ class Policy(ABC):
         del seq_group, others
         return iter(())
 
-    def open_lane(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
+    def open_queue(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
         """Note that a tenant's request joins a queue that was empty, or that was blocked by the
         tenant's own limits; `first` would be next otherwise."""
         del tenant, first
 
-    def close_lane(self, tenant: TenantUsage) -> None:
+    def close_queue(self, tenant: TenantUsage) -> None:
         """Note that a queue is empty; the last to leave it was a request of this tenant."""
         del tenant
 
@@ -90,7 +90,7 @@ class FirstComeFirstServed(Policy):
 class Priority(Policy):
     """Lower numbers first; among equal ones in the order of arrival."""
 
-    goes_ahead = True
+    preempts = True
 
     @staticmethod
     def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:

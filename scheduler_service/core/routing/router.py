@@ -272,7 +272,7 @@ class RoutingRound:
         return too_late
 
     def _may_go_on(self) -> bool:
-        return bool(self._with_room) or (self._policy.goes_ahead and bool(self._open))
+        return bool(self._with_room) or (self._policy.preempts and bool(self._open))
 
     def _hand_over(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         seq_group.routing = RoutingState()

@@ -27,7 +27,7 @@ def drain(lanes: ModelQueue) -> list[SequenceGroup]:
     return groups
 
 
-def test_lanes_of_limited_tenants_do_not_change_the_order_of_ranks() -> None:
+def test_queues_of_limited_tenants_do_not_change_the_order_of_ranks() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
     names = ["", "limited", "other", "limited", ""]
     groups = [make_group(tenants, name, arrival=i) for i, name in enumerate(names)]
@@ -84,7 +84,7 @@ def test_a_lane_that_empties_while_set_aside_is_gone() -> None:
     assert not lanes
 
 
-def test_the_order_of_lanes_follows_what_tenants_are_served_meanwhile() -> None:
+def test_the_order_of_queues_follows_what_tenants_are_served_meanwhile() -> None:
     tenants = Tenants(TenantConfig(), {})
     fair = Fair(tenants)
     lanes = ModelQueue(fair, one_kind)

@@ -101,12 +101,12 @@ def test_prompts_are_charged_once_and_outputs_twice_their_number_by_weight() -> 
 def test_who_comes_back_is_lifted_to_those_who_wait_but_never_lowered() -> None:
     fair, tenants = make_fair()
     busy, idle = make_group(tenants, "busy", num_prompt_tokens=70), make_group(tenants, "idle")
-    fair.open_lane(busy.tenant, None)
+    fair.open_queue(busy.tenant, None)
     fair.note_placed(busy)
-    fair.open_lane(idle.tenant, busy)
+    fair.open_queue(idle.tenant, busy)
     assert fair.key(idle)[0] == fair.key(busy)[0] == 70
     fair.note_tokens(idle.sequences * 40)
-    fair.open_lane(idle.tenant, busy)
+    fair.open_queue(idle.tenant, busy)
     assert fair.key(idle)[0] == 150
 
 
@@ -114,9 +114,9 @@ def test_where_nobody_waits_who_comes_back_is_lifted_to_the_last_who_did() -> No
     fair, tenants = make_fair()
     last, new = make_group(tenants, "last", num_prompt_tokens=70), make_group(tenants, "new")
     fair.note_placed(last)
-    fair.close_lane(last.tenant)
+    fair.close_queue(last.tenant)
     fair.note_tokens(last.sequences * 5)
-    fair.open_lane(new.tenant, None)
+    fair.open_queue(new.tenant, None)
     assert fair.key(new)[0] == 80
 
 
@@ -125,9 +125,9 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten_unless_they_had_more() 
     for i in range(1000):
         group = make_group(tenants, f"passing{i}", num_prompt_tokens=10)
         tenants.add_request(group.tenant, i)
-        fair.open_lane(group.tenant, None)
+        fair.open_queue(group.tenant, None)
         fair.note_placed(group)
-        fair.close_lane(group.tenant)
+        fair.close_queue(group.tenant)
         tenants.remove_request(group.tenant, 10, i)
         if i == 0:
             served_most = make_group(tenants, "most", num_prompt_tokens=50_000)
