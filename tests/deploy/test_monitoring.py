@@ -1,6 +1,5 @@
 """Prometheus' configuration, alerts and the Grafana dashboard query metrics that exist."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,9 +7,9 @@ import promql_parser as promql
 import pytest
 import yaml
 
+from tests.support import dashboard
 from tools.docs import metrics_reference
 from tools.launch import ROOT
-from tools.metrics import dashboard
 
 PROMETHEUS = ROOT / "deploy/prometheus"
 GRAFANA = ROOT / "deploy/grafana"
@@ -77,11 +76,6 @@ def test_a_misspelt_query_is_found() -> None:
     assert selector.name not in exported()
 
 
-def test_the_dashboard_is_the_generated_one() -> None:
-    stored = json.loads(dashboard.FILE.read_text())
-    assert stored == dashboard.dashboard(), "run python -m tools.metrics.dashboard"
-
-
 def test_the_reference_lists_every_metric() -> None:
     page = metrics_reference.render()
     listed = {metric.name for _, metrics in metrics_reference.SERVICES for metric in metrics}
@@ -90,7 +84,7 @@ def test_the_reference_lists_every_metric() -> None:
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
-    panels = dashboard.dashboard()["panels"]
+    panels = dashboard.DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
     for panel in panels:
@@ -108,8 +102,11 @@ def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
 def test_the_dashboard_asks_the_provisioned_datasource() -> None:
     folder = GRAFANA / "provisioning/datasources/prometheus.yml"
     [source] = yaml.safe_load(folder.read_text())["datasources"]
-    assert source["uid"] == dashboard.DATASOURCE["uid"]
-    assert source["type"] == dashboard.DATASOURCE["type"]
+    asked = [panel["datasource"] for panel in dashboard.DASHBOARD["panels"] if "targets" in panel]
+    asked += [target["datasource"] for target in dashboard.targets()]
+    assert asked
+    for datasource in asked:
+        assert datasource == {"type": source["type"], "uid": source["uid"]}
 
 
 def test_prometheus_asks_every_service_and_reads_the_alerts() -> None:
