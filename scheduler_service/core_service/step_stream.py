@@ -150,8 +150,8 @@ class StepStream:
         self.num_steps += 1
         started_at = self._driver.clock()
         result = wire.decode_result(message, sent_us)
-        self._answered(self._sampler, started_at - result.held_us / 1e6)
         self._driver.apply(self._group_id, result)
+        self._answered(self._sampler, started_at - result.held_us / 1e6)
         self._note_planning(started_at)
 
     async def _follow(self, rank: int) -> None:
