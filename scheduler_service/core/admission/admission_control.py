@@ -142,13 +142,8 @@ def _why_tenant_cannot(
 def check_tenant(
     seq_group: SequenceGroup, throughputs: Iterable[QueueThroughput], config: SchedulerConfig
 ) -> None:
-    """Raise TenantLimit if the tenant is at its limit of live requests or of waiting tokens.
-
-    A request that continues after a loss was accepted before, and is not refused.
-    """
+    """Raise TenantLimit if the tenant is at its limit of live requests or of waiting tokens."""
     tenant = seq_group.tenant
-    if seq_group.request.is_continued:
-        return
     details: dict[str, object] = {"tenant": tenant.name}
     max_requests, max_tokens = tenant.config.max_requests, tenant.config.max_queued_tokens
     queued = tenant.num_queued_tokens
@@ -158,7 +153,6 @@ def check_tenant(
         delay_s = retry_delay_s(
             [tenant.ends],
             num_requests=tenant.num_requests - max_requests + 1,
-            num_tokens=0,
             unmeasured_s=config.queue_retry_delay_s,
         )
     elif max_tokens is not None and 0 < queued > max_tokens - seq_group.num_prompt_tokens:
@@ -169,7 +163,6 @@ def check_tenant(
         details |= {"num_queued_tokens": queued, "max_queued_tokens": max_tokens}
         delay_s = retry_delay_s(
             throughputs,
-            num_requests=0,
             num_tokens=min(queued, queued + seq_group.num_prompt_tokens - max_tokens),
             unmeasured_s=config.queue_retry_delay_s,
         )
@@ -184,13 +177,10 @@ def check_queue(
     throughputs: Iterable[QueueThroughput],
     config: SchedulerConfig,
 ) -> None:
-    """Raise QueueFull if no more may wait in all queues together.
-
-    A request that continues after a loss was accepted before, and is not refused.
-    """
+    """Raise QueueFull if no more may wait in all queues together."""
     num_waiting = sum(map(len, queues))
     num_waiting_tokens = sum(queue.num_tokens for queue in queues)
-    if request.is_continued or num_waiting == 0:
+    if num_waiting == 0:
         return
     details = {"num_waiting": num_waiting, "num_waiting_tokens": num_waiting_tokens}
     requests_over = num_waiting + 1 - config.max_queue_requests
@@ -215,18 +205,6 @@ def check_queue(
         unmeasured_s=config.queue_retry_delay_s,
     )
     raise QueueFull(message, details=details, retry_delay_s=delay_s)
-
-
-def check_takes_over(request: Request, live: Request) -> None:
-    """Raise RequestTakenOver or DuplicateRequest unless a request is a later attempt at the live
-    one of its tenant with the same id."""
-    attempts.check_later(
-        request.request_id,
-        request.attempt,
-        live_attempt=live.attempt,
-        is_same=bool(request.fingerprint)
-        and (request.fingerprint, request.model) == (live.fingerprint, live.model),
-    )
 
 
 def continuation(request: Request, former: SequenceGroup, now_us: int) -> Request:
@@ -254,40 +232,35 @@ class AdmissionControl:
         check_request(request, self._config)
         former = self._registry.find(request.tenant, request.request_id)
         if former is not None:
-            check_takes_over(request, former.request)
+            live = former.request
+            attempts.check_later(
+                request.request_id,
+                request.attempt,
+                live_attempt=live.attempt,
+                is_same=bool(request.fingerprint)
+                and (request.fingerprint, request.model) == (live.fingerprint, live.model),
+            )
             request = continuation(request, former, to_us(now))
-        self._check_handles(request)
-        self._fleet.check_served(request.model)
-        seq_group = self._registry.make_seq_group(request, to_us(now))
-        if former is not None:
-            seq_group.is_charged = former.is_charged
-        self._check_possible(seq_group)
-        self._check_limits(seq_group)
-        model = self._fleet.models.get(request.model)
-        check_deadline(seq_group, model, self._registry.seq_groups, now)
-        mark_suspect(seq_group, self._config)
-        return seq_group, former
-
-    def _check_handles(self, request: Request) -> None:
         if self._registry.has_handles_of(request):
             raise DuplicateRequest(
                 f"the frontend has a live request of handle {request.handle}",
                 reason="DUPLICATE_HANDLE",
                 details={"request_id": request.request_id},
             )
-
-    def _check_possible(self, seq_group: SequenceGroup) -> None:
-        """Raise what makes it impossible for all worker groups, present or expected back, where any
-        is present: a model may come back in another shape."""
-        model = self._fleet.models.get(seq_group.request.model)
-        if model is None or not model.schedulers:
-            return
-        error = why_not(seq_group, model.capacities())
+        self._fleet.check_served(request.model)
+        seq_group = self._registry.make_seq_group(request, to_us(now))
+        if former is not None:
+            seq_group.is_charged = former.is_charged
+        model = self._fleet.models.get(request.model)
+        # While all worker groups of a model are away, they may return with other capacities.
+        capacities = model.capacities() if model is not None and model.schedulers else ()
+        error = why_not(seq_group, capacities)
         if error is not None:
             raise error
-
-    def _check_limits(self, seq_group: SequenceGroup) -> None:
-        """Raise TenantLimit or QueueFull."""
-        throughputs = [model.throughput for model in self._fleet.models.values()]
-        check_tenant(seq_group, throughputs, self._config)
-        check_queue(seq_group.request, self._fleet.queues(), throughputs, self._config)
+        if not request.is_continued:  # else it was accepted before the loss
+            throughputs = [model.throughput for model in self._fleet.models.values()]
+            check_tenant(seq_group, throughputs, self._config)
+            check_queue(request, self._fleet.queues(), throughputs, self._config)
+        check_deadline(seq_group, model, self._registry.seq_groups, now)
+        mark_suspect(seq_group, self._config)
+        return seq_group, former

@@ -174,7 +174,11 @@ def _settled(ratio: MovingRatio) -> float | None:
 
 
 def retry_delay_s(
-    rates: Iterable[QueueThroughput], *, num_requests: int, num_tokens: int, unmeasured_s: float
+    rates: Iterable[QueueThroughput],
+    *,
+    num_requests: int = 0,
+    num_tokens: int = 0,
+    unmeasured_s: float,
 ) -> float:
     """Seconds until `num_requests` requests with `num_tokens` prompt tokens have left queues that
     drain in parallel; `unmeasured_s` if none of them has been measured."""
