@@ -137,32 +137,21 @@ def _choose(
     if not is_random.any():
         return tokens
     is_filtered = table.is_filtered[batch.row_ids]
-    for kind, choose in (
-        (is_random & ~is_filtered, _choose_unfiltered),
-        (is_random & is_filtered, _choose_filtered),
-    ):
-        rows = np.flatnonzero(kind)
-        if len(rows):
-            part = logits if len(rows) == len(logits) else logits[_tensor(rows, logits)]
-            tokens[rows] = choose(part, batch.row_ids[rows], batch.positions[rows], table)
+    for has_filters, kind in ((False, ~is_filtered), (True, is_filtered)):
+        rows = np.flatnonzero(is_random & kind)
+        if len(rows) == 0:
+            continue
+        part = logits if len(rows) == len(logits) else logits[_tensor(rows, logits)]
+        ids = batch.row_ids[rows]
+        part = part / _tensor(table.temperature[ids], logits).unsqueeze(1)
+        numbers = uniform(table.seed[ids], table.choice_index[ids], batch.positions[rows])
+        uniforms = _tensor(numbers, logits)
+        if has_filters:
+            drawn = draw(part, Filters.of_rows(table.filters, ids, logits.device), uniforms)
+        else:
+            drawn = draw_unfiltered(part, uniforms)
+        tokens[rows] = drawn.cpu().numpy()
     return tokens
-
-
-def _choose_unfiltered(
-    logits: Tensor, row_ids: Int64Array, positions: Int64Array, table: SamplingTable
-) -> Int64Array:
-    uniforms = uniform(table.seed[row_ids], table.choice_index[row_ids], positions)
-    logits = logits / _tensor(table.temperature[row_ids], logits).unsqueeze(1)
-    return draw_unfiltered(logits, _tensor(uniforms, logits)).cpu().numpy()
-
-
-def _choose_filtered(
-    logits: Tensor, row_ids: Int64Array, positions: Int64Array, table: SamplingTable
-) -> Int64Array:
-    uniforms = uniform(table.seed[row_ids], table.choice_index[row_ids], positions)
-    filters = Filters.of_rows(table.filters, row_ids, logits.device)
-    logits = logits / _tensor(table.temperature[row_ids], logits).unsqueeze(1)
-    return draw(logits, filters, _tensor(uniforms, logits)).cpu().numpy()
 
 
 def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
