@@ -64,7 +64,7 @@ class SchedulerCore:
         configuration.
         """
         model = self._fleet.add(capacity, to_us(now))
-        model.move_on(to_us(now))
+        model.migrate_from_draining(to_us(now))
         self._refuse_hopeless(model, now)
 
     def remove_worker_group(self, worker_group_id: str, now: float) -> None:
@@ -83,7 +83,7 @@ class SchedulerCore:
             level, "group gone group_id=%s num_requests=%d", worker_group_id, len(seq_groups)
         )
         model = self._fleet.model_of(scheduler)
-        model.queue_again(seq_groups)
+        model.requeue(seq_groups)
         self._fleet.totals[model.name].num_recovered += len(seq_groups)
         if not scheduler.is_draining:
             self._blame([seq_group for seq_group in seq_groups if seq_group in computing], now)
@@ -98,7 +98,7 @@ class SchedulerCore:
             scheduler.is_draining = True
             model = self._fleet.model_of(scheduler)
             model.reopen()
-            model.move_on(to_us(now))
+            model.migrate_from_draining(to_us(now))
 
     def is_drained(self, worker_group_id: str) -> bool:
         """True if the worker group is gone, or is draining, holds no requests, and no started
@@ -204,14 +204,14 @@ class SchedulerCore:
             return None
         self.expire(now)
         plan = None
-        has_left = True
-        while plan is None and has_left:  # what has gone may be all that others waited for
+        may_retry = True
+        while plan is None and may_retry:  # requests that ended may have made room for others
             late = model.route(lambda seq_group: self._why_late(seq_group, now), to_us(now))
             for seq_group, error in late:
                 self._end(seq_group, ABORTED, error, now)
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
-            has_left = model.settle_outgrown(scheduler, to_us(now))
-            has_left |= self._close_ended(model.schedulers, now)
+            may_retry = model.settle_outgrown(scheduler, to_us(now))
+            may_retry |= self._close_ended(model.schedulers, now)
             self._fail_stranded(model.stranded(), now)
         return plan
 
@@ -235,7 +235,7 @@ class SchedulerCore:
         scheduler = self._fleet.schedulers[worker_group_id]
         scheduler.update(result, to_us(now))
         self._close_ended([scheduler], now)
-        self._fleet.model_of(scheduler).queue_again(scheduler.take_moved())
+        self._fleet.model_of(scheduler).requeue(scheduler.take_moved())
 
     # Outputs.
 

@@ -325,7 +325,7 @@ class SequenceGroup:
     """Prompt tokens that were found in the prefix cache when it was first in a batch."""
     is_placed: bool = False
     """Whether it is in a worker group."""
-    is_ahead: bool = False
+    is_preempting: bool = False
     """Whether it was routed there because it may preempt others to find room."""
     routing: RoutingState = field(default_factory=RoutingState)
     """The router's state while it is in no worker group."""

@@ -136,11 +136,11 @@ class ServedModel:
     def reopen(self) -> None:
         """Queue all requests that have not started for routing again."""
         for scheduler in self.schedulers:
-            self.queue_again(scheduler.give_back())
+            self.requeue(scheduler.take_not_started())
         for seq_group in self.unschedulable.take_all():
             self.waiting.add(seq_group)
 
-    def move_on(self, now_us: int) -> None:
+    def migrate_from_draining(self, now_us: int) -> None:
         """Send requests away from draining worker groups if another group can generate as many of
         their tokens. The rest stay until they end or a suitable worker group joins."""
         self.sort_queue()
@@ -154,7 +154,7 @@ class ServedModel:
                     scheduler.capacity.worker_group_id,
                     num_leaving,
                 )
-            self.queue_again(scheduler.take_moved())
+            self.requeue(scheduler.take_moved())
 
     def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
         """Move requests that outgrew a worker group to larger ones; fail them if there is none and
@@ -176,7 +176,7 @@ class ServedModel:
                 here.fail_outgrown(seq_group, now_us)
         if moving:
             here.start_moving(moving.__contains__, now_us)
-            self.queue_again(here.take_moved())
+            self.requeue(here.take_moved())
         return bool(outgrown)
 
     def _has_larger(self, seq_group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
@@ -211,7 +211,7 @@ class ServedModel:
 
         return can_leave
 
-    def queue_again(self, seq_groups: Iterable[SequenceGroup]) -> None:
+    def requeue(self, seq_groups: Iterable[SequenceGroup]) -> None:
         """Queue groups for routing that have left a worker group."""
         for seq_group in seq_groups:
             self.release(seq_group)
@@ -232,7 +232,7 @@ class ServedModel:
     def release(self, seq_group: SequenceGroup) -> None:
         """Give the blocks reserved for a group in a worker group back to its tenant."""
         if seq_group.is_placed:
-            seq_group.is_placed = seq_group.is_ahead = False
+            seq_group.is_placed = seq_group.is_preempting = False
             seq_group.tenant.num_kv_blocks -= seq_group.num_reserved_blocks
             seq_group.num_reserved_blocks = 0
 

@@ -189,7 +189,7 @@ def _estimate(
 def _wait_us(scheduler: Scheduler, shortage: float, num_output_tokens: float) -> float:
     """The time until a share of a worker group's sequences has ended. Waiting prompts are not
     included: they are part of the cost."""
-    if scheduler.is_preempting:
+    if scheduler.is_short_of_memory:
         return float("inf")
     if shortage == 0:
         return 0.0
@@ -314,7 +314,7 @@ class RoutingRound:
     def _choose(
         self, seq_group: SequenceGroup, schedulers: list[Scheduler], now_us: int
     ) -> Scheduler | None:
-        seq_group.is_ahead = False
+        seq_group.is_preempting = False
         best: RouteEstimate | None = None
         if self._with_room:
             awaited = self._still_awaited(seq_group, schedulers)
@@ -327,10 +327,12 @@ class RoutingRound:
             if best.is_worth_wait:
                 self._reserve(best.scheduler, seq_group)
                 return None
-        ahead = [scheduler for scheduler in schedulers if scheduler.probe.can_take_ahead(seq_group)]
-        if ahead:
-            seq_group.is_ahead = True
-            return self._router.choose(seq_group, ahead, now_us).scheduler
+        preemptable = [
+            scheduler for scheduler in schedulers if scheduler.probe.can_preempt_for(seq_group)
+        ]
+        if preemptable:
+            seq_group.is_preempting = True
+            return self._router.choose(seq_group, preemptable, now_us).scheduler
         if best is not None:
             _note_refusals(seq_group, schedulers)
             self._reserve(best.scheduler, seq_group)

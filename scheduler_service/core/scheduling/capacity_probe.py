@@ -67,7 +67,7 @@ class CapacityProbe:
         state = self._state
         if state.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
             return False
-        if state.ahead or state.running.swapped:
+        if state.preempting or state.running.swapped:
             return False
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
@@ -94,12 +94,12 @@ class CapacityProbe:
     def has_room_for(self, seq_group: SequenceGroup) -> bool:
         """Whether a group that fits would find room here now, if need be by preemption."""
         has_room = self.has_room and self.estimate(seq_group).shortage == 0
-        return has_room or self.can_take_ahead(seq_group)
+        return has_room or self.can_preempt_for(seq_group)
 
-    def can_take_ahead(self, seq_group: SequenceGroup) -> bool:
+    def can_preempt_for(self, seq_group: SequenceGroup) -> bool:
         """Whether the group would find room here now by preempting others, whether they run or
         wait."""
-        if self._state.ahead or not seq_group.fits(self._state.capacity):
+        if self._state.preempting or not seq_group.fits(self._state.capacity):
             return False
         return self.find_victims(seq_group) is not None
 

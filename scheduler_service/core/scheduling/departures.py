@@ -43,7 +43,7 @@ class Departures:
         seq_group.end(seq, status)
         if not seq_group.waiting():
             self.discard(seq_group)
-        elif seq_group not in state.ahead and seq_group not in self._migrating:
+        elif seq_group not in state.preempting and seq_group not in self._migrating:
             state.waiting.add(seq_group)
         if seq_group.num_unfinished == 0:
             self._note_ended(seq_group)
@@ -118,13 +118,13 @@ class Departures:
     def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group out of the queues."""
         self._state.waiting.discard(seq_group)
-        self._state.ahead.discard(seq_group)
+        self._state.preempting.discard(seq_group)
         self._migrating.pop(seq_group, None)
 
     def check(self) -> None:
         """Assert that all ended groups were taken, and that each waiting group is queued once."""
         assert not self._ended
-        queues = (self._state.waiting, self._state.ahead, self._migrating)
+        queues = (self._state.waiting, self._state.preempting, self._migrating)
         for seq_group in self._state.seq_groups:
             is_queued = sum(seq_group in queue for queue in queues)
             assert is_queued == bool(seq_group.waiting())

@@ -33,7 +33,7 @@ class PrefillScheduler:
         """Add the next chunks of prompts that are partly computed, or were partly found on the
         host; those of groups that preempt others come first."""
         prefilling = self._running.prefilling
-        self.add_rows(sorted(prefilling, key=lambda seq: not seq.seq_group.is_ahead), batch)
+        self.add_rows(sorted(prefilling, key=lambda seq: not seq.seq_group.is_preempting), batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
         """Add the next chunks of sequences, in order."""
@@ -123,7 +123,9 @@ class PrefillScheduler:
         found = self._prefixes.find(seq)
         stored = self._find_on_host(seq, len(found), batch)
         num_found = (len(found) + len(stored)) * self._blocks.block_size
-        if not seq.seq_group.is_ahead and self._prefixes.is_to_come(seq, len(found) + len(stored)):
+        if not seq.seq_group.is_preempting and self._prefixes.is_to_come(
+            seq, len(found) + len(stored)
+        ):
             return AllocStatus.LATER
         if not self._config.enable_chunked_prefill and seq.length - num_found > batch.budget:
             return AllocStatus.LATER

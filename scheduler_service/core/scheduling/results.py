@@ -95,8 +95,8 @@ def deliver_prompt_logprobs(seq_group: SequenceGroup, update: RowPromptLogprobs)
     if num_known >= num_reported:
         return
     seq_group.prompt_logprobs_start = update.start + num_reported
-    news = update if num_known == 0 else _without_first(update, num_known)
-    seq_group.frontend.outbox.prompt_logprobs.append((seq_group.request.handle, news))
+    unreported = update if num_known == 0 else _without_first(update, num_known)
+    seq_group.frontend.outbox.prompt_logprobs.append((seq_group.request.handle, unreported))
 
 
 def _without_first(update: RowPromptLogprobs, num_tokens: int) -> RowPromptLogprobs:

@@ -53,9 +53,9 @@ class Scheduler:
         return self._pipeline.is_full(self._num_together(is_awaited))
 
     @property
-    def is_preempting(self) -> bool:
+    def is_short_of_memory(self) -> bool:
         """Whether a group preempts others here, or a preempted one waits to be swapped in."""
-        return bool(self._state.ahead or self._running.swapped)
+        return bool(self._state.preempting or self._running.swapped)
 
     @property
     def num_swapped(self) -> int:
@@ -65,7 +65,7 @@ class Scheduler:
     @property
     def queues(self) -> tuple[WaitingQueue, WaitingQueue]:
         """The queues in which groups wait here."""
-        return self._state.waiting, self._state.ahead
+        return self._state.waiting, self._state.preempting
 
     @property
     def newest_work(self) -> StepWork:
@@ -88,13 +88,15 @@ class Scheduler:
         else:
             self._departures.end_full(seq_group)
         if seq_group.num_unfinished:
-            (self._state.ahead if seq_group.is_ahead else self._state.waiting).add(seq_group)
+            (self._state.preempting if seq_group.is_preempting else self._state.waiting).add(
+                seq_group
+            )
 
-    def give_back(self) -> list[SequenceGroup]:
+    def take_not_started(self) -> list[SequenceGroup]:
         """Remove and return the groups that have not run here."""
         self.num_changes += 1
         phases = (RequestPhase.QUEUE, RequestPhase.RECOVERY)
-        waiting = (*self._state.ahead, *self._state.waiting)
+        waiting = (*self._state.preempting, *self._state.waiting)
         seq_groups = [seq_group for seq_group in waiting if seq_group.clock.phase in phases]
         for seq_group in seq_groups:
             self._departures.discard(seq_group)
@@ -126,7 +128,7 @@ class Scheduler:
         they have, and those that it was computing. Nothing may be scheduled here afterwards."""
         computing = {seq.seq_group for seq in self._pipeline.open_rows()} & self.seq_groups.keys()
         self._state.waiting.take_all()
-        self._state.ahead.take_all()
+        self._state.preempting.take_all()
         for seq_group in self.seq_groups:
             seq_group.note(RequestEvent.WORKER_LOST, now_us)
             if seq_group.num_running:
@@ -230,7 +232,13 @@ class Scheduler:
         """How many steps may be sent together: one while any request waits or prompts are computed,
         because requests that arrive then should follow at once."""
         state = self._state
-        if is_awaited or self.is_draining or state.waiting or state.ahead or state.running.swapped:
+        if (
+            is_awaited
+            or self.is_draining
+            or state.waiting
+            or state.preempting
+            or state.running.swapped
+        ):
             return 1
         if self._pipeline.is_prefilling:
             return 1

@@ -50,7 +50,7 @@ class StepPlanner:
 
     def _preempt_for_first(self, batch: Batch) -> None:
         """Preempt others for the group that takes precedence over them."""
-        seq_group = self._state.ahead.head()
+        seq_group = self._state.preempting.head()
         if seq_group is not None:
             for victim in self._probe.find_victims(seq_group) or ():
                 self._preemption.preempt_for_other(victim, batch)
@@ -59,12 +59,12 @@ class StepPlanner:
         """Admit the group that others were preempted for. Once it has started, its remaining
         sequences wait with other groups."""
         state = self._state
-        seq_group = state.ahead.head()
+        seq_group = state.preempting.head()
         if seq_group is None:
             return
-        self._prefill.admit(state.ahead, batch)
-        if seq_group in state.ahead and seq_group.num_running:
-            state.ahead.discard(seq_group)
+        self._prefill.admit(state.preempting, batch)
+        if seq_group in state.preempting and seq_group.num_running:
+            state.preempting.discard(seq_group)
             state.waiting.add(seq_group)
 
     def _add_decodes(self, batch: Batch) -> None:

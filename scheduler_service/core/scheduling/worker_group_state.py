@@ -265,7 +265,7 @@ class WorkerGroupState:
         )
         self.running = RunningSet(self.blocks, self.pipeline.clock)
         self.waiting = WaitingQueue()
-        self.ahead = WaitingQueue()
+        self.preempting = WaitingQueue()
         """The waiting group, if any, that preempts others here; it has not run here yet."""
         self.seq_groups: dict[SequenceGroup, None] = {}
         """All groups of this worker group, in the order in which they came."""
@@ -273,5 +273,5 @@ class WorkerGroupState:
     @property
     def num_sequences(self) -> int:
         """Running and waiting sequences, except for swapped-out ones."""
-        num_waiting = self.waiting.num_sequences + self.ahead.num_sequences
+        num_waiting = self.waiting.num_sequences + self.preempting.num_sequences
         return self.running.num_places + num_waiting

@@ -433,7 +433,7 @@ def _lose(deployment: Deployment, scheduler: Scheduler) -> None:
     deployment.model.remove(scheduler, deployment.now_us)
     deployment.model.sort_queue()
     deployment.schedulers = tuple(s for s in deployment.schedulers if s is not scheduler)
-    deployment.model.queue_again(seq_groups)
+    deployment.model.requeue(seq_groups)
     deployment.place()
 
 
