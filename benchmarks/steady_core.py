@@ -16,7 +16,6 @@ from scheduler_service.core import (
     StepPlan,
     WorkerGroupCapacity,
 )
-from scheduler_service.replay.recorder import RecordingCore
 
 NUM_FRONTENDS = 2
 PREFILL_TOKENS = 16_384
@@ -84,7 +83,7 @@ class SteadyCore:
     def __init__(
         self,
         queue: Queue,
-        make_core: Callable[[SchedulerConfig], SchedulerCore | RecordingCore] = SchedulerCore,
+        make_core: Callable[[SchedulerConfig], SchedulerCore] = SchedulerCore,
         *,
         on_plan: Callable[[StepPlan], None] = lambda plan: None,
     ) -> None:
@@ -113,7 +112,7 @@ class SteadyCore:
         gc.collect()
 
     @property
-    def core(self) -> SchedulerCore | RecordingCore:
+    def core(self) -> SchedulerCore:
         """The core itself, to be asked only."""
         return self._core
 

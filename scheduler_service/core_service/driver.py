@@ -8,17 +8,13 @@ hands each frontend its outputs and sets the timer for the next deadline.
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.stats.request_timing import TracedRequest
 from scheduler_service.core.step_plan import StepPlan, StepResult
-from scheduler_service.replay.recorder import RecordingCore
-
-Core: TypeAlias = SchedulerCore | RecordingCore
-"""A core, or one that also records its input."""
 
 
 class Mailbox(Protocol):
@@ -31,7 +27,7 @@ class Mailbox(Protocol):
 class CoreDriver:
     """Owner of the core; made and used on one running event loop."""
 
-    def __init__(self, core: Core, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, core: SchedulerCore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.clock = clock
         self.on_traced: Callable[[TracedRequest], None] | None = None

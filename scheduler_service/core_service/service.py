@@ -12,7 +12,7 @@ from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core_service import tracing
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.counters import CoreCounters
-from scheduler_service.core_service.driver import Core, CoreDriver
+from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
 from scheduler_service.core_service.metrics import CoreMetrics
 from scheduler_service.core_service.model_assets import AssetCache
@@ -168,7 +168,7 @@ class CoreService:
                 await self.runner.set_serving(bool(models))
 
 
-def _make_core(config: CoreServiceConfig) -> Core:
+def _make_core(config: CoreServiceConfig) -> SchedulerCore:
     if config.record is None:
         return SchedulerCore(config.scheduler)
     return RecordingCore(

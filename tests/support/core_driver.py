@@ -20,7 +20,6 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.beam_search import BeamParams
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
-from scheduler_service.replay.recorder import RecordingCore
 from tests.support.promises import Promises
 from tests.support.records import ChoiceRecord, RequestRecord, generated_of
 from tests.support.symbolic_worker import (
@@ -85,7 +84,7 @@ class CoreDriver:
     def __init__(
         self,
         config: SchedulerConfig,
-        make_core: Callable[[SchedulerConfig], SchedulerCore | RecordingCore] = SchedulerCore,
+        make_core: Callable[[SchedulerConfig], SchedulerCore] = SchedulerCore,
     ) -> None:
         self.config = config
         self._make_core = make_core

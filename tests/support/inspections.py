@@ -4,12 +4,11 @@ from collections import Counter
 
 from scheduler_service.core import Inspection, InspectionDetail, SchedulerCore
 from scheduler_service.core.kv_cache.block_pool import BlockMap
-from scheduler_service.replay.recorder import RecordingCore
 
 ALL = InspectionDetail(include_requests=True, include_blocks=True, max_requests=1_000)
 
 
-def check_inspection(core: SchedulerCore | RecordingCore) -> Inspection:
+def check_inspection(core: SchedulerCore) -> Inspection:
     """Assert that counts, requests, block tables and block maps agree."""
     counts, seen = core.snapshot(), core.inspect(ALL)
     states = Counter(request.state.name for request in seen.requests)
