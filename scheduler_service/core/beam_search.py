@@ -249,7 +249,7 @@ class BeamGroup(Generic[Seq]):
         self.continuations: list[Continuation[Seq]] = []
         """What the next plan sends to the worker; forks come last."""
         self.source_of: dict[Seq, Seq] = {}
-        """While it is computed again: sequences whose first blocks others compute before."""
+        """While the group is recomputed: by sequence, the one that computes its first blocks."""
         self.num_prefilling = 0
         """Held sequences that have not been computed up to their last token."""
         self._candidates: dict[Seq, RowCandidates] = {}

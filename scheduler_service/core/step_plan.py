@@ -19,11 +19,11 @@ class NewSequence:
     num_computed_tokens: int
     block_ids: list[int]
     sampling: Any
-    """The request's `SamplerParams`, passed through without a look."""
+    """The request's `SamplerParams`, which the core does not read."""
     parent_seq_id: int | None = None
     prompt_logprobs_start: int = 0
     traceparent: str = ""
-    """The span that the worker's go under; empty if the request's trace is not recorded."""
+    """Parent of the worker's spans; empty if the request's trace is not recorded."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class StepPlan:
     """Whether a row samples; None: every row does."""
     appended_tokens: list[int] = field(default_factory=list)
     num_together: int = 1
-    """The most steps, this one among them, whose results may come together."""
+    """Most steps, including this one, whose results may be sent together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class RowPromptLogprobs:
 
 @dataclass(slots=True, kw_only=True)
 class RowCandidates:
-    """The tokens that may follow a sequence, most probable first."""
+    """Candidates for a sequence's next token, the most probable first."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -110,4 +110,4 @@ class StepResult:
     busy_us: int = 0
     """Worker time from the step's start to its result."""
     held_us: int = 0
-    """How long the worker has had it wait for later ones."""
+    """How long the worker held it back, to send it together with later ones."""

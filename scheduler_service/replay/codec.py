@@ -1,6 +1,6 @@
 """Dataclasses as JSON and back, as their annotations say.
 
-What a class's fields are is written once, in the class: a field that is added to `Request` or
+The fields of a class are defined once, in the class: a field that is added to `Request` or
 `StepResult` is in recordings from then on. Fields that have their default are left out, so that
 the text, and with it its hash, stays the same when a field is added.
 """
@@ -20,7 +20,7 @@ _MISSING = dataclasses.MISSING
 
 
 class Unreadable(ValueError):
-    """JSON that is not what the type asks for; says where and what was expected."""
+    """JSON that does not match the type; says where, and what was expected."""
 
 
 class _Converter(NamedTuple):
@@ -31,8 +31,8 @@ class _Converter(NamedTuple):
 class Codec:
     """Converts values of annotated types to what `json` can write, and back.
 
-    `Any` stands for what the core passes through without a look, the sampling parameters: they
-    become text by `encode_opaque` and come back by `decode_opaque`.
+    `Any` stands for the sampling parameters, which the core does not read: `encode_opaque` converts
+    them to text, and `decode_opaque` back.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Codec:
         return _decode_at(where, converter, data) if where else converter.decode(data)
 
     def converter(self, kind: Any) -> _Converter:
-        """The one for a type, made once."""
+        """The converter of a type, made once."""
         found = self._converters.get(kind)
         if found is None:
             found = self._converters[kind] = self._make(kind)
@@ -150,7 +150,7 @@ def _same(value: Any) -> Any:
 
 
 def _reading(kinds: type | tuple[type, ...], convert: Convert) -> Convert:
-    """`convert`, after a check of the type; `True` is no number here."""
+    """`convert`, after a check of the type; `True` is not a number here."""
     expected = kinds if isinstance(kinds, tuple) else (kinds,)
 
     def read(data: Any) -> Any:
@@ -184,7 +184,7 @@ def _optional(inner: _Converter) -> _Converter:
 
 
 def _list_of(kind: Any, item: _Converter) -> _Converter:
-    """Lists of scalars, which are long, are checked and passed on whole."""
+    """Lists of scalars, which are long, are checked and passed on without a copy."""
     is_flat = kind in _SCALARS
     allowed = set(_SCALARS.get(kind, ()))
 
@@ -218,7 +218,7 @@ def _tuple_of(items: Sequence[_Converter]) -> _Converter:
 
 
 def _dict_of(key: Any, item: _Converter) -> _Converter:
-    """JSON's keys are strings; those of ours are strings or integers."""
+    """JSON's keys are strings; these dictionaries have strings or integers."""
 
     def decode(data: Any) -> dict[Any, Any]:
         if not isinstance(data, dict):
