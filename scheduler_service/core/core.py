@@ -136,7 +136,8 @@ class SchedulerCore:
         else:
             model = self._fleet.model(request.model)
             model.waiting.add(seq_group)
-            self._deadlines.watch(seq_group, model, now)
+            if request.deadline is not None:
+                self._deadlines.watch(seq_group, model, now)
         self._fleet.wake(request.model)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:

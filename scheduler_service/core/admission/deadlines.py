@@ -154,12 +154,11 @@ class DeadlineTimers:
         self._timers: RemovableHeap[SequenceGroup] = RemovableHeap()
 
     def watch(self, seq_group: SequenceGroup, model: ServedModel, now: float) -> None:
-        """Set the timer of a request: to its deadline, or, unless it is running, to the last time
-        at which it could start. No effect if it has no deadline."""
+        """Set the timer of a request that has a deadline: to its deadline, or, unless it is
+        running, to the last time at which it could start."""
         self.forget(seq_group)
         deadline = seq_group.request.deadline
-        if deadline is None:
-            return
+        assert deadline is not None
         latest_start = deadline
         if not seq_group.num_running:
             latest_start -= _own_us(seq_group, model) / 1e6
