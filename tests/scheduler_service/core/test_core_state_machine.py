@@ -286,12 +286,14 @@ class CoreMachine(RuleBasedStateMachine):
             self.end(event, live[pick % len(live)], pick)
 
     def drain(self, group_id: str, *, waits: bool) -> None:
-        """With its steps under way at their ends, nothing is left that others can hold as well."""
+        """When its steps have ended, nothing is left that others can hold as well."""
         driver = self.driver
         driver.core.drain_worker_group(group_id, driver.now)
         if waits:
             while driver.deliver(group_id):
                 driver.collect()
+            driver.schedule(group_id)  # ends requests that have outgrown every cache
+            driver.collect()
             groups = {
                 group.worker_group_id: group for group in driver.core.snapshot().worker_groups
             }
