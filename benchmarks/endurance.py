@@ -10,20 +10,17 @@ the resident memory of every process is noted. The slope of the line fitted to i
 the requests on, is what a finished request leaves behind.
 """
 
-import argparse
 import asyncio
 import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.tables import print_table, script_parser
 from pagewire_client import AsyncClient, SamplingParams
 from pagewire_client.local.services import LocalServices
 
@@ -42,6 +39,14 @@ FLAGS = {
 }
 STEM = list(range(100, 148))
 """Prefix of every eighth prompt."""
+
+
+COLUMNS = {
+    "process": "process",
+    "rss_mib_at_a_fifth": "MiB at a fifth",
+    "rss_mib_at_the_end": "MiB at the end",
+    "bytes_per_request": "bytes per request",
+}
 
 
 @dataclass
@@ -149,20 +154,11 @@ def rows(memories: Sequence[Memory]) -> list[dict[str, object]]:
     return lines
 
 
-def show(lines: Sequence[dict[str, object]], title: str) -> None:
-    """Print the table."""
-    table = Table("process", "MiB at a fifth", "MiB at the end", "bytes per request", title=title)
-    for line in lines:
-        table.add_row(*(str(cell) for cell in list(line.values())[:4]))
-    Console(width=100).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     if args.requests < args.rounds or args.rounds < 5:
         parser.error("expected at least 5 rounds, and a request for each")
@@ -170,7 +166,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     memories, rate = asyncio.run(run(args.requests, args.rounds))
     num_finished = memories[0].finished[-1]
     lines = rows(memories)
-    show(lines, f"resident memory over {num_finished} requests, {rate:.0f} a second")
+    title = f"resident memory over {num_finished} requests, {rate:.0f} a second"
+    print_table(lines, title, COLUMNS, width=100)
     figures = {"requests": num_finished, "requests_per_s": round(rate), "processes": lines}
     print(f"written to {save('endurance', figures, load.cores, args.results)}")
 

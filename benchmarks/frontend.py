@@ -20,16 +20,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import aiohttp
 import grpc
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.tables import print_table, script_parser
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from scheduler_service.columns import to_column
 from tests.support.fake_core import FakeCore, FakeRequest
@@ -270,27 +268,18 @@ def _ratio(cost: float, other: float | None) -> float | None:
     return None if other is None else round(cost / other, 2)
 
 
-def show(rows: Sequence[dict[str, object]]) -> None:
-    """Print the table."""
-    table = Table(*rows[0], title="frontends streaming")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=180).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
     parser.add_argument("--pace", type=float, nargs="+", default=[10.0, 0.0])
     parser.add_argument("--frontends", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     load = ForeignLoad()
     rows = run(args)
-    show(rows)
+    print_table(rows, "frontends streaming", width=180)
     print(f"written to {save('frontend', {'rows': rows}, load.cores, args.results)}")
 
 

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.kernel_cases import Case, all_cases, setting
 from benchmarks.kernel_ceilings import KernelCeilings, measure_ceilings
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.stopwatch import median_seconds
+from benchmarks.tables import print_table
 
 Row = dict[str, object]
 
@@ -66,14 +65,6 @@ def _memory(case: Case, ceilings: KernelCeilings) -> tuple[str, float]:
     return "GB/s copied", ceilings.copy
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    table = Table(*rows[0], title="kernels against the device's ceilings")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row.values()))
-    Console(width=180).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -92,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for dtype in dtypes
             for case in all_cases(setting(device, dtype, args.attention_backend))
         ]
-    show(rows)
+    print_table(rows, "kernels against the device's ceilings", width=180)
     is_gpu = device.type == "cuda"
     figures = {
         "device": torch.cuda.get_device_name(device) if is_gpu else "cpu",

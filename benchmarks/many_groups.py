@@ -19,22 +19,19 @@ processes together, which use nearly all cores. Below that, "core µs per step" 
 per second that the core process could do, since it does nothing else.
 """
 
-import argparse
 import asyncio
 import os
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import grpc
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.bare_frontend import BareFrontend
 from benchmarks.core_and_workers import MODEL, CoreAndWorkers
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.tables import print_table, script_parser
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
@@ -192,17 +189,9 @@ COLUMNS = {
 """Titles by the names in a row."""
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    table = Table(*COLUMNS.values(), title="worker groups on one scheduler core")
-    for row in rows:
-        table.add_row(*(str(row.get(name, "")) for name in COLUMNS))
-    Console(width=160).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--step-us", type=int, nargs="+", default=[20_000, 5_000])
     parser.add_argument("--workers", choices=("simulated", "answering"), default="simulated")
@@ -210,7 +199,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each round that count")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     load = ForeignLoad()
     rows: list[Row] = []
@@ -223,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             checks_plans=args.workers == "simulated",
         )
         rows += asyncio.run(run(shape, args.groups, args.seconds))
-    show(rows)
+    print_table(rows, "worker groups on one scheduler core", COLUMNS)
     name = "many_groups" if args.workers == "simulated" else "core_saturation"
     figures = {
         "workers": args.workers,

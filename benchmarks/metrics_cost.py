@@ -9,19 +9,16 @@ another thread does with the interpreter's lock. The core's whole share is given
 follow each other without a pause and a scrape every five seconds, as `deploy/prometheus` asks.
 """
 
-import argparse
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from time import thread_time_ns
 
 from prometheus_client import generate_latest
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
 from benchmarks.steady_core import Queue, SteadyCore
+from benchmarks.tables import general, print_table, script_parser
 from pagewire.v1 import plan_pb2, worker_service_pb2
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.counters import StepCounters
@@ -103,24 +100,15 @@ def measure(num_seqs: int, num_steps: int) -> Row:
     return {name: round(value, 4) for name, value in row.items()}
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    table = Table(*rows[0], title="medians of CPU time")
-    for row in rows:
-        table.add_row(*(f"{value:g}" for value in row.values()))
-    Console(width=140).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 16, 256, 4096])
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     load = ForeignLoad()
     rows = [measure(num_seqs, args.steps) for num_seqs in args.running]
-    show(rows)
+    print_table(rows, "medians of CPU time", width=140, cell=general)
     figures = {"steps": args.steps, "scrape_interval_s": SCRAPE_INTERVAL_S, "rows": rows}
     print(f"written to {save('metrics_cost', figures, load.cores, args.results)}")
 

@@ -24,13 +24,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.engines.engine import Settings
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
 from benchmarks.model_shapes import SHAPES
-from benchmarks.online_servers import ServedPagewire, ServedVllm, Server, all_of
+from benchmarks.servers import ServedPagewire, ServedVllm, Server, all_of
+from benchmarks.tables import print_table, script_parser
 from pagewire_client.bench import Lengths, Limits, LoadRun, Summary, Target, Workload
 
 WARMUP_REQUESTS = 8
@@ -154,30 +152,25 @@ def best_goodput(rows: Sequence[Row], share: float = 0.9) -> dict[str, float]:
     return best
 
 
-def show(rows: Sequence[Row], title: str) -> None:
-    """Print the table."""
-    names = {
-        "rate": "rate, 1/s",
-        "engine": "engine",
-        "output_tokens_per_s": "tokens/s",
-        "first_token_ms_p50": "first token p50, ms",
-        "first_token_ms_p99": "p99",
-        "inter_token_ms_p50": "between tokens p50, ms",
-        "inter_token_ms_p99": "p99",
-        "total_ms_p50": "answer p50, ms",
-        "total_ms_p99": "p99",
-        "good_requests_per_s": "good, 1/s",
-        "num_failed": "failed",
-        "client_cores": "client, cores",
-    }
-    table = Table(*names.values(), title=title)
-    for line in rows:
-        table.add_row(*(str(line[name]) for name in names))
-    Console(width=160).print(table)
+COLUMNS = {
+    "rate": "rate, 1/s",
+    "engine": "engine",
+    "output_tokens_per_s": "tokens/s",
+    "first_token_ms_p50": "first token p50, ms",
+    "first_token_ms_p99": "p99",
+    "inter_token_ms_p50": "between tokens p50, ms",
+    "inter_token_ms_p99": "p99",
+    "total_ms_p50": "answer p50, ms",
+    "total_ms_p99": "p99",
+    "good_requests_per_s": "good, 1/s",
+    "num_failed": "failed",
+    "client_cores": "client, cores",
+}
+"""Titles by the names in a row."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--shape", default="llama-160m", choices=list(SHAPES))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
@@ -192,7 +185,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--grpc", action="store_true", help="Pagewire by its own interface, too")
     parser.add_argument("--checkpoints", type=Path, help="folder to make checkpoints in, and keep")
     parser.add_argument("--logs", type=Path, help="folder for what the servers say")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     return parser
 
 
@@ -244,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         folder = args.checkpoints or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         figures, foreign_cores = measure(args, folder)
-    show(figures["rows"], f"{figures['shape']}, {figures['dtype']}: Poisson arrivals")
+    title = f"{figures['shape']}, {figures['dtype']}: Poisson arrivals"
+    print_table(figures["rows"], title, COLUMNS)
     print(f"highest rate with 90 % good requests: {figures['highest_good_rate']}")
     print(f"written to {save('online', figures, foreign_cores, args.results)}")
 

@@ -20,11 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
 from benchmarks.observed_worker import Load, ObservedCall, ObservedWorker
+from benchmarks.tables import print_table, script_parser
 
 PROMPT_TOKENS = 16
 SETTLING_STEPS = 10
@@ -113,22 +111,17 @@ def _row(case: Case, depth: int, num_seqs: int, steps: Steps) -> Row:
     }
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    names = {
-        "worker": "worker",
-        "running": "running",
-        "pipeline_depth": "depth",
-        "step_us_p50": "step p50, µs",
-        "idle_us_p50": "idle p50, µs",
-        "idle_us_p99": "idle p99, µs",
-        "idle_share": "idle, share of time",
-        "plans_sent_ahead": "plans sent ahead",
-    }
-    table = Table(*names.values(), title="the device between steps of steady decoding")
-    for row in rows:
-        table.add_row(*(str(row[name]) for name in names))
-    Console(width=140).print(table)
+COLUMNS = {
+    "worker": "worker",
+    "running": "running",
+    "pipeline_depth": "depth",
+    "step_us_p50": "step p50, µs",
+    "idle_us_p50": "idle p50, µs",
+    "idle_us_p99": "idle p99, µs",
+    "idle_share": "idle, share of time",
+    "plans_sent_ahead": "plans sent ahead",
+}
+"""Titles by the names in a row."""
 
 
 async def run(arguments: argparse.Namespace) -> list[Row]:
@@ -149,18 +142,17 @@ async def run(arguments: argparse.Namespace) -> list[Row]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--step-us", type=int, nargs="*", default=[2000, 5000, 10_000])
     parser.add_argument("--depth", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--running", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200, help="steps of each turn that count")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--no-model", action="store_true", help="simulated workers only")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     load = ForeignLoad()
     rows = asyncio.run(run(args))
-    show(rows)
+    print_table(rows, "the device between steps of steady decoding", COLUMNS, width=140)
     print(f"written to {save('pipelining', {'rows': rows}, load.cores, args.results)}")
 
 

@@ -13,7 +13,6 @@ the time from the kill to the end of the longest pause among those that begin so
 were not on the killed worker are recognised by their timings, which have no time of recovery.
 """
 
-import argparse
 import asyncio
 import json
 import random
@@ -25,12 +24,11 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.killable_services import KillableServices
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
+from benchmarks.tables import print_table, script_parser
 from pagewire_client import AsyncClient, RequestOutput, SamplingParams
 from scheduler_service.core_service.config import CoreServiceConfig
 
@@ -171,28 +169,19 @@ def others(path: Path, victims: Sequence[str]) -> list[dict[str, object]]:
     return [row for row in rows if row["victim"] not in victims]
 
 
-def show(rows: Sequence[dict[str, object]]) -> None:
-    """Print the table."""
-    table = Table(*rows[0], title="milliseconds from SIGKILL to each stream's next token")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=100).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--kills", type=int, default=30, help="of each kind of process")
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)
     parser.add_argument("--model", choices=list(WORKERS), default="embedded")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     if args.kills < 1:
         parser.error("expected at least one kill")
     end_in_order_when_told()
     load = ForeignLoad()
     rows = asyncio.run(measure(args.model, args.victims, args.kills))
-    show(rows)
+    print_table(rows, "milliseconds from SIGKILL to each stream's next token", width=100)
     name = f"recovery_{args.model}"
     rows += others(args.results / f"{name}.json", args.victims)
     rows.sort(key=lambda row: VICTIMS.index(str(row["victim"])))

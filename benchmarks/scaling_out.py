@@ -25,12 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.compose_services import END_TIMEOUT_S, FRONTEND, SCHEDULER, WORKER, Composed
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
+from benchmarks.tables import print_table, script_parser
 from pagewire.v1.status_pb2 import WORKER_STATE_READY
 from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, RequestOutput, SamplingParams
 from pagewire_client.local.health import is_serving
@@ -260,10 +258,7 @@ COLUMNS = {
 
 def show(figures: Mapping[str, Any]) -> None:
     """Print the table."""
-    table = Table(*COLUMNS.values(), title="requests while workers come and go")
-    for row in figures["rows"]:
-        table.add_row(*(str(row[name]) for name in COLUMNS))
-    Console(width=100).print(table)
+    print_table(figures["rows"], "requests while workers come and go", COLUMNS, width=100)
     print(
         f"{figures['num_requests']} requests, {figures['num_failed']} failed, "
         f"{figures['num_different']} with other tokens, {figures['num_moved']} moved; "
@@ -273,14 +268,13 @@ def show(figures: Mapping[str, Any]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="of load, in all")
     parser.add_argument("--cycles", type=int, default=5, help="times to scale out and in")
     parser.add_argument("--streams", type=int, default=12, help="that ask at the same time")
     parser.add_argument("--max-tokens", type=int, default=512, help="of the longest answer")
     parser.add_argument("--simulate", action="store_true", help="workers without a model")
     parser.add_argument("--logs", type=Path, help="folder for what the services say")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     return parser
 
 

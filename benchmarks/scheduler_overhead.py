@@ -14,18 +14,15 @@ With `--vllm-python` vLLM's `Scheduler` works on the same queue in turns with ou
 side's own serialisation: protobuf here, pickle and msgpack there.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
 from benchmarks.steady_core import Queue, SteadyCore, StepTimes
+from benchmarks.tables import general, print_table, script_parser
 from benchmarks.vllm_process import SCRIPT, VllmProcess, VllmTimes
 
 BUDGETS_US = {256: 500.0, 4096: 8000.0}
@@ -152,24 +149,14 @@ COLUMNS = {
 }
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table."""
-    table = Table(*COLUMNS.values(), title="medians per step, in microseconds of CPU time")
-    for row in rows:
-        cells = [row.get(name) for name in COLUMNS]
-        table.add_row(*("" if cell is None else f"{cell:g}" for cell in cells))
-    Console(width=160).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--running", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 4096])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--vllm-python", type=Path, help="a Python that can import vllm")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     settings = Settings(
         running=args.running,
@@ -186,7 +173,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         rows = [measure(queue, settings.steps, vllm) for queue in settings.queues()]
         version = vllm.version if vllm is not None else None
-    show(rows)
+    print_table(
+        rows, "medians per step, in microseconds of CPU time", COLUMNS, width=160, cell=general
+    )
     print(f"growth of a row's cost, at worst: {growth(rows)}")
     figures = {"vllm": version, "steps": settings.steps, "growth": growth(rows), "rows": rows}
     print(f"written to {save('scheduler_overhead', figures, load.cores, args.results)}")

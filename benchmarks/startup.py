@@ -11,6 +11,7 @@ counted once (proportional set size), the most that was seen from the launch to 
 """
 
 import argparse
+import asyncio
 import statistics
 import threading
 from collections.abc import Mapping, Sequence
@@ -19,17 +20,27 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.engines.engine import Settings
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.offline import add_common, settings_of
 from benchmarks.processes import end_in_order_when_told, resident_bytes
-from benchmarks.startup_servers import PagewireServer, Server, VllmServer
+from benchmarks.servers import ServedPagewire, ServedVllm, Server
+from benchmarks.tables import print_table
 from benchmarks.workloads import WORKLOADS
+from pagewire_client.bench import Arrival
 
 SAMPLE_S = 0.1
+OURS = "pagewire"
+COLUMNS = {
+    "engine": "server",
+    "first_token_s": "first token, s",
+    "first_token_s_worst": "worst",
+    "peak_mib": "peak, MiB",
+    "times_pagewire_first_token": "÷ ours",
+    "times_pagewire_peak": "÷ ours",
+}
+"""Titles by the names in a row."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,19 +79,19 @@ class PeakMemory:
         self._thread.join()
 
 
-def start(server: Server, settings: Settings) -> Start:
+async def start(server: Server, settings: Settings) -> Start:
     """Launch, ask for a token, run a workload, end."""
     scale = settings.shape.scale if settings.device == "cpu" else 1.0
     draw = np.random.default_rng(0)
     jobs = WORKLOADS["mixed"].make_jobs(draw, settings.shape.vocab_size, scale)
     load = ForeignLoad()
-    with server:
+    async with server.launched():
         with PeakMemory(server.pid) as memory:
-            first_token_s = server.first_token()
+            await server.wait_ready()
             foreign = load.cores
-            server.run(jobs)
+            await server.run([Arrival(0.0, job.prompt, job.num_output_tokens) for job in jobs])
         return Start(
-            first_token_s=round(first_token_s, 2),
+            first_token_s=round(server.first_token_s, 2),
             peak_mib=round(memory.peak_bytes / 2**20),
             foreign_cores=foreign,
         )
@@ -91,7 +102,7 @@ def measure(servers: Sequence[Server], settings: Settings, repeats: int) -> dict
     starts: dict[str, list[Start]] = {server.name: [] for server in servers}
     for turn in range(repeats + 1):
         for server in servers:
-            seen = start(server, settings)
+            seen = asyncio.run(start(server, settings))
             print(f"{server.name}: {seen}" + ("" if turn else " (does not count)"), flush=True)
             if turn:
                 starts[server.name].append(seen)
@@ -111,11 +122,9 @@ def compare(starts: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]:
             "first_token_s_worst": max(one.first_token_s for one in its),
             "peak_mib": median(name, "peak_mib"),
             "times_pagewire_first_token": round(
-                median(name, "first_token_s") / median(PagewireServer.name, "first_token_s"), 2
+                median(name, "first_token_s") / median(OURS, "first_token_s"), 2
             ),
-            "times_pagewire_peak": round(
-                median(name, "peak_mib") / median(PagewireServer.name, "peak_mib"), 2
-            ),
+            "times_pagewire_peak": round(median(name, "peak_mib") / median(OURS, "peak_mib"), 2),
             "repeats": len(its),
         }
         for name, its in starts.items()
@@ -124,12 +133,7 @@ def compare(starts: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]:
 
 def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Print the table."""
-    table = Table("server", "first token, s", "worst", "peak, MiB", "÷ ours", "÷ ours", title=title)
-    names = ("engine", "first_token_s", "first_token_s_worst", "peak_mib")
-    ratios = ("times_pagewire_first_token", "times_pagewire_peak")
-    for row in rows:
-        table.add_row(*(str(row[name]) for name in (*names, *ratios)))
-    Console(width=120).print(table)
+    print_table(rows, title, COLUMNS, width=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,9 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for shape in args.shape:
         for dtype in args.dtype:
             settings = settings_of(args, shape, dtype)
-            servers: list[Server] = [PagewireServer(settings)]
+            ours = ServedPagewire(settings, "gRPC")
+            ours.name = OURS  # It has no second interface here.
+            servers: list[Server] = [ours]
             if args.vllm_python is not None:
-                servers.append(VllmServer(args.vllm_python.absolute(), settings))
+                servers.append(ServedVllm(args.vllm_python.absolute(), settings))
             starts = measure(servers, settings, args.repeats)
             what = {"shape": shape, "dtype": dtype}
             rows += [what | row for row in compare(starts)]

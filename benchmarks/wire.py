@@ -15,12 +15,9 @@ import argparse
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.tables import print_table, script_parser
 from benchmarks.wire_echo import Echo
 from benchmarks.wire_messages import Row, new_row, steady_row
 from pagewire_client.bench import percentile
@@ -62,33 +59,21 @@ async def round_trip_rows(sizes: Sequence[int], count: int) -> list[Row]:
     ]
 
 
-def show(messages: Sequence[Row], round_trips: Sequence[Row]) -> None:
-    """Print both tables."""
-    for title, rows in (
-        ("plans and results: bytes, and CPU time in microseconds", messages),
-        ("round trips on a bidirectional stream", round_trips),
-    ):
-        table = Table(*rows[0], title=title)
-        for row in rows:
-            table.add_row(*(str(cell) for cell in row.values()))
-        Console(width=180).print(table)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
     parser.add_argument("--prompt-tokens", type=int, nargs="*", default=[512, 8192])
     parser.add_argument("--steps", type=int, default=64, help="plans of each kind; 16 at least")
     sizes = [64, 1024, 4096, 16_384, 65_536, 262_144]
     parser.add_argument("--bytes", type=int, nargs="+", default=sizes)
     parser.add_argument("--round-trips", type=int, default=2000, help="of each size")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON file")
     args = parser.parse_args(arguments)
     load = ForeignLoad()
     messages = message_rows(args)
     round_trips = asyncio.run(round_trip_rows(args.bytes, args.round_trips))
-    show(messages, round_trips)
+    print_table(messages, "plans and results: bytes, and CPU time in microseconds", width=180)
+    print_table(round_trips, "round trips on a bidirectional stream", width=180)
     figures = {"budget_bytes": BUDGET_BYTES, "messages": messages, "round_trips": round_trips}
     print(f"written to {save('wire', figures, load.cores, args.results)}")
 

@@ -9,8 +9,8 @@ import pytest
 from benchmarks.engines.engine import Settings
 from benchmarks.model_shapes import Shape
 from benchmarks.online import Ladder, climb
-from benchmarks.online_servers import ServedPagewire, ServedVllm
 from benchmarks.processes import tree
+from benchmarks.servers import ServedPagewire, ServedVllm
 from pagewire_client.bench import Arrival, Lengths, Limits
 from tests.support.waiting import until
 
