@@ -1,29 +1,31 @@
 """How long the largest requests of one client delay the tokens of another's stream.
 
-    python -m benchmarks.large_requests
+    python -m benchmarks.large_requests [--http]
 
 A core that sends one token every 10 ms and the client that reads them share one process, so that
 one clock times each token on its way through the frontend, which has a process of its own. From a
 third process every body is sent in turn: each is as large as the frontend allows, and built to cost
-as much as it can. Exits with 1 if a body delayed a token by more than `--limit-ms`.
+as much as it can: messages of gRPC or, with `--http`, bodies of HTTP. Exits with 1 if one delayed a
+token by more than `--limit-ms`.
 
 `idle` is the greatest delay without such requests: of a machine that has other work, too.
 """
 
 import argparse
 import asyncio
+import http.client
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import grpc
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.frontend import Processes
+from benchmarks.tables import print_table
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from scheduler_service.columns import to_column
@@ -35,6 +37,11 @@ TOKEN_INTERVAL_S = 0.01
 MAX_MODEL_LEN = 131_072
 SIZE = MAX_PUBLIC_MESSAGE_BYTES - 1024
 TIMEOUT_S = 120
+HTTP_SIZE = 16 << 20
+MESSAGE = '{"role":"user","content":"a"}'
+
+Body = tuple[str, str, bytes]
+"""Name, method or path, and what is sent."""
 
 
 async def run_stream(pipe: Connection) -> None:
@@ -83,14 +90,15 @@ async def _receive_tokens(call: Any, received: list[float]) -> None:
 
 async def run_frontend(pipe: Connection, core_address: str) -> None:
     """Serve until a message on the pipe."""
-    async with running_frontend(core_address) as frontend:
+    async with running_frontend(core_address, http="127.0.0.1:0") as frontend:
         await model_ready(frontend)
-        pipe.send(frontend.runner.address)
+        assert frontend.http is not None
+        pipe.send((frontend.runner.address, frontend.http.address))
         await asyncio.to_thread(pipe.recv)
 
 
-def bodies() -> Iterator[tuple[str, str, bytes]]:
-    """Name, method and serialized request of each body."""
+def grpc_bodies() -> Iterator[Body]:
+    """Serialized requests, by method."""
     words = " ".join(random.Random(1).choices(["hello", "world", "fox", "q", "brown"], k=SIZE // 3))
     ids = SIZE // 3
     yield "text", "Generate", _message(text=words[:SIZE])
@@ -168,7 +176,60 @@ def _length(number: int) -> bytes:
     return bytes(data) + bytes([number])
 
 
-async def _send(address: str, method: str, body: bytes) -> str:
+def _joined(head: str, part: str, tail: str, count: int | None = None) -> bytes:
+    """Parts with commas between; as many as the size allows, or `count`."""
+    count = count or (HTTP_SIZE - len(head) - len(tail)) // (len(part) + 1) - 1
+    return f"{head}{','.join([part] * count)}{tail}".encode()
+
+
+def http_bodies() -> Iterator[Body]:
+    """Bodies at a limit and beyond it, by path."""
+    complete, chat = "/v1/completions", "/v1/chat/completions"
+    prompt, messages = '{"max_tokens":1,"prompt":[', '{"max_tokens":1,"messages":['
+    template = f'{{"messages":[{MESSAGE}],"chat_template_kwargs":{{"a":['
+    text = '{"max_tokens":1,"prompt":"'
+    pairs = HTTP_SIZE // 2 - 20
+    cases = {
+        "8 million token ids": (complete, _joined(prompt, "7", "]}")),
+        "1 million token ids": (complete, _joined(prompt, "123456", "]}", 1_000_000)),
+        "4,000 prompts of 250 ids": (
+            complete,
+            _joined(prompt, "[" + ",".join(["7"] * 250) + "]", "]}", 4000),
+        ),
+        "4 million prompts": (complete, _joined(prompt, '"a"', "]}")),
+        "550,000 messages": (chat, _joined(messages, MESSAGE, "]}")),
+        "8,192 messages": (chat, _joined(messages, MESSAGE, "]}", 8192)),
+        "4 million values": (chat, _joined(template, "1.5", "]}}")),
+        "1 million values": (chat, _joined(template, "1.5", "]}}", 1_000_000)),
+        "65,000 values": (chat, _joined(template, "1.5", "]}}", 65_000)),
+        "a text": (complete, f'{text}{"a " * pairs}"}}'.encode()),
+        "a text of escapes": (complete, (text + "\\n" * pairs + '"}').encode()),
+        "a text of structure": (complete, (text + "[{,," * (HTTP_SIZE // 4 - 20) + '"}').encode()),
+        "text to tokenize": (
+            "/tokenize",
+            f'{{"prompt":"{"a " * pairs}"}}'.encode(),
+        ),
+        "tokens to text": ("/detokenize", _joined('{"tokens":[', "7", "]}", 1_000_000)),
+    }
+    for name, (path, body) in cases.items():
+        yield name, path, body
+
+
+def _send_http(address: str, path: str, body: bytes) -> str:
+    """Send one body and read the response; returns its status."""
+    connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.read()
+    except TimeoutError:
+        return "no answer"
+    finally:
+        connection.close()
+    return str(response.status)
+
+
+async def _send_grpc(address: str, method: str, body: bytes) -> str:
     """Send one body and read the responses; returns how the call ended."""
     options = [("grpc.max_receive_message_length", -1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
@@ -191,16 +252,15 @@ async def _send(address: str, method: str, body: bytes) -> str:
         return "OK"
 
 
-def measure(repeats: int) -> list[tuple[str, int, float, str]]:
-    """Name, bytes, greatest delay in milliseconds, and outcome of each body."""
+def measure(repeats: int, only: str, *, uses_http: bool) -> list[dict[str, Any]]:
+    """A line for each body whose name contains `only`."""
     processes = Processes()
     try:
         stream = processes.start(run_stream)
         frontend = processes.start(run_frontend, processes.receive(stream))
-        address = processes.receive(frontend)
-        stream.send(address)
+        grpc_address, http_address = processes.receive(frontend)
+        stream.send(grpc_address)
         processes.receive(stream)
-        rows = []
 
         def timed(work: Callable[[], str]) -> tuple[float, str]:
             stream.send("mark")
@@ -210,17 +270,27 @@ def measure(repeats: int) -> list[tuple[str, int, float, str]]:
             stream.send("end")
             return 1000 * processes.receive(stream), outcome
 
-        runner = asyncio.Runner()
-        delay_ms, _ = timed(lambda: str(time.sleep(3)))
-        rows.append(("idle", 0, delay_ms, ""))
-        for name, method, body in bodies():
-            assert len(body) <= MAX_PUBLIC_MESSAGE_BYTES
-            figures = [
-                timed(lambda method=method, body=body: runner.run(_send(address, method, body)))
-                for _ in range(repeats)
-            ]
-            rows.append((name, len(body), min(figures)[0], figures[0][1]))
-        runner.close()
+        def send(method: str, body: bytes) -> str:
+            if uses_http:
+                return _send_http(http_address, method, body)
+            return asyncio.run(_send_grpc(grpc_address, method, body))
+
+        def row(name: str, body: bytes, delay_ms: float, outcome: str) -> dict[str, Any]:
+            size = f"{len(body) / 2**20:.1f}"
+            return {"body": name, "MiB": size, "delay, ms": round(delay_ms, 1), "outcome": outcome}
+
+        def idle() -> str:
+            time.sleep(3)
+            return ""
+
+        rows = [row("idle", b"", *timed(idle))]
+        for name, method, body in http_bodies() if uses_http else grpc_bodies():
+            if only not in name:
+                continue
+            assert len(body) <= (HTTP_SIZE if uses_http else MAX_PUBLIC_MESSAGE_BYTES)
+            work = partial(send, method, body)
+            figures = [timed(work) for _ in range(repeats)]
+            rows.append(row(name, body, min(figures)[0], figures[0][1]))
         return rows
     finally:
         processes.kill()
@@ -231,13 +301,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3, help="the least delay of these counts")
     parser.add_argument("--limit-ms", type=float, default=100.0)
+    parser.add_argument("--http", action="store_true", help="send HTTP bodies, not gRPC messages")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
     arguments = parser.parse_args()
-    table = Table("body", "MiB", "delay, ms", "outcome")
-    rows = measure(arguments.repeats)
-    for name, size, delay_ms, outcome in rows:
-        table.add_row(name, f"{size / 2**20:.1f}", f"{delay_ms:.0f}", outcome)
-    Console().print(table)
-    sys.exit(any(delay_ms > arguments.limit_ms for _, _, delay_ms, _ in rows))
+    rows = measure(arguments.repeats, arguments.only, uses_http=arguments.http)
+    print_table(rows, "the longest delay of another stream's token")
+    sys.exit(any(row["delay, ms"] > arguments.limit_ms for row in rows))
 
 
 if __name__ == "__main__":
