@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Iterable
+from math import inf
 
 from scheduler_service.attempts import taken_over
 from scheduler_service.core.admission.admission_control import AdmissionControl, why_not
@@ -183,7 +184,7 @@ class SchedulerCore:
                 self._end(seq_group, ABORTED, error, now)
             else:
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
-        if self._fleet.next_given_up_us < float("inf"):
+        if self._fleet.next_given_up_us < inf:
             for model in self._fleet.give_up_lost(to_us(now)):
                 self._fail_stranded(model.stranded(), now)
                 self._refuse_hopeless(model, now)
@@ -191,9 +192,9 @@ class SchedulerCore:
     def next_deadline(self) -> float | None:
         """When `expire` is due, at the latest; None if nothing is timed."""
         given_up_us = self._fleet.next_given_up_us
-        if given_up_us == float("inf"):
+        if given_up_us == inf:
             return self._deadlines.next_time
-        return min(given_up_us / 1e6, self._deadlines.next_time or float("inf"))
+        return min(given_up_us / 1e6, self._deadlines.next_time or inf)
 
     # Steps.
 

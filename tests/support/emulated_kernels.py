@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from pagewire_kernels.cpu.native_library import Kernel, Library
 
@@ -89,7 +90,7 @@ def _live_regions() -> dict[int, _Region]:
     for each in gc.get_objects():
         if issubclass(type(each), ctypes.Structure):
             region = _Region(ctypes.addressof(each), ctypes.sizeof(each), True)
-        elif issubclass(type(each), Tensor) and each.device.type == "cpu":
+        elif type(each) in (Tensor, Parameter) and each.device.type == "cpu":  # no FakeTensor
             storage = each.untyped_storage()
             region = _Region(storage.data_ptr(), storage.nbytes(), False)
         else:

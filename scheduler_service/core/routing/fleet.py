@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from math import inf
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, check_capacity
 from scheduler_service.core.policies import POLICIES, Policy
@@ -42,7 +43,7 @@ class ServedModel:
 
     name: str
     policy: Policy
-    max_lost_us: float = float("inf")
+    max_lost_us: float = inf
     """How long a lost worker group is expected back."""
     router: Router = field(default_factory=Router)
     was_served: bool = False
@@ -55,7 +56,7 @@ class ServedModel:
     woken: set[str] = field(default_factory=set)
     """Ids of worker groups that may have something to plan without a new result of theirs."""
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
-    _lost: list[LostWorkerGroup] = field(default_factory=list)
+    lost: list[LostWorkerGroup] = field(default_factory=list)
     """Worker groups that were lost and not replaced, the first to be given up first."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups for which the queue was sorted, and whether they were draining."""
@@ -76,7 +77,7 @@ class ServedModel:
         """Those of its worker groups, present or expected back."""
         return [
             *(scheduler.capacity for scheduler in self.schedulers),
-            *(lost.capacity for lost in self._lost),
+            *(lost.capacity for lost in self.lost),
         ]
 
     def discard(self, seq_group: SequenceGroup) -> None:
@@ -97,26 +98,26 @@ class ServedModel:
         """Remove a worker group. Unless it was draining, a replacement is expected."""
         self.schedulers.remove(scheduler)
         if not scheduler.is_draining:
-            self._lost.append(LostWorkerGroup(scheduler.capacity, now_us + self.max_lost_us))
+            self.lost.append(LostWorkerGroup(scheduler.capacity, now_us + self.max_lost_us))
 
     @property
     def next_given_up_us(self) -> float:
         """When the next lost worker group is given up; infinite if no request waits for it."""
-        if not self._lost or not (self.waiting or self.unschedulable):
-            return float("inf")
-        return self._lost[0].expected_until_us
+        if not self.lost or not (self.waiting or self.unschedulable):
+            return inf
+        return self.lost[0].expected_until_us
 
     def give_up_lost(self, now_us: int) -> bool:
         """Stop expecting worker groups that have been lost for too long; returns whether there were
         any for which requests may have waited."""
         if now_us < self.next_given_up_us:
             return False
-        self._lost = [lost for lost in self._lost if now_us < lost.expected_until_us]
+        self.lost = [lost for lost in self.lost if now_us < lost.expected_until_us]
         return True
 
     def stranded(self) -> list[SequenceGroup]:
         """Requests that have outgrown all worker groups that are here or expected back."""
-        if not self.unschedulable or self.max_lost_us == float("inf"):
+        if not self.unschedulable or self.max_lost_us == inf:
             return []
         capacities = self.capacities()
         return [
@@ -128,9 +129,9 @@ class ServedModel:
     def _take_place_of_lost(self, num_tokens: int) -> None:
         """Stop expecting the lost group whose cache was closest to this size: a restarted worker
         may find a little more or less memory than before."""
-        if self._lost:
-            self._lost.remove(
-                min(self._lost, key=lambda lost: abs(lost.capacity.num_cache_tokens - num_tokens))
+        if self.lost:
+            self.lost.remove(
+                min(self.lost, key=lambda lost: abs(lost.capacity.num_cache_tokens - num_tokens))
             )
 
     def reopen(self) -> None:
@@ -360,7 +361,9 @@ class Fleet:
     @property
     def next_given_up_us(self) -> float:
         """When the next lost worker group is given up; infinite if no request waits for one."""
-        return min((m.next_given_up_us for m in self.models.values()), default=float("inf"))
+        # Asked in every step, in which usually no worker group is lost.
+        times = [model.next_given_up_us for model in self.models.values() if model.lost]
+        return min(times) if times else inf
 
     def give_up_lost(self, now_us: int) -> list[ServedModel]:
         """Stop expecting worker groups that have been lost for too long; returns the models whose
@@ -375,7 +378,7 @@ class Fleet:
         if model is None:
             policy = POLICIES[self._config.policy](self._tenants)
             wait_s = self._config.max_outgrown_wait_s
-            max_lost_us = float("inf") if wait_s is None else to_us(wait_s)
+            max_lost_us = inf if wait_s is None else to_us(wait_s)
             model = self.models[name] = ServedModel(name, policy, max_lost_us)
         return model
 

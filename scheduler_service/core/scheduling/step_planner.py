@@ -73,11 +73,11 @@ class StepPlanner:
         Preemption removes sequences from the ends of the lists: only sequences that the loop has
         not reached yet, or the one that it is at.
         """
-        reserve = partial(self._reserve, batch=batch)
+        reserve = partial(self._reserve, batch)
         extend_all(self._running.decoding, reserve, batch.seq_ids, batch.rows)
         batch.budget -= len(batch.rows)
 
-    def _reserve(self, seq: Sequence, batch: Batch) -> bool:
+    def _reserve(self, batch: Batch, seq: Sequence) -> bool:
         """Reserve the block of a sequence's last token. Returns False if it gets no row in this
         step, or has one already, together with the other beams of its group."""
         if seq.seq_group.beams is not None:
