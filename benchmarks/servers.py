@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -30,7 +31,7 @@ POLL_S = 0.02
 FIRST_REQUEST = Arrival(0.0, list(range(300, 316)), 1)
 
 
-class Server:
+class Server(ABC):
     """A server's process and its target; an asynchronous context manager, inside which it serves.
 
     While another server is loaded, a paused one takes no processor time.
@@ -113,8 +114,9 @@ class Server:
         async for _ in self.target.stream(arrival):
             pass
 
+    @abstractmethod
     def _open(self) -> AbstractAsyncContextManager[Target]:
-        raise NotImplementedError
+        """A connection to the server that has started."""
 
     def pause(self) -> None:
         """Stop its processes: idle threads of OpenMP spin."""
