@@ -23,6 +23,8 @@ class Batch:
         """Beam groups that have had their turn."""
         self.has_preempted = False
         """Whether a sequence was preempted because memory ran out."""
+        self.num_prefill_tokens = 0
+        """Tokens of all prefill rows."""
         self.outgrown: list[SequenceGroup] = []
         """Groups that have become longer than the whole cache; they end after the plan."""
         self._new_sequences: list[NewSequence] = []
@@ -68,6 +70,7 @@ class Batch:
         self._prefill_tokens.append(num_tokens)
         self._prefill_samples.append(sample)
         self._prefills.append((seq, seq.num_computed, sample))
+        self.num_prefill_tokens += num_tokens
         self.budget -= num_tokens
 
     @property
@@ -75,11 +78,6 @@ class Batch:
         """Whether there is nothing in it for a worker to do. Rows are not all: blocks may have to
         be on the device before the first of them."""
         return not (self.rows or self.swap_out or self.swap_in)
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens of all prefill rows."""
-        return sum(self._prefill_tokens)
 
     def to_plan(self, step_id: int, forget_seq_ids: list[int]) -> tuple[StepPlan, InFlightStep]:
         """The plan, and what its result will be read against."""

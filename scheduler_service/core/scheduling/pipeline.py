@@ -52,6 +52,8 @@ class Pipeline:
         self._vocab_size = capacity.vocab_size
         self._depth = config.pipeline_depth
         self._max_together = config.max_steps_together if capacity.takes_several_plans else 1
+        self.may_send_together = self._max_together > 1
+        """Whether the plans of several steps may ever be sent together."""
         self._steps: deque[InFlightStep] = deque()
         self._num_planned = 0
 
@@ -82,7 +84,7 @@ class Pipeline:
         """How many decode steps may be sent together; `patience_us` returns how long the clients of
         all running requests can wait for their tokens."""
         step_us = self.rates.us_per_decode_step
-        if self._max_together == 1 or not step_us:
+        if not step_us:
             return 1
         most_us = min(patience_us(), MAX_STEPS_TOGETHER_US)
         return max(1, min(self._max_together, int(most_us / step_us)))

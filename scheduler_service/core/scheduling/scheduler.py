@@ -233,7 +233,8 @@ class Scheduler:
         because requests that arrive then should follow at once."""
         state = self._state
         if (
-            is_awaited
+            not self._pipeline.may_send_together
+            or is_awaited
             or self.is_draining
             or state.waiting
             or state.preempting

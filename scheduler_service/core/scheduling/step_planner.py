@@ -116,10 +116,11 @@ class StepPlanner:
         forget_seq_ids = self._running.take_forget_seq_ids()
         plan, step = batch.to_plan(self._pipeline.next_step_id, forget_seq_ids)
         self._pipeline.push(step)
-        self._state.totals.num_prefill_tokens += batch.num_prefill_tokens
-        self._state.totals.num_swapped_out_blocks += len(plan.swap_out) // 2
-        self._state.totals.num_swapped_in_blocks += len(plan.swap_in) // 2
-        self._state.totals.num_copied_blocks += len(plan.copy) // 2
+        totals = self._state.totals
+        totals.num_prefill_tokens += batch.num_prefill_tokens
+        totals.num_swapped_out_blocks += len(plan.swap_out) // 2
+        totals.num_swapped_in_blocks += len(plan.swap_in) // 2
+        totals.num_copied_blocks += len(plan.copy) // 2
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "

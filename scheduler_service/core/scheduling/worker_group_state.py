@@ -92,6 +92,8 @@ class RunningSet:
     def land(self) -> list[Sequence]:
         """Return, in order, the sequences whose blocks the last plan swapped in; they are now
         decoding if their prompts are computed, prefilling otherwise."""
+        if not self.arriving:
+            return []
         landed, self.arriving = sorted(self.arriving, key=_order), []
         for seq in landed:
             insort(self.decoding if seq.is_prefilled else self.prefilling, seq, key=_order)
