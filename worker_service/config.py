@@ -298,8 +298,9 @@ class WorkerConfig:
     network: NetworkConfig = field(default_factory=NetworkConfig)
     group: GroupConfig = field(default_factory=GroupConfig)
 
-    served_model_name: str | None = None
-    """Name clients use."""
+    served_model_name: list[str] = field(default_factory=list)
+    """Name by which clients ask for the model; repeat it for further names. Answers carry the
+    first."""
 
     grace_period_s: float = 30.0
     """Seconds after SIGTERM in which sequences move to other workers, or else finish."""
@@ -310,8 +311,15 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         grace = self.grace_period_s
         _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
+        names = self.served_model_name
+        _expect(all(names), "served_model_name", "names that are not empty", names)
 
     @property
     def model_name(self) -> str:
-        """The name the model is served under."""
-        return self.served_model_name or self.model.model.rstrip("/").rsplit("/", 1)[-1]
+        """The name that answers carry: the first of `served_model_name`, or what `model` is."""
+        return self.served_model_name[0] if self.served_model_name else self.model.model
+
+    @property
+    def model_aliases(self) -> list[str]:
+        """Further names that clients may use."""
+        return [name for name in dict.fromkeys(self.served_model_name) if name != self.model_name]

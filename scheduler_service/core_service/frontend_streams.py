@@ -187,7 +187,9 @@ class FrontendStreams:
     def announce_models(self, models: list[model_pb2.ModelInfo]) -> None:
         """Announce to every frontend, now and when it attaches, which models can be served, and
         which were served before."""
-        known = {model.name for model in models}.union(self._models.known_models)
+        known = set(self._models.known_models)
+        for model in models:
+            known.update((model.name, *model.aliases))
         self._models = pb.ServedModels(models=models, known_models=sorted(known))
         for stream in self._streams.values():
             stream.announce_models(self._models)

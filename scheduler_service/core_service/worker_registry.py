@@ -84,14 +84,23 @@ class WorkerRegistry:
         return iter([self._groups[group_id] for group_id in sorted(self._groups)])
 
     def served_models(self) -> list[model_pb2.ModelInfo]:
-        """Models that can be served now, by name, with the greatest length of all groups: the core
-        places a request where it fits."""
+        """Models that can be served now, by name, with the greatest length and the aliases of all
+        groups: the core places a request where it fits."""
         models: dict[str, model_pb2.ModelInfo] = {}
         for group in self:
             model = group.registration.model
-            known = models.get(model.name)
-            if group.is_ready and (known is None or model.max_model_len > known.max_model_len):
-                models[model.name] = model
+            if not group.is_ready:
+                continue
+            known = models.get(model.name, model)
+            longest = max(known, model, key=lambda each: each.max_model_len)
+            merged = models[model.name] = model_pb2.ModelInfo()
+            merged.CopyFrom(longest)
+            merged.aliases[:] = dict.fromkeys((*known.aliases, *model.aliases))
+        names = set(models)
+        for name in sorted(models):  # each alias is one model's
+            aliases = [alias for alias in models[name].aliases if alias not in names]
+            models[name].aliases[:] = aliases
+            names.update(aliases)
         return [models[name] for name in sorted(models)]
 
     def groups_with(self, model: str) -> list[WorkerGroup]:

@@ -153,6 +153,11 @@ MAX_UNKNOWN_WAIT_S = 30.0
 """How long a continued request waits for a model that no core has announced to this frontend."""
 
 
+def may_use(tenant: Principal, info: model_pb2.ModelInfo) -> bool:
+    """Whether a tenant may use a model, under any of its names."""
+    return any(map(tenant.may_use, (info.name, *info.aliases)))
+
+
 class ModelDirectory:
     """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
@@ -160,6 +165,8 @@ class ModelDirectory:
         """`fetch` gets the files of a model by name; it raises Unavailable if it cannot now."""
         self._fetch = fetch
         self._served: dict[str, model_pb2.ModelInfo] = {}
+        self._named: dict[str, model_pb2.ModelInfo] = {}
+        """Served models by name and by alias."""
         self._ready: dict[str, FrontendModel] = {}
         """Models by name, with their files as last fetched, whether or not they are served now."""
         self._known: set[str] = set()
@@ -187,7 +194,9 @@ class ModelDirectory:
         model is announced again or is away for a moment; other files under its name end it.
         """
         self._served = {info.name: info for info in models}
-        self._known.update(self._served, known)
+        aliases = {alias: info for info in self._served.values() for alias in info.aliases}
+        self._named = aliases | self._served
+        self._known.update(self._named, known)
         for info in self._served.values():
             self._update_model(info)
         self._notify()
@@ -236,16 +245,16 @@ class ModelDirectory:
     def _find(
         self, name: str | None, tenant: Principal, *, is_continued: bool = False
     ) -> FrontendModel | None:
-        served = [model for model in self._served if tenant.may_use(model)]
+        served = [name for name, info in self._served.items() if may_use(tenant, info)]
         if name is None:
             if len(served) > 1:
                 names = ", ".join(sorted(served))
                 raise InvalidArgument("model", f"required, since several are served: {names}")
             name = next(iter(served), None)
-        else:
+        elif name not in self._named or not may_use(tenant, self._named[name]):
             tenant.check_model(name)
-        if name in self._served:
-            return self._find_ready(self._served[name])
+        if name in self._named:
+            return self._find_ready(self._named[name])
         if served and name not in self._known and not is_continued:
             names = ", ".join(sorted(served))
             raise UnknownModel(

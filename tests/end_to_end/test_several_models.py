@@ -18,6 +18,7 @@ from tests.support.requests import fold, inference_stub, request_for
 from tools.launch import Service
 
 EMBEDDED, TINY = "embedded", "tiny"
+ALIAS = "tiny-again"
 PROMPT = "Once upon a time"
 NUM_TOKENS = 24
 
@@ -36,7 +37,8 @@ class TwoModels:
     def start_tiny_worker(self) -> Service:
         """Another worker for the second model."""
         return self.cluster.start_worker(
-            "--model", str(self.checkpoint), "--served-model-name", TINY
+            *("--model", str(self.checkpoint)),
+            *("--served-model-name", TINY, "--served-model-name", ALIAS),
         )
 
 
@@ -105,6 +107,13 @@ def test_status_and_facts_tell_the_models_apart(stub: InferenceServiceStub) -> N
         for name in (EMBEDDED, TINY)
     ]
     assert list(ids[0]) != list(ids[1])
+
+
+def test_a_model_answers_to_its_other_name_under_its_first(stub: InferenceServiceStub) -> None:
+    first, other = (fold(stub.Generate(request(name), timeout=120)) for name in (TINY, ALIAS))
+    assert other.token_ids == first.token_ids
+    assert other.started is not None
+    assert other.started.model == TINY
 
 
 def test_a_model_that_is_not_served_is_not_found_and_those_that_are_are_named(

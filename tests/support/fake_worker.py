@@ -7,7 +7,7 @@ Tests decide when it answers.
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -139,6 +139,7 @@ class FakeWorker(WorkerServiceServicer):
         max_model_len: int = 512,
         mute_assets: bool = False,
         takes_several_plans: bool = False,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.worker_id = worker_id
         self.group_id = group_id or worker_id
@@ -155,6 +156,7 @@ class FakeWorker(WorkerServiceServicer):
             vocab_size=VOCAB_SIZE,
             dtype=dtype,
             block_size=BLOCK_SIZE,
+            aliases=aliases,
         )
         self.epochs: list[int] = []
         """Of each InitializeCache."""

@@ -29,14 +29,15 @@ def test_a_worker_that_cannot_be() -> None:
         WorkerConfig(model=ModelConfig(model="m"), grace_period_s=-1.0)
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [("/models/tiny/", "tiny"), ("meta-llama/Llama-3", "Llama-3"), ("embedded", "embedded")],
-)
-def test_a_model_is_served_under_the_last_part_of_its_path(model: str, name: str) -> None:
-    assert WorkerConfig(model=ModelConfig(model=model)).model_name == name
-    config = WorkerConfig(model=ModelConfig(model=model), served_model_name="other")
-    assert config.model_name == "other"
+@pytest.mark.parametrize("model", ["/models/tiny", "meta-llama/Llama-3", "embedded"])
+def test_a_model_is_served_under_the_name_that_was_given(model: str) -> None:
+    config = WorkerConfig(model=ModelConfig(model=model))
+    assert (config.model_name, config.model_aliases) == (model, [])
+    names = ["large", model, "large", "small"]
+    config = WorkerConfig(model=ModelConfig(model=model), served_model_name=names)
+    assert (config.model_name, config.model_aliases) == ("large", [model, "small"])
+    with pytest.raises(InvalidOption, match="served_model_name: expected names that are not empty"):
+        WorkerConfig(model=ModelConfig(model=model), served_model_name=[""])
 
 
 def test_each_process_draws_new_ids() -> None:

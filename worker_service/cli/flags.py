@@ -103,7 +103,7 @@ LISTEN = [
 ]
 WORKER = ConfigFlags(
     WorkerConfig,
-    settings={"served_model_name": {"show_default": "the model's"}},
+    settings={"served_model_name": {"show_default": "what --model names"}},
     grace_period_s="grace_period",
     model=None,
     cache=None,

@@ -88,7 +88,8 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
 
     def model_info(self) -> model_pb2.ModelInfo:
         """The facts of the loaded model. Raises NotReady before it is there."""
-        return wire.encode_model_info(self._engine.facts, self._config.model_name)
+        config = self._config
+        return wire.encode_model_info(self._engine.facts, config.model_name, config.model_aliases)
 
     @_translates_errors
     async def GetInfo(

@@ -95,13 +95,15 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
     )
 
 
-def encode_model_info(facts: ModelFacts, name: str) -> model_pb2.ModelInfo:
+def encode_model_info(
+    facts: ModelFacts, name: str, aliases: Iterable[str] = ()
+) -> model_pb2.ModelInfo:
     """The model's properties for the core and the frontends."""
     values = asdict(facts)
     values["eos_token_ids"] = _bytes(np.asarray(facts.eos_token_ids), "<i4")
     for of_worker in ("device", "attention_backend"):
         del values[of_worker]
-    return model_pb2.ModelInfo(name=name, **values)
+    return model_pb2.ModelInfo(name=name, aliases=aliases, **values)
 
 
 def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequence:

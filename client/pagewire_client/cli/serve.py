@@ -31,6 +31,13 @@ class Deployment:
     """HOST:PORT or unix:PATH for gRPC clients; further frontends use the next ports."""
     http: str = DEFAULT_HTTP_ADDRESS
     """Address of the OpenAI-compatible HTTP API, shared by all frontends."""
+    host: str | None = None
+    """Its host, in place of that of --http."""
+    port: int | None = None
+    """Its port, in place of that of --http."""
+    api_key: str | None = None
+    """The one key that clients must send. Other users of this machine cannot read the variable.
+    For keys of several tenants see --api-keys."""
     metrics_port: str | None = None
     """Port of the core's /metrics for Prometheus; the frontends and then the workers use the next
     ports."""
@@ -44,6 +51,8 @@ DEPLOYMENT = group_of(
     Deployment,
     {
         "http": {"metavar": "HOST:PORT|off"},
+        "host": {"envvar": None},
+        "port": {"envvar": None, "min": 1, "max": 65535},
         "metrics_port": {"metavar": "[HOST:]PORT"},
         "frontends": {"min": 1},
         "workers": {"min": 1},
@@ -55,22 +64,28 @@ DEPLOYMENT = group_of(
 def serve(
     deployment: Deployment,
     engine: dict[str, Any],
-    checkpoint: Annotated[str | None, typer.Argument(hidden=True)] = None,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.")
+    ] = None,
 ) -> None:
     """Serve a model: one scheduler core, frontends and workers on this machine.
 
     A service that dies is restarted, and open streams continue. SIGTERM and ctrl-C let running
     requests finish within the grace period; a second one stops everything at once.
     """
-    if checkpoint is not None:
-        raise typer.BadParameter(f"--model names the model: pagewire serve --model {checkpoint}")
+    model = checkpoint or deployment.model
+    if deployment.model not in (Deployment.model, model):
+        raise typer.BadParameter(
+            f"--model (or PAGEWIRE_MODEL) names another model, {deployment.model}, than {model}"
+        )
     services = LocalServices(
-        deployment.model,
+        model,
         engine_flags=engine,
         num_frontends=deployment.frontends,
         num_workers=deployment.workers,
         listen=deployment.listen,
-        http=None if deployment.http == "off" else deployment.http,
+        http=_http_address(deployment),
+        api_key=deployment.api_key,
         metrics_port=None if deployment.metrics_port == "off" else deployment.metrics_port,
         on_line=terminal.log_line,
     )
@@ -78,7 +93,8 @@ def serve(
         try:
             services.start()
             where = ", ".join(services.addresses)
-            terminal.note(f"serving {deployment.model} on {where}", style="bold")
+            names = engine["served_model_name"] or [model]
+            terminal.note(f"serving {', '.join(names)} on {where}", style="bold")
             if services.http_address is not None:
                 url = _url(services.http_address, engine)
                 terminal.note(f"HTTP for OpenAI clients: {url}/v1")
@@ -93,6 +109,17 @@ def serve(
             services.kill()
             if services.failure:
                 raise services.failure
+
+
+def _http_address(deployment: Deployment) -> str | None:
+    if deployment.http == "off":
+        if deployment.host is not None or deployment.port is not None:
+            raise typer.BadParameter(
+                "--http off serves no HTTP, for which there is --host or --port"
+            )
+        return None
+    host, _, port = deployment.http.rpartition(":")
+    return f"{deployment.host or host}:{deployment.port or port}"
 
 
 def _url(address: str, engine: dict[str, Any]) -> str:

@@ -14,7 +14,8 @@ class Flag:
     """One flag; `--max-model-len` has the name `max_model_len`."""
 
     name: str
-    kind: type
+    kind: Any
+    """`list[str]`: the option may be repeated."""
     service: str
     """The service that takes it, or `all`."""
     help: str
@@ -33,7 +34,8 @@ class Flag:
     def arguments(self, value: Any) -> list[str]:
         """The command-line arguments for `value`."""
         if self.kind is not bool:
-            return [self.option, str(value)]
+            values = [value] if isinstance(value, str) or self.kind != list[str] else value
+            return [argument for each in values for argument in (self.option, str(each))]
         if value:
             return [self.option]
         return ["--no-" + self.option[2:]] if self.negatable else []
@@ -41,7 +43,12 @@ class Flag:
 
 FLAGS = (
     Flag("revision", str, "worker", "Branch, tag or commit of a model on the hub."),
-    Flag("served_model_name", str, "worker", "Name by which clients ask for the model."),
+    Flag(
+        "served_model_name",
+        list[str],
+        "worker",
+        "Name by which clients ask for the model; repeat it for further names.",
+    ),
     Flag("device", str, "worker", "auto, cpu or cuda."),
     Flag("dtype", str, "worker", "auto, float32, bfloat16 or float16."),
     Flag("max_model_len", int, "worker", "Most tokens of prompt and output together."),

@@ -40,6 +40,7 @@ class LocalServices:
         listen: str | None = None,
         http: str | None = None,
         metrics_port: str | None = None,
+        api_key: str | None = None,
         on_line: OnLine | None = None,
     ) -> None:
         """Starts nothing yet.
@@ -47,7 +48,8 @@ class LocalServices:
         `listen`: where the first frontend listens; further ones use the following ports. None:
         unix sockets that only this user can reach. `http`: HOST:PORT for HTTP, shared by all
         frontends; None: no HTTP. `metrics_port`: PORT or HOST:PORT of the core's metrics; the
-        frontends and then the workers use the following ports. None: no metrics.
+        frontends and then the workers use the following ports. None: no metrics. `api_key`: what
+        clients must send; None: what the environment says.
         """
         self._flags = dict(engine_flags or {})
         engine_args.check_names(self._flags)
@@ -67,6 +69,8 @@ class LocalServices:
                 for name, value in self._env.items()
                 if not name.startswith(_PUBLIC_SETTINGS)
             }
+        if api_key is not None:
+            self._env["PAGEWIRE_API_KEY"] = api_key
         self.core_address = self._socket("core")
         self.http_address = http
         """Address at which the frontends listen for HTTP."""

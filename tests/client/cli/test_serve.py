@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import openai
 import psutil
 import pytest
 
@@ -168,6 +169,31 @@ def test_an_address_that_cannot_be_is_refused_before_anything_starts(listen: str
     done = subprocess.run(**command(*arguments), timeout=60)  # type: ignore[call-overload]
     assert done.returncode == 1
     assert done.stderr.startswith("error: listen must be")
+
+
+def test_serve_takes_the_options_of_other_servers(tmp_path: Path) -> None:
+    model, port, key = str(checkpoint("llama")), free_port(), "a-key-of-some-length"
+    arguments = [model, *FLAGS, "--listen", f"unix:{tmp_path}/f.sock", "--host", "localhost"]
+    arguments += ["--port", str(port), "--api-key", key]
+    arguments += ["--served-model-name", "large", "--served-model-name", "gpt-4o"]
+    settings = command("serve", *arguments)
+    settings["env"].pop("PAGEWIRE_HTTP")  # type: ignore[attr-defined]
+    with subprocess.Popen(**settings) as process:  # type: ignore[call-overload]
+        try:
+            serve = Serve(process)
+            assert "serving large, gpt-4o on" in serve.wait_for("serving")
+            url = f"http://localhost:{port}/v1"
+            assert url in serve.wait_for("HTTP for OpenAI clients")
+            client = openai.OpenAI(base_url=url, api_key=key)
+            assert [model.id for model in client.models.list()] == ["large", "gpt-4o"]
+            answer = client.completions.create(model="gpt-4o", prompt="Hello", max_tokens=2)
+            assert answer.model == "large"
+            with pytest.raises(openai.AuthenticationError):
+                client.with_options(api_key="another-of-that-length").models.list()
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 def test_demo_streams_answers_from_the_embedded_model_and_leaves_nothing_behind() -> None:

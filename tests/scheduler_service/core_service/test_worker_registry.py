@@ -45,6 +45,18 @@ async def test_health_is_serving_while_a_group_is_ready(
         assert not await is_serving(service, name)
 
 
+async def test_each_alias_is_one_models(service: CoreService, fleet: Fleet) -> None:
+    await fleet.start(FakeWorker("first", model="a", aliases=["small", "b"]))
+    await fleet.start(FakeWorker("second", model="a", aliases=["tiny", "small"]))
+    await fleet.start(FakeWorker("third", model="b", aliases=["small", "large"]))
+    await until(lambda: len(ready_groups(service)) == 3, "all are ready")
+    models = service.registry.served_models()
+    assert [(model.name, list(model.aliases)) for model in models] == [
+        ("a", ["small", "tiny"]),
+        ("b", ["large"]),
+    ]
+
+
 async def test_frontends_learn_of_models_that_were_served_before_they_attached(
     service: CoreService, fleet: Fleet
 ) -> None:

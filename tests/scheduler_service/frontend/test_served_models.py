@@ -7,6 +7,7 @@ import pytest
 
 from scheduler_service.errors import (
     InvalidArgument,
+    PermissionDenied,
     Unavailable,
     UnknownModel,
     UnsupportedByModel,
@@ -114,6 +115,24 @@ async def test_the_name_may_be_left_out_only_where_one_model_is_served() -> None
         "required, since several are served: a, b",
     )
     assert (await directory.resolve("b", ANYBODY)).info.name == "b"
+
+
+async def test_a_model_is_found_under_each_of_its_names() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("a", aliases=["small"]), model_info("b")])
+    assert (await directory.resolve("small", ANYBODY)).info.name == "a"
+    for allowed in ("a", "small"):  # a key may name either
+        tenant = Principal(name="t", models=frozenset([allowed]))
+        for name in ("a", "small", None):
+            assert (await directory.resolve(name, tenant)).info.name == "a"
+        with pytest.raises(PermissionDenied):
+            await directory.resolve("b", tenant)
+    directory.update([model_info("b")])
+    waiting = asyncio.create_task(directory.resolve("small", ANYBODY))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "it may come back"
+    directory.update([model_info("a", aliases=["small"]), model_info("b")])
+    assert (await waiting).info.name == "a"
 
 
 async def test_a_model_never_heard_of_is_unknown_and_one_that_went_is_waited_for() -> None:

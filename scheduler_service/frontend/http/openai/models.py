@@ -6,10 +6,12 @@ from typing import Any, Literal
 from fastapi import APIRouter
 from pydantic import BaseModel
 
+from pagewire.v1.model_pb2 import ModelInfo
 from scheduler_service.errors import UnknownModel
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller
 from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.served_models import may_use
 
 
 class Model(BaseModel):
@@ -36,15 +38,15 @@ def make_router(services: HttpServices) -> APIRouter:
     router = APIRouter(tags=["OpenAI"])
     started = int(time.time())
 
-    def describe(name: str, max_model_len: int) -> dict[str, Any]:
+    def describe(name: str, info: ModelInfo) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": started,
             "owned_by": "pagewire",
-            "root": name,
+            "root": info.name,
             "parent": None,
-            "max_model_len": max_model_len,
+            "max_model_len": info.max_model_len,
         }
 
     @router.get(
@@ -56,9 +58,10 @@ def make_router(services: HttpServices) -> APIRouter:
     async def list_models(caller: Caller) -> dict[str, Any]:
         """The models that are served now."""
         data = [
-            describe(info.name, info.max_model_len)
+            describe(name, info)
             for info in services.models.served
-            if caller.may_use(info.name)
+            if may_use(caller, info)
+            for name in (info.name, *info.aliases)
         ]
         return {"object": "list", "data": data}
 
@@ -71,8 +74,8 @@ def make_router(services: HttpServices) -> APIRouter:
     async def get_model(name: str, caller: Caller) -> dict[str, Any]:
         """One model by its name, which may contain slashes."""
         for info in services.models.served:
-            if info.name == name and caller.may_use(name):
-                return describe(name, info.max_model_len)
+            if name in (info.name, *info.aliases) and may_use(caller, info):
+                return describe(name, info)
         raise UnknownModel(f"no model named {name!r} is served")
 
     return router
