@@ -48,7 +48,8 @@ def profile_blocks(
     num_graphs: int = 0,
     largest_graph: int = 0,
 ) -> BlockCounts:
-    """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does.
+    """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does, or if there
+    is less host memory than the settings ask for.
 
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
     memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`.
@@ -69,6 +70,7 @@ def profile_blocks(
         run_batch(model, block_size, device, 2, _WARM_UP_TOKENS)
         budget = _cpu_budget(model, config, block_size, max_num_seqs, num_ranks)
         swap_space = config.swap_space or 0
+    _require_host_memory(device, budget, swap_space, cache)
     num_gpu_blocks = budget // block_bytes
     if num_gpu_blocks < 1:
         raise OutOfMemory(
@@ -82,6 +84,23 @@ def profile_blocks(
             model.max_model_len,
         )
     return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // block_bytes)
+
+
+def _require_host_memory(
+    device: torch.device, budget: int, swap_space: int, cache: CacheEngine | None
+) -> None:
+    wanted = {"swap_space": swap_space}
+    held = 0 if cache is None else cache.host_cache.nbytes
+    if device.type == "cpu":
+        wanted = {"kv_cache_memory": budget, **wanted}
+        held += 0 if cache is None else cache.device_cache.nbytes
+    available = available_host_memory() + held
+    if sum(wanted.values()) > available:
+        names = " and ".join(name for name, size in wanted.items() if size)
+        raise OutOfMemory(
+            f"{names}: {sum(wanted.values()) / 2**30:.1f} GiB are more than the"
+            f" {available / 2**30:.1f} GiB of memory that are available here; ask for less"
+        )
 
 
 @torch.inference_mode()

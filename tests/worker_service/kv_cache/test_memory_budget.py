@@ -39,6 +39,18 @@ def test_a_budget_below_one_block_is_an_error_with_numbers() -> None:
         profile(CacheConfig(kv_cache_memory=127))
 
 
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (CacheConfig(kv_cache_memory=2**50), "kv_cache_memory: 1048576.0 GiB"),
+        (CacheConfig(kv_cache_memory=GIB, swap_space=2**50), "kv_cache_memory and swap_space: "),
+    ],
+)
+def test_memory_that_the_machine_does_not_have_is_an_error(config: CacheConfig, names: str) -> None:
+    with pytest.raises(OutOfMemory, match=f"{names}.* are more than the .* ask for less"):
+        profile(config)
+
+
 def test_less_than_one_full_sequence_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     profile(CacheConfig(kv_cache_memory=16 * 128))
     assert not caplog.records
