@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service_common.addresses import UNIX, ensure_free, is_local
 from service_common.errors import CannotListen
@@ -13,6 +13,7 @@ from service_common.grpc_options import Options, server_options
 
 logger = logging.getLogger(__name__)
 
+REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 LIVENESS = "liveness"
 """The health service's name for the process itself: SERVING until shutdown begins. A missing model
 does not change it, because that is no reason to restart the process."""
@@ -48,9 +49,7 @@ class GrpcServer:
         self._service_names = ["", *service_names]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection(
-            [*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
-        )
+        _enable_reflection(self.server, [*service_names, health.SERVICE_NAME])
 
     async def start(self) -> None:
         """Listen; raises CannotListen."""
@@ -100,6 +99,20 @@ def warn_if_exposed(address: str, *, has_tls: bool, knows_callers: bool) -> None
         logger.warning("listening to other machines without TLS address=%s", address)
     if not knows_callers:
         logger.warning("listening to other machines without authentication address=%s", address)
+
+
+def _enable_reflection(server: grpc.aio.Server, service_names: Sequence[str]) -> None:
+    """Serve reflection in both versions, whose messages have the same fields; grpcio has code for
+    the older one only."""
+    names = [*service_names, reflection.SERVICE_NAME, REFLECTION_V1]
+    reflection.enable_server_reflection(names, server)
+    method = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": method})
+    server.add_generic_rpc_handlers((handler,))
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:

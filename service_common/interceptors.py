@@ -12,7 +12,6 @@ import grpc
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
-from grpc_reflection.v1alpha import reflection
 
 from service_common.errors import DeadlineExceeded, InvalidArgument, Unauthenticated
 from service_common.grpc_status import COMMON, unless_over
@@ -24,7 +23,8 @@ Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 HEALTH = f"/{health.SERVICE_NAME}/"
-REFLECTION = f"/{reflection.SERVICE_NAME}/"
+REFLECTION = "/grpc.reflection."
+"""Of every version."""
 
 
 class CallGuard(grpc.aio.ServerInterceptor):

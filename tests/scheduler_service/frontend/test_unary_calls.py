@@ -176,14 +176,22 @@ async def test_a_model_without_a_tokenizer_takes_token_ids_and_refuses_text() ->
             assert error_info(error).reason == "NO_TOKENIZER"
 
 
-async def test_health_and_reflection_are_served(ready: Served) -> None:
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_health_and_reflection_are_served(ready: Served, version: str) -> None:
+    from grpc_reflection.v1alpha import reflection_pb2
 
     async with grpc.aio.insecure_channel(ready.frontend.runner.address) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
-        call = stub.ServerReflectionInfo()
+        call = channel.stream_stream(
+            f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
         call.cancel()
     names = {service.name for service in answer.list_services_response.service}
-    assert {"pagewire.v1.InferenceService", "grpc.health.v1.Health"} <= names
+    assert {
+        "pagewire.v1.InferenceService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1.ServerReflection",
+    } <= names
