@@ -64,6 +64,37 @@ def test_a_called_function_ends_the_answer_as_openai_says(openai_client: openai.
     assert choice.finish_reason == "tool_calls"
 
 
+def test_a_model_is_told_the_result_of_its_call(openai_client: openai.OpenAI) -> None:
+    wish = WISH | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+    message = final_message(openai_client, wish, stream=False)
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "27 + 45 = ?"}
+    messages = [*WISH["messages"], message.model_dump(exclude_none=True), result]
+    answer = openai_client.chat.completions.create(**WISH | {"messages": messages})
+    assert answer.choices[0].message.content
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 30
+
+
+OPEN_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "object", "properties": {"name": {"enum": ["Rome"]}}}},
+    "required": ["city"],
+}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
+def test_arguments_have_no_properties_that_the_schema_does_not_name(
+    openai_client: openai.OpenAI, choice: Any
+) -> None:
+    tool = {"type": "function", "function": {"name": "go", "parameters": OPEN_SCHEMA}}
+    wish = WISH | {"tools": [tool], "tool_choice": choice}
+    calls = final_message(openai_client, wish, stream=False).tool_calls
+    for call in calls:
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"city"}
+        assert set(arguments["city"]) <= {"name"}
+
+
 def test_an_answer_is_json_of_a_schema(openai_client: openai.OpenAI) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
     answer = openai_client.chat.completions.create(**WISH, response_format=wanted)

@@ -80,6 +80,20 @@ def test_the_chat_template_renders_several_turns_and_a_system_message(
     )
 
 
+def test_the_chat_template_renders_a_call_and_its_result(model: EmbeddedModel) -> None:
+    function = {"name": "add", "arguments": {"numbers": [1, 2]}}
+    messages = [
+        {"role": "user", "content": "What is 1 + 2?"},
+        {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": " 3"},
+    ]
+    text = model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == (
+        '<|bos|><|user|>What is 1 + 2?<|end|><|assistant|>{"name": "add", "arguments": '
+        '{"numbers": [1, 2]}}<|end|><|user|>3<|end|><|assistant|>'
+    )
+
+
 def test_both_ends_stop_generation(model: EmbeddedModel) -> None:
     ends = model.tokenizer.convert_tokens_to_ids(["<|eos|>", "<|end|>"])
     assert model.model.generation_config.eos_token_id == ends

@@ -4,6 +4,7 @@ Any text round-trips, since every byte is a token. Digits never merge, so a numb
 is always read and written digit by digit.
 """
 
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 
@@ -30,18 +31,7 @@ VOCAB_SIZE = 1024
 NUM_DOCUMENTS = 20_000
 """Documents the merges are learned from; more give the same words."""
 
-CHAT_TEMPLATE = """\
-{{- bos_token }}
-{%- for message in messages %}
-    {%- if message.role not in ("system", "user", "assistant") %}
-        {{- raise_exception("unknown role: " + message.role) }}
-    {%- endif %}
-    {{- "<|" + message.role + "|>" + message.content | trim + "<|end|>" }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- "<|assistant|>" }}
-{%- endif %}
-"""
+CHAT_TEMPLATE = (files("worker_service") / "embedded_model/chat_template.jinja").read_text()
 
 
 def train_tokenizer(seed: int) -> Tokenizer:

@@ -171,7 +171,11 @@ class FunctionBody(Strict):
     name: Text
     description: str | None = None
     parameters: JsonObject | None = Field(None, description="JSON schema.")
-    strict: bool | None = Field(None, description="Required calls are always in the schema.")
+    strict: bool | None = Field(
+        None,
+        description="Required calls always follow the schema. `false`: its objects may have "
+        "properties that it does not name; else only where it says so.",
+    )
 
 
 class ToolBody(Strict):

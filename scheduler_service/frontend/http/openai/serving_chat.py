@@ -28,6 +28,7 @@ from scheduler_service.frontend.http.openai.protocol import (
     ChunkChoice,
     Delta,
     FinishReason,
+    FunctionBody,
     FunctionDelta,
     NamedToolChoice,
     PromptFields,
@@ -56,6 +57,7 @@ from scheduler_service.frontend.http.tool_parsers.base import (
 from scheduler_service.frontend.http.tool_parsers.constrained import (
     NamedParser,
     RequiredParser,
+    closed,
     named_schema,
     required_schema,
 )
@@ -99,12 +101,12 @@ def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> 
             )
         return ToolPlan(
             shows_tools=True,
-            json_schema=named_schema(functions[name].parameters),
+            json_schema=named_schema(_parameters(functions[name])),
             make_parser=lambda: NamedParser(name),
             is_named=True,
         )
     if choice == "required":
-        tools = [(name, function.parameters) for name, function in functions.items()]
+        tools = [(name, _parameters(function)) for name, function in functions.items()]
         return ToolPlan(
             shows_tools=True,
             json_schema=required_schema(tools, one=body.parallel_tool_calls is False),
@@ -116,6 +118,12 @@ def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> 
         make_parser=lambda: found.make_parser(names),
         keeps_special_tokens=found.uses_special_tokens,
     )
+
+
+def _parameters(function: FunctionBody) -> dict[str, Any] | None:
+    if function.parameters is None or function.strict is False:
+        return function.parameters
+    return closed(function.parameters)
 
 
 _ID_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"

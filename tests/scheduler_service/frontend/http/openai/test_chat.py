@@ -18,7 +18,11 @@ from tests.support.tokenizers import byte_level, model_files, tokens
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+CLOSED = SCHEMA | {"additionalProperties": False}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": SCHEMA},
+}
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool_call>{{ tool | tojson }}{% endfor %}"
     "{% for message in messages %}{{ message.content }}"
@@ -65,13 +69,16 @@ def test_a_required_call_is_a_schema_of_calls() -> None:
     request = translated(tools=[TOOL], tool_choice="required", parallel_tool_calls=False)
     schema = json.loads(request.sampling_params.json_schema)
     (call,) = schema["items"]["anyOf"]
-    assert call["properties"] == {"name": {"const": "get_weather"}, "parameters": SCHEMA}
+    assert call["properties"] == {"name": {"const": "get_weather"}, "parameters": CLOSED}
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
 
 
 def test_a_named_call_is_the_schema_of_its_parameters() -> None:
     choice = {"type": "function", "function": {"name": "get_weather"}}
     request = translated(tools=[TOOL], tool_choice=choice)
+    assert json.loads(request.sampling_params.json_schema) == CLOSED
+    as_it_says = TOOL | {"function": TOOL["function"] | {"strict": False}}
+    request = translated(tools=[as_it_says], tool_choice=choice)
     assert json.loads(request.sampling_params.json_schema) == SCHEMA
     assert [tool.name for tool in request.chat.tools] == ["get_weather"]
 
