@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from conformance import columns
+from conformance.generation import Sampled
 from pagewire.v1 import plan_pb2, sampling_pb2
 
 NUM_LOGPROBS = 4
@@ -47,6 +48,9 @@ class Sequence:
 
     num_pending: int = 0
     """Tokens being sampled by plans in flight."""
+
+    sampled: list[Sampled] = field(default_factory=list)
+    """What its rows sampled on this stream, in order; token -1 where a row failed."""
 
     @property
     def num_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 import queue
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -18,7 +18,7 @@ from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
-Pairs = Items[tuple[int, int]]
+Pairs = Iterable[tuple[int, int]]
 
 
 class Candidates(NamedTuple):
@@ -71,17 +71,15 @@ class StepStream:
     def __init__(
         self,
         stub: WorkerServiceStub,
+        caches: pb.InitializeCacheRequest,
         *,
-        epoch: int,
         block_size: int,
-        num_gpu_blocks: int,
-        num_cpu_blocks: int,
         timeout_s: float,
     ) -> None:
-        self.epoch = epoch
+        self.epoch = caches.epoch
         self.block_size = block_size
-        self.num_gpu_blocks = num_gpu_blocks
-        self.num_cpu_blocks = num_cpu_blocks
+        self.num_gpu_blocks = caches.num_gpu_blocks
+        self.num_cpu_blocks = caches.num_cpu_blocks
         self.step_id = 0
         """Step number of the last plan sent."""
         self._requests: queue.SimpleQueue[pb.ExecuteStepsRequest | None] = queue.SimpleQueue()
@@ -130,6 +128,34 @@ class StepStream:
             **(defaults | fields),
         )
 
+    def prefilled(self, tokens: Collection[int], **fields: Any) -> Sequence:
+        """A new sequence, after a step that computed its tokens and sampled one."""
+        sequence = self.new(tokens, **fields)
+        self.step(sequence)
+        return sequence
+
+    def borrowed(self, tokens: list[int], blocks: Collection[int]) -> Sequence:
+        """A new sequence whose full blocks, but for the last token's, are computed: these."""
+        shared = list(blocks)[: self.num_full_blocks(tokens)]
+        return self.new(tokens, blocks=shared, num_computed_tokens=len(shared) * self.block_size)
+
+    def num_full_blocks(self, tokens: Collection[int]) -> int:
+        """Number of full blocks before the last token: those that others may reuse."""
+        return (len(tokens) - 1) // self.block_size
+
+    def resumed(self, sequence: Sequence, **fields: Any) -> Sequence:
+        """A new sequence with the tokens of another, which the worker may have forgotten."""
+        kept = {"num_prompt_tokens": sequence.num_prompt_tokens, "sampling": sequence.sampling}
+        return self.new(sequence.tokens, **(kept | fields))
+
+    def fork_with_last_block(
+        self, parent: Sequence, tokens: Collection[int] = (), **fields: Any
+    ) -> tuple[Sequence, Pairs]:
+        """A fork with a last block of its own, and the copy that its first plan requires."""
+        (target,) = self.take_blocks(1)
+        blocks = [*parent.blocks[:-1], target]
+        return self.fork(parent, tokens, blocks=blocks, **fields), [(parent.blocks[-1], target)]
+
     def append(self, sequence: Sequence, token: int) -> None:
         """Choose a beam's next token; the next plan reports it to the worker."""
         sequence.tokens.append(token)
@@ -143,7 +169,7 @@ class StepStream:
 
     def plan(
         self,
-        *rows: Row,
+        *planned: Row | Sequence,
         forget: Collection[Sequence] = (),
         swap_out: Pairs = (),
         swap_in: Pairs = (),
@@ -151,7 +177,11 @@ class StepStream:
         block_updates: Items[tuple[int, int, int]] = (),
         max_results_together: int = 0,
     ) -> plan_pb2.StepPlan:
-        """The next plan, with the new sequences and the blocks that its rows need."""
+        """The next plan, with the new sequences and the blocks that its rows need.
+
+        A sequence stands for the row that computes and samples all it can.
+        """
+        rows = _rows(planned)
         updates = [*block_updates, *self._grow(rows)]
         places = {row.sequence.seq_id: place for place, row in enumerate(rows)}
         new = sorted(self._new, key=lambda sequence: places.get(sequence.seq_id, len(rows)))
@@ -178,8 +208,9 @@ class StepStream:
         self._advance(rows)
         return plan
 
-    def send(self, *rows: Row, **fields: Any) -> None:
+    def send(self, *planned: Row | Sequence, **fields: Any) -> None:
         """Send the next plan without waiting for its result."""
+        rows = _rows(planned)
         self.send_plan(self.plan(*rows, **fields), rows)
 
     def send_plan(self, plan: plan_pb2.StepPlan, rows: Items[Row] = ()) -> None:
@@ -187,12 +218,20 @@ class StepStream:
         self._in_flight.append((plan.step_id, list(rows)))
         self._requests.put(pb.ExecuteStepsRequest(plan=plan))
 
-    def send_together(self, rows: Items[Row], **fields: Any) -> None:
+    def send_changed(self, *planned: Row | Sequence, **fields: int | bytes | list[int]) -> None:
+        """Send the next plan with wrong fields; lists become columns."""
+        plan = self.plan(*planned)
+        for name, value in fields.items():
+            setattr(plan, name, columns.pack(value) if isinstance(value, list) else value)
+        self.send_plan(plan)
+
+    def send_together(self, planned: Items[Row | Sequence], **fields: Any) -> None:
         """Send plans of one row each, in one message."""
         plans = []
-        for row in rows:
-            plans.append(self.plan(row, **fields))
-            self._in_flight.append((self.step_id, [row]))
+        for row in planned:
+            rows = _rows([row])
+            plans.append(self.plan(*rows, **fields))
+            self._in_flight.append((self.step_id, rows))
         self._requests.put(pb.ExecuteStepsRequest(plan=plans[0], later_plans=plans[1:]))
 
     def receive(self) -> Result:
@@ -213,17 +252,21 @@ class StepStream:
         result: plan_pb2.StepResult = message.result
         return result
 
-    def step(self, *rows: Row, **fields: Any) -> Result:
+    def receive_all(self) -> list[Result]:
+        """The results of all plans in flight."""
+        return [self.receive() for _ in range(len(self._in_flight))]
+
+    def step(self, *planned: Row | Sequence, **fields: Any) -> Result:
         """Send the next plan and wait for its result."""
-        self.send(*rows, **fields)
+        self.send(*planned, **fields)
         return self.receive()
 
     def generate(self, sequence: Sequence, num_tokens: int, **fields: Any) -> Generation:
         """Compute the rest of a sequence, then decode; `fields` are set in the first plan."""
-        steps = [self.step(sequence.row(), **fields).sampled[sequence.seq_id]]
-        while len(steps) < num_tokens:
-            steps.append(self.step(sequence.row()).sampled[sequence.seq_id])
-        return Generation(steps)
+        self.step(sequence, **fields)
+        for _ in range(num_tokens - 1):
+            self.step(sequence)
+        return Generation(sequence.sampled[-num_tokens:])
 
     def refusal(self) -> Refusal:
         """The error that ends the stream; no result may precede it."""
@@ -287,9 +330,14 @@ class StepStream:
             ids, logprobs = columns.unpack(entry.token_ids), columns.unpack_floats(entry.logprobs)
             result.candidates[rows[entry.row].sequence.seq_id] = Candidates(ids, logprobs)
         for (index, sequence), token in zip(sampling, tokens, strict=True):
-            result.sampled[sequence.seq_id] = sampled(token, entries.get(index))
+            found = result.sampled[sequence.seq_id] = sampled(token, entries.get(index))
             if not sequence.sampling.HasField("num_candidates"):
                 sequence.num_pending -= 1
+                sequence.sampled.append(found)
                 if token >= 0:
                     sequence.tokens.append(token)
         return result
+
+
+def _rows(planned: Iterable[Row | Sequence]) -> list[Row]:
+    return [each if isinstance(each, Row) else each.row() for each in planned]

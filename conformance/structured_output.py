@@ -168,7 +168,7 @@ def offered(
             session.new([*prompt, *output], num_prompt_tokens=len(prompt), sampling=params)
             for output in outputs
         ]
-        result = session.step(*(each.row() for each in sequences))
+        result = session.step(*sequences)
         expect("rows that failed", result.errors, {})
         return [result.candidates[each.seq_id] for each in sequences]
 

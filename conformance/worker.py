@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from functools import cached_property
 
 import grpc
@@ -11,7 +11,7 @@ from conformance.assertions import Failed
 from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.registration_server import RegistrationServer
-from conformance.sequence import GREEDY
+from conformance.sequence import GREEDY, Sequence
 from conformance.step_stream import Refusal, StepStream
 from conformance.vocabulary import token_texts
 from pagewire.v1 import sampling_pb2
@@ -76,13 +76,8 @@ class Worker:
     @cached_property
     def token_texts(self) -> list[bytes]:
         """By token id. Raises Failed without a tokenizer.json, Skipped for one of unknown kind."""
-        data = b"".join(
-            response.chunk.data
-            for response in self.stub.GetModelAssets(
-                pb.WorkerServiceGetModelAssetsRequest(), timeout=self.timeout_s
-            )
-            if response.chunk.file_name == "tokenizer.json"
-        )
+        chunks = (response.chunk for response in self.model_assets())
+        data = b"".join(chunk.data for chunk in chunks if chunk.file_name == "tokenizer.json")
         if not data:
             raise Failed("there is no tokenizer.json among the model's files")
         return token_texts(data, self.vocab_size)
@@ -90,6 +85,13 @@ class Worker:
     def get_info(self) -> pb.GetInfoResponse:
         """The worker's identity."""
         return self.stub.GetInfo(pb.GetInfoRequest(), timeout=self.timeout_s)
+
+    def model_assets(self) -> Iterator[pb.WorkerServiceGetModelAssetsResponse]:
+        """The model's files, in chunks."""
+        request = pb.WorkerServiceGetModelAssetsRequest()
+        call: Iterator[pb.WorkerServiceGetModelAssetsResponse]
+        call = self.stub.GetModelAssets(request, timeout=self.timeout_s)
+        return call
 
     def _wait_until_loaded(self) -> pb.GetInfoResponse:
         """The worker's identity, once it has a model."""
@@ -109,23 +111,24 @@ class Worker:
         self.epoch += 1
         return self.epoch
 
-    def initialize(self, epoch: int) -> None:
-        """Create the caches."""
-        request = pb.InitializeCacheRequest(
+    def cache_request(self, epoch: int) -> pb.InitializeCacheRequest:
+        """Caches of the size that the cases use."""
+        return pb.InitializeCacheRequest(
             num_gpu_blocks=min(self.blocks.num_gpu_blocks, MAX_GPU_BLOCKS),
             num_cpu_blocks=min(self.blocks.num_cpu_blocks, MAX_CPU_BLOCKS),
             epoch=epoch,
         )
-        self.stub.InitializeCache(request, timeout=self.timeout_s)
+
+    def initialize(self, epoch: int) -> None:
+        """Create the caches."""
+        self.stub.InitializeCache(self.cache_request(epoch), timeout=self.timeout_s)
 
     def stream(self, epoch: int) -> StepStream:
         """A step stream of an epoch, without new caches."""
         return StepStream(
             self.stub,
-            epoch=epoch,
+            self.cache_request(epoch),
             block_size=self.block_size,
-            num_gpu_blocks=min(self.blocks.num_gpu_blocks, MAX_GPU_BLOCKS),
-            num_cpu_blocks=min(self.blocks.num_cpu_blocks, MAX_CPU_BLOCKS),
             timeout_s=self.timeout_s,
         )
 
@@ -157,31 +160,29 @@ class Worker:
                 self._alone[key] = session.generate(sequence, num_tokens)
         return self._alone[key]
 
-    def expect_as_alone(
-        self,
-        what: str,
-        found: Generation,
-        prompt: Collection[int],
-        sampling: sampling_pb2.SamplerParams = GREEDY,
-        *,
-        start: int = 0,
-        choice_index: int = 0,
-    ) -> None:
-        """Fail unless the sequence alone samples the same, from output position `start` on."""
-        alone = self.alone(prompt, start + len(found.steps), sampling, choice_index)
+    def expect_as_alone(self, what: str, sequence: Sequence) -> None:
+        """Fail unless a sequence sampled on its stream what it samples alone."""
+        found = Generation(sequence.sampled)
+        start = len(sequence.output) - sum(token >= 0 for token in found.tokens)
+        alone = self.alone(
+            sequence.tokens[: sequence.num_prompt_tokens],
+            start + len(found.steps),
+            sequence.sampling,
+            sequence.choice_index,
+        )
         expect_same(what, found, alone.after(start), exact=self.info.model.batch_invariant)
 
     def expect_healthy(self) -> None:
         """Fail unless a new epoch works and gives the same tokens."""
-        prompt = self.prompt(0)
         with self.open() as session:
-            found = session.generate(session.new(prompt), 2)
-        self.expect_as_alone("a sequence in a new epoch", found, prompt)
+            sequence = session.new(self.prompt(0))
+            session.generate(sequence, 2)
+        self.expect_as_alone("a sequence in a new epoch", sequence)
 
-    def refusal(self, call: Callable[[], object]) -> Refusal:
+    def refusal(self, call: Callable[..., object], request: object) -> Refusal:
         """The status of a call that must not succeed."""
         try:
-            call()
+            call(request, timeout=self.timeout_s)
         except grpc.RpcError as error:
             return Refusal(error.code(), error.details() or "")
         raise Failed("expected the call to be refused, it succeeded")

@@ -1,133 +1,96 @@
 """Batches: independence of rows, their order, and columns of matching lengths."""
 
-import grpc
-
-from conformance import columns
 from conformance.assertions import expect
-from conformance.case import case
-from conformance.cases.sequences import refuses
-from conformance.generation import Generation
-from conformance.sequence import Sequence, sampler_params
+from conformance.case import Alone, refusal_case, stream_case
+from conformance.sequence import sampler_params
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
-from pagewire.v1 import plan_pb2
 
 NUM_SEQUENCES = 8
 NUM_TOKENS = 4
 
 
-@case("plan", "The batch: one row per scheduled sequence.")
-def tokens_do_not_depend_on_the_rest_of_the_batch(worker: Worker) -> None:
+@stream_case("plan", "The batch: one row per scheduled sequence.")
+def tokens_do_not_depend_on_the_rest_of_the_batch(worker: Worker, stream: StepStream) -> Alone:
     sampling = sampler_params(seed=11)
-    with worker.open() as stream:
-        generations = {}
-        sequences = []
-        # They arrive one after the other, so that prefills and decodes share batches.
-        for number in range(NUM_SEQUENCES + NUM_TOKENS - 1):
-            if number < NUM_SEQUENCES:
-                prompt = worker.prompt(number, 3 + 5 * number)
-                sequences.append(stream.new(prompt, sampling=sampling))
-                generations[sequences[-1].seq_id] = (prompt, Generation())
-            rows = [each for each in sequences if len(each.output) < NUM_TOKENS]
-            result = stream.step(*(each.row() for each in rows))
-            for seq_id, step in result.sampled.items():
-                generations[seq_id][1].steps.append(step)
-    for prompt, found in generations.values():
-        worker.expect_as_alone("a sequence among others", found, prompt, sampling)
+    sequences = []
+    # They arrive one after the other, so that prefills and decodes share batches.
+    for number in range(NUM_SEQUENCES + NUM_TOKENS - 1):
+        if number < NUM_SEQUENCES:
+            sequences.append(stream.new(worker.prompt(number, 3 + 5 * number), sampling=sampling))
+        stream.step(*(each for each in sequences if len(each.output) < NUM_TOKENS))
+    return {f"sequence {number} among others": each for number, each in enumerate(sequences)}
 
 
-@case("plan", "The sampled token of each sampling row, in row order")
-def results_are_in_the_order_of_the_rows(worker: Worker) -> None:
-    prompts = [worker.prompt(number) for number in range(4)]
-    with worker.open() as stream:
-        sequences = [stream.new(prompt) for prompt in prompts]
-        stream.step(*(each.row() for each in sequences))
-        shuffled = [sequences[index] for index in (2, 0, 3, 1)]
-        result = stream.step(*(each.row() for each in shuffled))
-    for prompt, sequence in zip(prompts, sequences, strict=True):
-        found = Generation([result.sampled[sequence.seq_id]])
-        worker.expect_as_alone("a row in another place", found, prompt, start=1)
+@stream_case("plan", "The sampled token of each sampling row, in row order")
+def results_are_in_the_order_of_the_rows(worker: Worker, stream: StepStream) -> Alone:
+    sequences = [stream.new(worker.prompt(number)) for number in range(4)]
+    stream.step(*sequences)
+    stream.step(*(sequences[index] for index in (2, 0, 3, 1)))
+    return {f"row {number} in another place": each for number, each in enumerate(sequences)}
 
 
-@case("plan", "The batch: one row per scheduled sequence.")
-def a_known_sequence_may_be_left_out_of_a_step(worker: Worker) -> None:
-    first, second = worker.prompt(1), worker.prompt(2)
-    with worker.open() as stream:
-        waiting, running = stream.new(first), stream.new(second)
-        steps = [stream.step(waiting.row(), running.row()).sampled[waiting.seq_id]]
-        stream.generate(running, 3)
-        steps += stream.generate(waiting, 2).steps
-    worker.expect_as_alone("a sequence that paused", Generation(steps), first)
+@stream_case("plan", "The batch: one row per scheduled sequence.")
+def a_known_sequence_may_be_left_out_of_a_step(worker: Worker, stream: StepStream) -> Alone:
+    waiting, running = stream.new(worker.prompt(1)), stream.new(worker.prompt(2))
+    stream.step(waiting, running)
+    stream.generate(running, 3)
+    stream.generate(waiting, 2)
+    return {"a sequence that paused": waiting}
 
 
-@case("plan", "One byte per row")
-def only_rows_that_sample_return_tokens(worker: Worker) -> None:
-    with worker.open() as stream:
-        sequences = [stream.new(worker.prompt(number)) for number in range(3)]
-        rows = [
-            sequences[0].row(2, sample=False),
-            sequences[1].row(),
-            sequences[2].row(3, sample=False),
-        ]
-        result = stream.step(*rows)
-        expect("sequences that sampled", list(result.sampled), [sequences[1].seq_id])
+@stream_case("plan", "One byte per row")
+def only_rows_that_sample_return_tokens(worker: Worker, stream: StepStream) -> None:
+    first, second, third = (stream.new(worker.prompt(number)) for number in range(3))
+    result = stream.step(first.row(2, sample=False), second, third.row(3, sample=False))
+    expect("sequences that sampled", list(result.sampled), [second.seq_id])
 
 
-@case("plan", "Tokens to compute per row, following those already computed.")
-def more_tokens_than_the_sequence_has_are_refused(worker: Worker) -> None:
-    with worker.open() as stream:
-        sequence = stream.new(worker.prompt(1))
-        stream.send(sequence.row(len(sequence.tokens) + 1))
-        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "num_tokens", "seq_ids")
+@refusal_case(
+    "plan", "Tokens to compute per row, following those already computed.", "num_tokens", "seq_ids"
+)
+def more_tokens_than_the_sequence_has_are_refused(worker: Worker, stream: StepStream) -> None:
+    sequence = stream.new(worker.prompt(1))
+    stream.send(sequence.row(len(sequence.tokens) + 1))
 
 
-@case("plan", "A sampling row computes up to and including the last token the sequence has.")
-def sampling_before_the_last_token_is_refused(worker: Worker) -> None:
-    with worker.open() as stream:
-        sequence = stream.new(worker.prompt(1))
-        stream.send(sequence.row(len(sequence.tokens) - 1))
-        stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "sample", "num_tokens")
+@refusal_case(
+    "plan",
+    "A sampling row computes up to and including the last token the sequence has.",
+    "sample",
+    "num_tokens",
+)
+def sampling_before_the_last_token_is_refused(worker: Worker, stream: StepStream) -> None:
+    sequence = stream.new(worker.prompt(1))
+    stream.send(sequence.row(len(sequence.tokens) - 1))
 
 
-@case("plan", "Tokens to compute per row, following those already computed.")
-def a_num_tokens_column_of_another_length_is_refused(worker: Worker) -> None:
-    def change(plan: plan_pb2.StepPlan, sequence: Sequence) -> None:
-        plan.seq_ids = columns.pack([sequence.seq_id])
-        plan.num_tokens = columns.pack([1, 1])
-
-    refuses(worker, change, "num_tokens")
+@refusal_case("plan", "Tokens to compute per row, following those already computed.", "num_tokens")
+def a_num_tokens_column_of_another_length_is_refused(worker: Worker, stream: StepStream) -> None:
+    known = stream.prefilled(worker.prompt(1))
+    stream.send_changed(seq_ids=[known.seq_id], num_tokens=[1, 1])
 
 
-@case("plan", "Tokens to compute per row, following those already computed.")
-def a_negative_number_of_tokens_is_refused(worker: Worker) -> None:
-    def change(plan: plan_pb2.StepPlan, sequence: Sequence) -> None:
-        plan.seq_ids = columns.pack([sequence.seq_id])
-        plan.num_tokens = columns.pack([-1])
-
-    refuses(worker, change, "num_tokens")
+@refusal_case("plan", "Tokens to compute per row, following those already computed.", "num_tokens")
+def a_negative_number_of_tokens_is_refused(worker: Worker, stream: StepStream) -> None:
+    known = stream.prefilled(worker.prompt(1))
+    stream.send_changed(seq_ids=[known.seq_id], num_tokens=[-1])
 
 
-@case("plan", "One byte per row")
-def a_sample_column_of_another_length_is_refused(worker: Worker) -> None:
-    def change(plan: plan_pb2.StepPlan, sequence: Sequence) -> None:
-        plan.seq_ids = columns.pack([sequence.seq_id])
-        plan.sample = b"\x01\x01"
-
-    refuses(worker, change, "sample")
+@refusal_case("plan", "One byte per row", "sample")
+def a_sample_column_of_another_length_is_refused(worker: Worker, stream: StepStream) -> None:
+    known = stream.prefilled(worker.prompt(1))
+    stream.send_changed(seq_ids=[known.seq_id], sample=b"\x01\x01")
 
 
 def _malformed(field: str, size: int) -> None:
     """A case: a column whose size is not a multiple of an entry's."""
+    name = f"a {field.replace('_', ' ')} column of {size} bytes is refused"
 
-    def run(worker: Worker) -> None:
-        def change(plan: plan_pb2.StepPlan, sequence: Sequence) -> None:
-            plan.seq_ids = columns.pack([sequence.seq_id])
-            setattr(plan, field, b"\x00" * size)
-
-        refuses(worker, change, field)
-
-    run.__name__ = f"a_{field}_column_of_{size}_bytes_is_refused"
-    run.__module__ = __name__
-    case("worker_service", "A plan that is malformed")(run)
+    @refusal_case("worker_service", "A plan that is malformed", field, name=name)
+    def run(worker: Worker, stream: StepStream) -> None:
+        known = stream.prefilled(worker.prompt(1))
+        stream.send_changed(**({"seq_ids": [known.seq_id]} | {field: b"\x00" * size}))
 
 
 for _field, _size in (

@@ -2,68 +2,49 @@
 
 import grpc
 
-from conformance import columns
 from conformance.assertions import expect_true, fail
-from conformance.case import case
-from conformance.cases.sequences import refuses
-from conformance.generation import Generation, first_difference
+from conformance.case import Alone, case, refusal_case, stream_case
+from conformance.generation import first_difference
 from conformance.sequence import Sequence
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
-from pagewire.v1 import plan_pb2
 
 NUM_PROMPTS = 3
+CACHED_PREFIX = "Number of tokens whose KV is already in the blocks below (a cached prefix"
+COPY = "Pairs (source, target) of device blocks, int32 column: copy-on-write."
 
 
-def full_blocks(worker: Worker, prompt: list[int]) -> int:
-    """Number of full blocks before a prompt's last token: those that others may reuse."""
-    return (len(prompt) - 1) // worker.block_size
-
-
-def borrowed(stream: StepStream, worker: Worker, tokens: list[int], blocks: list[int]) -> Sequence:
-    """A new sequence whose first tokens are already computed in these full blocks."""
-    return stream.new(
-        tokens, blocks=list(blocks), num_computed_tokens=len(blocks) * worker.block_size
-    )
-
-
-@case("plan", "Number of tokens whose KV is already in the blocks below (a cached prefix")
+@case("plan", CACHED_PREFIX)
 def another_sequences_blocks_serve_as_a_prefix(worker: Worker) -> None:
     for number in range(NUM_PROMPTS):
         prompt = worker.prompt(number)
-        count = full_blocks(worker, prompt)
         with worker.open() as stream:
             first = stream.new(prompt)
             stream.generate(first, 2)
-            shared = first.blocks[:count]
-            found = stream.generate(borrowed(stream, worker, prompt, shared), 3)
-        worker.expect_as_alone("a sequence with a cached prefix", found, prompt)
+            second = stream.borrowed(prompt, first.blocks)
+            stream.generate(second, 3)
+        worker.expect_as_alone("a sequence with a cached prefix", second)
 
 
-@case("plan", "Number of tokens whose KV is already in the blocks below (a cached prefix")
-def a_prefix_serves_after_its_sequence_is_forgotten(worker: Worker) -> None:
-    prompt = worker.prompt(1)
-    with worker.open() as stream:
-        first = stream.new(prompt)
-        stream.generate(first, 2)
-        second = borrowed(stream, worker, prompt, first.blocks[: full_blocks(worker, prompt)])
-        found = stream.generate(second, 3, forget=[first])
-    worker.expect_as_alone("a sequence with a cached prefix", found, prompt)
+@stream_case("plan", CACHED_PREFIX)
+def a_prefix_serves_after_its_sequence_is_forgotten(worker: Worker, stream: StepStream) -> Alone:
+    first = stream.new(worker.prompt(1))
+    stream.generate(first, 2)
+    second = stream.borrowed(worker.prompt(1), first.blocks)
+    stream.generate(second, 3, forget=[first])
+    return {"a sequence with a cached prefix": second}
 
 
-@case("plan", "Number of tokens whose KV is already in the blocks below (a cached prefix")
+@case("plan", CACHED_PREFIX)
 def the_blocks_contents_matter(worker: Worker) -> None:
     """The negative control: a worker that recomputes everything would pass all other cases."""
     differences = 0
     for number in range(NUM_PROMPTS):
-        prompt, other = worker.prompt(number), worker.prompt(number + 50)
+        prompt = worker.prompt(number)
         with worker.open() as stream:
-            wrong = stream.new(other)
-            stream.generate(wrong, 1)
-            blocks = wrong.blocks[: full_blocks(worker, prompt)]
-            sequence = borrowed(stream, worker, prompt, blocks)
+            wrong = stream.prefilled(worker.prompt(number + 50))
             try:
-                found = stream.generate(sequence, 3)
+                found = stream.generate(stream.borrowed(prompt, wrong.blocks), 3)
             except grpc.RpcError as error:
                 # A worker that checks plans, as the simulated one does, may detect this.
                 expect_true(
@@ -72,8 +53,7 @@ def the_blocks_contents_matter(worker: Worker) -> None:
                 )
                 differences += 1
                 continue
-        expected = worker.alone(prompt, 3)
-        differences += first_difference(found, expected, exact=False) is not None
+        differences += first_difference(found, worker.alone(prompt, 3), exact=False) is not None
     if differences == 0:
         fail(
             f"none of {NUM_PROMPTS} sequences changed when given the blocks of another prompt:"
@@ -83,77 +63,63 @@ def the_blocks_contents_matter(worker: Worker) -> None:
 
 def overwrite(stream: StepStream, worker: Worker, blocks: list[int], companion: Sequence) -> None:
     """Fill device blocks with another sequence's KV."""
-    tokens = worker.prompt(77, len(blocks) * worker.block_size)
-    intruder = stream.new(tokens, blocks=list(blocks))
-    stream.step(companion.row(), intruder.row())
-    stream.step(companion.row(), forget=[intruder])
+    intruder = stream.new(worker.prompt(77, len(blocks) * worker.block_size), blocks=list(blocks))
+    stream.step(companion, intruder)
+    stream.step(companion, forget=[intruder])
 
 
-@case("plan", "Pairs (source, target) of device blocks, int32 column: copy-on-write.")
+@case("plan", COPY)
 def a_copied_block_holds_what_its_source_held(worker: Worker) -> None:
     for number in range(NUM_PROMPTS):
         prompt = worker.prompt(number)
-        count = full_blocks(worker, prompt)
         with worker.open() as stream:
-            first = stream.new(prompt)
-            stream.step(first.row())
-            targets = stream.take_blocks(count)
-            pairs = list(zip(first.blocks[:count], targets, strict=True))
-            stream.step(first.row(), copy=pairs)
-            _forget_and_overwrite(stream, worker, first)
-            found = stream.generate(borrowed(stream, worker, prompt, targets), 3)
-        worker.expect_as_alone("a sequence in copies of its blocks", found, prompt)
+            first = stream.prefilled(prompt)
+            targets = stream.take_blocks(stream.num_full_blocks(prompt))
+            stream.step(first, copy=zip(first.blocks, targets, strict=False))
+            companion = stream.new(worker.prompt(41))
+            stream.step(companion, forget=[first])
+            overwrite(stream, worker, first.blocks, companion)
+            second = stream.borrowed(prompt, targets)
+            stream.generate(second, 3)
+        worker.expect_as_alone("a sequence in copies of its blocks", second)
 
 
-def _forget_and_overwrite(stream: StepStream, worker: Worker, first: Sequence) -> None:
-    companion = stream.new(worker.prompt(41))
-    stream.step(companion.row(), forget=[first])
-    overwrite(stream, worker, first.blocks, companion)
+@stream_case("plan", COPY)
+def a_copy_leaves_its_source_as_it_is(worker: Worker, stream: StepStream) -> Alone:
+    first = stream.prefilled(worker.prompt(1))
+    stream.generate(first, 3, copy=[(first.blocks[0], stream.take_blocks(1)[0])])
+    return {"a sequence whose block was copied": first}
 
 
-@case("plan", "Pairs (source, target) of device blocks, int32 column: copy-on-write.")
-def a_copy_leaves_its_source_as_it_is(worker: Worker) -> None:
-    prompt = worker.prompt(1)
-    with worker.open() as stream:
-        first = stream.new(prompt)
-        steps = [stream.step(first.row()).sampled[first.seq_id]]
-        target = stream.take_blocks(1)[0]
-        steps += stream.generate(first, 3, copy=[(first.blocks[0], target)]).steps
-    worker.expect_as_alone("a sequence whose block was copied", Generation(steps), prompt)
-
-
-@case("plan", "Each of the three cache operations reads all its sources before it writes")
-def a_copys_target_may_be_another_copys_source(worker: Worker) -> None:
-    first_prompt, second_prompt = worker.prompt(1), worker.prompt(2)
-    with worker.open() as stream:
-        first, second = stream.new(first_prompt), stream.new(second_prompt)
-        companion = stream.new(worker.prompt(3))
-        stream.step(first.row(), second.row(), companion.row())
-        count = full_blocks(worker, first_prompt)
-        ours, theirs = first.blocks[:count], second.blocks[:count]
-        stream.step(companion.row(), forget=[first, second])
-        exchange = [*zip(ours, theirs, strict=True), *zip(theirs, ours, strict=True)]
-        stream.step(companion.row(), copy=exchange)
-        found = stream.generate(borrowed(stream, worker, first_prompt, theirs), 3)
-        other = stream.generate(borrowed(stream, worker, second_prompt, ours), 3)
-    worker.expect_as_alone("the first of two that changed places", found, first_prompt)
-    worker.expect_as_alone("the second of two that changed places", other, second_prompt)
+@stream_case("plan", "Each of the three cache operations reads all its sources before it writes")
+def a_copys_target_may_be_another_copys_source(worker: Worker, stream: StepStream) -> Alone:
+    first, second = stream.new(worker.prompt(1)), stream.new(worker.prompt(2))
+    companion = stream.new(worker.prompt(3))
+    stream.step(first, second, companion)
+    count = stream.num_full_blocks(worker.prompt(1))
+    ours, theirs = first.blocks[:count], second.blocks[:count]
+    stream.step(companion, forget=[first, second])
+    stream.step(companion, copy=zip(ours + theirs, theirs + ours, strict=True))
+    found = stream.borrowed(worker.prompt(1), theirs)
+    stream.generate(found, 3)
+    other = stream.borrowed(worker.prompt(2), ours)
+    stream.generate(other, 3)
+    return {
+        "the first of two that changed places": found,
+        "the second of two that changed places": other,
+    }
 
 
 def _beyond(field: str, pair: tuple[int, int]) -> None:
     """A case: a pair that names a block which a cache does not have."""
-
-    def run(worker: Worker) -> None:
-        def change(plan: plan_pb2.StepPlan, sequence: Sequence) -> None:
-            plan.seq_ids = columns.pack([sequence.seq_id])
-            setattr(plan, field, columns.pack(pair))
-
-        refuses(worker, change, field)
-
     side = "source" if pair[0] > pair[1] else "target"
-    run.__name__ = f"a_{field}_{side}_beyond_the_cache_is_refused"
-    run.__module__ = __name__
-    case("worker_service", "A plan that is malformed, or contradicts what the worker knows")(run)
+    name = f"a {field.replace('_', ' ')} {side} beyond the cache is refused"
+    promise = "A plan that is malformed, or contradicts what the worker knows"
+
+    @refusal_case("worker_service", promise, field, name=name)
+    def run(worker: Worker, stream: StepStream) -> None:
+        known = stream.prefilled(worker.prompt(1))
+        stream.send_changed(**{"seq_ids": [known.seq_id], field: list(pair)})
 
 
 for _field in ("swap_out", "swap_in", "copy"):

@@ -3,10 +3,10 @@
 from typing import Any
 
 from conformance.assertions import expect, expect_true
-from conformance.case import case
-from conformance.generation import Generation
+from conformance.case import Alone, case, stream_case
 from conformance.sampling_oracle import draw, expected_token
 from conformance.sequence import GREEDY
+from conformance.step_stream import StepStream
 from conformance.structured_output import (
     KnownConstraint,
     choice,
@@ -23,6 +23,9 @@ from pagewire.v1 import plan_pb2
 NUM_LETTERS = 12
 LETTERS = "abcdefghij"
 NUM_DRAWS = 24
+FUNCTION_OF_OUTPUT = (
+    "The allowed tokens are therefore a function of the constraint and the output tokens"
+)
 
 
 def letters(worker: Worker, **fields: Any) -> KnownConstraint:
@@ -59,7 +62,7 @@ def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
             stream.new(worker.prompt(1), sampling=asked.params(seed=seed, temperature=3.0))
             for seed in range(NUM_DRAWS)
         ]
-        result = stream.step(*(each.row() for each in sequences))
+        result = stream.step(*sequences)
     for each in sequences:
         seed = each.sampling.seed
         wanted = expected_token(logprobs, each.sampling, draw(seed, 0, 0))
@@ -70,20 +73,14 @@ def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
     expect_true(num_predicted > NUM_DRAWS // 2, "hardly any draw could be predicted")
 
 
-@case(
-    "sampling",
-    "The allowed tokens are therefore a function of the constraint and the output tokens",
-)
-def steps_planned_ahead_follow_the_constraint(worker: Worker) -> None:
-    params = letters(worker).params(seed=5)
-    prompt = worker.prompt(2)
-    with worker.open() as stream:
-        sequence = stream.new(prompt, sampling=params)
-        for _ in range(4):
-            stream.send(sequence.row())
-        steps = [stream.receive().sampled[sequence.seq_id] for _ in range(4)]
-    expect_letters(worker, "four steps sent at once", [step.token for step in steps])
-    worker.expect_as_alone("four steps sent at once", Generation(steps), prompt, params)
+@stream_case("sampling", FUNCTION_OF_OUTPUT)
+def steps_planned_ahead_follow_the_constraint(worker: Worker, stream: StepStream) -> Alone:
+    sequence = stream.new(worker.prompt(2), sampling=letters(worker).params(seed=5))
+    for _ in range(4):
+        stream.send(sequence)
+    stream.receive_all()
+    expect_letters(worker, "four steps sent at once", sequence.output)
+    return {"four steps sent at once": sequence}
 
 
 @case("sampling", "continues where the other worker stopped")
@@ -95,49 +92,41 @@ def a_recomputed_sequence_continues_where_it_was(worker: Worker) -> None:
     with worker.open() as stream:
         tokens = [*prompt, *alone.tokens[:2]]
         again = stream.new(tokens, num_prompt_tokens=len(prompt), sampling=params)
-        found = stream.generate(again, 3)
-    worker.expect_as_alone("a recomputed sequence", found, prompt, params, start=2)
+        stream.generate(again, 3)
+    worker.expect_as_alone("a recomputed sequence", again)
 
 
-@case(
-    "sampling",
-    "The allowed tokens are therefore a function of the constraint and the output tokens",
-)
+@case("sampling", FUNCTION_OF_OUTPUT)
 def a_fork_follows_its_own_output(worker: Worker) -> None:
     known = texts_of(worker)
     words = ["ab", "cd"]
     asked = known_constraint(worker, choice(*words), texts(*words))
     params = asked.params(temperature=0.0)
     with worker.open() as stream:
-        parent = stream.new(
+        parent = stream.prefilled(
             worker.prompt(1), sampling=asked.params(num_candidates=min(8, worker.vocab_size))
         )
-        stream.step(parent.row())
         forks = []
         for word in words:
             (first,) = spell(known, word[0])
             blocks = stream.take_blocks(len(parent.blocks))
             forks.append(stream.fork(parent, [first], blocks=blocks, sampling=params))
         copies = [pair for fork in forks for pair in zip(parent.blocks, fork.blocks, strict=True)]
-        result = stream.step(*(each.row() for each in forks), copy=copies)
+        result = stream.step(*forks, copy=copies)
     found = [known[result.token(each)].decode() for each in forks]
     expect("what follows `a` and `c` in forks of one sequence", found, [word[1] for word in words])
 
 
-@case("plan", "Rows that failed; the rest of the batch is unaffected.")
-def rows_without_a_constraint_are_unaffected(worker: Worker) -> None:
+@stream_case("plan", "Rows that failed; the rest of the batch is unaffected.")
+def rows_without_a_constraint_are_unaffected(worker: Worker, stream: StepStream) -> Alone:
     params = letters(worker).params(seed=1)
-    prompt = worker.prompt(0)
-    with worker.open() as stream:
-        free = stream.new(prompt)
-        bound = [stream.new(worker.prompt(number), sampling=params) for number in (1, 2)]
-        steps = []
-        for _ in range(3):
-            result = stream.step(bound[0].row(), free.row(), bound[1].row())
-            steps.append(result.sampled[free.seq_id])
+    free = stream.new(worker.prompt(0))
+    bound = [stream.new(worker.prompt(number), sampling=params) for number in (1, 2)]
+    for _ in range(3):
+        stream.step(bound[0], free, bound[1])
     for each in bound:
         expect_letters(worker, "a constrained row beside others", each.output)
-    worker.expect_as_alone("a row between constrained ones", Generation(steps), prompt)
+    return {"a row between constrained ones": free}
 
 
 @case("plan", "log softmax of the model's own logits, before penalties and temperature")
@@ -149,35 +138,29 @@ def log_probabilities_are_those_of_before_the_constraint(worker: Worker) -> None
     expect_letters(worker, "a constrained sequence", bound.tokens)
 
 
-@case("sampling", "Tokens after such a token are irrelevant.")
-def a_step_beyond_the_end_affects_no_other_row(worker: Worker) -> None:
-    end, prompt = end_of(worker), worker.prompt(0)
-    known = texts_of(worker)
-    asked = known_constraint(worker, choice("ab"), texts("ab"))
-    ended = [*worker.prompt(1), *spell(known, "ab"), end]
-    with worker.open() as stream:
-        late = stream.new(
-            ended, num_prompt_tokens=len(ended) - 3, sampling=asked.params(temperature=0.0)
-        )
-        other = stream.new(prompt)
-        steps = [stream.step(late.row(), other.row()).sampled[other.seq_id]]
-        steps += stream.generate(other, 2, forget=[late]).steps
-    worker.expect_as_alone("a row beside one that has ended", Generation(steps), prompt)
+@stream_case("sampling", "Tokens after such a token are irrelevant.")
+def a_step_beyond_the_end_affects_no_other_row(worker: Worker, stream: StepStream) -> Alone:
+    params = known_constraint(worker, choice("ab"), texts("ab")).params(temperature=0.0)
+    ended = [*worker.prompt(1), *spell(texts_of(worker), "ab"), end_of(worker)]
+    late = stream.new(ended, num_prompt_tokens=len(ended) - 3, sampling=params)
+    other = stream.new(worker.prompt(0))
+    stream.step(late, other)
+    stream.generate(other, 2, forget=[late])
+    return {"a row beside one that has ended": other}
 
 
-@case("plan", "or tokens generated on another worker do not match it.")
-def an_output_that_does_not_match_fails_alone(worker: Worker) -> None:
-    known, prompt = texts_of(worker), worker.prompt(0)
-    wrong = [*worker.prompt(1), *spell(known, "zz")]
-    with worker.open() as stream:
-        bad = stream.new(wrong, num_prompt_tokens=len(wrong) - 2, sampling=letters(worker).params())
-        good = stream.new(prompt)
-        result = stream.step(bad.row(), good.row())
-        reason = plan_pb2.ROW_ERROR_REASON_CONSTRAINT
-        expect("the rows' errors", result.errors, {bad.seq_id: reason})
-        expect("the failed row's token", result.token(bad), -1)
-        steps = [result.sampled[good.seq_id], *stream.generate(good, 2, forget=[bad]).steps]
-    worker.expect_as_alone("a row beside a failed one", Generation(steps), prompt)
+@stream_case("plan", "or tokens generated on another worker do not match it.")
+def an_output_that_does_not_match_fails_alone(worker: Worker, stream: StepStream) -> Alone:
+    wrong = [*worker.prompt(1), *spell(texts_of(worker), "zz")]
+    params = letters(worker).params()
+    bad = stream.new(wrong, num_prompt_tokens=len(wrong) - 2, sampling=params)
+    good = stream.new(worker.prompt(0))
+    result = stream.step(bad, good)
+    reason = plan_pb2.ROW_ERROR_REASON_CONSTRAINT
+    expect("the rows' errors", result.errors, {bad.seq_id: reason})
+    expect("the failed row's token", result.token(bad), -1)
+    stream.generate(good, 2, forget=[bad])
+    return {"a row beside a failed one": good}
 
 
 @case("plan", "Every token was excluded by the request's own constraints.")
@@ -188,6 +171,6 @@ def bad_words_may_exclude_everything_allowed(worker: Worker) -> None:
     words = [{"token_ids": letter.to_bytes(4, "little")}]
     with worker.open() as stream:
         sequence = stream.new(worker.prompt(1), sampling=asked.params(bad_words=words))
-        result = stream.step(sequence.row())
+        result = stream.step(sequence)
     reason = plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES
     expect("the row's error", result.errors, {sequence.seq_id: reason})

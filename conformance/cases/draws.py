@@ -32,9 +32,9 @@ def check_draws(worker: Worker, **fields: Any) -> None:
             for number in range(NUM_SEQUENCES)
         ]
         for position in range(NUM_TOKENS):
-            result = stream.step(*(each.row() for each in sequences))
+            stream.step(*sequences)
             for each in sequences:
-                step = result.sampled[each.seq_id]
+                step = each.sampled[position]
                 logprobs = dict(zip(step.top_ids, step.top_logprobs, strict=True))
                 seed, choice = each.sampling.seed, each.choice_index
                 uniform = draw(seed, choice, position)

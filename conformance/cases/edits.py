@@ -44,32 +44,38 @@ def chosen(worker: Worker, tokens: list[int], num_prompt_tokens: int, **fields: 
     sampling = sampler_params(temperature=0.0, **fields)
     with worker.open() as stream:
         sequence = stream.new(tokens, num_prompt_tokens=num_prompt_tokens, sampling=sampling)
-        return stream.step(sequence.row()).token(sequence)
+        return stream.step(sequence).token(sequence)
 
 
-def bias(**by_token: float) -> list[dict[str, float]]:
-    """`logit_bias` from `t<token>=value`."""
-    return [{"token_id": int(name[1:]), "bias": value} for name, value in by_token.items()]
+def bias(token: int, value: float) -> list[dict[str, float]]:
+    """`logit_bias` of one token."""
+    return [{"token_id": token, "bias": value}]
+
+
+def words(*tokens: int) -> list[dict[str, bytes]]:
+    """`bad_words` of one word."""
+    return [{"token_ids": columns.pack(tokens)}]
+
+
+def expect_bias_decides(worker: Worker, sign: int) -> None:
+    """Fail unless the lead is overcome by a bias up on the second token, or down on the first."""
+    for number in range(3):
+        prompt = worker.prompt(number)
+        first, second, gap = lead(worker, prompt)
+        biased, name = (second, "second") if sign > 0 else (first, "first")
+        for value, token in ((gap - MARGIN, first), (gap + MARGIN, second)):
+            got = chosen(worker, prompt, len(prompt), logit_bias=bias(biased, sign * value))
+            expect(f"the token chosen with bias {sign * value:.3f} on the {name}", got, token)
 
 
 @case("sampling", "Added to logits; no token twice.")
 def a_bias_lifts_a_token(worker: Worker) -> None:
-    for number in range(3):
-        prompt = worker.prompt(number)
-        first, second, gap = lead(worker, prompt)
-        for value, token in ((gap - MARGIN, first), (gap + MARGIN, second)):
-            got = chosen(worker, prompt, len(prompt), logit_bias=bias(**{f"t{second}": value}))
-            expect(f"the token chosen with bias {value:.3f} on the second", got, token)
+    expect_bias_decides(worker, 1)
 
 
 @case("sampling", "biases are added")
 def a_negative_bias_pushes_a_token_down(worker: Worker) -> None:
-    for number in range(3):
-        prompt = worker.prompt(number)
-        first, second, gap = lead(worker, prompt)
-        for value, token in ((gap - MARGIN, first), (gap + MARGIN, second)):
-            got = chosen(worker, prompt, len(prompt), logit_bias=bias(**{f"t{first}": -value}))
-            expect(f"the token chosen with bias {-value:.3f} on the first", got, token)
+    expect_bias_decides(worker, -1)
 
 
 @case("sampling", "Before this many output tokens, the logits of suppressed_token_ids are -inf.")
@@ -78,15 +84,9 @@ def min_tokens_holds_suppressed_tokens_back(worker: Worker) -> None:
     alone = worker.alone(prompt, 3)
     for position, step in enumerate(alone.steps):
         tokens = [*prompt, *alone.tokens[:position]]
-        suppressed = columns.pack([step.top_ids[0]])
+        suppressed = {"suppressed_token_ids": columns.pack([step.top_ids[0]])}
         for min_tokens, rank in ((position + 1, 1), (position, 0)):
-            got = chosen(
-                worker,
-                tokens,
-                len(prompt),
-                min_tokens=min_tokens,
-                suppressed_token_ids=suppressed,
-            )
+            got = chosen(worker, tokens, len(prompt), min_tokens=min_tokens, **suppressed)
             what = f"the token at position {position} with min_tokens {min_tokens}"
             expect(what, got, step.top_ids[rank])
 
@@ -96,8 +96,8 @@ def a_bad_word_of_one_token_never_appears(worker: Worker) -> None:
     for number in range(3):
         prompt = worker.prompt(number)
         first, second, _ = lead(worker, prompt)
-        words = [{"token_ids": columns.pack([first])}]
-        expect("the token chosen", chosen(worker, prompt, len(prompt), bad_words=words), second)
+        got = chosen(worker, prompt, len(prompt), bad_words=words(first))
+        expect("the token chosen", got, second)
 
 
 @case("sampling", "Token sequences that must not be completed in the output")
@@ -105,10 +105,8 @@ def a_bad_word_of_two_tokens_is_not_completed(worker: Worker) -> None:
     prompt = worker.prompt(1)
     alone = worker.alone(prompt, 2)
     (one, two), other = alone.tokens, (alone.tokens[0] + 1) % worker.vocab_size
-    tokens = [*prompt, one]
     for word, token in (([one, two], alone.steps[1].top_ids[1]), ([other, two], two)):
-        words = [{"token_ids": columns.pack(word)}]
-        got = chosen(worker, tokens, len(prompt), bad_words=words)
+        got = chosen(worker, [*prompt, one], len(prompt), bad_words=words(*word))
         expect(f"the token after {one} with the bad word {word}", got, token)
 
 
@@ -116,8 +114,8 @@ def a_bad_word_of_two_tokens_is_not_completed(worker: Worker) -> None:
 def a_bad_word_that_the_prompt_begins_may_be_completed(worker: Worker) -> None:
     prompt = worker.prompt(2)
     first, _, _ = lead(worker, prompt)
-    words = [{"token_ids": columns.pack([prompt[-1], first])}]
-    expect("the token chosen", chosen(worker, prompt, len(prompt), bad_words=words), first)
+    got = chosen(worker, prompt, len(prompt), bad_words=words(prompt[-1], first))
+    expect("the token chosen", got, first)
 
 
 class Repeat(NamedTuple):
@@ -143,9 +141,9 @@ def find_repeat(worker: Worker) -> Repeat:
                 for index in range(64)
             ]
             sequences = [stream.new(prompt, sampling=sampling) for prompt in prompts]
-            result = stream.step(*(each.row() for each in sequences))
+            stream.step(*sequences)
             for each in sequences:
-                step = result.sampled[each.seq_id]
+                step = each.sampled[0]
                 ranked = dict(zip(step.top_ids, step.top_logprobs, strict=True))
                 token = each.tokens[1]
                 rivals = [other for other in step.top_ids if other not in each.tokens[:4]]
@@ -153,17 +151,20 @@ def find_repeat(worker: Worker) -> Repeat:
                     gap = ranked[rivals[0]] - ranked[token]
                     if gap < MAX_BIAS:
                         return Repeat(each.tokens[:4], token, rivals[0], gap)
-            stream.step(stream.new(worker.prompt(1, 2)).row(), forget=sequences)
+            stream.step(stream.new(worker.prompt(1, 2)), forget=sequences)
     raise Skipped("of a thousand tokens that occurred none was among the most probable to follow")
 
 
 def lifted(worker: Worker, repeat: Repeat, num_prompt_tokens: int, by: float, **fields: Any) -> int:
     """The token chosen when a bias makes the repeated token lead its rival by `lead`."""
-    biases = bias(**{f"t{repeat.token}": repeat.gap + by})
+    biases = bias(repeat.token, repeat.gap + by)
     return chosen(worker, repeat.prompt, num_prompt_tokens, logit_bias=biases, **fields)
 
 
-@case("sampling", "the repetition, then the frequency and the presence penalty are applied")
+ORDER = "the repetition, then the frequency and the presence penalty are applied"
+
+
+@case("sampling", ORDER)
 def a_presence_penalty_is_subtracted_once(worker: Worker) -> None:
     repeat = find_repeat(worker)
     for penalty, token in ((0.95, repeat.token), (1.05, repeat.rival)):
@@ -171,7 +172,7 @@ def a_presence_penalty_is_subtracted_once(worker: Worker) -> None:
         expect(f"the token chosen with a lead of 1 and a presence penalty of {penalty}", got, token)
 
 
-@case("sampling", "the repetition, then the frequency and the presence penalty are applied")
+@case("sampling", ORDER)
 def a_frequency_penalty_counts_occurrences(worker: Worker) -> None:
     repeat = find_repeat(worker)
     # The token occurs three times in the output.

@@ -3,95 +3,89 @@
 import grpc
 
 from conformance.assertions import expect, expect_true
-from conformance.case import case
+from conformance.case import Alone, case, refusal_case, stream_case
+from conformance.step_stream import StepStream
 from conformance.worker import Worker
 
 
-@case("worker_service", "A step stream that is open ends with ABORTED.")
-def new_caches_end_the_stream_of_the_older_epoch(worker: Worker) -> None:
-    with worker.open() as older:
-        older.step(older.new(worker.prompt(1)).row())
-        worker.initialize(worker.next_epoch())
+@refusal_case(
+    "worker_service",
+    "A step stream that is open ends with ABORTED.",
+    code=grpc.StatusCode.ABORTED,
+)
+def new_caches_end_the_stream_of_the_older_epoch(worker: Worker, stream: StepStream) -> None:
+    stream.prefilled(worker.prompt(1))
+    worker.initialize(worker.next_epoch())
+
+
+@stream_case("worker_service", "a stream with a greater epoch ends an older one with ABORTED")
+def a_stream_of_a_greater_epoch_ends_the_older_one(worker: Worker, older: StepStream) -> Alone:
+    older.prefilled(worker.prompt(2))
+    with worker.stream(worker.next_epoch()) as newer:
+        sequence = newer.new(worker.prompt(1))
+        newer.generate(sequence, 2)
         older.refusal().expect(grpc.StatusCode.ABORTED)
+    return {"the stream that took over": sequence}
 
 
-@case("worker_service", "a stream with a greater epoch ends an older one with ABORTED")
-def a_stream_of_a_greater_epoch_ends_the_older_one(worker: Worker) -> None:
-    prompt = worker.prompt(1)
-    with worker.open() as older:
-        older.step(older.new(worker.prompt(2)).row())
-        with worker.stream(worker.next_epoch()) as newer:
-            found = newer.generate(newer.new(prompt), 2)
-            older.refusal().expect(grpc.StatusCode.ABORTED)
-    worker.expect_as_alone("the stream that took over", found, prompt)
+def other_stream_is_refused(
+    worker: Worker, stream: StepStream, epoch: int, code: grpc.StatusCode
+) -> Alone:
+    """Fail unless a second stream is refused with this code, and the first one continues."""
+    stream.prefilled(worker.prompt(1))
+    with worker.stream(epoch) as other:
+        other.send(other.new(worker.prompt(1)))
+        other.refusal().expect(code)
+    sequence = stream.new(worker.prompt(2))
+    stream.generate(sequence, 2)
+    return {"the stream that holds, after the other one's try": sequence}
 
 
-@case("plan", "A worker that has seen a greater epoch ends the stream with ABORTED.")
-def a_stream_of_an_older_epoch_is_refused(worker: Worker) -> None:
-    with worker.open() as newer:
-        newer.step(newer.new(worker.prompt(1)).row())
-        with worker.stream(newer.epoch - 1) as older:
-            older.send(older.new(worker.prompt(1)).row())
-            older.refusal().expect(grpc.StatusCode.ABORTED)
-        prompt = worker.prompt(2)
-        found = newer.generate(newer.new(prompt), 2)
-    worker.expect_as_alone("the newer stream, after the older one's try", found, prompt)
+@stream_case("plan", "A worker that has seen a greater epoch ends the stream with ABORTED.")
+def a_stream_of_an_older_epoch_is_refused(worker: Worker, stream: StepStream) -> Alone:
+    return other_stream_is_refused(worker, stream, stream.epoch - 1, grpc.StatusCode.ABORTED)
 
 
-@case("worker_service", "a second one is refused with FAILED_PRECONDITION")
-def a_second_stream_of_an_epoch_is_refused(worker: Worker) -> None:
-    with worker.open() as first:
-        first.step(first.new(worker.prompt(1)).row())
-        with worker.stream(first.epoch) as second:
-            second.send(second.new(worker.prompt(1)).row())
-            second.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
-        prompt = worker.prompt(2)
-        found = first.generate(first.new(prompt), 2)
-    worker.expect_as_alone("the first stream, after the second one's try", found, prompt)
+@stream_case("worker_service", "a second one is refused with FAILED_PRECONDITION")
+def a_second_stream_of_an_epoch_is_refused(worker: Worker, stream: StepStream) -> Alone:
+    code = grpc.StatusCode.FAILED_PRECONDITION
+    return other_stream_is_refused(worker, stream, stream.epoch, code)
 
 
-@case("worker_service", "An epoch has one stream")
-def an_epoch_cannot_be_reused_after_its_stream(worker: Worker) -> None:
-    with worker.open() as first:
-        first.step(first.new(worker.prompt(1)).row())
-        first.finish()
-        with worker.stream(first.epoch) as second:
-            second.send(second.new(worker.prompt(1)).row())
-            second.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
+@stream_case("worker_service", "An epoch has one stream")
+def an_epoch_cannot_be_reused_after_its_stream(worker: Worker, first: StepStream) -> None:
+    first.prefilled(worker.prompt(1))
+    first.finish()
+    with worker.stream(first.epoch) as second:
+        second.send(second.new(worker.prompt(1)))
+        second.refusal().expect(grpc.StatusCode.FAILED_PRECONDITION)
 
 
-@case("plan", "the same in all its plans")
-def a_plan_of_another_epoch_ends_the_stream(worker: Worker) -> None:
-    with worker.open() as stream:
-        sequence = stream.new(worker.prompt(1))
-        stream.step(sequence.row())
-        plan = stream.plan(sequence.row())
-        plan.epoch += 1
-        stream.send_plan(plan)
-        code = stream.refusal().code
+@stream_case("plan", "the same in all its plans")
+def a_plan_of_another_epoch_ends_the_stream(worker: Worker, stream: StepStream) -> None:
+    sequence = stream.prefilled(worker.prompt(1))
+    stream.send_changed(sequence, epoch=stream.epoch + 1)
+    code = stream.refusal().code
     worker.next_epoch()
     allowed = (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION)
     expect_true(code in allowed, f"expected ABORTED or FAILED_PRECONDITION, got {code.name}")
 
 
-@case("worker_service", "Creates the KV caches and forgets all sequences.")
-def sequences_of_an_older_epoch_are_unknown(worker: Worker) -> None:
-    with worker.open() as older:
-        sequence = older.new(worker.prompt(1))
-        older.step(sequence.row())
-        with worker.open() as newer:
-            newer.send(sequence.row())
-            newer.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+@stream_case("worker_service", "Creates the KV caches and forgets all sequences.")
+def sequences_of_an_older_epoch_are_unknown(worker: Worker, older: StepStream) -> None:
+    sequence = older.prefilled(worker.prompt(1))
+    with worker.open() as newer:
+        newer.send(sequence)
+        newer.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
 
 
 @case("worker_service", "However a stream ends, its sequences are forgotten")
 def a_cancelled_stream_leaves_no_sequences(worker: Worker) -> None:
     with worker.open() as broken:
-        sequence = broken.new(worker.prompt(1))
-        broken.step(sequence.row())
+        former = broken.prefilled(worker.prompt(1))
         broken.cancel()
     with worker.stream(worker.next_epoch()) as stream:
-        prompt = worker.prompt(2)
-        found = stream.generate(stream.new(prompt, seq_id=sequence.seq_id), 2)
-        worker.expect_as_alone("a sequence under the same id", found, prompt)
+        sequence = stream.new(worker.prompt(2), seq_id=former.seq_id)
+        stream.generate(sequence, 2)
         expect("its id", stream.step_id, 2)
+    worker.expect_as_alone("a sequence under the same id", sequence)

@@ -57,10 +57,7 @@ def get_info_returns_the_greatest_epoch(worker: Worker) -> None:
 def the_models_files_are_sent_in_chunks(worker: Worker) -> None:
     complete: set[str] = set()
     current = ""
-    call = worker.stub.GetModelAssets(
-        pb.WorkerServiceGetModelAssetsRequest(), timeout=worker.timeout_s
-    )
-    for response in call:
+    for response in worker.model_assets():
         name, size = response.chunk.file_name, len(response.chunk.data)
         expect_true(bool(name) and "/" not in name, f"file_name is {name!r}")
         expect_true(size <= MAX_CHUNK_BYTES, f"a piece of {name} has {size} bytes")
@@ -93,6 +90,6 @@ def a_profile_can_be_started_and_stopped(worker: Worker) -> None:
     except grpc.RpcError as error:
         raise Skipped(f"no profiling: {error.code().name} {error.details()}") from None
     with worker.open() as stream:
-        stream.generate(stream.new(worker.prompt(1)), 1)
+        stream.prefilled(worker.prompt(1))
     stopped = worker.stub.StopProfile(pb.StopProfileRequest(), timeout=worker.timeout_s)
     expect_true(bool(stopped.path), "StopProfile names no file")

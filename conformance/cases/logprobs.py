@@ -16,7 +16,7 @@ ROUNDING = 1e-3
 
 def entry_of(stream: StepStream, sequence: Sequence) -> plan_pb2.RowLogprobs:
     """The one entry of a step in which only this sequence has a row."""
-    entries = stream.step(sequence.row()).message.logprobs
+    entries = stream.step(sequence).message.logprobs
     expect("entries in `logprobs`, of one row that asked", len(entries), 1)
     return entries[0]
 
@@ -82,13 +82,11 @@ def only_rows_that_asked_get_log_probabilities(worker: Worker) -> None:
     silent.ClearField("logprobs")
     with worker.open() as stream:
         wishes = [silent, sampler_params(logprobs=2), silent, sampler_params(logprobs=1)]
-        sequences = [
+        asking = [
             stream.new(worker.prompt(number), sampling=wish) for number, wish in enumerate(wishes)
         ]
         unsampled = stream.new(worker.prompt(7), sampling=sampler_params(logprobs=2))
-        rows = [each.row() for each in sequences]
-        result = stream.step(unsampled.row(2, sample=False), *rows)
-        entries = result.message.logprobs
+        entries = stream.step(unsampled.row(2, sample=False), *asking).message.logprobs
         expect("rows with log probabilities", [entry.row for entry in entries], [2, 4])
         widths = [len(columns.unpack(entry.token_ids)) for entry in entries]
         expect("entries of each", widths, [3, 2])

@@ -30,7 +30,7 @@ def wished(worker: Worker, prompt: list[int], sizes: list[int], **fields: int) -
     with worker.open() as stream:
         sequence: Sequence = stream.new(prompt, sampling=sampling, **fields)
         results = [stream.step(sequence.row(size, sample=False)) for size in sizes]
-        return [*results, stream.step(sequence.row())]
+        return [*results, stream.step(sequence)]
 
 
 @case("plan", "Position in the prompt of the first token reported, from 1.")
@@ -97,9 +97,8 @@ def those_known_before_are_left_out(worker: Worker) -> None:
 @case("sampling", "The same for prompt tokens. Absent: none.")
 def nothing_is_reported_without_a_request_or_for_output_tokens(worker: Worker) -> None:
     with worker.open() as stream:
-        silent = stream.new(worker.prompt(1))
-        expect("entries unasked", len(stream.step(silent.row()).message.prompt_logprobs), 0)
+        silent = stream.step(stream.new(worker.prompt(1)))
+        expect("entries unasked", len(silent.message.prompt_logprobs), 0)
         sampling = sampler_params(temperature=0.0, prompt_logprobs=0)
-        asking = stream.new(worker.prompt(2), sampling=sampling)
-        stream.step(asking.row())
-        expect("entries of a decode", len(stream.step(asking.row()).message.prompt_logprobs), 0)
+        asking = stream.prefilled(worker.prompt(2), sampling=sampling)
+        expect("entries of a decode", len(stream.step(asking).message.prompt_logprobs), 0)

@@ -4,8 +4,7 @@ from itertools import pairwise
 
 from conformance.assertions import Skipped, expect, expect_true
 from conformance.case import case
-from conformance.generation import Generation
-from conformance.registration_server import LEASE_MS, RegistrationServer
+from conformance.registration_server import LEASE_MS, RegistrationServer, TimedHeartbeat
 from conformance.worker import Worker
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
@@ -19,6 +18,13 @@ def registration_server_of(worker: Worker) -> RegistrationServer:
     if worker.registration_server is None:
         raise Skipped("needs --core-listen and a worker that registers there")
     return worker.registration_server
+
+
+def next_heartbeats(worker: Worker, count: int) -> list[TimedHeartbeat]:
+    """This many heartbeats that arrive from now on."""
+    server = registration_server_of(worker)
+    so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
+    return server.wait_for_heartbeats(so_far + count, worker.timeout_s)[so_far:]
 
 
 @case("scheduler_service", "In the stream's first message only.")
@@ -46,10 +52,7 @@ def the_registration_says_what_get_info_says(worker: Worker) -> None:
 
 @case("scheduler_service", "Time without a heartbeat after which the worker counts as lost")
 def heartbeats_keep_the_lease(worker: Worker) -> None:
-    server = registration_server_of(worker)
-    so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
-    heartbeats = server.wait_for_heartbeats(so_far + NUM_HEARTBEATS, worker.timeout_s)
-    moments = [each.at_s for each in heartbeats[so_far:]]
+    moments = [each.at_s for each in next_heartbeats(worker, NUM_HEARTBEATS)]
     longest_s = max(later - earlier for earlier, later in pairwise(moments))
     expect_true(
         longest_s * 1000 < LEASE_MS,
@@ -59,16 +62,12 @@ def heartbeats_keep_the_lease(worker: Worker) -> None:
 
 @case("scheduler_service", "Steps executed since the process started.")
 def heartbeats_count_steps(worker: Worker) -> None:
-    server = registration_server_of(worker)
-    with worker.open() as stream:
-        stream.generate(stream.new(worker.prompt(1)), 3)
-    so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
-    before = server.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
-    with worker.open() as stream:
-        stream.generate(stream.new(worker.prompt(2)), 5)
-    so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
-    after = server.wait_for_heartbeats(so_far + 2, worker.timeout_s)[-1].heartbeat.num_steps
-    expect("steps counted while 5 were executed", after - before, 5)
+    counts = []
+    for number, num_steps in ((1, 3), (2, 5)):
+        with worker.open() as stream:
+            stream.generate(stream.new(worker.prompt(number)), num_steps)
+        counts.append(next_heartbeats(worker, 2)[-1].heartbeat.num_steps)
+    expect("steps counted while 5 were executed", counts[1] - counts[0], 5)
 
 
 @case("scheduler_service", "STARTING, READY or DRAINING")
@@ -80,22 +79,16 @@ def a_worker_that_serves_says_ready(worker: Worker) -> None:
 @case("scheduler_service", "Finish running sequences and accept no new ones.")
 def a_draining_worker_finishes_running_sequences(worker: Worker) -> None:
     server = registration_server_of(worker)
-    prompt = worker.prompt(1)
-    worker.alone(prompt, 4)  # while new caches can still be made
+    worker.alone(worker.prompt(1), 4)  # while new caches can still be made
     with worker.open() as stream:
-        sequence = stream.new(prompt)
-        first = stream.generate(sequence, 2)
-        so_far = len(server.wait_for_heartbeats(1, worker.timeout_s))
+        sequence = stream.new(worker.prompt(1))
+        stream.generate(sequence, 2)
         server.send(pb.WorkerDirective(drain=pb.Drain()))
         # One heartbeat may have been in flight.
-        states = [
-            each.heartbeat.state
-            for each in server.wait_for_heartbeats(so_far + 2, worker.timeout_s)[so_far:]
-        ]
-        expect("state after the directive", states[-1], status_pb2.WORKER_STATE_DRAINING)
-        rest = stream.generate(sequence, 2)
-    found = Generation([*first.steps, *rest.steps])
-    worker.expect_as_alone("a sequence that ran when the worker was drained", found, prompt)
+        state = next_heartbeats(worker, 2)[-1].heartbeat.state
+        expect("state after the directive", state, status_pb2.WORKER_STATE_DRAINING)
+        stream.generate(sequence, 2)
+    worker.expect_as_alone("a sequence that ran when the worker was drained", sequence)
 
 
 @case("scheduler_service", "Exit.")

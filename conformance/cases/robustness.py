@@ -2,14 +2,12 @@
 
 import grpc
 
-from conformance import columns
 from conformance.assertions import expect
-from conformance.case import case
-from conformance.generation import Generation
+from conformance.case import Alone, case, stream_case
 from conformance.sequence import Sequence, sampler_params
+from conformance.step_stream import StepStream
 from conformance.worker import MAX_NUM_SEQS, Worker
 from pagewire.v1 import plan_pb2
-from pagewire.v1 import worker_service_pb2 as pb
 
 UNKNOWN_FIELD = b"\xfa\x3f\x03abc"
 """Field 1023, of three bytes: what a newer core may send."""
@@ -19,9 +17,7 @@ UNKNOWN_FIELD = b"\xfa\x3f\x03abc"
 def after_a_wrong_plan_a_new_epoch_works(worker: Worker) -> None:
     for _ in range(3):
         with worker.open() as stream:
-            plan = stream.plan()
-            plan.seq_ids = columns.pack([77])
-            stream.send_plan(plan)
+            stream.send_changed(seq_ids=[77])
             stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
     worker.expect_healthy()
 
@@ -32,7 +28,7 @@ def after_a_cancelled_stream_a_new_epoch_works(worker: Worker) -> None:
         with worker.open() as stream:
             sequence = stream.new(worker.prompt(1))
             for _ in range(num_plans):
-                stream.send(sequence.row())
+                stream.send(sequence)
             stream.cancel()
     worker.expect_healthy()
 
@@ -50,65 +46,53 @@ def malformed_bytes_end_only_the_stream(worker: Worker) -> None:
         raw = worker.channel.stream_stream(
             "/pagewire.v1.WorkerService/ExecuteSteps", request_serializer=bytes
         )
-        call = raw(iter([b"\xff\xff\xff\xff"]), timeout=worker.timeout_s)
-        worker.refusal(lambda: list(call))
+        worker.refusal(
+            lambda requests, timeout: list(raw(requests, timeout=timeout)),
+            iter([b"\xff\xff\xff\xff"]),
+        )
     worker.expect_healthy()
 
 
-@case("worker_service", "One plan, or several")
-def fields_of_a_newer_contract_are_ignored(worker: Worker) -> None:
-    prompt = worker.prompt(1)
-    with worker.open() as stream:
-        sequence = stream.new(prompt)
-        rows = [sequence.row()]
-        plan = stream.plan(*rows)
-        plan.MergeFromString(UNKNOWN_FIELD)
-        stream.send_plan(plan, rows)
-        found = Generation([stream.receive().sampled[sequence.seq_id]])
-    worker.expect_as_alone("a plan with an unknown field", found, prompt)
+@stream_case("worker_service", "One plan, or several")
+def fields_of_a_newer_contract_are_ignored(worker: Worker, stream: StepStream) -> Alone:
+    sequence = stream.new(worker.prompt(1))
+    rows = [sequence.row()]
+    plan = stream.plan(*rows)
+    plan.MergeFromString(UNKNOWN_FIELD)
+    stream.send_plan(plan, rows)
+    stream.receive()
+    return {"a plan with an unknown field": sequence}
 
 
-@case("worker_service", "Maximum number of sequences in a step.")
-def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker) -> None:
+@stream_case("worker_service", "Maximum number of sequences in a step.")
+def as_many_sequences_as_were_profiled_fit_into_a_step(worker: Worker, stream: StepStream) -> Alone:
     sampling = sampler_params(temperature=0.0)
-    prompts = [worker.prompt(number, 3) for number in range(MAX_NUM_SEQS)]
-    with worker.open() as stream:
-        sequences = [stream.new(prompt, sampling=sampling) for prompt in prompts]
-        results = [stream.step(*(each.row() for each in sequences)) for _ in range(2)]
-    expect("tokens sampled", len(results[-1].sampled), MAX_NUM_SEQS)
-    for number in (0, MAX_NUM_SEQS - 1):
-        seq_id = sequences[number].seq_id
-        found = Generation([result.sampled[seq_id] for result in results])
-        worker.expect_as_alone("one of many", found, prompts[number], sampling)
+    sequences = [
+        stream.new(worker.prompt(number, 3), sampling=sampling) for number in range(MAX_NUM_SEQS)
+    ]
+    stream.step(*sequences)
+    expect("tokens sampled", len(stream.step(*sequences).sampled), MAX_NUM_SEQS)
+    return {"the first of many": sequences[0], "the last of many": sequences[-1]}
 
 
-@case("plan", "Sequences whose state the worker drops.")
-def many_sequences_are_added_and_forgotten(worker: Worker) -> None:
-    prompt = worker.prompt(1, 4)
-    with worker.open() as stream:
-        blocks = stream.take_blocks(-(-8 // worker.block_size))
-        former: list[Sequence] = []
-        for _ in range(50):
-            sequence = stream.new(prompt, blocks=list(blocks))
-            found = stream.generate(sequence, 2, forget=former)
-            former = [sequence]
-    worker.expect_as_alone("the last of 50 sequences in the same blocks", found, prompt)
+@stream_case("plan", "Sequences whose state the worker drops.")
+def many_sequences_are_added_and_forgotten(worker: Worker, stream: StepStream) -> Alone:
+    blocks = stream.take_blocks(-(-8 // worker.block_size))
+    former: list[Sequence] = []
+    for _ in range(50):
+        sequence = stream.new(worker.prompt(1, 4), blocks=list(blocks))
+        stream.generate(sequence, 2, forget=former)
+        former = [sequence]
+    return {"the last of 50 sequences in the same blocks": sequence}
 
 
-@case("worker_service", "Creates the KV caches and forgets all sequences.")
-def other_calls_may_be_made_during_a_step_stream(worker: Worker) -> None:
-    prompt = worker.prompt(1)
-    with worker.open() as stream:
-        sequence = stream.new(prompt)
-        steps = [stream.step(sequence.row()).sampled[sequence.seq_id]]
-        worker.get_info()
-        list(
-            worker.stub.GetModelAssets(
-                pb.WorkerServiceGetModelAssetsRequest(), timeout=worker.timeout_s
-            )
-        )
-        steps += stream.generate(sequence, 2).steps
-    worker.expect_as_alone("a sequence during other calls", Generation(steps), prompt)
+@stream_case("worker_service", "Creates the KV caches and forgets all sequences.")
+def other_calls_may_be_made_during_a_step_stream(worker: Worker, stream: StepStream) -> Alone:
+    sequence = stream.prefilled(worker.prompt(1))
+    worker.get_info()
+    list(worker.model_assets())
+    stream.generate(sequence, 2)
+    return {"a sequence during other calls": sequence}
 
 
 @case("plan", "The stream's fencing number, the same in all its plans.")
