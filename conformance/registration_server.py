@@ -40,7 +40,7 @@ class RegistrationServer:
     def __init__(self, address: str, credentials: Credentials = NO_CREDENTIALS) -> None:
         """Raises RuntimeError if the address cannot be listened on."""
         self._changed = threading.Condition()
-        self._registration: Registration | None = None
+        self._registration = Registration()
         self._directives: queue.SimpleQueue[pb.WorkerDirective | None] = queue.SimpleQueue()
         self._server = grpc.server(
             futures.ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)]
@@ -78,23 +78,16 @@ class RegistrationServer:
     def wait_for_heartbeats(self, count: int, timeout_s: float) -> list[TimedHeartbeat]:
         """All heartbeats so far, once there are `count`."""
         with self._changed:
-            enough = self._changed.wait_for(
-                lambda: (
-                    self._registration is not None and len(self._registration.heartbeats) >= count
-                ),
-                timeout_s,
-            )
-            got = 0 if self._registration is None else len(self._registration.heartbeats)
-            if not enough or self._registration is None:
-                fail(f"expected {count} heartbeats within {timeout_s:g} s, got {got}")
-            return list(self._registration.heartbeats)
+            self._changed.wait_for(lambda: len(self._registration.heartbeats) >= count, timeout_s)
+            heartbeats = list(self._registration.heartbeats)
+        if len(heartbeats) < count:
+            fail(f"expected {count} heartbeats within {timeout_s:g} s, got {len(heartbeats)}")
+        return heartbeats
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Whether the worker's stream ends in time."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._registration is not None and self._registration.has_ended, timeout_s
-            )
+            return self._changed.wait_for(lambda: self._registration.has_ended, timeout_s)
 
     def send(self, directive: pb.WorkerDirective) -> None:
         """Send a directive to the worker."""

@@ -12,7 +12,7 @@ import grpc
 
 from conformance import columns
 from conformance.assertions import Failed, expect, expect_true, fail
-from conformance.generation import Generation, Sampled, sampled
+from conformance.generation import Sampled, sampled
 from conformance.sequence import Row, Sequence
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
@@ -261,12 +261,15 @@ class StepStream:
         self.send(*planned, **fields)
         return self.receive()
 
-    def generate(self, sequence: Sequence, num_tokens: int, **fields: Any) -> Generation:
-        """Compute the rest of a sequence, then decode; `fields` are set in the first plan."""
+    def generate(self, sequence: Sequence, num_tokens: int, **fields: Any) -> Sequence:
+        """Compute the rest of a sequence, then decode; `fields` are set in the first plan.
+
+        Returns the sequence, which holds what it sampled.
+        """
         self.step(sequence, **fields)
         for _ in range(num_tokens - 1):
             self.step(sequence)
-        return Generation(sequence.sampled[-num_tokens:])
+        return sequence
 
     def refusal(self) -> Refusal:
         """The error that ends the stream; no result may precede it."""

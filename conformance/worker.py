@@ -157,7 +157,7 @@ class Worker:
         if key not in self._alone:
             with self.open() as session:
                 sequence = session.new(prompt, sampling=sampling, choice_index=choice_index)
-                self._alone[key] = session.generate(sequence, num_tokens)
+                self._alone[key] = Generation(session.generate(sequence, num_tokens).sampled)
         return self._alone[key]
 
     def expect_as_alone(self, what: str, sequence: Sequence) -> None:

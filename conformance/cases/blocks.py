@@ -34,8 +34,7 @@ def a_table_grows_by_block_updates(worker: Worker) -> None:
 
 @stream_case("plan", "sets that entry")
 def an_entry_may_be_replaced_once_its_block_was_copied(worker: Worker, stream: StepStream) -> Alone:
-    sequence = stream.new(worker.prompt(2))
-    stream.generate(sequence, 2)
+    sequence = stream.generate(stream.new(worker.prompt(2)), 2)
     index = len(sequence.blocks) - 1
     source, target = sequence.blocks[index], stream.take_blocks(1)[0]
     sequence.blocks[index] = target

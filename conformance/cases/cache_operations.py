@@ -4,7 +4,7 @@ import grpc
 
 from conformance.assertions import expect_true, fail
 from conformance.case import Alone, case, refusal_case, stream_case
-from conformance.generation import first_difference
+from conformance.generation import Generation, first_difference
 from conformance.sequence import Sequence
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
@@ -19,19 +19,15 @@ def another_sequences_blocks_serve_as_a_prefix(worker: Worker) -> None:
     for number in range(NUM_PROMPTS):
         prompt = worker.prompt(number)
         with worker.open() as stream:
-            first = stream.new(prompt)
-            stream.generate(first, 2)
-            second = stream.borrowed(prompt, first.blocks)
-            stream.generate(second, 3)
+            first = stream.generate(stream.new(prompt), 2)
+            second = stream.generate(stream.borrowed(prompt, first.blocks), 3)
         worker.expect_as_alone("a sequence with a cached prefix", second)
 
 
 @stream_case("plan", CACHED_PREFIX)
 def a_prefix_serves_after_its_sequence_is_forgotten(worker: Worker, stream: StepStream) -> Alone:
-    first = stream.new(worker.prompt(1))
-    stream.generate(first, 2)
-    second = stream.borrowed(worker.prompt(1), first.blocks)
-    stream.generate(second, 3, forget=[first])
+    first = stream.generate(stream.new(worker.prompt(1)), 2)
+    second = stream.generate(stream.borrowed(worker.prompt(1), first.blocks), 3, forget=[first])
     return {"a sequence with a cached prefix": second}
 
 
@@ -53,7 +49,9 @@ def the_blocks_contents_matter(worker: Worker) -> None:
                 )
                 differences += 1
                 continue
-        differences += first_difference(found, worker.alone(prompt, 3), exact=False) is not None
+        expected = worker.alone(prompt, 3)
+        changed = first_difference(Generation(found.sampled), expected, exact=False)
+        differences += changed is not None
     if differences == 0:
         fail(
             f"none of {NUM_PROMPTS} sequences changed when given the blocks of another prompt:"
@@ -79,8 +77,7 @@ def a_copied_block_holds_what_its_source_held(worker: Worker) -> None:
             companion = stream.new(worker.prompt(41))
             stream.step(companion, forget=[first])
             overwrite(stream, worker, first.blocks, companion)
-            second = stream.borrowed(prompt, targets)
-            stream.generate(second, 3)
+            second = stream.generate(stream.borrowed(prompt, targets), 3)
         worker.expect_as_alone("a sequence in copies of its blocks", second)
 
 
@@ -100,10 +97,8 @@ def a_copys_target_may_be_another_copys_source(worker: Worker, stream: StepStrea
     ours, theirs = first.blocks[:count], second.blocks[:count]
     stream.step(companion, forget=[first, second])
     stream.step(companion, copy=zip(ours + theirs, theirs + ours, strict=True))
-    found = stream.borrowed(worker.prompt(1), theirs)
-    stream.generate(found, 3)
-    other = stream.borrowed(worker.prompt(2), ours)
-    stream.generate(other, 3)
+    found = stream.generate(stream.borrowed(worker.prompt(1), theirs), 3)
+    other = stream.generate(stream.borrowed(worker.prompt(2), ours), 3)
     return {
         "the first of two that changed places": found,
         "the second of two that changed places": other,

@@ -22,8 +22,7 @@ def new_caches_end_the_stream_of_the_older_epoch(worker: Worker, stream: StepStr
 def a_stream_of_a_greater_epoch_ends_the_older_one(worker: Worker, older: StepStream) -> Alone:
     older.prefilled(worker.prompt(2))
     with worker.stream(worker.next_epoch()) as newer:
-        sequence = newer.new(worker.prompt(1))
-        newer.generate(sequence, 2)
+        sequence = newer.generate(newer.new(worker.prompt(1)), 2)
         older.refusal().expect(grpc.StatusCode.ABORTED)
     return {"the stream that took over": sequence}
 
@@ -36,8 +35,7 @@ def other_stream_is_refused(
     with worker.stream(epoch) as other:
         other.send(other.new(worker.prompt(1)))
         other.refusal().expect(code)
-    sequence = stream.new(worker.prompt(2))
-    stream.generate(sequence, 2)
+    sequence = stream.generate(stream.new(worker.prompt(2)), 2)
     return {"the stream that holds, after the other one's try": sequence}
 
 
@@ -85,7 +83,6 @@ def a_cancelled_stream_leaves_no_sequences(worker: Worker) -> None:
         former = broken.prefilled(worker.prompt(1))
         broken.cancel()
     with worker.stream(worker.next_epoch()) as stream:
-        sequence = stream.new(worker.prompt(2), seq_id=former.seq_id)
-        stream.generate(sequence, 2)
+        sequence = stream.generate(stream.new(worker.prompt(2), seq_id=former.seq_id), 2)
         expect("its id", stream.step_id, 2)
     worker.expect_as_alone("a sequence under the same id", sequence)

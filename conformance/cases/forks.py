@@ -2,7 +2,7 @@
 
 from conformance.assertions import expect, expect_true
 from conformance.case import Alone, case, refusal_case, stream_case
-from conformance.generation import expect_same
+from conformance.generation import Generation, expect_same
 from conformance.sequence import sampler_params
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
@@ -45,8 +45,7 @@ def forks_draw_for_themselves(worker: Worker, stream: StepStream) -> Alone:
 def a_fork_with_its_own_rows_continues_where_its_parent_stands(
     worker: Worker, stream: StepStream
 ) -> Alone:
-    parent = stream.new(worker.prompt(3), sampling=SAMPLING)
-    stream.generate(parent, 2)
+    parent = stream.generate(stream.new(worker.prompt(3), sampling=SAMPLING), 2)
     fork, copy = stream.fork_with_last_block(parent, sampling=SAMPLING)
     stream.step(parent, fork, copy=copy)
     stream.step(fork)
@@ -57,15 +56,15 @@ def a_fork_with_its_own_rows_continues_where_its_parent_stands(
 def a_forks_own_tokens_follow_its_parents(worker: Worker) -> None:
     prompt, extra = worker.prompt(4), worker.prompt(5, 3)
     with worker.open() as stream:
-        parent = stream.new(prompt, sampling=SAMPLING)
-        stream.generate(parent, 2)
+        parent = stream.generate(stream.new(prompt, sampling=SAMPLING), 2)
         fork, copy = stream.fork_with_last_block(parent, extra, sampling=SAMPLING)
-        found = stream.generate(fork, 2, copy=copy)
+        stream.generate(fork, 2, copy=copy)
         tokens = fork.tokens[: len(prompt) + 2 + len(extra)]
     expect("tokens of the fork", tokens[-3:], extra)
     with worker.open() as stream:
         told = stream.new(tokens, num_prompt_tokens=len(prompt), sampling=SAMPLING)
-        expected = stream.generate(told, 2)
+        stream.generate(told, 2)
+    found, expected = Generation(fork.sampled), Generation(told.sampled)
     exact = worker.info.model.batch_invariant
     expect_same("a fork with tokens of its own", found, expected, exact=exact)
 

@@ -81,8 +81,7 @@ def a_draining_worker_finishes_running_sequences(worker: Worker) -> None:
     server = registration_server_of(worker)
     worker.alone(worker.prompt(1), 4)  # while new caches can still be made
     with worker.open() as stream:
-        sequence = stream.new(worker.prompt(1))
-        stream.generate(sequence, 2)
+        sequence = stream.generate(stream.new(worker.prompt(1)), 2)
         server.send(pb.WorkerDirective(drain=pb.Drain()))
         # One heartbeat may have been in flight.
         state = next_heartbeats(worker, 2)[-1].heartbeat.state

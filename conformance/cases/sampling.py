@@ -25,8 +25,7 @@ def a_seeded_sequence_repeats_itself(worker: Worker) -> None:
     prompt, sampling = worker.prompt(1), sampler_params(seed=SEED)
     expected = worker.alone(prompt, 6, sampling)
     with worker.open() as stream:
-        sequence = stream.new(prompt, sampling=sampling)
-        stream.generate(sequence, 6)
+        sequence = stream.generate(stream.new(prompt, sampling=sampling), 6)
     worker.expect_as_alone("the sequence with the same seed", sequence)
     expect("number of tokens", len(expected.steps), 6)
 

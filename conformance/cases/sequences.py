@@ -45,8 +45,7 @@ def forgetting_an_unknown_sequence_is_refused(worker: Worker, stream: StepStream
 @stream_case("plan", "Order: forget sequences, swap out, swap in, copy, take in new sequences")
 def an_id_may_be_forgotten_and_reused_in_one_plan(worker: Worker, stream: StepStream) -> Alone:
     first = stream.prefilled(worker.prompt(1))
-    second = stream.new(worker.prompt(2), seq_id=first.seq_id)
-    stream.generate(second, 3, forget=[first])
+    second = stream.generate(stream.new(worker.prompt(2), seq_id=first.seq_id), 3, forget=[first])
     return {"the second sequence of the id": second}
 
 
@@ -63,9 +62,7 @@ def a_sequence_id_of_0_is_refused(worker: Worker, stream: StepStream) -> None:
 
 @stream_case("plan", "positive, below 2^31")
 def the_greatest_sequence_id_works(worker: Worker, stream: StepStream) -> Alone:
-    sequence = stream.new(worker.prompt(1), seq_id=2**31 - 1)
-    stream.generate(sequence, 2)
-    return {"sequence 2^31 - 1": sequence}
+    return {"sequence 2^31 - 1": stream.generate(stream.new(worker.prompt(1), seq_id=2**31 - 1), 2)}
 
 
 @case("model", "token ids are less than this.")

@@ -46,8 +46,7 @@ def a_cache_for_an_older_epoch_is_refused(worker: Worker) -> None:
         for epoch in (stream.epoch, stream.epoch - 1, 0):
             request = worker.cache_request(epoch)
             worker.refusal(worker.stub.InitializeCache, request).expect(grpc.StatusCode.ABORTED)
-        sequence = stream.new(worker.prompt(1))
-        stream.generate(sequence, 2)
+        sequence = stream.generate(stream.new(worker.prompt(1)), 2)
     worker.expect_as_alone("the stream of the epoch that holds", sequence)
 
 
@@ -68,8 +67,7 @@ def a_cache_may_be_smaller_than_what_fits(worker: Worker) -> None:
     request = pb.InitializeCacheRequest(num_gpu_blocks=num_blocks, epoch=epoch)
     worker.stub.InitializeCache(request, timeout=worker.timeout_s)
     with worker.stream(epoch) as stream:
-        sequence = stream.new(prompt)
-        stream.generate(sequence, 2)
+        sequence = stream.generate(stream.new(prompt), 2)
         stream.send(stream.new(worker.prompt(2), blocks=[num_blocks]))
         stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences", "block")
     worker.expect_as_alone("a sequence that fills the cache", sequence)

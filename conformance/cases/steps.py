@@ -8,7 +8,7 @@ from conformance.worker import Worker
 
 @stream_case("plan", "The sampled token of each sampling row, in row order")
 def a_prefill_and_decodes_return_one_token_each(worker: Worker, stream: StepStream) -> None:
-    tokens = stream.generate(stream.new(worker.prompt(1)), 5).tokens
+    tokens = stream.generate(stream.new(worker.prompt(1)), 5).output
     wrong = [token for token in tokens if not 0 <= token < worker.vocab_size]
     expect("tokens outside the vocabulary", wrong, [])
 
@@ -17,8 +17,7 @@ def a_prefill_and_decodes_return_one_token_each(worker: Worker, stream: StepStre
 def the_same_sequence_gives_the_same_tokens(worker: Worker) -> None:
     expected = worker.alone(worker.prompt(1), 6)
     with worker.open() as stream:
-        sequence = stream.new(worker.prompt(1))
-        stream.generate(sequence, 6)
+        sequence = stream.generate(stream.new(worker.prompt(1)), 6)
     worker.expect_as_alone("the sequence once more", sequence)
     expect("number of tokens", len(expected.tokens), 6)
 
@@ -57,10 +56,8 @@ def a_row_that_does_not_sample_appends_nothing(worker: Worker, stream: StepStrea
 def a_recomputed_sequence_continues_as_before(worker: Worker) -> None:
     for number in range(2):
         with worker.open() as stream:
-            first = stream.new(worker.prompt(number))
-            stream.generate(first, 3)
-            again = stream.resumed(first)
-            stream.generate(again, 3, forget=[first])
+            first = stream.generate(stream.new(worker.prompt(number)), 3)
+            again = stream.generate(stream.resumed(first), 3, forget=[first])
         worker.expect_as_alone("prompt and output computed again", again)
 
 

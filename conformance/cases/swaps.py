@@ -17,8 +17,7 @@ def require_host_blocks(stream: StepStream, count: int) -> None:
 def blocks_come_back_from_the_host_as_they_were(worker: Worker) -> None:
     for number in range(NUM_PROMPTS):
         with worker.open() as stream:
-            first = stream.new(worker.prompt(number))
-            stream.generate(first, 3)
+            first = stream.generate(stream.new(worker.prompt(number)), 3)
             count = len(first.blocks)
             require_host_blocks(stream, count)
             host = [stream.num_cpu_blocks - 1 - index for index in range(count)]
@@ -51,12 +50,10 @@ def a_block_swapped_out_may_be_written_in_the_same_step(
     out = zip(first.blocks[:count], other_host, strict=True)
     back_in = zip(parked, first.blocks[:count], strict=True)
     stream.step(companion, forget=[first], swap_out=out, swap_in=back_in)
-    found = stream.borrowed(worker.prompt(2), first.blocks[:count])
-    stream.generate(found, 3)
+    found = stream.generate(stream.borrowed(worker.prompt(2), first.blocks[:count]), 3)
     back = stream.take_blocks(count)
     stream.step(companion, swap_in=zip(other_host, back, strict=True))
-    other = stream.borrowed(worker.prompt(1), back)
-    stream.generate(other, 3)
+    other = stream.generate(stream.borrowed(worker.prompt(1), back), 3)
     return {"the sequence swapped in": found, "the sequence swapped out": other}
 
 
@@ -73,19 +70,16 @@ def a_block_may_be_swapped_out_before_a_copy_overwrites_it(
     stream.step(companion, forget=[first, second])
     out, copy = zip(ours, range(count), strict=True), zip(theirs, ours, strict=True)
     stream.step(companion, swap_out=out, copy=copy)
-    copied = stream.borrowed(worker.prompt(2), ours)
-    stream.generate(copied, 3)
+    copied = stream.generate(stream.borrowed(worker.prompt(2), ours), 3)
     back = stream.take_blocks(count)
     stream.step(companion, swap_in=zip(range(count), back, strict=True))
-    found = stream.borrowed(worker.prompt(1), back)
-    stream.generate(found, 3)
+    found = stream.generate(stream.borrowed(worker.prompt(1), back), 3)
     return {"the sequence swapped out first": found, "the sequence copied over it": copied}
 
 
 @stream_case("plan", "A step with cache operations may have no rows.")
 def a_step_without_rows_moves_blocks(worker: Worker, stream: StepStream) -> Alone:
-    first = stream.new(worker.prompt(1))
-    stream.generate(first, 2)
+    first = stream.generate(stream.new(worker.prompt(1)), 2)
     count = len(first.blocks)
     require_host_blocks(stream, count)
     out = stream.step(forget=[first], swap_out=zip(first.blocks, range(count), strict=True))
@@ -109,8 +103,7 @@ def a_swap_in_reads_what_its_own_step_swapped_out(worker: Worker, stream: StepSt
     stream.step(companion, swap_out=out, swap_in=zip(range(count), back, strict=True))
     stream.step(companion, forget=[first])
     overwrite(stream, worker, first.blocks, companion)
-    found = stream.borrowed(prompt, back)
-    stream.generate(found, 3)
+    found = stream.generate(stream.borrowed(prompt, back), 3)
     return {"a sequence swapped out and in by one step": found}
 
 
@@ -123,8 +116,7 @@ def a_block_may_be_read_while_it_is_swapped_out(worker: Worker, stream: StepStre
     stream.generate(first, 3, swap_out=zip(first.blocks[:count], range(count), strict=True))
     back = stream.take_blocks(count)
     stream.step(forget=[first], swap_in=zip(range(count), back, strict=True))
-    found = stream.borrowed(prompt, back)
-    stream.generate(found, 3)
+    found = stream.generate(stream.borrowed(prompt, back), 3)
     return {
         "a sequence during its swap-out": first,
         "a sequence with the blocks swapped out then": found,
@@ -164,7 +156,6 @@ def a_host_block_is_reusable_in_the_next_step(worker: Worker, stream: StepStream
         stream.send(swap_in=zip(host, blocks, strict=True))
     stream.receive_all()
     for number, blocks in enumerate(targets, start=1):
-        again = stream.borrowed(worker.prompt(number), blocks)
-        stream.generate(again, 3)
+        again = stream.generate(stream.borrowed(worker.prompt(number), blocks), 3)
         found[f"sequence {number} in these host blocks"] = again
     return found
