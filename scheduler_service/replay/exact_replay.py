@@ -84,7 +84,7 @@ class ExactReplay:
         except Exception as error:  # whatever it is, it must be the one that was recorded
             raised = self._outcomes.of_error(error)
         plan = returned if isinstance(returned, StepPlan) else None
-        chain = self._chain(returned)
+        chain = self._outcomes.chain_with(returned)
         if entry.do == "take_outboxes":
             self._compare_outputs(entry, chain, returned or {})
         elif chain != entry.chain or _class_of(raised) != _class_of(entry.raised):
@@ -98,13 +98,6 @@ class ExactReplay:
             if self._started_at is None:
                 self._started_at = entry.now
             self.summary.seconds = entry.now - self._started_at
-
-    def _chain(self, returned: Any) -> str | None:
-        if not returned:
-            return None
-        if isinstance(returned, StepPlan):
-            return self._outcomes.of_plan(returned)
-        return self._outcomes.of_outputs(returned)
 
     def _compare_outputs(self, entry: Entry, chain: str | None, outputs: FrontendOutputs) -> None:
         if self._hashes_messages and any(each.requests_failed for each in outputs.values()):

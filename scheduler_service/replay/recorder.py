@@ -86,12 +86,10 @@ class RecordingCore(SchedulerCore):
             data[name] = encode(arguments[name])
         if error is not None:
             data["raised"] = self._outcomes.of_error(error)
-        if isinstance(returned, StepPlan):
-            data["chain"] = self._outcomes.of_plan(returned)
-            if self._with_plans:
-                data["plan"] = self._codec.encode(StepPlan, returned)
-        elif returned:
-            data["chain"] = self._outcomes.of_outputs(returned)
+        if (chain := self._outcomes.chain_with(returned)) is not None:
+            data["chain"] = chain
+        if self._with_plans and isinstance(returned, StepPlan):
+            data["plan"] = self._codec.encode(StepPlan, returned)
         return to_text(data)
 
 
