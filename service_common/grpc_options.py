@@ -27,18 +27,16 @@ MAX_RECONNECT_BACKOFF_MS = 500
 Options = list[tuple[str, Any]]
 
 
-def keepalive_options(
-    interval_ms: int = KEEPALIVE_MS, timeout_ms: int = KEEPALIVE_TIMEOUT_MS
-) -> Options:
+def keepalive_options() -> Options:
     """Options by which each end of a connection detects that the other is dead or unreachable.
 
     After `keepalive_timeout_ms` without an answer, gRPC closes a connection only if the ping's own
     timeout is not longer, which is a minute by default.
     """
     return [
-        ("grpc.keepalive_time_ms", interval_ms),
-        ("grpc.keepalive_timeout_ms", timeout_ms),
-        ("grpc.http2.ping_timeout_ms", timeout_ms),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
