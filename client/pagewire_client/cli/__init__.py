@@ -5,7 +5,8 @@
 | `app` | the subcommands together; errors as one line and an exit code |
 | `serve`, `demo` | a deployment on this machine; one that shows the embedded model and ends |
 | `generate`, `chat` | one answer; a conversation |
-| `status` | `status` and `health`: how a deployment, or one service, is doing |
+| `status` | how a deployment is doing |
+| `health` | whether one service serves, for health checks |
 | `top`, `top_screen` | the same, live and block by block |
 | `drain` | takes a worker group out of service |
 | `key` | makes API keys |
@@ -17,6 +18,7 @@
 Answers go to standard output, everything else to standard error.
 """
 
+import os
 import sys
 
 EXIT_INTERRUPTED = 130
@@ -24,8 +26,15 @@ EXIT_INTERRUPTED = 130
 
 def main() -> None:
     """Run the command that the arguments name."""
+    # gRPC's core writes of each closed connection to stderr, in a format of its own. Services that
+    # are started from here inherit the variable.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Ctrl-C may be pressed while the commands are still being imported.
     try:
+        if sys.argv[1:2] == ["health"]:  # without importing the other commands
+            from pagewire_client.cli import health
+
+            sys.exit(health.main(sys.argv[2:]))
         from pagewire_client.cli.app import run
 
         run()

@@ -15,7 +15,7 @@ from pagewire_client.cli.drain import drain
 from pagewire_client.cli.generate import generate
 from pagewire_client.cli.key import key
 from pagewire_client.cli.serve import serve
-from pagewire_client.cli.status import health, status
+from pagewire_client.cli.status import status
 from pagewire_client.cli.top import top
 from pagewire_client.errors import LocalServiceError, NotAuthorized, PagewireError, Unavailable
 
@@ -48,7 +48,7 @@ def pagewire(
     """Serve large language models, and talk with them."""
 
 
-for command in (serve, generate, chat, status, top, drain, bench, health, demo):
+for command in (serve, generate, chat, status, top, drain, bench, demo):
     app.command()(command)
 app.add_typer(key, name="key")
 for role in (
@@ -57,6 +57,7 @@ for role in (
     services.worker,
     services.conformance,
     services.replay,
+    services.health,
 ):
     app.command(
         add_help_option=False,

@@ -1,4 +1,5 @@
-"""Pagewire's other programs: each command becomes `python -m …` with the same arguments."""
+"""Pagewire's other programs: each command becomes `python -m …` with the same arguments, or reads
+its arguments itself."""
 
 import os
 import sys
@@ -6,6 +7,7 @@ from typing import NoReturn
 
 import typer
 
+from pagewire_client.cli import health as health_check
 from pagewire_client.local import service_commands
 
 
@@ -36,6 +38,11 @@ def replay(context: typer.Context) -> None:
     """Replay a recorded schedule, without workers."""
     service_commands.require("replay")
     _become("replay", context.args)
+
+
+def health(context: typer.Context) -> None:
+    """Check whether a service can serve requests: exit code 0 if so, 1 if not."""
+    raise typer.Exit(health_check.main(context.args))
 
 
 def _become(service: str, arguments: list[str]) -> NoReturn:

@@ -1,5 +1,4 @@
-"""`pagewire status`: queues, workers and memory of a deployment; `pagewire health`: whether one
-service serves, for container health checks."""
+"""`pagewire status`: queues, workers and memory of a deployment."""
 
 import json
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ from rich.table import Table
 from pagewire.v1.status_pb2 import EngineStatus, WorkerGroupStatus, WorkerState
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, Connection, with_options
-from pagewire_client.connection import check_address
-from pagewire_client.local.health import why_not_serving
 
 
 @with_options(connection=CONNECTION)
@@ -113,17 +110,3 @@ def _as_dict(snapshot: EngineStatus) -> dict[str, Any]:
     return MessageToDict(
         snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-
-
-def health(
-    address: Annotated[str, typer.Argument(help="HOST:PORT or unix:PATH of any service.")],
-    timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = 3.0,
-    service: Annotated[
-        str, typer.Option(help="A gRPC service, or `liveness` for whether the process responds.")
-    ] = "",
-) -> None:
-    """Check whether a service can serve requests: exit code 0 if so, 1 if not."""
-    check_address(address)
-    reason = why_not_serving(address, timeout, service)
-    terminal.write("serving\n" if reason is None else f"not serving: {reason}\n")
-    raise typer.Exit(code=0 if reason is None else 1)

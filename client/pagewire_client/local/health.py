@@ -4,6 +4,7 @@ import socket
 
 import grpc
 
+from pagewire_client.connection import TlsOptions
 from pagewire_client.errors import in_words
 
 # HealthCheckResponse{status: SERVING}: field 1, varint 1. For two bytes the client need not
@@ -19,9 +20,16 @@ def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
     return why_not_serving(address, timeout_s, service) is None
 
 
-def why_not_serving(address: str, timeout_s: float = 1.0, service: str = "") -> str | None:
+def why_not_serving(
+    address: str, timeout_s: float = 1.0, service: str = "", tls: TlsOptions | None = None
+) -> str | None:
     """Why the service at `address` is not serving, for the user; None if it is."""
-    with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
+    options = [("grpc.enable_http_proxy", 0)]
+    with (
+        grpc.insecure_channel(address, options)
+        if tls is None
+        else grpc.secure_channel(address, tls.credentials(), options)
+    ) as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
             answer = check(_request(service), timeout=timeout_s)

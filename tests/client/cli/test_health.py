@@ -1,7 +1,12 @@
 """`pagewire health`: the standard health protocol, of a whole server or of one service."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
 import grpc
 import pytest
@@ -9,10 +14,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
 from pagewire_client.cli.app import app
+from tests.support.certificates import Authority
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
+@contextmanager
+def server(credentials: grpc.ServerCredentials | None = None) -> Iterator[str]:
     """A server that lives, but has nothing to serve."""
     statuses = health_pb2.HealthCheckResponse
     servicer = health.HealthServicer()
@@ -20,10 +26,19 @@ def address() -> Iterator[str]:
     servicer.set("liveness", statuses.SERVING)
     server = grpc.server(ThreadPoolExecutor(1))
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    if credentials is None:
+        port = server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = server.add_secure_port("127.0.0.1:0", credentials)
     server.start()
     yield f"127.0.0.1:{port}"
     server.stop(None).wait()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with server() as address:
+        yield address
 
 
 @pytest.mark.parametrize(
@@ -54,4 +69,41 @@ def test_nobody_there_is_not_healthy(address: str, where: str) -> None:
 def test_what_is_no_address_is_told_so() -> None:
     run = CliRunner().invoke(app, ["health", "nonsense"])
     assert run.exit_code == 1
-    assert "address must be HOST:PORT or unix:PATH" in str(run.exception)
+    assert "error: address must be HOST:PORT or unix:PATH" in run.stderr
+
+
+def test_a_service_with_tls_is_asked_with_tls(tmp_path: Path) -> None:
+    authority = Authority(tmp_path, "authority")
+    issued = authority.issue("server", "127.0.0.1")
+    pair = (issued.key.read_bytes(), issued.cert.read_bytes())
+    roots = authority.cert.read_bytes()
+    credentials = grpc.ssl_server_credentials([pair], roots, require_client_auth=True)
+    client = ["--tls-ca", str(authority.cert), "--tls-cert", str(issued.cert)]
+    client += ["--tls-key", str(issued.key), "--service", "liveness"]
+    with server(credentials) as address:
+        run = CliRunner().invoke(app, ["health", *client, address])
+        assert (run.exit_code, run.output) == (0, "serving\n")
+        run = CliRunner().invoke(app, ["health", "--service", "liveness", address])
+        assert run.exit_code == 1
+    run = CliRunner().invoke(app, ["health", "--tls-ca", "/nowhere.pem", address])
+    assert run.exit_code == 1
+    assert "/nowhere.pem" in run.stderr
+
+
+def test_a_check_imports_no_other_command(address: str) -> None:
+    script = (
+        "import sys; sys.argv = ['pagewire', 'health', '--service', 'liveness', sys.argv[1]]\n"
+        "from pagewire_client.cli import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code == 0\n"
+        "heavy = {'typer', 'rich', 'numpy', 'pagewire_client.client', 'pagewire_client.cli.app'}\n"
+        "print(sorted(heavy & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, address],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("serving\n[]\n", "")

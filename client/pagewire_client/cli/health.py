@@ -1,0 +1,66 @@
+"""`pagewire health`: whether one service serves.
+
+Containers are checked by it every few seconds, so it imports neither the other commands nor typer:
+most of its CPU time is the import of grpc.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions, check_address
+from pagewire_client.local.health import why_not_serving
+
+_TRUE = ("1", "true", "t", "yes", "y", "on")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check whether a service can serve requests: returns the exit code, 0 if so, 1 if not."""
+    options = _parser().parse_args(arguments)
+    files = (options.tls_ca, options.tls_cert, options.tls_key)
+    try:
+        check_address(options.address)
+        tls = None
+        if options.tls or any(files):
+            tls = TlsOptions(
+                root_certificates=options.tls_ca,
+                certificate_chain=options.tls_cert,
+                private_key=options.tls_key,
+            )
+        reason = why_not_serving(options.address, options.timeout, options.service, tls)
+    except (OSError, ValueError) as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    sys.stdout.write("serving\n" if reason is None else f"not serving: {reason}\n")
+    return 0 if reason is None else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagewire health", description=main.__doc__)
+    parser.add_argument(
+        "address",
+        nargs="?",
+        default=DEFAULT_ADDRESS,
+        help=f"HOST:PORT or unix:PATH of any service; default: {DEFAULT_ADDRESS}",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=3.0, help="seconds to wait for an answer; default: 3"
+    )
+    parser.add_argument(
+        "--service", default="", help="a gRPC service, or liveness for whether the process responds"
+    )
+    parser.add_argument(
+        "--tls",
+        action="store_true",
+        default=os.environ.get("PAGEWIRE_TLS", "").lower() in _TRUE,
+        help="use TLS; variable: PAGEWIRE_TLS",
+    )
+    for name, what in (
+        ("ca", "certificates (PEM) that may sign the server's"),
+        ("cert", "this client's certificate (PEM)"),
+        ("key", "that certificate's key (PEM)"),
+    ):
+        parser.add_argument(f"--tls-{name}", type=Path, metavar="FILE", help=what)
+    return parser
