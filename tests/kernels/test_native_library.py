@@ -81,6 +81,10 @@ def test_a_flag_that_the_compiler_lacks_costs_one_instruction_set(
     built, failed = build.build(cxx)
     assert failed == ["avx512_bf16"]
     assert [path.name for path in built] == ["libpagewire_avx2.so", "libpagewire_avx512.so"]
+    kept = built[0].stat().st_mtime_ns
+    assert build.build(cxx)[0] == built
+    assert built[0].stat().st_mtime_ns == kept, "its sources are the same"
+    built[0].unlink()
     monkeypatch.setattr(build, "INSTRUCTION_SETS", {"avx2": ["-march=of-the-future"]})
     with pytest.raises(subprocess.CalledProcessError):
         build.build(cxx)

@@ -55,7 +55,7 @@ def digest() -> str:
 
 
 def build(cxx: str) -> tuple[list[Path], list[str]]:
-    """Compile one library per instruction set.
+    """Compile one library per instruction set; one that was compiled from these sources is kept.
 
     Returns the libraries' paths, and the instruction sets that this compiler cannot build for: GCC
     before 11 does not know x86-64-v4, for instance. What an earlier call built for one of these is
@@ -63,12 +63,15 @@ def build(cxx: str) -> tuple[list[Path], list[str]]:
     """
     LIBRARIES.mkdir(exist_ok=True)
     compilations = []
+    built, failed = [], []
     for name, options in INSTRUCTION_SETS.items():
         target = library_path(name)
+        if target.exists() and digest().encode() in target.read_bytes():
+            built.append(target)
+            continue
         unfinished = target.with_suffix(f".{os.getpid()}")
         process = subprocess.Popen(command(cxx, options, unfinished))
         compilations.append((name, process, unfinished, target))
-    built, failed = [], []
     for name, process, unfinished, target in compilations:
         if process.wait() == 0:
             unfinished.replace(target)
