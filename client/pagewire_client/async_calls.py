@@ -14,7 +14,12 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import errors
 from pagewire_client.batch import Batch, OnProgress, Send
-from pagewire_client.connection import Connections, trace_metadata
+from pagewire_client.connection import (
+    MAX_OPEN_REQUESTS,
+    Connections,
+    OpenRequests,
+    trace_metadata,
+)
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
@@ -26,9 +31,15 @@ T = TypeVar("T")
 class AsyncCaller:
     """Makes calls on whichever frontend answers."""
 
-    def __init__(self, connections: Connections[grpc.aio.Channel], policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        connections: Connections[grpc.aio.Channel],
+        policy: RetryPolicy,
+        max_connections: int,
+    ) -> None:
         self.connections = connections
         self.policy = policy
+        self.open_requests = OpenRequests(max_connections * MAX_OPEN_REQUESTS)
 
     async def unary(self, method: str, request: Any, timeout: float | None) -> Any:
         """The answer to a call of `method`."""
@@ -102,16 +113,18 @@ class AsyncCaller:
         attempt: Callable[[InferenceServiceStub], AsyncGenerator[T, None]],
         delay_after: Callable[[errors.PagewireError], float],
         cancelled: AsyncEvent,
+        connection: int = 0,
     ) -> AsyncGenerator[T, None]:
         """What `attempt` yields, repeated on the next address while `delay_after` allows it.
 
         Stops without an error once `cancelled` is set.
         """
         while not cancelled.is_set():
-            address, stub = self.connections.current()
+            address, stub = self.connections.current(connection)
             try:
                 async with contextlib.aclosing(attempt(stub)) as items:
                     async for item in items:
+                        self.connections.note(None)
                         yield item
                 return
             except grpc.RpcError as error:
@@ -124,6 +137,7 @@ class AsyncCaller:
                     raise
                 failure = errors.Unavailable("the connection was closed")
             if not cancelled.is_set():
+                self.connections.note(failure)
                 delay = delay_after(failure)
                 self.connections.leave(address)
                 await cancelled.wait(delay)
@@ -182,15 +196,36 @@ class _AsyncGeneration:
         self._caller = caller
         self._deadline = deadline
         self._attempts = Attempts(caller.policy, deadline)
+        self._turn = AsyncEvent()
         self._closed = AsyncEvent()
         self._call: Any = None
         self.state = StreamState(request)
 
-    def deltas(self) -> AsyncGenerator[OutputDelta, None]:
-        return self._caller.with_retries(self._attempt, self._attempts.delay_after, self._closed)
+    async def deltas(self) -> AsyncGenerator[OutputDelta, None]:
+        caller, open_requests = self._caller, self._caller.open_requests
+        open_requests.enter(self._turn)
+        try:
+            if not await self._turn.wait(self._deadline.remaining_s()):
+                raise errors.DeadlineExceeded(
+                    "the timeout passed while the client had its maximum of open requests"
+                )
+            if self._closed.is_set():
+                return
+            connection = open_requests.number(self._turn) // MAX_OPEN_REQUESTS
+            async with contextlib.aclosing(
+                caller.with_retries(
+                    self._attempt, self._attempts.delay_after, self._closed, connection
+                )
+            ) as deltas:
+                async for delta in deltas:
+                    yield delta
+        finally:
+            open_requests.leave(self._turn)
 
     def close(self) -> None:
         self._closed.set()
+        self._turn.set()
+        self._caller.open_requests.leave(self._turn)
         if self._call is not None:
             self._call.cancel()
 

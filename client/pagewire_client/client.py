@@ -40,15 +40,18 @@ class Client:
         tls: TlsOptions | None = None,
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
+        max_connections: int = 1,
     ) -> None:
         """Connects at the first call.
 
         `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
         separated by commas.
         `api_key`: sent as `authorization: Bearer KEY`.
+        `max_connections`: to one address, opened as needed. Each carries up to 1,000 open requests;
+        further requests wait in the client, in order, until one ends.
         """
         connections = Connections(connection_options(address, tls, api_key), sync_channel)
-        self._caller = Caller(connections, retry or RetryPolicy())
+        self._caller = Caller(connections, retry or RetryPolicy(), max_connections)
 
     def __enter__(self) -> Self:
         return self

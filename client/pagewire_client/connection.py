@@ -1,8 +1,10 @@
 """Server addresses, TLS, API keys, call metadata, and channels."""
 
+import heapq
 import logging
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Generic, TypeAlias, TypeVar
 import grpc
 
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
+from pagewire_client.errors import PagewireError
+from pagewire_client.synchronization import AsyncEvent, Event
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,10 @@ Address: TypeAlias = str
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 DEFAULT_ADDRESS: Address = "127.0.0.1:7600"
+
+MAX_OPEN_REQUESTS = 1000
+"""Most open requests of one connection. A frontend allows 1,024 calls; the others are for calls
+that do not generate."""
 
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _CHANNEL_OPTIONS = (
@@ -110,10 +118,11 @@ def connection_options(
 
 
 ChannelT = TypeVar("ChannelT")
+Turn: TypeAlias = Event | AsyncEvent
 
 
 class Connections(Generic[ChannelT]):
-    """One channel per address, opened on first use, and the address in use.
+    """The channels to each address, opened on first use, and the address in use.
 
     `ChannelT` is `grpc.Channel` or `grpc.aio.Channel`, as `make_channel` makes them.
     """
@@ -125,22 +134,32 @@ class Connections(Generic[ChannelT]):
     ) -> None:
         self.options = options
         self._make_channel = make_channel
-        self._channels: dict[Address, tuple[ChannelT, InferenceServiceStub]] = {}
+        self._channels: dict[tuple[Address, int], tuple[ChannelT, InferenceServiceStub]] = {}
         self._current = 0
+        self._was_connected = False
         self._closed = False
         self._lock = threading.Lock()
 
-    def current(self) -> tuple[Address, InferenceServiceStub]:
-        """The address in use and its stub; raises RuntimeError after `close`."""
+    def current(self, number: int = 0) -> tuple[Address, InferenceServiceStub]:
+        """The address in use and the stub of one of its channels; raises RuntimeError after
+        `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("this client is closed")
             address = self.options.addresses[self._current]
-            if address not in self._channels:
+            if (address, number) not in self._channels:
                 channel = self._make_channel(self.options, address)
                 stub = InferenceServiceStub(channel)
-                self._channels[address] = (channel, stub)
-            return address, self._channels[address][1]
+                self._channels[address, number] = (channel, stub)
+            return address, self._channels[address, number][1]
+
+    def note(self, failure: PagewireError | None) -> None:
+        """Take note of a call's response or failure. A failure to connect counts as the end of a
+        connection if any server was ever reached."""
+        if failure is None or failure.was_connected:
+            self._was_connected = True
+        elif self._was_connected:
+            failure.was_connected = True
 
     def leave(self, address: Address) -> None:
         """Use the next address after `address` failed, unless another call already did."""
@@ -155,6 +174,43 @@ class Connections(Generic[ChannelT]):
             channels = [channel for channel, _ in self._channels.values()]
             self._channels.clear()
             return channels
+
+
+class OpenRequests:
+    """At most `limit` open requests; further ones wait in order."""
+
+    def __init__(self, limit: int) -> None:
+        self._free = list(range(limit))
+        self._numbers: dict[object, int] = {}
+        self._waiting: OrderedDict[Turn, None] = OrderedDict()
+        # Reentrant, because the collection of garbage may end a request at any point.
+        self._lock = threading.RLock()
+
+    def enter(self, turn: Turn) -> None:
+        """Set `turn` once its request may be sent; `leave` must follow."""
+        with self._lock:
+            self._waiting[turn] = None
+        self._admit()
+
+    def number(self, turn: Turn) -> int:
+        """The lowest number from 0 that was free when `turn` was set; 0 after `leave`."""
+        return self._numbers.get(turn, 0)
+
+    def leave(self, turn: Turn) -> None:
+        """Note that a request has ended, even if it was waiting, or had ended already."""
+        with self._lock:
+            self._waiting.pop(turn, None)
+            if turn in self._numbers:
+                heapq.heappush(self._free, self._numbers.pop(turn))
+        self._admit()
+
+    def _admit(self) -> None:
+        with self._lock:
+            if self._waiting and self._free:
+                number = heapq.heappop(self._free)
+                turn, _ = self._waiting.popitem(last=False)
+                self._numbers[turn] = number
+                turn.set()
 
 
 def sync_channel(options: ConnectionOptions, address: Address) -> grpc.Channel:

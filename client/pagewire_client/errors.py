@@ -48,6 +48,8 @@ class PagewireError(Exception):
         self.details = dict(details or {})
         self.retry_delay_s = retry_delay_s
         """Seconds after which the server asks for a retry."""
+        self.was_connected = True
+        """False if no connection could be made to any server since the client exists."""
 
 
 class InvalidArgument(PagewireError, ValueError):
@@ -128,6 +130,12 @@ _NO_CONNECTION = (
     re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
 )
+_NO_ANSWER = (
+    "failed to connect to all addresses",
+    "DNS resolution failed",
+    "errors resolving",
+)
+"""The beginnings of gRPC's messages for failed connections."""
 _IN_WORDS = {"Deadline Exceeded": "the timeout passed before the answer was complete"}
 """By gRPC's own message, for errors that do not come from the server."""
 
@@ -137,8 +145,10 @@ def from_call(error: grpc.RpcError) -> PagewireError:
     metadata = dict(error.trailing_metadata() or ())
     status = status_pb2.Status()
     code = error.code().value[0]
-    message = in_words(error.details() or "no message")
-    return _build(code, message, _parse(metadata.get(_DETAILS_KEY, b""), status))
+    details = error.details() or "no message"
+    failure = _build(code, in_words(details), _parse(metadata.get(_DETAILS_KEY, b""), status))
+    failure.was_connected = not details.startswith(_NO_ANSWER)
+    return failure
 
 
 def from_status(code: int, message: str, status: bytes) -> PagewireError:

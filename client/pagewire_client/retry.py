@@ -17,10 +17,12 @@ class RetryPolicy:
     """Limits of retries while a server is unreachable or full."""
 
     max_retries: int = 5
-    """Retries of a request for which nothing was received yet."""
+    """Retries of a request for which nothing was received yet, while no server has ever been
+    reached, or while the server that was reached cannot serve the request."""
     recovery_timeout_s: float = 60.0
-    """How long to retry a stream that broke, from the break. Long enough for a server to restart
-    and to load its model."""
+    """How long to retry otherwise, from the first failure: after a connection broke, begun streams
+    included, and while the server is full. Long enough for a server to restart and to load its
+    model."""
     initial_backoff_s: float = 0.1
     """First delay; each further one is twice as long."""
     max_backoff_s: float = 2.0
@@ -106,6 +108,12 @@ class Attempts:
 
     def _is_exhausted(self, error: errors.PagewireError, now: float) -> bool:
         assert self._failing_since is not None
-        if self._begun:
+        if self._begun or _will_be_over(error):
             return now - self._failing_since >= self._policy.recovery_timeout_s
         return self._retries >= self._policy.max_retries
+
+
+def _will_be_over(error: errors.PagewireError) -> bool:
+    """Whether the cause is a server that restarts or is full, rather than one that is missing."""
+    is_restarting = error.was_connected and error.reason in ("", "SHUTTING_DOWN")
+    return is_restarting or isinstance(error, errors.Overloaded)

@@ -21,9 +21,9 @@ class AsyncEvent:
         self.is_set = self._event.is_set
         self.set = self._event.set
 
-    async def wait(self, timeout_s: float) -> bool:
+    async def wait(self, timeout_s: float | None) -> bool:
         """Wait until the event is set or `timeout_s` has passed; returns whether it is set."""
-        if timeout_s > 0:
+        if timeout_s is None or timeout_s > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._event.wait()

@@ -132,6 +132,14 @@ MAX_PUBLIC_MESSAGE_BYTES = 16 << 20
 MAX_PUBLIC_STREAMS = 1024
 """Open calls of one client connection; further calls wait at the client."""
 
+MAX_PENDING_CALLS = 16_384
+"""Calls of all connections that gRPC has received and the frontend has not taken in yet; further
+ones end with CANCELLED and without a reason. By default gRPC refuses some from 1,000 on, which a
+burst of requests reaches, although the frontend itself refuses requests with a retry delay."""
+
+MAX_PENDING_S = 600
+"""Time after which gRPC cancels such a call; by default 30 seconds."""
+
 MAX_PUBLIC_IDLE_MS = 900_000
 """Time after which a client's connection without calls is closed; clients reconnect by
 themselves."""
@@ -142,6 +150,12 @@ def public_server_options(*, max_connections: int) -> Options:
     return [
         *server_options(max_receive_bytes=MAX_PUBLIC_MESSAGE_BYTES),
         ("grpc.max_concurrent_streams", MAX_PUBLIC_STREAMS),
+        # By default calls that have ended and are not freed yet count as open: a client that opens
+        # a call whenever one ends would have some of them reset (REFUSED_STREAM).
+        ("grpc.http.overload_protection", 0),
+        ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
         ("grpc.max_connection_idle_ms", MAX_PUBLIC_IDLE_MS),
         ("grpc.max_allowed_incoming_connections", max_connections),
     ]

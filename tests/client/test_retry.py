@@ -31,11 +31,47 @@ def make_attempts(
     return Attempts(policy, deadline, clock=clock, draw=lambda: draw)
 
 
-def test_waits_double_up_to_the_longest_and_end_with_the_error(clock: Clock) -> None:
+@pytest.fixture
+def never_connected() -> errors.Unavailable:
+    error = errors.Unavailable("cannot connect to 127.0.0.1:1: connection refused")
+    error.was_connected = False
+    return error
+
+
+def test_waits_double_up_to_the_longest_and_end_with_the_error(
+    clock: Clock, never_connected: errors.Unavailable
+) -> None:
     attempts = make_attempts(clock)
-    assert [attempts.delay_after(UNAVAILABLE) for _ in range(3)] == [1.0, 2.0, 4.0]
-    with pytest.raises(errors.Unavailable, match="gone"):
-        attempts.delay_after(UNAVAILABLE)
+    assert [attempts.delay_after(never_connected) for _ in range(3)] == [1.0, 2.0, 4.0]
+    with pytest.raises(errors.Unavailable, match="refused"):
+        attempts.delay_after(never_connected)
+
+
+def test_a_server_that_cannot_serve_the_request_is_tried_by_count(clock: Clock) -> None:
+    attempts = make_attempts(clock)
+    no_model = errors.Unavailable("the model is not served", reason="NO_MODEL_SERVED")
+    assert [attempts.delay_after(no_model) for _ in range(3)] == [1.0, 2.0, 4.0]
+    with pytest.raises(errors.Unavailable, match="not served"):
+        attempts.delay_after(no_model)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UNAVAILABLE,
+        errors.Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN"),
+        errors.Overloaded("full", retry_delay_s=1.0),
+    ],
+)
+def test_a_request_is_tried_by_time_while_the_server_restarts_or_is_full(
+    clock: Clock, error: errors.PagewireError
+) -> None:
+    attempts = make_attempts(clock)
+    for _ in range(20):
+        attempts.delay_after(error)
+    clock.now += 60.0
+    with pytest.raises(type(error)):
+        attempts.delay_after(error)
 
 
 def test_clients_spread_over_half_the_wait(clock: Clock) -> None:

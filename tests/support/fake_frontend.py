@@ -92,6 +92,7 @@ class FakeFrontend(InferenceServiceServicer):
         """Taken one per call of Generate or GenerateMany; calls after the last one succeed."""
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
+        self.peers: set[str] = set()
         self.num_streams = 0
         self.group_id = "worker-0"
         self.capacity = 10**6
@@ -213,6 +214,7 @@ class FakeFrontend(InferenceServiceServicer):
     def _note(self, request: pb.GenerateRequest, context: Any) -> None:
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
+        self.peers.add(context.peer())
 
     def _check_model(self, model: str, context: Any) -> None:
         if model not in ("", MODEL):

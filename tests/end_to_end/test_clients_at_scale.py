@@ -1,0 +1,147 @@
+"""Thousands of requests of one client process, in a burst and over restarts of the one frontend."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pagewire.v1 import inference_service_pb2_grpc as services
+from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, SamplingParams
+from tests.support.cluster import Cluster
+from tests.support.requests import request_for
+
+BURST_TOKENS = 4
+STEP_US = 10_000
+FIRST_ABSENCE_S = 5.0
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(
+        tmp_path,
+        core_flags=["--max-num-seqs", "1024", "--max-num-batched-tokens", "16384"],
+        worker_flags=["--simulate", "--simulate-step-us", str(STEP_US)],
+    ) as cluster:
+        yield cluster.start()
+
+
+def prompt(index: int) -> list[int]:
+    return [3 + index % 1000, 4 + index // 1000, 5, 6]
+
+
+def params(index: int, num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, seed=index)
+
+
+async def tokens_of(client: AsyncClient, index: int, num_tokens: int) -> list[int] | PagewireError:
+    try:
+        output = await client.generate(prompt(index), params(index, num_tokens))
+    except PagewireError as error:
+        return error
+    return output.outputs[0].token_ids
+
+
+def assert_whole(answers: Sequence[list[int] | PagewireError], num_tokens: int) -> None:
+    failed = [answer for answer in answers if isinstance(answer, PagewireError)]
+    assert not failed, f"{len(failed)} of {len(answers)} failed, such as {failed[0]!r}"
+    assert {len(answer) for answer in answers} == {num_tokens}  # type: ignore[arg-type]
+
+
+async def test_a_burst_that_finds_the_frontend_busy_loses_nothing(cluster: Cluster) -> None:
+    """All calls are there before the frontend takes in the first one. By default gRPC sheds from
+    1,000 on, and a client without retries sees each of those."""
+    num_clients, num_requests = 3, 2400
+    frontend = cluster.frontends[0].process.pid
+    clients = [
+        AsyncClient(cluster.frontend_address(), retry=NO_RETRIES) for _ in range(num_clients)
+    ]
+    for client in clients:
+        await client.get_model()
+    os.kill(frontend, signal.SIGSTOP)
+    try:
+        answers = [
+            asyncio.create_task(tokens_of(clients[i % num_clients], i, BURST_TOKENS))
+            for i in range(num_requests)
+        ]
+        await asyncio.sleep(2)  # gRPC writes them
+    finally:
+        os.kill(frontend, signal.SIGCONT)
+    assert_whole(await asyncio.gather(*answers), BURST_TOKENS)
+    for client in clients:
+        await client.close()
+
+
+async def test_a_foreign_client_may_call_without_counting(cluster: Cluster) -> None:
+    """gRPC itself keeps a connection's calls within the server's limit; none of them is reset when
+    one is made as soon as another has ended."""
+    num_calls = 3000
+
+    async def call(stub: services.InferenceServiceStub, index: int) -> int:
+        request = request_for(prompt(index), max_tokens=BURST_TOKENS, ignore_eos=True, seed=index)
+        num_tokens = 0
+        async for response in stub.Generate(request):
+            num_tokens += sum(len(choice.token_ids) for choice in response.choices)
+        return num_tokens
+
+    async with grpc.aio.insecure_channel(
+        cluster.frontend_address(), [("grpc.enable_retries", 0)]
+    ) as channel:
+        stub = services.InferenceServiceStub(channel)
+        calls = [call(stub, index) for index in range(num_calls)]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    failed = [end for end in ends if end != BURST_TOKENS]
+    assert not failed, f"{len(failed)} failed, such as {failed[0]!r}"
+
+
+async def answers_over_kills(
+    cluster: Cluster, *, num_requests: int, num_tokens: int, num_kills: int, between_s: float
+) -> list[list[int] | PagewireError]:
+    """The answers to requests under which the one frontend is killed: first before it has accepted
+    any of them, for some seconds, and then again and again."""
+    async with AsyncClient(cluster.frontend_address()) as client:
+        await client.get_model()
+        os.kill(cluster.frontends[0].process.pid, signal.SIGSTOP)
+        answers = [
+            asyncio.create_task(tokens_of(client, index, num_tokens))
+            for index in range(num_requests)
+        ]
+        await asyncio.sleep(0.5)
+        for kill in range(num_kills):
+            await asyncio.to_thread(cluster.frontends[0].kill)
+            await asyncio.sleep(FIRST_ABSENCE_S if kill == 0 else 0)
+            cluster.restart_frontend(0)
+            await asyncio.sleep(between_s)
+            ended = [answer.result() for answer in answers if answer.done()]
+            assert not ended, f"{len(ended)} ended before the last kill, such as {ended[0]!r:.200}"
+        return await asyncio.gather(*answers)
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "num_tokens", "num_kills", "between_s"),
+    [
+        (200, 400, 3, 1.5),
+        pytest.param(1000, 600, 12, 3.0, marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+    ],
+)
+async def test_requests_survive_kills_of_the_only_frontend(
+    cluster: Cluster, num_requests: int, num_tokens: int, num_kills: int, between_s: float
+) -> None:
+    answers = await answers_over_kills(
+        cluster,
+        num_requests=num_requests,
+        num_tokens=num_tokens,
+        num_kills=num_kills,
+        between_s=between_s,
+    )
+    assert_whole(answers, num_tokens)
+    async with AsyncClient(cluster.frontend_address()) as client:
+        undisturbed = await asyncio.gather(
+            *(tokens_of(client, index, num_tokens) for index in range(num_requests))
+        )
+        status = await client.get_status()
+    assert answers == undisturbed
+    assert (status.num_running, status.num_waiting) == (0, 0)
