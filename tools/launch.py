@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,12 +107,3 @@ class Service:
     def wait(self, timeout_s: float = 60) -> int:
         """The exit code of a process that ends by itself."""
         return self.process.wait(timeout=timeout_s)
-
-
-def end_all(services: Iterable[Service], timeout_s: float) -> None:
-    """Send SIGTERM to all at once, SIGKILL to those that do not end in time."""
-    services = list(services)
-    for service in services:
-        service.process.terminate()
-    for service in services:
-        service.wait_or_kill(timeout_s)

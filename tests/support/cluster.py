@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -36,6 +36,15 @@ def _num_frontends(stub: SchedulerServiceStub, request: Any) -> int:
         return stub.GetStatus(request, timeout=2, wait_for_ready=True).status.num_frontends
     except grpc.RpcError:
         return 0
+
+
+def end_all(services: Iterable[Service], timeout_s: float) -> None:
+    """Send SIGTERM to all at once, SIGKILL to those that do not end in time."""
+    services = list(services)
+    for service in services:
+        service.process.terminate()
+    for service in services:
+        service.wait_or_kill(timeout_s)
 
 
 class Cluster:
@@ -165,7 +174,7 @@ class Cluster:
 
     def stop(self) -> None:
         """SIGTERM to all, SIGKILL to what does not end."""
-        launch.end_all(reversed(self.services), _END_TIMEOUT_S)
+        end_all(reversed(self.services), _END_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.launch import Service, end_all, environment, module
+from tests.support.cluster import end_all
+from tools.launch import Service, environment, module
 
 DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
