@@ -32,12 +32,7 @@ def render() -> str:
 
 def _table(metrics: Iterable[Metric]) -> str:
     rows = ["| metric | kind | labels | meaning |", "| --- | --- | --- | --- |"]
-    rows += [
-        f"| `{metric.name}` | {metric.kind} | {_labels(metric)} | {metric.help} |"
-        for metric in metrics
-    ]
+    for metric in metrics:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.help} |")
     return "\n".join(rows) + "\n"
-
-
-def _labels(metric: Metric) -> str:
-    return ", ".join(f"`{label}`" for label in metric.labels)

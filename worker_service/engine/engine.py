@@ -111,7 +111,8 @@ class Engine:
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:
         """Allocate the caches of a new epoch."""
-        self._check_serving()
+        if self.is_draining:
+            raise NotReady("the worker is shutting down")
         self._check_loaded()
         if num_gpu_blocks < 1:
             raise InvalidPlan("num_gpu_blocks", "expected at least 1")
@@ -215,10 +216,6 @@ class Engine:
     def _check_loaded(self) -> None:
         if self._facts is None:
             raise NotReady("the model is still loading")
-
-    def _check_serving(self) -> None:
-        if self.is_draining:
-            raise NotReady("the worker is shutting down")
 
     def _check_newest(self, epoch: int) -> None:
         if epoch < self.last_epoch:

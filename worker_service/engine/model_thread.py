@@ -15,6 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -33,7 +34,10 @@ class ModelThread:
         """When the present job began, in monotonic seconds, by thread; none for idle threads."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
-        threading.Thread(target=self._follow, name="model-sequels", daemon=True).start()
+        follow_up = threading.Thread(
+            target=self._run_jobs, args=(self._sequels,), name="model-sequels", daemon=True
+        )
+        follow_up.start()
 
     @property
     def busy_s(self) -> float:
@@ -47,27 +51,17 @@ class ModelThread:
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` on the model thread. Returns or raises what it does."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Result] = loop.create_future()
-
-        def resolve(result: Result) -> None:
-            if not future.done():
-                future.set_result(result)
-
-        def fail(error: Exception) -> None:
-            if not future.done():
-                future.set_exception(error)
+        future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()  # the work is done even if its caller is cancelled
 
         def job() -> None:
             try:
-                result = work()
+                future.set_result(work())
             except Exception as error:
-                loop.call_soon_threadsafe(fail, error)
-            else:
-                loop.call_soon_threadsafe(resolve, result)
+                future.set_exception(error)
 
         self.post(job)
-        return await future
+        return await asyncio.wrap_future(future)
 
     def follow_up(self, sequel: Callable[[], None]) -> None:
         """Run `sequel` on the second thread, in the order of these calls; called by jobs.
@@ -88,9 +82,6 @@ class ModelThread:
     def _run(self) -> None:
         self._run_jobs(self._jobs)
         self._sequels.put(None)
-
-    def _follow(self) -> None:
-        self._run_jobs(self._sequels)
 
     def _run_jobs(self, jobs: "SimpleQueue[Callable[[], None] | None]") -> None:
         name = threading.current_thread().name

@@ -16,7 +16,6 @@ import numpy as np
 
 from service_common.tracing import Attributes, Tracing, make_tracing
 from service_common.version import VERSION
-from worker_service.array_types import BoolArray
 from worker_service.config import WorkerConfig
 from worker_service.engine.step_stats import StepMeter
 from worker_service.plan import NewSequence, StepPlan, StepResult, monotonic_us
@@ -143,7 +142,7 @@ class StreamTraces:
     def _follow_prefills(self, plan: StepPlan, result: StepResult) -> None:
         timings = result.timings
         for request in list(self._prefilling.values()):
-            rows = _rows_of(request, plan)
+            rows = np.isin(plan.seq_ids, np.fromiter(request.seq_ids, np.int32))
             if not rows.any():
                 continue
             if not request.num_prefill_tokens:
@@ -180,11 +179,6 @@ class StreamTraces:
             "forward_us": meter.forward_us,
             "sample_us": meter.sample_us,
         }
-
-
-def _rows_of(request: _RequestSpan, plan: StepPlan) -> BoolArray:
-    """[num_rows]: whether each of a plan's rows belongs to a request."""
-    return np.isin(plan.seq_ids, np.fromiter(request.seq_ids, np.int32))
 
 
 class WorkerTraces:

@@ -185,7 +185,7 @@ def llama_settings(config: Mapping[str, Any]) -> LlamaSettings | None:
         num_layers=config["num_hidden_layers"],
         num_heads=num_heads,
         num_kv_heads=config.get("num_key_value_heads")
-        or _default_kv_heads(architecture, num_heads),
+        or (8 if architecture == "MistralForCausalLM" else num_heads),
         head_dim=head_dim,
         max_model_len=rotary.max_model_len(),
         norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -198,10 +198,6 @@ def llama_settings(config: Mapping[str, Any]) -> LlamaSettings | None:
         qk_norm=qwen3,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
-
-
-def _default_kv_heads(architecture: str, num_heads: int) -> int:
-    return 8 if architecture == "MistralForCausalLM" else num_heads
 
 
 def _sliding_windows(config: Mapping[str, Any], architecture: str) -> Iterator[int | None]:

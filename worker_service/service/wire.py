@@ -17,6 +17,7 @@ from worker_service.engine.executor import ModelFacts
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     ROW_ERROR_MESSAGES,
+    Candidates,
     NewSequence,
     PromptLogprobs,
     RowErrorReason,
@@ -73,16 +74,22 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
         epoch=result.epoch,
         step_id=result.step_id,
         token_ids=_bytes(result.token_ids, "<i4"),
-        logprobs=[_encode_logprobs(row, entry) for row, entry in result.logprobs.items()],
+        logprobs=[
+            plan_pb2.RowLogprobs(row=row, sampled_rank=entry.rank, **_columns(entry))
+            for row, entry in result.logprobs.items()
+        ],
         prompt_logprobs=[
-            _encode_prompt_logprobs(row, entry) for row, entry in result.prompt_logprobs.items()
+            plan_pb2.RowPromptLogprobs(
+                row=row,
+                start=entry.start,
+                width=entry.token_ids.shape[1],
+                ranks=_bytes(entry.ranks, "<i4"),
+                **_columns(entry),
+            )
+            for row, entry in result.prompt_logprobs.items()
         ],
         candidates=[
-            plan_pb2.RowCandidates(
-                row=row,
-                token_ids=_bytes(entry.token_ids, "<i4"),
-                logprobs=_bytes(entry.logprobs, "<f4"),
-            )
+            plan_pb2.RowCandidates(row=row, **_columns(entry))
             for row, entry in result.candidates.items()
         ],
         errors=[
@@ -206,24 +213,11 @@ def _column(data: bytes, path: str, width: int = 1) -> Int32Array:
     return column if width == 1 else column.reshape(-1, width)
 
 
-def _encode_logprobs(row: int, entry: TokenLogprobs) -> plan_pb2.RowLogprobs:
-    return plan_pb2.RowLogprobs(
-        row=row,
-        token_ids=_bytes(entry.token_ids, "<i4"),
-        logprobs=_bytes(entry.logprobs, "<f4"),
-        sampled_rank=entry.rank,
-    )
-
-
-def _encode_prompt_logprobs(row: int, entry: PromptLogprobs) -> plan_pb2.RowPromptLogprobs:
-    return plan_pb2.RowPromptLogprobs(
-        row=row,
-        start=entry.start,
-        width=entry.token_ids.shape[1],
-        token_ids=_bytes(entry.token_ids, "<i4"),
-        logprobs=_bytes(entry.logprobs, "<f4"),
-        ranks=_bytes(entry.ranks, "<i4"),
-    )
+def _columns(entry: TokenLogprobs | PromptLogprobs | Candidates) -> dict[str, bytes]:
+    return {
+        "token_ids": _bytes(entry.token_ids, "<i4"),
+        "logprobs": _bytes(entry.logprobs, "<f4"),
+    }
 
 
 def _bytes(values: npt.NDArray[np.generic], dtype: str) -> bytes:

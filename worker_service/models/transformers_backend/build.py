@@ -51,7 +51,8 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
         yield "it is a multimodal model; only text models are"
     if config.model_type in _ALIBI_TYPES or getattr(config, "alibi", False):
         yield "it uses ALiBi position biases"
-    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not _is_remote(config):
+    is_remote = not type(config).__module__.startswith("transformers.")
+    if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not is_remote:
         yield "transformers has no causal language model of this name"
     yield from _layer_features(config)
     for parameters in _rope_parameters(config):
@@ -74,10 +75,6 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return nested or [parameters]
-
-
-def _is_remote(config: Any) -> bool:
-    return not type(config).__module__.startswith("transformers.")
 
 
 def refuse_by_class(model_class: type) -> None:
