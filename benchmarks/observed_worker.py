@@ -156,7 +156,8 @@ class ObservedWorker:
         ends = Ends(load.num_seqs)
         driver.add_frontend(FRONTEND, ends)
         for index in range(load.num_seqs):
-            driver.submit(load.request(index, capacity.model))
+            driver.core.submit(load.request(index, capacity.model), driver.clock())
+        driver.follow_up()
         call = self._stub.ExecuteSteps()
         try:
             return await self._execute(ObservedCall(call), driver, capacity, ends)

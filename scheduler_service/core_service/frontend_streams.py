@@ -111,20 +111,22 @@ class FrontendStream:
         reuse the id of a request that the same message cancels. Raises InvalidArgument when the
         message itself is malformed.
         """
+        core, now = self._driver.core, self._driver.clock()
         for handle in from_column(message.cancels, "cancels"):
             self._hold_times.end(handle)
-            self._driver.cancel(self.frontend_id, handle)
+            core.cancel(self.frontend_id, handle, now)
         for stop in message.stops:
-            self._driver.stop_choice(self.frontend_id, stop.handle, stop.num_tokens)
+            core.stop_choice(self.frontend_id, stop.handle, stop.num_tokens, now)
         for submit in message.submits:
             self._submit(submit)
+        self._driver.follow_up()
 
     def _submit(self, submit: pb.Submit) -> None:
         try:
             if not self.accepts_requests:
                 raise Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
-            request = wire.decode_submit(submit, self.frontend_id, self._driver.clock())
-            self._driver.submit(request)
+            now = self._driver.clock()
+            self._driver.core.submit(wire.decode_submit(submit, self.frontend_id, now), now)
             self._hold_times.begin(submit.handle, submit.max_hold_ms / 1000)
         except PagewireError as error:
             logger.debug("request refused request_id=%s reason=%s", submit.request_id, error.reason)

@@ -100,7 +100,8 @@ class StepStream:
 
     def _next_plan(self) -> plan_pb2.StepPlan | None:
         started_at = self._driver.clock()
-        plan = self._driver.next_plan(self._group_id)
+        plan = self._driver.core.schedule(self._group_id, started_at)
+        self._driver.follow_up()
         if plan is None:
             return None
         self._num_in_flight += 1
@@ -133,6 +134,7 @@ class StepStream:
             sent_us = results[-1].timings.finished_us
             for result in results:
                 self._receive(result, sent_us)
+            self._driver.follow_up(self._group_id)
         raise SessionFailed("the worker ended the stream")
 
     def _receive(self, message: plan_pb2.StepResult, sent_us: int) -> None:
@@ -150,7 +152,7 @@ class StepStream:
         self.num_steps += 1
         started_at = self._driver.clock()
         result = wire.decode_result(message, sent_us)
-        self._driver.apply(self._group_id, result)
+        self._driver.core.update(self._group_id, result, self._driver.clock())
         self._answered(self._sampler, started_at - result.held_us / 1e6)
         self._note_planning(started_at)
 

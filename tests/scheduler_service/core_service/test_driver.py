@@ -4,6 +4,8 @@ import pytest
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepResult
 from scheduler_service.core.config import TenantConfig
+from scheduler_service.core.request import Request
+from scheduler_service.core.step_plan import StepPlan
 from scheduler_service.core_service.driver import CoreDriver
 from tests.support.core_driver import make_capacity, make_request
 
@@ -21,6 +23,22 @@ class Deployment:
         }
         self.take_woken()
 
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+        self.driver.core.submit(request, self.now)
+        self.driver.follow_up()
+
+    def next_plan(self, group_id: str) -> StepPlan | None:
+        """A group's next step."""
+        plan = self.driver.core.schedule(group_id, self.now)
+        self.driver.follow_up()
+        return plan
+
+    def apply(self, group_id: str, result: StepResult) -> None:
+        """Apply a group's result."""
+        self.driver.core.update(group_id, result, self.now)
+        self.driver.follow_up(group_id)
+
     def take_woken(self) -> set[str]:
         """Groups that were woken since the last call."""
         woken = {group_id for group_id, work in self._work.items() if work.is_set()}
@@ -32,12 +50,12 @@ class Deployment:
 async def test_a_request_wakes_the_groups_of_its_model_that_can_plan() -> None:
     deployment = Deployment(SchedulerConfig(pipeline_depth=2), full="m", idle="m", other="n")
     driver = deployment.driver
-    driver.submit(make_request())
+    deployment.submit(make_request())
     assert deployment.take_woken() == {"full", "idle"}
-    assert driver.next_plan("full") is not None
-    assert driver.next_plan("full") is not None
+    assert deployment.next_plan("full") is not None
+    assert deployment.next_plan("full") is not None
     deployment.take_woken()
-    driver.submit(make_request(handle=2, request_id="r2"))
+    deployment.submit(make_request(handle=2, request_id="r2"))
     assert deployment.take_woken() == {"idle"}
     driver.close()
 
@@ -45,14 +63,17 @@ async def test_a_request_wakes_the_groups_of_its_model_that_can_plan() -> None:
 async def test_what_a_request_leaves_wakes_the_groups_of_its_model() -> None:
     deployment = Deployment(SchedulerConfig(), one="m", another="n")
     driver = deployment.driver
-    driver.submit(make_request(num_choices=2))
-    assert driver.next_plan("one") is not None
+    deployment.submit(make_request(num_choices=2))
+    assert deployment.next_plan("one") is not None
     deployment.take_woken()
-    driver.stop_choice("f0", 1, 0)
+    driver.core.stop_choice("f0", 1, 0, deployment.now)
+    driver.follow_up()
     assert deployment.take_woken() == {"one"}
-    driver.cancel("f0", 1)
+    driver.core.cancel("f0", 1, deployment.now)
+    driver.follow_up()
     assert deployment.take_woken() == {"one"}
-    driver.cancel("f0", 1)
+    driver.core.cancel("f0", 1, deployment.now)
+    driver.follow_up()
     assert deployment.take_woken() == set(), "it was no more"
     driver.close()
 
@@ -60,9 +81,9 @@ async def test_what_a_request_leaves_wakes_the_groups_of_its_model() -> None:
 async def test_a_group_is_woken_for_what_another_one_gives_it() -> None:
     deployment = Deployment(SchedulerConfig(), first="m", second="m")
     driver = deployment.driver
-    driver.submit(make_request())
+    deployment.submit(make_request())
     deployment.take_woken()
-    assert driver.next_plan("second") is None
+    assert deployment.next_plan("second") is None
     assert deployment.take_woken() == {"first"}
     driver.close()
 
@@ -70,10 +91,10 @@ async def test_a_group_is_woken_for_what_another_one_gives_it() -> None:
 async def test_a_deadline_that_a_group_comes_upon_wakes_the_groups_of_the_requests_model() -> None:
     deployment = Deployment(SchedulerConfig(), one="m", another="n")
     driver = deployment.driver
-    driver.submit(make_request(model="n", deadline=1.0))
+    deployment.submit(make_request(model="n", deadline=1.0))
     deployment.take_woken()
     deployment.now = 2.0
-    assert driver.next_plan("one") is None
+    assert deployment.next_plan("one") is None
     assert driver.core.num_requests() == 0
     assert deployment.take_woken() == {"another"}
     driver.close()
@@ -83,14 +104,14 @@ async def test_a_result_wakes_another_models_group_for_what_its_tenant_may_have_
     config = SchedulerConfig(default_tenant=TenantConfig(max_kv_blocks=2))
     deployment = Deployment(config, one="m", another="n")
     driver = deployment.driver
-    driver.submit(make_request(max_tokens=1))
-    assert driver.next_plan("one") is not None
-    driver.submit(make_request(handle=2, request_id="r2", model="n", max_tokens=1))
-    assert driver.next_plan("another") is None
+    deployment.submit(make_request(max_tokens=1))
+    assert deployment.next_plan("one") is not None
+    deployment.submit(make_request(handle=2, request_id="r2", model="n", max_tokens=1))
+    assert deployment.next_plan("another") is None
     deployment.take_woken()
-    driver.apply("one", StepResult(step_id=1, token_ids=[7]))
+    deployment.apply("one", StepResult(step_id=1, token_ids=[7]))
     assert deployment.take_woken() == {"one", "another"}
-    assert driver.next_plan("another") is not None
+    assert deployment.next_plan("another") is not None
     driver.close()
 
 
@@ -99,15 +120,15 @@ async def test_a_group_that_drains_is_woken_when_nothing_can_come_to_it_any_more
     """What was on its way to one of two that drain has ended, or is in the other."""
     deployment = Deployment(SchedulerConfig(), first="m", second="m")
     driver = deployment.driver
-    driver.submit(make_request(max_tokens=1 if then == "ends" else 4))
-    assert driver.next_plan("first") is not None
+    deployment.submit(make_request(max_tokens=1 if then == "ends" else 4))
+    assert deployment.next_plan("first") is not None
     driver.drain_worker_group("first")
     driver.drain_worker_group("second")
     assert not driver.is_drained("second")
     deployment.take_woken()
-    driver.apply("first", StepResult(step_id=1, token_ids=[7]))
+    deployment.apply("first", StepResult(step_id=1, token_ids=[7]))
     if then == "goes on":
-        assert driver.next_plan("first") is not None
+        assert deployment.next_plan("first") is not None
     assert driver.is_drained("second")
     assert deployment.take_woken() == {"first", "second"}
     driver.close()

@@ -99,17 +99,17 @@ async def test_a_request_id_may_be_reused_in_the_message_that_cancels_it(
     assert 1 not in frontend.finished
 
 
-class BuggyDriver(CoreDriver):
+class BuggyCore(SchedulerCore):
     """Breaks on one request."""
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Request, now: float) -> None:
         if request.request_id == "one-1":
             raise RuntimeError("secret")
-        super().submit(request)
+        super().submit(request, now)
 
 
 async def test_a_bug_that_one_request_shows_fails_that_request_alone() -> None:
-    driver = BuggyDriver(SchedulerCore(SchedulerConfig()))
+    driver = CoreDriver(BuggyCore(SchedulerConfig()))
     attachment, reader = FrontendStream("one", driver), SlowReader()
     driver.add_frontend("one", attachment)
     attachment.take_in(
