@@ -129,17 +129,18 @@ class KnownConstraint:
         return allowed
 
 
-def choice(*texts: str) -> dict[str, Any]:
-    """One of these texts."""
-    return {"choice": sampling_pb2.ChoiceList(choices=texts)}
-
-
 def known_constraint(
     worker: Worker, kind: dict[str, Any], language: Language, **fields: Any
 ) -> KnownConstraint:
     """A constraint that a token without a text may end. Raises Skipped as `texts_of` does."""
     texts_of(worker)
     return KnownConstraint(kind=kind, language=language, **({"ends": [end_of(worker)]} | fields))
+
+
+def known_choice(worker: Worker, *words: str, **fields: Any) -> KnownConstraint:
+    """The choice of these texts. Raises Skipped as `texts_of` does."""
+    kind = {"choice": sampling_pb2.ChoiceList(choices=words)}
+    return known_constraint(worker, kind, texts(*words), **fields)
 
 
 def texts_of(worker: Worker) -> list[bytes]:

@@ -9,8 +9,8 @@ from conformance.sequence import GREEDY
 from conformance.step_stream import StepStream
 from conformance.structured_output import (
     KnownConstraint,
-    choice,
     end_of,
+    known_choice,
     known_constraint,
     offered,
     texts,
@@ -53,7 +53,7 @@ def the_most_probable_of_the_allowed_tokens_is_chosen(worker: Worker) -> None:
 @case("sampling", "the first is taken at which their cumulative probability exceeds the draw")
 def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
     known = texts_of(worker)
-    asked = known_constraint(worker, choice(*"abcdefgh"), texts(*"abcdefgh"))
+    asked = known_choice(worker, *"abcdefgh")
     (found,) = offered(worker, asked, [[]])
     logprobs = dict(zip(found.token_ids, found.logprobs, strict=True))
     num_predicted = 0
@@ -100,7 +100,7 @@ def a_recomputed_sequence_continues_where_it_was(worker: Worker) -> None:
 def a_fork_follows_its_own_output(worker: Worker) -> None:
     known = texts_of(worker)
     words = ["ab", "cd"]
-    asked = known_constraint(worker, choice(*words), texts(*words))
+    asked = known_choice(worker, *words)
     params = asked.params(temperature=0.0)
     with worker.open() as stream:
         parent = stream.prefilled(
@@ -140,7 +140,7 @@ def log_probabilities_are_those_of_before_the_constraint(worker: Worker) -> None
 
 @stream_case("sampling", "Tokens after such a token are irrelevant.")
 def a_step_beyond_the_end_affects_no_other_row(worker: Worker, stream: StepStream) -> Alone:
-    params = known_constraint(worker, choice("ab"), texts("ab")).params(temperature=0.0)
+    params = known_choice(worker, "ab").params(temperature=0.0)
     ended = [*worker.prompt(1), *spell(texts_of(worker), "ab"), end_of(worker)]
     late = stream.new(ended, num_prompt_tokens=len(ended) - 3, sampling=params)
     other = stream.new(worker.prompt(0))
@@ -166,7 +166,7 @@ def an_output_that_does_not_match_fails_alone(worker: Worker, stream: StepStream
 @case("plan", "Every token was excluded by the request's own constraints.")
 def bad_words_may_exclude_everything_allowed(worker: Worker) -> None:
     known = texts_of(worker)
-    asked = known_constraint(worker, choice("a"), texts("a"))
+    asked = known_choice(worker, "a")
     (letter,) = spell(known, "a")
     words = [{"token_ids": letter.to_bytes(4, "little")}]
     with worker.open() as stream:

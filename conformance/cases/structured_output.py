@@ -5,10 +5,10 @@ from conformance.assertions import Skipped, expect_true
 from conformance.case import case
 from conformance.structured_output import (
     Language,
-    choice,
     end_of,
     expect_allowed,
     json_object_language,
+    known_choice,
     known_constraint,
     offered,
     one_of,
@@ -30,7 +30,7 @@ def a_worker_with_constraints_has_a_tokenizer(worker: Worker) -> None:
 
 @case("sampling", "One of these texts.")
 def a_choice_allows_what_continues_one_of_its_texts(worker: Worker) -> None:
-    asked = known_constraint(worker, choice(*NAMES), texts(*NAMES))
+    asked = known_choice(worker, *NAMES)
     expect_allowed(worker, asked, "", "r", "re", "red", "reed", "redd", "blu", "redder")
     expect_allowed(worker, asked, spell(texts_of(worker), "reed", longest=True))
 
@@ -38,7 +38,7 @@ def a_choice_allows_what_continues_one_of_its_texts(worker: Worker) -> None:
 @case("sampling", "One of these texts.")
 def texts_of_a_choice_are_taken_as_they_are(worker: Worker) -> None:
     odd = ["a.c|d", "(a/b)", '{"a": "\\n"}', "[x]*+?"]
-    asked = known_constraint(worker, choice(*odd), texts(*odd))
+    asked = known_choice(worker, *odd)
     expect_allowed(worker, asked, "", "a", *(text[:-1] for text in odd))
 
 
@@ -89,7 +89,7 @@ def a_character_may_come_in_several_tokens(worker: Worker) -> None:
     tokens = [token for token in spelt if token is not None]
     if len(tokens) < len(spelt):
         raise Skipped("the vocabulary has no tokens for single bytes")
-    asked = known_constraint(worker, choice(*words), texts(*words))
+    asked = known_choice(worker, *words)
     expect_allowed(worker, asked, *(tokens[:end] for end in range(len(tokens) + 1)))
 
 
@@ -107,38 +107,34 @@ def a_token_without_a_text_is_never_allowed(worker: Worker) -> None:
 def an_output_may_end_when_it_matches_and_not_before(worker: Worker) -> None:
     known = texts_of(worker)
     ends = {end_of(worker), *[token for token, text in enumerate(known) if not text][:8]}
-    asked = known_constraint(worker, choice("ab", "abcd"), texts("ab", "abcd"), ends=ends)
+    asked = known_choice(worker, "ab", "abcd", ends=ends)
     expect_allowed(worker, asked, "", "a", "ab", "abc", "abcd")
 
 
 @case("sampling", "even if it has a text, a token of end_token_ids is allowed exactly when")
 def an_end_token_is_never_text(worker: Worker) -> None:
-    words = ("aa", "ba", "b")
-    asked = known_constraint(
-        worker, choice(*words), texts(*words), ends=spell(texts_of(worker), "a")
-    )
+    asked = known_choice(worker, "aa", "ba", "b", ends=spell(texts_of(worker), "a"))
     expect_allowed(worker, asked, "", "b")
 
 
 @case("sampling", "contains at least min_tokens tokens or no token is allowed as text")
 def min_tokens_holds_the_end_back_while_there_is_more(worker: Worker) -> None:
-    words = ("ab", "abcd")
     for min_tokens in (2, 3, 9):
-        asked = known_constraint(worker, choice(*words), texts(*words), min_tokens=min_tokens)
+        asked = known_choice(worker, "ab", "abcd", min_tokens=min_tokens)
         expect_allowed(worker, asked, "ab", "abcd")
 
 
 @case("sampling", "suppressed_token_ids therefore has no meaning with a constraint")
 def suppressed_tokens_are_ignored(worker: Worker) -> None:
     suppressed = {"suppressed_token_ids": columns.pack([end_of(worker)])}
-    asked = known_constraint(worker, choice("ab"), texts("ab"), min_tokens=9, others=suppressed)
+    asked = known_choice(worker, "ab", min_tokens=9, others=suppressed)
     expect_allowed(worker, asked, "ab")
 
 
 @case("sampling", "is allowed when the output matches and no token is allowed as text.")
 def a_last_token_is_allowed_where_nothing_else_is(worker: Worker) -> None:
-    known, end, words = texts_of(worker), end_of(worker), ("ab", "abcd")
+    known, end = texts_of(worker), end_of(worker)
     without = [token for token, text in enumerate(known) if not text and token != end]
     lasts = without[:1] or spell(known, "q")
-    asked = known_constraint(worker, choice(*words), texts(*words), lasts=lasts)
+    asked = known_choice(worker, "ab", "abcd", lasts=lasts)
     expect_allowed(worker, asked, "", "ab", "abcd")

@@ -48,7 +48,6 @@ def _show_rows(plan: StepPlan) -> Iterator[str]:
 
 
 def _tuples(column: list[int], width: int) -> Iterator[tuple[int, ...]]:
-    """A flat column as tuples."""
     return zip(*(column[i::width] for i in range(width)), strict=True)
 
 

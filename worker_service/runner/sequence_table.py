@@ -310,7 +310,6 @@ class SequenceTable:
             self._free_rows[row_id % self.num_parts].append(row_id)
 
     def _grow(self) -> None:
-        """Double the number of rows."""
         old = len(self.num_tokens)
         self.token_ids = _grown(self.token_ids, 0)
         self.block_tables = _grown(self.block_tables, NO_BLOCK)
@@ -323,5 +322,4 @@ class SequenceTable:
 
 
 def _grown(column: Any, fill: int) -> Any:
-    """The column with twice as many rows."""
     return np.concatenate([column, np.full_like(column, fill)])

@@ -185,7 +185,6 @@ def _find_cut(
 
 
 def _sort_descending(values: Tensor) -> Tensor:
-    """Each row's values, largest first."""
     if values.is_cpu:
         # numpy sorts with vector instructions, some twenty times faster than torch does.
         return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
