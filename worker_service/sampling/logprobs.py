@@ -2,7 +2,6 @@
 tokens, of prompt tokens, and of the candidates among which the core chooses.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,25 +76,6 @@ def window(num_top: int, vocab_size: int) -> int:
     return min(max(num_top, MIN_WINDOW), vocab_size)
 
 
-def most_probable(
-    logprobs: Tensor, num_top: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Ids and log probabilities of each row's `num_top` most probable tokens, or a few more; most
-    probable first, the lower id first among equals. [n, window] each."""
-    top, ids = largest(logprobs, window(num_top, logprobs.shape[1]))
-    return _order(ids.cpu().numpy(), top.cpu().numpy())
-
-
-def joined(start: int, tables: Sequence[LogprobTable], num_top: int) -> PromptLogprobs:
-    """A prompt's log probabilities from those of its pieces."""
-    return PromptLogprobs(
-        start=start,
-        token_ids=np.concatenate([table.token_ids[:, : 1 + num_top] for table in tables]),
-        logprobs=np.concatenate([table.logprobs[:, : 1 + num_top] for table in tables]),
-        ranks=np.concatenate([table.ranks for table in tables]),
-    )
-
-
 def _order(
     ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -118,7 +98,9 @@ def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, C
     """
     index = upload(rows, logprobs.device)
     # One more than is returned, to see whether those returned end among equals.
-    token_ids, values = most_probable(logprobs[index], int(counts.max()) + 1)
+    num_top = window(int(counts.max()) + 1, logprobs.shape[1])
+    top, top_ids = largest(logprobs[index], num_top)
+    token_ids, values = _order(top_ids.cpu().numpy(), top.cpu().numpy())
     found = {}
     for place, (row, count) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True)):
         ids, best = token_ids[place], values[place]
@@ -155,4 +137,9 @@ def prompt_logprobs(
         logprob_table(model.compute_logits(part), target, num_top)
         for part, target in zip(hidden.split(piece), targets.split(piece), strict=True)
     ]
-    return joined(start, tables, num_top)
+    return PromptLogprobs(
+        start=start,
+        token_ids=np.concatenate([table.token_ids[:, : 1 + num_top] for table in tables]),
+        logprobs=np.concatenate([table.logprobs[:, : 1 + num_top] for table in tables]),
+        ranks=np.concatenate([table.ranks for table in tables]),
+    )
