@@ -22,6 +22,7 @@ import re
 import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from datetime import time as time_of_day
@@ -63,6 +64,10 @@ class Principal:
                 "this API key may not see the deployment's state: it requires `operator = true`",
                 reason="NOT_AN_OPERATOR",
             )
+
+
+PRINCIPAL: ContextVar[Principal] = ContextVar("principal")
+"""Who makes the gRPC call that is being served, as its guard has authenticated."""
 
 
 class Authentication(Protocol):

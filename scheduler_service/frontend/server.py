@@ -14,6 +14,7 @@ from pagewire.v1 import inference_service_pb2, scheduler_service_pb2
 from pagewire.v1.inference_service_pb2_grpc import add_InferenceServiceServicer_to_server
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend.auth import (
+    PRINCIPAL,
     ApiKeys,
     Authentication,
     NoAuthentication,
@@ -87,8 +88,8 @@ class Frontend:
             credentials=None if config.tls is None else server_credentials(config.tls),
             interceptors=[
                 CallGuard(
-                    check_caller=lambda metadata: self.authentication.authenticate(
-                        authorization(metadata)
+                    check_caller=lambda metadata: PRINCIPAL.set(
+                        self.authentication.authenticate(authorization(metadata))
                     ),
                     open_services=(HEALTH, REFLECTION),
                     check_message=check_message,

@@ -13,7 +13,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import Unavailable, UnknownRequest
-from scheduler_service.frontend.auth import Authentication, Principal
+from scheduler_service.frontend.auth import PRINCIPAL, Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.input import processor, validation
 from scheduler_service.frontend.multiplexer import RequestMultiplexer
@@ -43,7 +43,7 @@ def _rpc(method: Method[R]) -> Rpc[R]:
     @functools.wraps(method)
     async def wrapped(self: "InferenceServicer", request: Any, context: Context) -> R:
         TRACEPARENT.set(traceparent(context.invocation_metadata()))
-        return await method(self, request, context, self.authenticate(context))
+        return await method(self, request, context, PRINCIPAL.get())
 
     return rpc(wrapped)
 
@@ -66,10 +66,6 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self._requests = requests
         self._models = models
         self._core = core
-
-    def authenticate(self, context: Context) -> Principal:
-        """The tenant of a call; raises Unauthenticated."""
-        return self._authentication.authenticate(authorization(context.invocation_metadata()))
 
     @_rpc
     async def Generate(  # type: ignore[override]
@@ -94,8 +90,11 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             return None if message is grpc.aio.EOF else message
 
         # The key may be revoked while the stream is open, so each request is authenticated.
+        credentials = authorization(context.invocation_metadata())
         await RequestMultiplexer(
-            self._requests, _deadline(context), lambda: self.authenticate(context)
+            self._requests,
+            _deadline(context),
+            lambda: self._authentication.authenticate(credentials),
         ).run(read, context.write)
 
     @_rpc
