@@ -4,7 +4,7 @@
 | --- | --- |
 | `message_limits` | limits on the size of serialized messages, checked before they are parsed |
 | `validation` | every field's range, and which fields exclude each other |
-| `prompt` | prompts as token ids: given, tokenized, or rendered from a chat |
+| `chat` | conversations: checked, and rendered to the text of a prompt |
 | `tokenizer`, `chat_template` | a model's tokenizer and its chat template |
-| `processor` | a request with every default resolved, as it is submitted to the core |
+| `processor` | a request with its prompt as token ids and every default resolved, for the core |
 """

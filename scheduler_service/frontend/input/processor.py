@@ -1,4 +1,5 @@
-"""The input processor: a request with every default resolved, as the core gets it.
+"""The input processor: a request with its prompt as token ids and every default resolved, as the
+core gets it.
 
 Also a request's fingerprint, and tokenizing and detokenizing without a generation.
 """
@@ -14,18 +15,13 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import Message
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import sampling_pb2
+from pagewire.v1 import model_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.columns import to_column
-from scheduler_service.errors import InvalidArgument
+from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input import validation
-from scheduler_service.frontend.input.prompt import (
-    chat_text,
-    check_chat,
-    check_prompt_length,
-    prompt_tokens,
-)
-from scheduler_service.frontend.input.tokenizer import TooManyTokens
+from scheduler_service.frontend.input.chat import chat_text, check_chat
+from scheduler_service.frontend.input.tokenizer import ModelTokenizer, TooManyTokens
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.output.stop_strings import StopStrings
 from scheduler_service.frontend.served_models import FrontendModel
@@ -55,6 +51,9 @@ def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
 INLINE_BYTES = 4096
 """Requests up to this size are resolved on the event loop, in about a millisecond at most; handing
 them to a thread would cost more than it saves."""
+
+CHUNK_TOKENS = 1 << 16
+"""Token ids that are checked in one piece."""
 
 T = TypeVar("T")
 
@@ -129,7 +128,7 @@ def resolve_request(
     Takes a while for a long text: call this in a thread for large requests. Raises InvalidArgument
     or UnsupportedByModel for what this model cannot do, and PromptTooLong.
     """
-    validation.check_against_model(request, model.info)
+    check_against_model(request, model.info)
     prompt = prompt_tokens(request, model)
     params = request.sampling_params
     max_tokens = _max_tokens(params, model, len(prompt))
@@ -172,6 +171,113 @@ def resolve_request(
         wants_prompt_logprobs=params.HasField("prompt_logprobs"),
         resume=request.resume,
     )
+
+
+def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.ModelInfo) -> None:
+    """Raise InvalidArgument for token ids that the model does not have, and UnsupportedByModel for
+    structured output where its workers have none."""
+    params = request.sampling_params
+    check_token_ids("token_ids.ids", request.token_ids.ids, info.vocab_size)
+    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, info.vocab_size)
+    for index, bias in enumerate(params.logit_bias):
+        if bias.token_id >= info.vocab_size:
+            path = f"sampling_params.logit_bias[{index}].token_id"
+            raise InvalidArgument(path, _below_vocab(info.vocab_size))
+    if params.HasField("structured_output") and not info.structured_output:
+        raise UnsupportedByModel(
+            "the model's workers do not support structured output",
+            reason="NO_STRUCTURED_OUTPUT",
+        )
+    for index, choice in enumerate(request.resume):
+        check_token_ids(f"resume[{index}].token_ids", choice.token_ids, info.vocab_size)
+
+
+def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidArgument naming the first id that is out of the vocabulary."""
+    for start in range(0, len(token_ids), CHUNK_TOKENS):  # other threads run between the chunks
+        chunk = token_ids[start : start + CHUNK_TOKENS]
+        if max(chunk) >= vocab_size:
+            index, found = next((i, id) for i, id in enumerate(chunk, start) if id >= vocab_size)
+            raise InvalidArgument(f"{path}[{index}]", f"{_below_vocab(vocab_size)}, got {found}")
+
+
+def _below_vocab(vocab_size: int) -> str:
+    return f"expected a token id below the vocabulary size {vocab_size}"
+
+
+def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
+    """The tokens that the model is given; raises PromptTooLong for a prompt that is longer than
+    the model allows and not to be truncated."""
+    params = request.sampling_params
+    keep = None
+    if params.HasField("truncate_prompt_tokens"):
+        keep = params.truncate_prompt_tokens or _fitting(params, model)
+    kind = request.WhichOneof("prompt")
+    if kind == "token_ids":
+        return _given_tokens(request.token_ids.ids, model, keep)
+    if kind == "text":
+        adds = not request.HasField("add_special_tokens") or request.add_special_tokens
+        tokenizer = model.require_tokenizer("text prompt")
+        tokens = _encode(tokenizer, request.text, model, keep, add_special_tokens=adds)
+    else:
+        text = chat_text(request.chat, model)
+        tokenizer = model.require_tokenizer("chat prompt")
+        tokens = _encode(tokenizer, text, model, keep, add_special_tokens=False)
+    if not tokens:
+        field = "text" if kind == "text" else "chat.messages"
+        raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
+    return tokens
+
+
+def _given_tokens(ids: Sequence[int], model: FrontendModel, keep: int | None) -> list[int]:
+    if keep is not None:
+        return list(ids[-keep:])
+    check_prompt_length(len(ids), model)
+    return list(ids)
+
+
+def _encode(
+    tokenizer: ModelTokenizer,
+    text: str,
+    model: FrontendModel,
+    keep: int | None,
+    *,
+    add_special_tokens: bool,
+) -> list[int]:
+    """A prompt's tokens; the last `keep` of them, if it is not None."""
+    if keep is not None:
+        return tokenizer.encode_end(text, keep, add_special_tokens=add_special_tokens)
+    try:
+        return tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, max_tokens=model.info.max_model_len
+        )
+    except TooManyTokens as error:
+        check_prompt_length(error.number, model, is_exact=error.is_exact)
+        raise
+
+
+def check_prompt_length(num_tokens: int, model: FrontendModel, *, is_exact: bool = True) -> None:
+    """Raise PromptTooLong unless a prompt of `num_tokens` leaves room for one more."""
+    max_model_len = model.info.max_model_len
+    if num_tokens >= max_model_len:
+        at_least = "" if is_exact else "at least "
+        raise PromptTooLong(
+            f"the prompt has {at_least}{num_tokens} tokens; prompt and output together are "
+            f"limited to {max_model_len}",
+            details={"prompt_tokens": num_tokens, "max_model_len": max_model_len},
+        )
+
+
+def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
+    """Maximum number of prompt tokens that leaves room for the output's max_tokens."""
+    max_model_len = model.info.max_model_len
+    num_output = params.max_tokens if params.HasField("max_tokens") else 1
+    if num_output >= max_model_len:
+        raise InvalidArgument(
+            "sampling_params.max_tokens",
+            f"expected to leave room for a prompt within {max_model_len} tokens",
+        )
+    return max_model_len - num_output
 
 
 def _max_tokens(params: sampling_pb2.SamplingParams, model: FrontendModel, num_prompt: int) -> int:
@@ -350,7 +456,7 @@ def _detokenize(
     number, most = len(request.token_ids), _most_tokens(model)
     if number > most:
         raise InvalidArgument("token_ids", f"expected at most {most} token ids, got {number}")
-    validation.check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
+    check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
     skip = _or(request, "skip_special_tokens", True)
     text = tokenizer.decode(request.token_ids, skip_special_tokens=skip)
     return inference_pb.DetokenizeResponse(text=text)

@@ -1,20 +1,19 @@
 """Validation of requests. Ranges are declared in the protos.
 
-Checks come in two rounds: `check_request` needs the request alone, `check_against_model` also the
-model. Every error is an InvalidArgument that names the field by its path in the request.
+`check_request` needs the request alone; `processor.py` checks it against the model. Every error is
+an InvalidArgument that names the field by its path in the request.
 """
 
 import math
 import re
-from collections.abc import Sequence
 
 from google.protobuf.message import Message
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import model_pb2, sampling_pb2
+from pagewire.v1 import sampling_pb2
 from pagewire.validation import find_violation, generation_defaults, limits_of, sampling_only
-from scheduler_service.errors import InvalidArgument, UnsupportedByModel
-from scheduler_service.frontend.input.prompt import check_chat
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.input.chat import check_chat
 from scheduler_service.frontend.structured_output.constraint import texts_of
 
 SAMPLING_LIMITS = limits_of(sampling_pb2.SamplingParams.DESCRIPTOR)
@@ -26,8 +25,6 @@ SAMPLING_ONLY = {
 """Sampling parameters that beam search ignores, with the values that have no effect."""
 MIN_TEMPERATURE = SAMPLING_LIMITS["temperature"].low
 """0.01 as a float32 field holds it, which is a little less."""
-CHUNK_TOKENS = 1 << 16
-"""Token ids that are checked in one piece."""
 MAX_STRUCTURED_BYTES = 262_144
 """Of what an output is to match."""
 
@@ -52,33 +49,6 @@ def check_request(request: inference_pb.GenerateRequest) -> None:
     _check_sampling(request.sampling_params)
     _check_contradictions(request.sampling_params)
     _check_resume(request)
-
-
-def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.ModelInfo) -> None:
-    """Raise InvalidArgument for token ids that the model does not have, and UnsupportedByModel for
-    structured output where its workers have none."""
-    params = request.sampling_params
-    check_token_ids("token_ids.ids", request.token_ids.ids, info.vocab_size)
-    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, info.vocab_size)
-    for index, bias in enumerate(params.logit_bias):
-        path = f"sampling_params.logit_bias[{index}].token_id"
-        _expect(bias.token_id < info.vocab_size, path, _below_vocab(info.vocab_size))
-    if params.HasField("structured_output") and not info.structured_output:
-        raise UnsupportedByModel(
-            "the model's workers do not support structured output",
-            reason="NO_STRUCTURED_OUTPUT",
-        )
-    for index, choice in enumerate(request.resume):
-        check_token_ids(f"resume[{index}].token_ids", choice.token_ids, info.vocab_size)
-
-
-def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise InvalidArgument naming the first id that is out of the vocabulary."""
-    for start in range(0, len(token_ids), CHUNK_TOKENS):  # other threads run between the chunks
-        chunk = token_ids[start : start + CHUNK_TOKENS]
-        if max(chunk) >= vocab_size:
-            index, found = next((i, id) for i, id in enumerate(chunk, start) if id >= vocab_size)
-            raise InvalidArgument(f"{path}[{index}]", f"{_below_vocab(vocab_size)}, got {found}")
 
 
 def check_limits(message: Message, prefix: str = "") -> None:
@@ -211,7 +181,3 @@ def _check_resumed_choice(
 def _expect(condition: bool, path: str, expected: str) -> None:
     if not condition:
         raise InvalidArgument(path, expected)
-
-
-def _below_vocab(vocab_size: int) -> str:
-    return f"expected a token id below the vocabulary size {vocab_size}"

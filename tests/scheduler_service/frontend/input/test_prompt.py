@@ -2,12 +2,12 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument, PromptTooLong
-from scheduler_service.frontend.input.prompt import (
+from scheduler_service.frontend.input.chat import (
     MAX_JSON_CHARS,
     MAX_JSON_CONTAINERS,
     check_chat,
-    prompt_tokens,
 )
+from scheduler_service.frontend.input.processor import prompt_tokens
 from scheduler_service.frontend.input.validation import check_request
 from scheduler_service.frontend.served_models import build_model
 from tests.support.fake_core import model_info

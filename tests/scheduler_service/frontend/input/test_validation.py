@@ -6,6 +6,7 @@ import pytest
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend.input import validation
+from scheduler_service.frontend.input.processor import check_against_model
 from tests.support.fake_core import model_info
 
 GOOD: list[dict[str, Any]] = [
@@ -45,7 +46,7 @@ def request_of(fields: dict[str, Any]) -> pb.GenerateRequest:
 
 def check(request: pb.GenerateRequest) -> None:
     validation.check_request(request)
-    validation.check_against_model(request, model_info())
+    check_against_model(request, model_info())
 
 
 @pytest.mark.parametrize("fields", GOOD, ids=str)
@@ -221,9 +222,9 @@ def test_structured_output_is_for_workers_that_say_they_keep_to_it(
 ) -> None:
     request = request_of({"text": "a", "sampling_params": sampling})
     validation.check_request(request)
-    validation.check_against_model(request, model_info(structured_output=True))
+    check_against_model(request, model_info(structured_output=True))
     with pytest.raises(UnsupportedByModel, match="do not support structured output") as caught:
-        validation.check_against_model(request, model_info())
+        check_against_model(request, model_info())
     assert caught.value.reason == "NO_STRUCTURED_OUTPUT"
 
 

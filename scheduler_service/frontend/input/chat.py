@@ -1,13 +1,11 @@
-"""A request's prompt as token ids: given, tokenized, or rendered from a chat."""
+"""Conversations: checked, and rendered to the text of a prompt."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import sampling_pb2
-from scheduler_service.errors import InvalidArgument, PromptTooLong
-from scheduler_service.frontend.input.tokenizer import ModelTokenizer, TooManyTokens
+from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.served_models import FrontendModel
 
 MAX_JSON_CHARS = 1 << 20
@@ -143,78 +141,3 @@ def _cut_at_end(text: str, content: str) -> str:
             "chat.continue_final_message", "the model's chat template changes the text of turns"
         )
     return text
-
-
-def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
-    """The tokens that the model is given; raises PromptTooLong for a prompt that is longer than
-    the model allows and not to be truncated."""
-    params = request.sampling_params
-    keep = None
-    if params.HasField("truncate_prompt_tokens"):
-        keep = params.truncate_prompt_tokens or _fitting(params, model)
-    kind = request.WhichOneof("prompt")
-    if kind == "token_ids":
-        return _given_tokens(request.token_ids.ids, model, keep)
-    if kind == "text":
-        adds = not request.HasField("add_special_tokens") or request.add_special_tokens
-        tokenizer = model.require_tokenizer("text prompt")
-        tokens = _encode(tokenizer, request.text, model, keep, add_special_tokens=adds)
-    else:
-        text = chat_text(request.chat, model)
-        tokenizer = model.require_tokenizer("chat prompt")
-        tokens = _encode(tokenizer, text, model, keep, add_special_tokens=False)
-    if not tokens:
-        field = "text" if kind == "text" else "chat.messages"
-        raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
-    return tokens
-
-
-def _given_tokens(ids: Sequence[int], model: FrontendModel, keep: int | None) -> list[int]:
-    if keep is not None:
-        return list(ids[-keep:])
-    check_prompt_length(len(ids), model)
-    return list(ids)
-
-
-def _encode(
-    tokenizer: ModelTokenizer,
-    text: str,
-    model: FrontendModel,
-    keep: int | None,
-    *,
-    add_special_tokens: bool,
-) -> list[int]:
-    """A prompt's tokens; the last `keep` of them, if it is not None."""
-    if keep is not None:
-        return tokenizer.encode_end(text, keep, add_special_tokens=add_special_tokens)
-    try:
-        return tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, max_tokens=model.info.max_model_len
-        )
-    except TooManyTokens as error:
-        check_prompt_length(error.number, model, is_exact=error.is_exact)
-        raise
-
-
-def check_prompt_length(num_tokens: int, model: FrontendModel, *, is_exact: bool = True) -> None:
-    """Raise PromptTooLong unless a prompt of `num_tokens` leaves room for one more."""
-    max_model_len = model.info.max_model_len
-    if num_tokens >= max_model_len:
-        at_least = "" if is_exact else "at least "
-        raise PromptTooLong(
-            f"the prompt has {at_least}{num_tokens} tokens; prompt and output together are "
-            f"limited to {max_model_len}",
-            details={"prompt_tokens": num_tokens, "max_model_len": max_model_len},
-        )
-
-
-def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
-    """Maximum number of prompt tokens that leaves room for the output's max_tokens."""
-    max_model_len = model.info.max_model_len
-    num_output = params.max_tokens if params.HasField("max_tokens") else 1
-    if num_output >= max_model_len:
-        raise InvalidArgument(
-            "sampling_params.max_tokens",
-            f"expected to leave room for a prompt within {max_model_len} tokens",
-        )
-    return max_model_len - num_output
