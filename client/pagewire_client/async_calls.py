@@ -39,7 +39,7 @@ class AsyncCaller:
     ) -> None:
         self.connections = connections
         self.policy = policy
-        self.open_requests = OpenRequests(max_connections * MAX_OPEN_REQUESTS)
+        self.open_requests = OpenRequests(max_connections, MAX_OPEN_REQUESTS)
 
     async def unary(self, method: str, request: Any, timeout: float | None) -> Any:
         """The answer to a call of `method`."""
@@ -211,12 +211,11 @@ class _AsyncGeneration:
                 )
             if self._closed.is_set():
                 return
-            connection = open_requests.number(self._turn) // MAX_OPEN_REQUESTS
-            async with contextlib.aclosing(
-                caller.with_retries(
-                    self._attempt, self._attempts.delay_after, self._closed, connection
-                )
-            ) as deltas:
+            connection = open_requests.connection(self._turn)
+            attempts = caller.with_retries(
+                self._attempt, self._attempts.delay_after, self._closed, connection
+            )
+            async with contextlib.aclosing(attempts) as deltas:
                 async for delta in deltas:
                     yield delta
         finally:

@@ -39,7 +39,7 @@ class Caller:
     ) -> None:
         self.connections = connections
         self.policy = policy
-        self.open_requests = OpenRequests(max_connections * MAX_OPEN_REQUESTS)
+        self.open_requests = OpenRequests(max_connections, MAX_OPEN_REQUESTS)
 
     def unary(self, method: str, request: Any, timeout: float | None) -> Any:
         """The answer to a call of `method`."""
@@ -203,12 +203,11 @@ class _Generation:
                 )
             if self._closed.is_set():
                 return
-            connection = open_requests.number(self._turn) // MAX_OPEN_REQUESTS
-            with contextlib.closing(
-                caller.with_retries(
-                    self._attempt, self._attempts.delay_after, self._closed, connection
-                )
-            ) as deltas:
+            connection = open_requests.connection(self._turn)
+            attempts = caller.with_retries(
+                self._attempt, self._attempts.delay_after, self._closed, connection
+            )
+            with contextlib.closing(attempts) as deltas:
                 yield from deltas
         finally:
             open_requests.leave(self._turn)

@@ -1,6 +1,5 @@
 """Server addresses, TLS, API keys, call metadata, and channels."""
 
-import heapq
 import logging
 import sys
 import threading
@@ -177,11 +176,13 @@ class Connections(Generic[ChannelT]):
 
 
 class OpenRequests:
-    """At most `limit` open requests; further ones wait in order."""
+    """Spreads requests over connections, one after the other; when all are full, requests wait."""
 
-    def __init__(self, limit: int) -> None:
-        self._free = list(range(limit))
-        self._numbers: dict[object, int] = {}
+    def __init__(self, max_connections: int, per_connection: int) -> None:
+        if max_connections < 1:
+            raise ValueError(f"max_connections must be at least 1, not {max_connections}")
+        self._free = [per_connection] * max_connections
+        self._connections: dict[Turn, int] = {}
         self._waiting: OrderedDict[Turn, None] = OrderedDict()
         # Reentrant, because the collection of garbage may end a request at any point.
         self._lock = threading.RLock()
@@ -190,27 +191,27 @@ class OpenRequests:
         """Set `turn` once its request may be sent; `leave` must follow."""
         with self._lock:
             self._waiting[turn] = None
-        self._admit()
+            self._admit()
 
-    def number(self, turn: Turn) -> int:
-        """The lowest number from 0 that was free when `turn` was set; 0 after `leave`."""
-        return self._numbers.get(turn, 0)
+    def connection(self, turn: Turn) -> int:
+        """The number of the connection of a request whose turn it is; 0 after `leave`."""
+        return self._connections.get(turn, 0)
 
     def leave(self, turn: Turn) -> None:
         """Note that a request has ended, even if it was waiting, or had ended already."""
         with self._lock:
             self._waiting.pop(turn, None)
-            if turn in self._numbers:
-                heapq.heappush(self._free, self._numbers.pop(turn))
-        self._admit()
+            if turn in self._connections:
+                self._free[self._connections.pop(turn)] += 1
+                self._admit()
 
     def _admit(self) -> None:
-        with self._lock:
-            if self._waiting and self._free:
-                number = heapq.heappop(self._free)
-                turn, _ = self._waiting.popitem(last=False)
-                self._numbers[turn] = number
-                turn.set()
+        connection = next((number for number, free in enumerate(self._free) if free), None)
+        if connection is not None and self._waiting:
+            self._free[connection] -= 1
+            turn, _ = self._waiting.popitem(last=False)
+            self._connections[turn] = connection
+            turn.set()
 
 
 def sync_channel(options: ConnectionOptions, address: Address) -> grpc.Channel:

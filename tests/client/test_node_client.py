@@ -117,3 +117,79 @@ def test_a_timeout_ends_the_request(frontend: FakeFrontend) -> None:
     assert run.returncode == 1
     assert "eadline" in run.stderr
     assert frontend.ended_early.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("failure", "absence"),
+    [
+        (Failure(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_ms=20), "full"),
+        (Failure(code=grpc.StatusCode.UNAVAILABLE, reason="SHUTTING_DOWN"), "shutting down"),
+        (Failure(code=grpc.StatusCode.UNAVAILABLE, reason="", message="Socket closed"), "gone"),
+    ],
+)
+def test_a_request_that_has_not_begun_is_tried_by_time_once_a_server_was_reached(
+    frontend: FakeFrontend, failure: Failure, absence: str
+) -> None:
+    frontend.breaks.extend(Break(failure=failure) for _ in range(7))
+    run = run_node("--address", frontend.address, "--max-tokens", "3", "Hello")
+    assert run.returncode == 0, run.stderr
+    assert [request.attempt for request in frontend.requests] == list(range(8)), absence
+
+
+def test_a_server_that_cannot_serve_the_request_is_tried_by_count(frontend: FakeFrontend) -> None:
+    no_model = Failure(
+        code=grpc.StatusCode.UNAVAILABLE, reason="NO_MODEL_SERVED", message="no model is served"
+    )
+    frontend.breaks.extend(Break(failure=no_model) for _ in range(10))
+    run = run_node("--address", frontend.address, "--max-tokens", "3", "Hello")
+    assert run.returncode == 1
+    assert run.stderr.strip() == "error: no model is served"
+    assert len(frontend.requests) == 6
+
+
+def test_a_server_that_was_never_there_is_an_error_that_names_it() -> None:
+    run = run_node("--address", "127.0.0.1:1", "Hello")
+    assert run.returncode == 1
+    assert "127.0.0.1:1" in run.stderr
+
+
+OPEN_REQUESTS = """
+import assert from "node:assert";
+import { OpenRequests } from "./src/open-requests.js";
+
+const open = new OpenRequests(2);
+const enter = (deadline = Infinity) => open.enter(deadline);
+const connections = await Promise.all(Array.from({ length: 2000 }, () => enter()));
+assert.deepStrictEqual([0, 999, 1000, 1999].map((index) => connections[index]), [0, 0, 1, 1]);
+const order = [];
+const waiting = ["first", "second"].map((name) => enter().then(() => order.push(name)));
+await assert.rejects(enter(Date.now() + 20), /maximum of open requests/);
+assert.deepStrictEqual(order, []);
+open.leave(1);
+await waiting[0];
+assert.deepStrictEqual(order, ["first"]);
+open.leave(0);
+await waiting[1];
+open.leave(0);
+assert.strictEqual(await enter(), 0);
+"""
+
+
+def test_requests_beyond_what_the_connections_carry_wait_in_order() -> None:
+    command = ["node", "--input-type=module", "--eval", OPEN_REQUESTS]
+    run = subprocess.run(command, cwd=NODE_CLIENT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_many_requests_at_once_all_end(frontend: FakeFrontend) -> None:
+    run = subprocess.run(
+        ["node", "examples/many.js", "--address", frontend.address, "--requests", "1500"],
+        cwd=NODE_CLIENT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    result = json.loads(run.stdout)
+    assert (result["requests"], result["failed"]) == (1500, 0), result["error"]
+    assert len({request.request_id for request in frontend.requests}) == 1500

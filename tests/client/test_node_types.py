@@ -59,6 +59,6 @@ def test_a_type_has_the_fields_of_its_message(interface: str, message: Descripto
 
 def test_options_have_the_names_by_which_the_client_takes_them() -> None:
     source = (NODE_CLIENT / "src/client.js").read_text()
-    found = re.search(r"^  constructor\(.*\{ (.+) \} = \{\}\) \{$", source, re.MULTILINE)
+    found = re.search(r"^  constructor\([^)]*\{ ([^)]+) \} = \{\},?\s*\) \{$", source, re.MULTILINE)
     assert found is not None
     assert declared("ClientOptions") == [each.split(" = ")[0] for each in found[1].split(", ")]

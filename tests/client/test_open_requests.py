@@ -94,5 +94,10 @@ def test_threads_wait_for_their_turn(frontend: FakeFrontend) -> None:
         assert all(future.result(20).finished for future in running)
 
 
+def test_a_client_needs_a_connection() -> None:
+    with pytest.raises(ValueError, match="max_connections must be at least 1, not 0"):
+        Client(max_connections=0)
+
+
 async def _collect(stream: Any) -> list[object]:
     return [delta async for delta in stream]

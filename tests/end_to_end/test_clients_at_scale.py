@@ -15,16 +15,25 @@ from tests.support.cluster import Cluster
 from tests.support.requests import request_for
 
 BURST_TOKENS = 4
-STEP_US = 10_000
 FIRST_ABSENCE_S = 5.0
+NUM_BLOCKS = 70_000
+"""Of 16 tokens each: all sequences fit."""
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
+def step_us() -> int:
+    return 10_000
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, step_us: int) -> Iterator[Cluster]:
     with Cluster(
         tmp_path,
         core_flags=["--max-num-seqs", "1024", "--max-num-batched-tokens", "16384"],
-        worker_flags=["--simulate", "--simulate-step-us", str(STEP_US)],
+        worker_flags=[
+            *("--simulate", "--simulate-step-us", str(step_us)),
+            *("--simulate-gpu-blocks", str(NUM_BLOCKS)),
+        ],
     ) as cluster:
         yield cluster.start()
 
@@ -121,10 +130,12 @@ async def answers_over_kills(
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_tokens", "num_kills", "between_s"),
+    ("num_requests", "step_us", "num_tokens", "num_kills", "between_s"),
     [
-        (200, 400, 3, 1.5),
-        pytest.param(1000, 600, 12, 3.0, marks=[pytest.mark.long, pytest.mark.timeout(600)]),
+        (200, 10_000, 400, 3, 1.5),
+        pytest.param(
+            *(1000, 50_000, 1000, 12, 3.0), marks=[pytest.mark.long, pytest.mark.timeout(600)]
+        ),
     ],
 )
 async def test_requests_survive_kills_of_the_only_frontend(

@@ -58,8 +58,16 @@ export interface ClientOptions {
   apiKey?: string;
   /** Default: no encryption. */
   credentials?: ChannelCredentials;
-  /** How long to retry a stream that broke; default 60,000, 0 disables retries. */
+  /**
+   * How long to retry a request after its connection broke, and while the server is full; default
+   * 60,000, 0 disables retries.
+   */
   recoveryTimeoutMs?: number;
+  /**
+   * To one address, opened as needed; default 1. Each carries up to 1,000 open requests, and further
+   * requests wait in the client until one ends.
+   */
+  maxConnections?: number;
 }
 
 export type FinishReason = "stop" | "length";

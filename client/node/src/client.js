@@ -8,6 +8,7 @@ import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
 import protoLoader from "@grpc/proto-loader";
 
+import { OpenRequests } from "./open-requests.js";
 import { Received } from "./received.js";
 import { Retries } from "./retries.js";
 
@@ -30,6 +31,7 @@ const CHANNEL_OPTIONS = {
   // The first retries reach a frontend that restarts.
   "grpc.initial_reconnect_backoff_ms": 100,
   "grpc.max_reconnect_backoff_ms": 2000,
+  "grpc.use_local_subchannel_pool": 1, // each channel has a connection of its own
 };
 
 const MAX_HOLD_MS = 1000; // how long the server may hold back tokens of a whole answer
@@ -45,7 +47,12 @@ const FINISH_REASONS = {
  * those of @grpc/grpc-js, with `code` and `details`.
  */
 export class Client {
-  #services;
+  #addresses;
+  #credentials;
+  #services = new Map();
+  #openRequests;
+  #server = { wasReached: false };
+  #isClosed = false;
   #current = 0;
   #metadata = new grpc.Metadata();
   #recoveryTimeoutMs;
@@ -57,14 +64,18 @@ export class Client {
    * @param {string} [options.apiKey] sent with each call, as a bearer token
    * @param {grpc.ChannelCredentials} [options.credentials] such as
    *   `grpc.credentials.createSsl(ca)`; default: no encryption
-   * @param {number} [options.recoveryTimeoutMs] how long a stream that broke is tried again
+   * @param {number} [options.recoveryTimeoutMs] how long a request is tried again after its
+   *   connection broke, and while the server is full
+   * @param {number} [options.maxConnections] to one address, opened as needed; each carries up to
+   *   1,000 open requests, and further requests wait in the client until one ends
    */
-  constructor(address = "127.0.0.1:7600", { apiKey, credentials, recoveryTimeoutMs = 60_000 } = {}) {
-    credentials ??= grpc.credentials.createInsecure();
-    this.#services = [address]
-      .flat()
-      .flatMap((text) => text.split(","))
-      .map((each) => new InferenceService(each, credentials, CHANNEL_OPTIONS));
+  constructor(
+    address = "127.0.0.1:7600",
+    { apiKey, credentials, recoveryTimeoutMs = 60_000, maxConnections = 1 } = {},
+  ) {
+    this.#credentials = credentials ?? grpc.credentials.createInsecure();
+    this.#addresses = [address].flat().flatMap((text) => text.split(","));
+    this.#openRequests = new OpenRequests(maxConnections);
     this.#recoveryTimeoutMs = recoveryTimeoutMs;
     if (apiKey) this.#metadata.set("authorization", `Bearer ${apiKey}`);
   }
@@ -99,33 +110,50 @@ export class Client {
 
   /** Close the connections. */
   close() {
-    for (const service of this.#services) service.close();
+    this.#isClosed = true;
+    for (const service of this.#services.values()) service.close();
   }
 
   /** The responses to a request, over all its attempts. */
   async *#responses(prompt, samplingParams, { model, requestId, timeoutMs, maxHoldMs }) {
     const deadline = timeoutMs === undefined ? Infinity : Date.now() + timeoutMs;
-    const retries = new Retries(this.#recoveryTimeoutMs, deadline);
+    const retries = new Retries(this.#recoveryTimeoutMs, deadline, this.#server);
     requestId ??= randomUUID(); // the client must know it to continue the request
     const request = { ...asPrompt(prompt), samplingParams, model, requestId, maxHoldMs };
     const received = new Received(request);
-    while (!received.isComplete) {
-      const used = this.#current;
-      try {
-        for await (const response of this.#attempt(received.nextRequest(), deadline)) {
-          retries.progressed();
-          yield received.add(response);
+    const connection = await this.#openRequests.enter(deadline);
+    try {
+      while (!received.isComplete) {
+        const used = this.#current;
+        try {
+          const service = this.#service(connection);
+          for await (const response of this.#attempt(service, received.nextRequest(), deadline)) {
+            retries.progressed();
+            yield received.add(response);
+          }
+          if (!received.isComplete) throw incomplete();
+        } catch (error) {
+          await pause(retries.delayAfter(error));
+          if (used === this.#current) this.#current = (used + 1) % this.#addresses.length;
         }
-        if (!received.isComplete) throw incomplete();
-      } catch (error) {
-        await pause(retries.delayAfter(error));
-        if (used === this.#current) this.#current = (used + 1) % this.#services.length;
       }
+    } finally {
+      this.#openRequests.leave(connection);
     }
   }
 
-  async *#attempt(request, deadline) {
-    const service = this.#services[this.#current];
+  /** The service at the current address, over one of its connections. */
+  #service(connection) {
+    if (this.#isClosed) throw new Error("this client is closed");
+    const key = `${this.#current} ${connection}`;
+    if (!this.#services.has(key)) {
+      const address = this.#addresses[this.#current];
+      this.#services.set(key, new InferenceService(address, this.#credentials, CHANNEL_OPTIONS));
+    }
+    return this.#services.get(key);
+  }
+
+  async *#attempt(service, request, deadline) {
     const call = service.generate(request, this.#metadata, { deadline });
     call.on("error", () => {}); // the loop throws errors; after the loop there is no reader
     try {

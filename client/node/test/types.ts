@@ -8,6 +8,7 @@ const client = new Client(["host1:7600", "host2:7600"], {
   apiKey: "secret",
   credentials: credentials.createSsl(),
   recoveryTimeoutMs: 10_000,
+  maxConnections: 4,
 });
 const params: SamplingParams = { maxTokens: 64, temperature: 0, seed: "18446744073709551615" };
 
