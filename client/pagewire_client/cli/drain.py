@@ -1,6 +1,6 @@
 """`pagewire drain`: take a worker group out of service; its requests continue in other groups."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Annotated
 
 import grpc
@@ -11,11 +11,12 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import WORKER_STATE_DRAINING, EngineStatus, WorkerGroupStatus
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CORE_CONNECTION, CoreConnection, with_options
-from pagewire_client.connection import Metadata, sync_channel
+from pagewire_client.cli.status import watch_core
+from pagewire_client.connection import sync_channel
 from pagewire_client.errors import DeadlineExceeded, from_call
 
 _CALL_TIMEOUT_S = 10.0
-_STATUS_INTERVAL_MS = 100
+_STATUS_INTERVAL_S = 0.1
 
 
 @with_options(core=CORE_CONNECTION)
@@ -35,27 +36,25 @@ def drain(
     """
     options = core.options()
     with sync_channel(options, options.addresses[0]) as channel:
-        stub = SchedulerServiceStub(channel)
         try:
-            stub.DrainWorker(
+            SchedulerServiceStub(channel).DrainWorker(
                 pb.DrainWorkerRequest(group_id=group),
                 timeout=_CALL_TIMEOUT_S,
                 metadata=options.metadata,
             )
-            if wait:
-                _wait_gone(stub, group, timeout, options.metadata)
         except grpc.RpcError as error:
-            if wait and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise DeadlineExceeded(f"{group} is still draining") from None
             raise from_call(error) from None
+    if wait:
+        try:
+            _wait_gone(group, watch_core(options, _STATUS_INTERVAL_S, timeout_s=timeout))
+        except DeadlineExceeded:
+            raise DeadlineExceeded(f"{group} is still draining") from None
 
 
-def _wait_gone(
-    stub: SchedulerServiceStub, group_id: str, timeout_s: float | None, metadata: Metadata
-) -> None:
+def _wait_gone(group_id: str, snapshots: Iterable[EngineStatus]) -> None:
     """Print how many sequences still run in the group, until it is gone."""
     num_printed: int | None = None
-    for snapshot in _watch(stub, timeout_s, metadata):
+    for snapshot in snapshots:
         group = _find(snapshot, group_id)
         if group is None:
             terminal.note(f"{group_id} is drained")
@@ -63,14 +62,6 @@ def _wait_gone(
         if group.num_running_sequences != num_printed:
             num_printed = group.num_running_sequences
             terminal.note(f"{group_id} is draining, {num_printed} sequences run")
-
-
-def _watch(
-    stub: SchedulerServiceStub, timeout_s: float | None, metadata: Metadata
-) -> Iterator[EngineStatus]:
-    request = pb.SchedulerServiceWatchStatusRequest(interval_ms=_STATUS_INTERVAL_MS)
-    for response in stub.WatchStatus(request, timeout=timeout_s, metadata=metadata):
-        yield response.status
 
 
 def _find(snapshot: EngineStatus, group_id: str) -> WorkerGroupStatus | None:

@@ -1,18 +1,23 @@
 """`pagewire status`: queues, workers and memory of a deployment."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Annotated, Any
 
+import grpc
 import typer
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from pagewire.v1.status_pb2 import EngineStatus, WorkerGroupStatus, WorkerState
+from pagewire.v1 import scheduler_service_pb2 as pb
+from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pagewire.v1.status_pb2 import EngineStatus, StatusDetail, WorkerGroupStatus, WorkerState
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, Connection, with_options
+from pagewire_client.connection import ConnectionOptions, sync_channel
+from pagewire_client.errors import from_call
 
 
 @with_options(connection=CONNECTION)
@@ -110,3 +115,23 @@ def _as_dict(snapshot: EngineStatus) -> dict[str, Any]:
     return MessageToDict(
         snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+
+
+def watch_core(
+    options: ConnectionOptions,
+    interval_s: float,
+    *,
+    detail: StatusDetail | None = None,
+    timeout_s: float | None = None,
+) -> Generator[EngineStatus, None, None]:
+    """A scheduler core's snapshots, one every `interval_s` seconds. Raises PagewireError."""
+    request = pb.SchedulerServiceWatchStatusRequest(
+        interval_ms=round(interval_s * 1000), detail=detail
+    )
+    with sync_channel(options, options.addresses[0]) as channel:
+        watch = SchedulerServiceStub(channel).WatchStatus
+        try:
+            for response in watch(request, timeout=timeout_s, metadata=options.metadata):
+                yield response.status
+        except grpc.RpcError as error:
+            raise from_call(error) from None

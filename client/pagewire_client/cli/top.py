@@ -1,16 +1,13 @@
 """`pagewire top`: throughput, queues, memory block by block and requests, in a terminal."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Annotated
 
-import grpc
 import typer
 from rich.console import Console
 from rich.live import Live
 
-from pagewire.v1 import scheduler_service_pb2 as pb
-from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client.cli.options import (
     CONNECTION,
@@ -19,9 +16,8 @@ from pagewire_client.cli.options import (
     Membership,
     with_options,
 )
+from pagewire_client.cli.status import watch_core
 from pagewire_client.cli.top_screen import Rates, Screen
-from pagewire_client.connection import Metadata, sync_channel
-from pagewire_client.errors import from_call
 
 _DETAIL = StatusDetail(include_requests=True, include_blocks=True)
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
@@ -90,20 +86,7 @@ def _statuses(
     if core is None:
         with connection.client() as client:
             yield client.watch_status(interval_s, detail=_DETAIL)
-        return
-    options = membership.connection_to(core)
-    with sync_channel(options, core) as channel:
-        yield _core_statuses(SchedulerServiceStub(channel), interval_s, options.metadata)
-
-
-def _core_statuses(
-    stub: SchedulerServiceStub, interval_s: float, metadata: Metadata
-) -> Iterator[EngineStatus]:
-    request = pb.SchedulerServiceWatchStatusRequest(
-        interval_ms=round(interval_s * 1000), detail=_DETAIL
-    )
-    try:
-        for response in stub.WatchStatus(request, metadata=metadata):
-            yield response.status
-    except grpc.RpcError as error:
-        raise from_call(error) from None
+    else:
+        options = membership.connection_to(core)
+        with closing(watch_core(options, interval_s, detail=_DETAIL)) as statuses:
+            yield statuses
