@@ -27,7 +27,7 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
+.PHONY: demo test test-gpu test-long test-containers chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -52,11 +52,16 @@ demo: $(VENV)/.ready
 
 ## test: all tests that need no GPU
 test: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not long"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not long and not containers"
 
 ## test-long: the randomised tests at full length
 test-long: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
-	$(BIN)/python -m pytest -m "not gpu"
+	$(BIN)/python -m pytest -m "not gpu and not containers"
+
+## test-containers: as root, build the images, start docker-compose.yml and disturb it; needs the
+## programs docker, dockerd and debootstrap, and uses no registry of images
+test-containers: $(VENV)/.ready
+	$(BIN)/python -m pytest -m containers tests/containers
 
 ## chaos: kill, stop and disconnect processes at random; no stream may change
 chaos: $(VENV)/.ready

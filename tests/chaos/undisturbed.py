@@ -19,12 +19,13 @@ async def run_undisturbed(asks: Sequence[Ask], dtype: str, folder: Path) -> list
     cluster = Cluster(quiet, worker_flags=["--dtype", dtype])
     try:
         await asyncio.to_thread(cluster.start)
-        return await _answers(cluster.frontend_address(), asks)
+        return await answers_of(cluster.frontend_address(), asks)
     finally:
         await asyncio.to_thread(cluster.stop)
 
 
-async def _answers(frontend: str, asks: Sequence[Ask]) -> list[Answer]:
+async def answers_of(frontend: str, asks: Sequence[Ask]) -> list[Answer]:
+    """The answers of a deployment that nobody disturbs."""
     places = asyncio.Semaphore(MAX_OPEN)
     async with clients([frontend]) as [client]:
 

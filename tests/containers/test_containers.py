@@ -1,0 +1,332 @@
+"""docker-compose.yml in a real engine: images, rights, clients, scaling, disturbances, monitoring.
+
+`make test-containers` runs it. The tests share one deployment and are in the order in which it
+lives.
+"""
+
+import json
+import socket
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from pagewire_client import Client, SamplingParams
+from tests.containers.load import Load
+from tests.support import dashboard
+from tests.support.docker import (
+    DOCKERFILE,
+    PROJECT,
+    PROMETHEUS_DOCKERFILE,
+    Compose,
+    Docker,
+    engine,
+    exit_codes,
+    make_base,
+    run,
+    torch_index,
+    why_not,
+)
+from tests.support.waiting import wait_until
+from tools.launch import ROOT
+
+pytestmark = [
+    pytest.mark.containers,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(why_not() is not None, reason=str(why_not())),
+]
+
+OURS = ("scheduler", "frontend", "worker-cpu")
+SERVICES = (*OURS, "prometheus")
+MIB = 2**20
+ABSENCE_S = 4.0
+"""Longer than a lease."""
+
+
+@pytest.fixture(scope="module")
+def docker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Docker]:
+    with engine(tmp_path_factory.mktemp("engine")) as docker:
+        yield docker
+
+
+@pytest.fixture(scope="module")
+def base(docker: Docker, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_base(docker, tmp_path_factory.mktemp("base"))
+
+
+def build(docker: Docker, base: str, target: str, tag: str, context: Path = ROOT) -> None:
+    with torch_index() as (torch, index):
+        docker.build(
+            tag,
+            *("--target", target, "--file", str(context / DOCKERFILE.relative_to(ROOT))),
+            *("--build-arg", f"BASE={base}"),
+            *("--build-arg", f"TORCH={torch}", "--build-arg", f"TORCH_INDEX={index}"),
+            str(context),
+        )
+
+
+IMAGES = {"scheduler": "pagewire/scheduler:0.1.0", "worker-cpu": "pagewire/worker-cpu:0.1.0"}
+"""By target, as the compose file names them."""
+
+
+@pytest.fixture(scope="module")
+def images(docker: Docker, base: str) -> dict[str, str]:
+    for target, tag in IMAGES.items():
+        build(docker, base, target, tag)
+    folder = str(PROMETHEUS_DOCKERFILE.parent)
+    flags = ["--file", str(PROMETHEUS_DOCKERFILE), "--build-arg", f"BASE={base}"]
+    docker.build("prom/prometheus:v3.5.0", *flags, folder)
+    return IMAGES
+
+
+def free_pair() -> int:
+    """The first of two free ports that follow each other."""
+    for port in range(20_000, 30_000, 2):
+        try:
+            for each in (port, port + 1):
+                socket.create_server(("127.0.0.1", each)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("no two free ports")
+
+
+@pytest.fixture(scope="module")
+def compose(docker: Docker, images: dict[str, str]) -> Iterator[Compose]:
+    grpc_port = free_pair()
+    http_port = grpc_port + 2
+    compose = Compose(
+        docker,
+        {
+            "PAGEWIRE_PORT": f"{grpc_port}-{grpc_port + 1}",
+            "PAGEWIRE_HTTP_PORT": f"{http_port}-{http_port + 1}",
+        },
+    )
+    try:
+        compose.up(SERVICES)
+        yield compose
+    finally:
+        compose("down", "--volumes", "--timeout", "10")
+
+
+def published(compose: Compose, port: int) -> list[str]:
+    """Where the frontends' port is on this machine."""
+    found = []
+    for name in compose.containers("frontend"):
+        ports = compose.docker.inspect(name)["NetworkSettings"]["Ports"]
+        found += [f"{each['HostIp']}:{each['HostPort']}" for each in ports[f"{port}/tcp"]]
+    return found
+
+
+def wait_healthy(compose: Compose) -> None:
+    def are_healthy() -> bool:
+        states = [
+            compose.docker.inspect(name)["State"]
+            for service in OURS
+            for name in compose.containers(service)
+        ]
+        return all(state.get("Health", {}).get("Status") == "healthy" for state in states)
+
+    wait_until(are_healthy, "every container is healthy", timeout_s=120)
+
+
+# Images.
+
+
+def size(docker: Docker, tag: str) -> float:
+    return float(docker.inspect(tag)["Size"]) / MIB
+
+
+def torch_size(docker: Docker) -> float:
+    history = docker(
+        "history", "--no-trunc", "--human=false", "--format", "{{json .}}", IMAGES["worker-cpu"]
+    )
+    layers = [json.loads(line) for line in history.splitlines()]
+    [torch] = [each for each in layers if 'pip install "${TORCH}"' in each["CreatedBy"]]
+    return float(torch["Size"]) / MIB
+
+
+def test_images_are_small(docker: Docker, base: str, images: dict[str, str]) -> None:
+    of_base, torch = size(docker, base), torch_size(docker)
+    scheduler, worker = (size(docker, tag) - of_base for tag in images.values())
+    print(
+        f"MiB over a base of {of_base:.0f}: scheduler {scheduler:.0f}, "
+        f"worker-cpu {worker:.0f}, of which torch {torch:.0f}"
+    )
+    assert scheduler <= 250
+    assert worker - torch <= 320
+
+
+def test_a_change_to_the_code_rebuilds_the_last_layer_only(
+    docker: Docker, base: str, images: dict[str, str], tmp_path: Path
+) -> None:
+    sources = f"git ls-files -z | tar --null --files-from=- --create | tar -x -C {tmp_path}"
+    run("bash", "-c", sources, cwd=ROOT)
+    for package in ("scheduler_service", "worker_service"):
+        with (tmp_path / package / "errors.py").open("a") as file:
+            file.write(f"# changed at {time.time()}\n")
+    for target, tag in images.items():
+        began = time.monotonic()
+        build(docker, base, target, "pagewire-test/changed", tmp_path)
+        print(f"{target} rebuilt in {time.monotonic() - began:.1f} s")
+        former, changed = (
+            docker.inspect(each)["RootFS"]["Layers"] for each in (tag, "pagewire-test/changed")
+        )
+        assert changed[:-1] == former[:-1]
+        assert changed[-1] != former[-1]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("role", ["scheduler", "worker"])
+def test_a_container_that_starts_can_be_stopped(
+    docker: Docker, images: dict[str, str], role: str, after_s: float
+) -> None:
+    tag = images["scheduler" if role == "scheduler" else "worker-cpu"]
+    name = f"{PROJECT}-starting"
+    docker("run", "--detach", "--network", "none", "--name", name, tag, role)
+    try:
+        time.sleep(after_s)
+        docker("stop", "--time", "20", name)
+        [code] = exit_codes(docker, [name]).values()
+        assert code in (0, 143), f"{code}; 137 is SIGKILL after the whole time"
+    finally:
+        docker("rm", "--force", name)
+
+
+# The deployment.
+
+
+def test_clients_reach_it_from_outside(compose: Compose) -> None:
+    [grpc_address] = published(compose, 7600)
+    [http_address] = published(compose, 8000)
+    with Client(grpc_address) as client:
+        answer = client.generate("What is 27 + 45?", SamplingParams(temperature=0, max_tokens=8))
+        assert answer.finished
+    talk = openai.OpenAI(base_url=f"http://{http_address}/v1", api_key="none").chat.completions
+    message = {"role": "user", "content": "What is 27 + 45?"}
+    said = talk.create(model="embedded", messages=[message], temperature=0)  # type: ignore[list-item]
+    assert said.choices[0].message.content == "27 + 45 = 72."
+    with urllib.request.urlopen(f"http://{http_address}/", timeout=10) as page:
+        assert b"<title>Pagewire" in page.read()
+
+
+def test_containers_have_no_rights_and_nothing_to_write_to(compose: Compose) -> None:
+    for service in OURS:
+        [name] = compose.containers(service)
+
+        def inside(script: str, name: str = name) -> str:
+            return compose.docker("exec", name, "sh", "-c", script)
+
+        assert inside("id -u") == "10001"
+        assert "CapEff:\t0000000000000000" in inside("cat /proc/1/status")
+        assert "NoNewPrivs:\t1" in inside("cat /proc/1/status")
+        assert inside("touch /tmp/here && rm /tmp/here && echo yes") == "yes"
+        refused = "touch /home/pagewire/x /usr/x /etc/x 2>/dev/null || echo no"
+        assert inside(refused) == "no"
+        assert "Traceback" not in compose.docker("logs", name)
+
+
+@pytest.fixture(scope="module")
+def load(compose: Compose) -> Iterator[Load]:
+    """On two frontends, one of which may be away."""
+    compose.up(SERVICES, {"frontend": 2})
+    load = Load(published(compose, 7600))
+    load.start()
+    yield load
+    load.stop()
+
+
+def test_workers_come_and_go_under_load(compose: Compose, load: Load) -> None:
+    load.check()
+    for num_workers in (4, 1, 2):
+        compose.up(SERVICES, {"frontend": 2, "worker-cpu": num_workers})
+        load.check()
+
+
+def kill(compose: Compose, name: str) -> None:
+    compose.docker("kill", name)
+    time.sleep(ABSENCE_S)
+    compose.docker("start", name)
+
+
+def pause(compose: Compose, name: str) -> None:
+    compose.docker("pause", name)
+    time.sleep(ABSENCE_S)
+    compose.docker("unpause", name)
+
+
+def disconnect(compose: Compose, name: str) -> None:
+    network, service = f"{PROJECT}_default", name.removeprefix(f"{PROJECT}-").rpartition("-")[0]
+    compose.docker("network", "disconnect", network, name)
+    time.sleep(ABSENCE_S)
+    compose.docker("network", "connect", "--alias", service, network, name)
+
+
+@pytest.mark.parametrize("service", OURS)
+@pytest.mark.parametrize("disturb", [kill, pause, disconnect])
+def test_no_stream_changes_when_a_container_is_disturbed(
+    compose: Compose, load: Load, disturb: Callable[[Compose, str], None], service: str
+) -> None:
+    disturb(compose, compose.containers(service)[0])
+    wait_healthy(compose)
+    load.check()
+
+
+def test_prometheus_sees_everything(compose: Compose, load: Load) -> None:
+    [name] = compose.containers("prometheus")
+    networks = compose.docker.inspect(name)["NetworkSettings"]["Networks"]
+    [address] = (each["IPAddress"] for each in networks.values())
+
+    def ask(path: str, **parameters: str) -> Any:
+        url = f"http://{address}:9090/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            return json.load(answer)["data"]
+
+    def targets() -> dict[str, str]:
+        return {
+            each["scrapeUrl"]: each["health"]
+            for each in ask("targets", state="active")["activeTargets"]
+        }
+
+    wait_until(
+        lambda: len(targets()) == 5 and set(targets().values()) == {"up"},
+        "core, both frontends and both workers are scraped",
+        timeout_s=60,
+    )
+    rules = [rule for group in ask("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == 7
+    wait_until(
+        lambda: {r["health"] for g in ask("rules")["groups"] for r in g["rules"]} == {"ok"},
+        "every rule was evaluated",
+        timeout_s=30,
+    )
+    for expression in dashboard.expressions():
+        query = expression.replace("$__rate_interval", "30s").replace("$model", ".*")
+        wait_until(lambda: ask("query", query=query)["result"], query, timeout_s=60)  # noqa: B023
+    load.check()
+
+
+def test_a_deployment_stops_in_time_and_goes_on(compose: Compose, load: Load) -> None:
+    """Its clients wait, and continue when it is started again."""
+    names = [name for service in OURS for name in compose.containers(service)]
+    began = time.monotonic()
+    compose("stop")
+    print(f"stopped under load in {time.monotonic() - began:.1f} s")
+    assert set(exit_codes(compose.docker, names).values()) == {0}
+    compose("start", *SERVICES)
+    wait_healthy(compose)
+    load.check()
+
+
+def test_an_idle_deployment_stops_at_once(compose: Compose, load: Load) -> None:
+    load.stop()
+    names = [name for service in SERVICES for name in compose.containers(service)]
+    began = time.monotonic()
+    compose("stop")
+    print(f"stopped idle in {time.monotonic() - began:.1f} s; {load.tally.num_ended} streams ended")
+    assert set(exit_codes(compose.docker, names).values()) == {0}
