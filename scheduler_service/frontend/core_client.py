@@ -20,8 +20,7 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
-from scheduler_service.frontend.output.choice_stream import ChoiceStream
-from scheduler_service.frontend.output.request_stream import RequestStream
+from scheduler_service.frontend.output.request_stream import ChoiceStream, RequestStream
 from scheduler_service.status_codes import from_failed
 from scheduler_service.tasks import run_until_first
 from service_common.cluster import Cluster

@@ -2,8 +2,7 @@
 
 | module | holds |
 | --- | --- |
-| `request_stream` | one open request: the outputs of its choices, merged until they are read |
-| `choice_stream` | one choice: its tokens, text and finish reason |
+| `request_stream` | one open request and its choices: their outputs, merged until they are read |
 | `detokenizer` | text from tokens, incrementally |
 | `stop_strings` | stop strings that span pieces of text |
 | `logprobs` | log probabilities as responses carry them |

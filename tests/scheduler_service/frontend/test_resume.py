@@ -10,7 +10,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.input.processor import resolve_request
-from scheduler_service.frontend.output.choice_stream import ChoiceStream
+from scheduler_service.frontend.output.request_stream import ChoiceStream
 from scheduler_service.frontend.served_models import build_model
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import model_info
@@ -25,7 +25,7 @@ MODELS = [
 
 def new_choice(model: Any, **fields: Any) -> ChoiceStream:
     request = resolve_request(generate_request([5], **fields), "r", model)
-    return ChoiceStream(0, request, request.token_text)
+    return ChoiceStream(0, request)
 
 
 def finished() -> scheduler_pb.ChoiceFinished:
