@@ -3,8 +3,8 @@
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
-from pagewire.v1 import status_pb2
 from pagewire.v1 import status_pb2 as pb
 from scheduler_service.columns import to_column
 from scheduler_service.core.kv_cache.block_pool import BlockMap
@@ -23,6 +23,21 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUESTS = 4096
 
+# Fields that a snapshot of the core and its message both have.
+_OF_PLANNED = (
+    *("num_gpu_blocks", "num_free_gpu_blocks", "num_cpu_blocks", "num_free_cpu_blocks"),
+    *("num_running_sequences", "block_size", "max_num_seqs"),
+)
+_OF_CORE = (
+    *("num_waiting", "num_running", "num_swapped", "num_finished", "num_generated_tokens"),
+    *("num_prefill_tokens", "num_preemptions", "num_swapped_out_blocks", "num_swapped_in_blocks"),
+)
+_OF_REQUEST = (
+    *("request_id", "number", "tenant", "model", "priority", "num_prompt_tokens"),
+    *("num_cached_tokens", "num_computed_tokens", "num_output_tokens", "max_tokens"),
+    *("num_sequences", "error_reason", "placements"),
+)
+
 
 def to_detail(message: pb.StatusDetail) -> InspectionDetail:
     """The requested detail; raises InvalidArgument."""
@@ -33,39 +48,23 @@ def to_detail(message: pb.StatusDetail) -> InspectionDetail:
         return detail
     if not 1 <= message.max_requests <= MAX_REQUESTS:
         raise InvalidArgument("detail.max_requests", f"expected 1 to {MAX_REQUESTS}")
-    return InspectionDetail(
-        include_requests=message.include_requests,
-        include_blocks=message.include_blocks,
-        max_requests=message.max_requests,
-    )
+    return replace(detail, max_requests=message.max_requests)
 
 
 def request_status(request: RequestSnapshot, now_us: int) -> pb.RequestStatus:
     """One request; its times become ages."""
     start_us, end_us = request.submitted_us, request.ended_us
     return pb.RequestStatus(
-        request_id=request.request_id,
-        number=request.number,
-        tenant=request.tenant,
-        model=request.model,
         group_id=request.worker_group_id,
         state=pb.RequestState.ValueType(request.state),
-        priority=request.priority,
-        num_prompt_tokens=request.num_prompt_tokens,
-        num_cached_tokens=request.num_cached_tokens,
-        num_computed_tokens=request.num_computed_tokens,
-        num_output_tokens=request.num_output_tokens,
-        max_tokens=request.max_tokens,
-        num_sequences=request.num_sequences,
         age_s=((end_us or now_us) - start_us) / 1e6,
         ended_age_s=(now_us - end_us) / 1e6 if end_us else 0.0,
-        error_reason=request.error_reason,
-        placements=request.placements,
         events=[pb.RequestEvent.ValueType(event) for event, _, _ in request.events],
         event_times_us=[max(0, at_us - start_us) for _, at_us, _ in request.events],
         event_values=[value for _, _, value in request.events],
         block_tables=map(to_column, request.block_tables),
         host_block_tables=map(to_column, request.host_block_tables),
+        **{name: getattr(request, name) for name in _OF_REQUEST},
     )
 
 
@@ -96,7 +95,7 @@ class StatusBoard:
         self._frontends = frontends
         self._started_at = driver.clock()
 
-    def snapshot(self, detail: InspectionDetail | None = None) -> status_pb2.EngineStatus:
+    def snapshot(self, detail: InspectionDetail | None = None) -> pb.EngineStatus:
         """The current state, in the requested detail."""
         now = self._driver.clock()
         status = self._counts(now)
@@ -104,9 +103,7 @@ class StatusBoard:
             self._add_detail(status, detail, now)
         return status
 
-    def _add_detail(
-        self, status: status_pb2.EngineStatus, detail: InspectionDetail, now: float
-    ) -> None:
+    def _add_detail(self, status: pb.EngineStatus, detail: InspectionDetail, now: float) -> None:
         seen = self._driver.core.inspect(detail)
         now_us = to_us(now)
         status.requests.extend(request_status(request, now_us) for request in seen.requests)
@@ -120,23 +117,14 @@ class StatusBoard:
                 group.gpu_blocks.CopyFrom(block_map(maps[0]))
                 group.cpu_blocks.CopyFrom(block_map(maps[1]))
 
-    def _counts(self, now: float) -> status_pb2.EngineStatus:
+    def _counts(self, now: float) -> pb.EngineStatus:
         core = self._driver.core.snapshot()
         groups = {group.worker_group_id: group for group in core.worker_groups}
-        return status_pb2.EngineStatus(
+        return pb.EngineStatus(
             uptime_s=now - self._started_at,
             version=VERSION,
             models=[model.name for model in self._registry.served_models()],
-            num_waiting=core.num_waiting,
-            num_running=core.num_running,
-            num_swapped=core.num_swapped,
             num_frontends=len(self._frontends),
-            num_finished=core.num_finished,
-            num_generated_tokens=core.num_generated_tokens,
-            num_prefill_tokens=core.num_prefill_tokens,
-            num_preemptions=core.num_preemptions,
-            num_swapped_out_blocks=core.num_swapped_out_blocks,
-            num_swapped_in_blocks=core.num_swapped_in_blocks,
             groups=[
                 self._group_status(group, groups.get(group.group_id)) for group in self._registry
             ],
@@ -144,11 +132,12 @@ class StatusBoard:
             inter_token_latency=histogram(core.inter_token_counts),
             num_worker_losses=self._registry.num_losses,
             worker_losses=[
-                status_pb2.WorkerLoss(
+                pb.WorkerLoss(
                     group_id=loss.group_id, rank=loss.rank, model=loss.model, age_s=now - loss.at
                 )
                 for loss in self._registry.losses
             ],
+            **{name: getattr(core, name) for name in _OF_CORE},
         )
 
     async def log_summaries(self, interval_s: float = SUMMARY_INTERVAL_S) -> None:
@@ -176,8 +165,8 @@ class StatusBoard:
 
     def _group_status(
         self, group: WorkerGroup, planned: WorkerGroupSnapshot | None
-    ) -> status_pb2.WorkerGroupStatus:
-        status = status_pb2.WorkerGroupStatus(
+    ) -> pb.WorkerGroupStatus:
+        status = pb.WorkerGroupStatus(
             group_id=group.group_id,
             state=group.state,
             model=group.registration.model.name,
@@ -189,13 +178,8 @@ class StatusBoard:
             arithmetic=group.registration.model.arithmetic,
         )
         if planned is not None:
-            status.num_gpu_blocks = planned.num_gpu_blocks
-            status.num_free_gpu_blocks = planned.num_free_gpu_blocks
-            status.num_cpu_blocks = planned.num_cpu_blocks
-            status.num_free_cpu_blocks = planned.num_free_cpu_blocks
-            status.num_running_sequences = planned.num_running_sequences
-            status.block_size = planned.block_size
-            status.max_num_seqs = planned.max_num_seqs
+            for name in _OF_PLANNED:
+                setattr(status, name, getattr(planned, name))
             status.decode_step_us = planned.us_per_decode_step
             status.prefill_token_us = planned.us_per_prefill_token
         return status

@@ -214,12 +214,7 @@ class RequestManager:
     def check_call_share(self, num_open: int) -> None:
         """Raise QueueFull unless a call that has `num_open` requests open may open another."""
         if num_open >= self.tenant_share:
-            raise QueueFull(
-                f"this call has {num_open} open requests, and may have max_tenant_requests="
-                f"{self.tenant_share}: wait until some of them have ended",
-                details={"max_tenant_requests": self.tenant_share},
-                retry_delay_s=RETRY_DELAY_S,
-            )
+            raise self._share_used(f"this call has {num_open}")
 
     def _check_room(self, tenant: Principal) -> None:
         """Raise QueueFull if the frontend is full, or one tenant has its share of it."""
@@ -230,14 +225,17 @@ class RequestManager:
                 details={"max_concurrent_requests": self._max_concurrent_requests},
                 retry_delay_s=RETRY_DELAY_S,
             )
-        if tenant.name and self._num_by_tenant[tenant.name] >= self.tenant_share:
-            raise QueueFull(
-                f"the tenant {tenant.name!r} has {self._num_by_tenant[tenant.name]} open requests, "
-                f"and may have max_tenant_requests={self.tenant_share}: wait until some of them "
-                "have ended",
-                details={"max_tenant_requests": self.tenant_share},
-                retry_delay_s=RETRY_DELAY_S,
-            )
+        num_open = self._num_by_tenant[tenant.name]
+        if tenant.name and num_open >= self.tenant_share:
+            raise self._share_used(f"the tenant {tenant.name!r} has {num_open}")
+
+    def _share_used(self, who_has: str) -> QueueFull:
+        return QueueFull(
+            f"{who_has} open requests, and may have max_tenant_requests={self.tenant_share}: "
+            "wait until some of them have ended",
+            details={"max_tenant_requests": self.tenant_share},
+            retry_delay_s=RETRY_DELAY_S,
+        )
 
     def _start_timer(self, stream: RequestStream) -> asyncio.TimerHandle | None:
         """End the request at its deadline, as the core does, even if the core is away."""
