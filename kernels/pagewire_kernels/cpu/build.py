@@ -2,6 +2,7 @@
 
     python kernels/pagewire_kernels/cpu/build.py
 
+`CXX` names another compiler, with options; `PAGEWIRE_MACHINE` the machine that it compiles for.
 The package's build runs it where it finds a compiler; after a change to a source, run it again.
 This file imports nothing of the package, since it runs before anything is installed.
 """
@@ -9,6 +10,7 @@ This file imports nothing of the package, since it runs before anything is insta
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,12 +25,14 @@ INSTRUCTION_SETS_BY_MACHINE: dict[str, dict[str, list[str]]] = {
         "avx512": ["-march=x86-64-v4"],
         "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
     },
-    "aarch64": {"neon": ["-march=armv8-a", "-mno-outline-atomics"]},
+    "aarch64": {"neon": ["-mno-outline-atomics"]},
 }
 """Compiler options by machine and name, the widest last; a processor may lack the wider ones."""
 
-INSTRUCTION_SETS = INSTRUCTION_SETS_BY_MACHINE.get(platform.machine(), {})
-"""Those of this machine."""
+MACHINE = os.environ.get("PAGEWIRE_MACHINE") or platform.machine()
+
+INSTRUCTION_SETS = INSTRUCTION_SETS_BY_MACHINE.get(MACHINE, {})
+"""Those of the machine."""
 
 # Sums keep the order they are written in, and nothing of C++ is needed when running. GCC 12 finds
 # its own vector intrinsics to use what is not initialized.
@@ -40,10 +44,11 @@ _OPTIONS = [
 
 
 def compiler() -> str | None:
-    """The C++ compiler: `CXX`, or the system's; None without one or on another processor."""
+    """The C++ compiler: `CXX`, or the system's; None without one or for another processor."""
     if not INSTRUCTION_SETS or platform.system() != "Linux":
         return None
-    return shutil.which(os.environ.get("CXX", "c++"))
+    cxx = os.environ.get("CXX", "c++")
+    return cxx if shutil.which(shlex.split(cxx)[0]) else None
 
 
 def digest() -> str:
@@ -90,7 +95,7 @@ def command(cxx: str, options: list[str], library: Path) -> list[str]:
     """The command that compiles a library with an instruction set's options."""
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     version = f'-DPAGEWIRE_SOURCES="{digest()}"'
-    return [cxx, *_OPTIONS, *options, version, *sources, "-o", str(library), "-lc"]
+    return [*shlex.split(cxx), *_OPTIONS, *options, version, *sources, "-o", str(library), "-lc"]
 
 
 def library_path(instruction_set: str) -> Path:
