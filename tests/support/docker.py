@@ -139,7 +139,7 @@ def make_base(docker: Docker, folder: Path) -> str:
         return tag
     root = folder / "root"
     packages = "ca-certificates,python3,python3-pip,python-is-python3"
-    run("debootstrap", "--variant=minbase", f"--include={packages}", SUITE, str(root), *_mirrors())
+    run("debootstrap", "--variant=minbase", f"--include={packages}", SUITE, str(root), *mirrors())
     (root / f"usr/lib/python{PYTHON_VERSION}/EXTERNALLY-MANAGED").unlink()
     authorities = Path("/etc/ssl/certs/ca-certificates.crt")
     shutil.copy(authorities, root / authorities.relative_to("/"))
@@ -154,7 +154,7 @@ def make_base(docker: Docker, folder: Path) -> str:
     return tag
 
 
-def _mirrors() -> list[str]:
+def mirrors() -> list[str]:
     """Where this machine gets packages of the suite; nothing if debootstrap is to know."""
     listed = run("apt-get", "indextargets", "--format", "$(CODENAME) $(REPO_URI)")
     return [line.split()[1] for line in listed.splitlines() if line.startswith(f"{SUITE} ")][:1]
