@@ -44,6 +44,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._check_caller = check_caller
         self._open_services = open_services
         self._check_message = check_message
+        self._handlers: dict[str, Handler] = {}
+        """The handlers of the methods that were called, with what this adds to them."""
 
     async def intercept_service(
         self,
@@ -55,12 +57,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 self._check_caller(details.invocation_metadata)
             except Unauthenticated as error:
                 return _refusal(error)
+        if (known := self._handlers.get(details.method)) is not None:
+            return known
         handler: Any = await continuation(details)
         if handler is None:
             return None
         if self._check_message:
             handler = _checking(handler, self._check_message)
-        return handler if handler.request_streaming else _awaiting_request(handler)
+        if not handler.request_streaming:
+            handler = _awaiting_request(handler)
+        self._handlers[details.method] = handler
+        return handler
 
 
 def _refusal(error: Unauthenticated) -> Handler:

@@ -153,6 +153,10 @@ def _submission(request: RequestStream) -> scheduler_pb.Submit:
     return submit
 
 
+SUBMIT_INTERVAL_S = 0.002
+"""Shortest time between messages with submissions, so that those of a burst share messages: a
+message costs both sides as much as a submission."""
+
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 0.5
 MAX_HANDLE = 2**31 - 1
 
@@ -263,6 +267,8 @@ class CoreClient:
             while True:
                 message = await self._outgoing.next()
                 await call.write(scheduler_pb.AttachRequest(message=message))
+                if message.submits:
+                    await asyncio.sleep(SUBMIT_INTERVAL_S)
         # A write on a stream that has ended fails without a reason; `_read` raises the reason.
         await asyncio.get_running_loop().create_future()
 

@@ -157,6 +157,7 @@ class RequestManager:
             deadline = time.monotonic() + self._default_timeout_s
         stream = RequestStream(request_id, deadline, on_update, tenant.name)
         stream.priority = request.priority
+        stream.hold_s = request.max_hold_ms / 1000
         if self._tracing is not None:
             stream.trace = RequestSpan(self._tracing, stream)
         if former is not None:

@@ -87,10 +87,9 @@ class GenerateRequest(_message.Message):
     """How long new tokens may be held back to be sent together with later ones, in
     milliseconds, at most 60000. For clients that only need the complete answer: fewer
     messages cost less CPU time. The end of a request is not held back, and is sent
-    with all tokens held so far. If no request needs single tokens, the worker may also
-    report several steps at once, up to 100 ms of them. Has no effect if stop strings
-    are given or if other requests on the frontend need their tokens at once. Default
-    0.
+    with all tokens held so far. If no request on the frontend needs single tokens or
+    has stop strings, the core sends tokens together as well, and the worker may report
+    several steps at once, up to 100 ms of them. Default 0.
     """
     attempt: _builtins.int
     """The number of this attempt at the request, from 0. A client that has lost its

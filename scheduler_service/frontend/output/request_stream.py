@@ -6,6 +6,7 @@ text, so that a slow reader costs no more memory than the tokens themselves, and
 message.
 """
 
+import asyncio
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -320,6 +321,10 @@ class RequestStream:
         self.tenant = tenant
         """Name of the tenant that sent it."""
         self.priority = 0
+        self.hold_s = 0.0
+        """How long tokens may wait for others before the reader is notified of them."""
+        self._hold: asyncio.TimerHandle | None = None
+        """The timer that ends the wait of tokens."""
         self.deadline = deadline
         self.stopwatch = Stopwatch()
         self.counts: ModelCounts | None = None
@@ -441,7 +446,10 @@ class RequestStream:
         if num_tokens:
             self._count_tokens(num_tokens, num_choices)
         self.stopwatch.last_text_s = time.perf_counter() - began
-        self._on_update()
+        if not self.hold_s:
+            self._on_update()
+        elif self._hold is None:
+            self._hold = asyncio.get_running_loop().call_later(self.hold_s, self._on_update)
         return stopped
 
     def _count_tokens(self, num_tokens: int, num_choices: int) -> None:
@@ -487,6 +495,9 @@ class RequestStream:
 
     def take(self) -> inference_pb.GenerateResponse | None:
         """All that is new, in one response; None if nothing is."""
+        if self._hold is not None:
+            self._hold.cancel()
+            self._hold = None
         if not self.is_accepted or self.is_done:
             return None
         response = inference_pb.GenerateResponse(request_id=self.request_id)

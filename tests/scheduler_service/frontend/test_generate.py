@@ -1,6 +1,7 @@
 """`Generate` over a real channel, with a core that does what the test says."""
 
 import struct
+import time
 
 import grpc
 import pytest
@@ -65,6 +66,34 @@ async def test_the_first_response_comes_with_acceptance_before_any_token(served:
     assert len(first.request_id) == 32
     assert first.started.seed == request.submit.sampling.seed
     call.cancel()
+
+
+async def test_tokens_that_may_be_held_come_together(served: Served) -> None:
+    """Even if the core has reason to send single tokens: other requests' acceptances and ends."""
+    ids = tokens("the quick fox")
+    held_ms = 300
+    call = served.client.Generate(generate_request("hello", max_hold_ms=held_ms))
+    request = await served.core.next_request()
+    await request.accept()
+    assert (await call.read()).HasField("started")
+    began = time.monotonic()
+    for token_id in ids[:-1]:
+        await request.send_tokens([token_id])
+    assert tokens_of([await call.read()]) == ids[:-1]
+    assert time.monotonic() - began >= held_ms / 1000
+    await request.send_tokens(ids[-1:])
+    await request.finish_choice()
+    await request.finish()
+    rest = await read_all(call)
+    assert tokens_of(rest) == ids[-1:]
+    assert text_of(rest).endswith("fox"[-1])
+
+
+async def test_an_end_is_not_held(served: Served) -> None:
+    call = served.client.Generate(generate_request("hello", max_hold_ms=60_000))
+    request = await served.core.next_request()
+    await request.complete(tokens("the quick fox"))
+    assert text_of(await read_all(call)) == "the quick fox"
 
 
 async def test_n_choices_come_with_their_index_and_end_each_for_itself(served: Served) -> None:
