@@ -53,7 +53,7 @@ if TYPE_CHECKING:
         Usage,
     )
     from pagewire_client.retry import NO_RETRIES, RetryPolicy
-    from pagewire_client.sampling_params import SamplingParams
+    from pagewire_client.sampling_params import SamplingOptions, SamplingParams
 
 __all__ = [
     "LLM",
@@ -67,6 +67,7 @@ __all__ = [
     "PagewireError",
     "RequestOutput",
     "RetryPolicy",
+    "SamplingOptions",
     "SamplingParams",
     "Timings",
     "TlsOptions",
@@ -90,6 +91,7 @@ _MODULES = {
     "Usage": "outputs",
     "NO_RETRIES": "retry",
     "RetryPolicy": "retry",
+    "SamplingOptions": "sampling_params",
     "SamplingParams": "sampling_params",
 }
 

@@ -1,7 +1,7 @@
 """The client: its methods are calls for asyncio."""
 
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Self
+from typing import Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.model_pb2 import ModelInfo
@@ -21,11 +21,14 @@ from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.requests import Messages, Prompt, chat_proto
 from pagewire_client.retry import Deadline, RetryPolicy
-from pagewire_client.sampling_params import SamplingParams
+from pagewire_client.sampling_params import SamplingOptions, SamplingParams, given_params
 
 
 class AsyncClient:
     """Talks to one deployment through any of its frontends. To be used from one event loop.
+
+    Methods that generate take `SamplingParams`, or its fields as keyword arguments:
+    `generate("Hello", temperature=0, max_tokens=50)`.
 
     Methods raise what `pagewire_client.errors` lists. `timeout`, in seconds, bounds a call with
     all its retries; None waits as long as it takes. `model` may be left out when the deployment
@@ -72,11 +75,12 @@ class AsyncClient:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> RequestOutput:
         """The whole answer to one prompt: a text, token ids, or the messages of a chat."""
         request = requests.generate_request(
             prompt,
-            sampling_params,
+            given_params(sampling_params, sampling),
             model=model,
             request_id=request_id,
             priority=priority,
@@ -96,10 +100,15 @@ class AsyncClient:
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> AsyncOutputStream:
         """Stream the answer to one prompt as it is generated."""
         request = requests.generate_request(
-            prompt, sampling_params, model=model, request_id=request_id, priority=priority
+            prompt,
+            given_params(sampling_params, sampling),
+            model=model,
+            request_id=request_id,
+            priority=priority,
         )
         return AsyncOutputStream(self._caller, request, timeout)
 
@@ -109,41 +118,79 @@ class AsyncClient:
         sampling_params: SamplingParams | None = None,
         *,
         add_generation_prompt: bool = True,
-        **options: Any,
+        model: str | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> RequestOutput:
-        """The model's turn in a conversation; `options` as for `generate`.
-
-        `stream(messages)` streams it.
-        """
-        prompt = chat_proto(messages, add_generation_prompt=add_generation_prompt)
-        return await self.generate(prompt, sampling_params, **options)
+        """The model's turn in a conversation. `stream(messages)` streams it."""
+        return await self.generate(
+            chat_proto(messages, add_generation_prompt=add_generation_prompt),
+            sampling_params,
+            model=model,
+            request_id=request_id,
+            priority=priority,
+            timeout=timeout,
+            **sampling,
+        )
 
     async def generate_many(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        *,
+        model: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        max_in_flight: int | None = None,
+        on_progress: OnProgress | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
-        """The answers to many prompts, in their order; `options` as for `try_generate_many`.
+        """The answers to many prompts, in their order; arguments as for `try_generate_many`.
 
         The first request that fails ends the others and raises; the message names its prompt.
         """
-        batch = await self._run_batch(prompts, sampling_params, fail_fast=True, **options)
+        batch = await self._run_batch(
+            prompts,
+            given_params(sampling_params, sampling),
+            model=model,
+            priority=priority,
+            timeout=timeout,
+            max_in_flight=max_in_flight,
+            on_progress=on_progress,
+            fail_fast=True,
+        )
         return batch.outputs()
 
     async def try_generate_many(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
+        *,
+        model: str | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
+        max_in_flight: int | None = None,
+        on_progress: OnProgress | None = None,
+        **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput | PagewireError]:
         """The answers to many prompts, in their order; an error where a request failed.
 
-        `sampling_params` applies to all, or is a list with one for each. Options besides `model`,
-        `priority` and `timeout` (for all together): `max_in_flight`, the most requests sent and
-        unfinished; `on_progress`, called with a `BatchProgress` for every message received.
+        `sampling_params` applies to all, or is a list with one for each. `timeout` is for all
+        together; `max_in_flight` is the most requests sent and unfinished; `on_progress` is called
+        with a `BatchProgress` for every message received.
         """
-        batch = await self._run_batch(prompts, sampling_params, fail_fast=False, **options)
+        batch = await self._run_batch(
+            prompts,
+            given_params(sampling_params, sampling),
+            model=model,
+            priority=priority,
+            timeout=timeout,
+            max_in_flight=max_in_flight,
+            on_progress=on_progress,
+            fail_fast=False,
+        )
         return batch.outcomes()
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> None:
@@ -208,11 +255,11 @@ class AsyncClient:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         *,
         fail_fast: bool,
-        model: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        max_in_flight: int | None = None,
-        on_progress: OnProgress | None = None,
+        model: str | None,
+        priority: int,
+        timeout: float | None,
+        max_in_flight: int | None,
+        on_progress: OnProgress | None,
     ) -> Batch:
         batch = Batch(
             requests.generate_requests(prompts, sampling_params, model=model, priority=priority),

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -16,7 +16,7 @@ from pagewire_client.local import LocalServices
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.requests import Messages, Prompt, chat_proto, prompt_list
 from pagewire_client.retry import RetryPolicy
-from pagewire_client.sampling_params import SamplingParams
+from pagewire_client.sampling_params import SamplingOptions, SamplingParams
 
 
 @contextmanager
@@ -110,17 +110,21 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
         """The answers to all prompts, in their order.
 
         A prompt is a text, token ids, `{"prompt": text}`, `{"prompt_token_ids": ids}` or a list
         of chat messages; a single prompt need not be in a list. `sampling_params` applies to
-        all, or is a list with one for each. `use_tqdm` shows a progress bar with tokens per
-        second. The first prompt that fails raises, and ends the others.
+        all, or is a list with one for each; its fields may be given as keyword arguments instead,
+        such as `temperature=0`. `use_tqdm` shows a progress bar with tokens per second. The first
+        prompt that fails raises, and ends the others.
         """
         with progress_bar(shown=use_tqdm) as on_progress:
             try:
-                return self._client.generate_many(prompts, sampling_params, on_progress=on_progress)
+                return self._client.generate_many(
+                    prompts, sampling_params, on_progress=on_progress, **sampling
+                )
             except Unavailable as error:
                 if self._services.failure:
                     raise self._services.failure from error
@@ -133,13 +137,14 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         use_tqdm: bool = True,
+        **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
         """The model's turn in one conversation or several, in their order."""
         prompts = [
             chat_proto(conversation, add_generation_prompt=add_generation_prompt)
             for conversation in prompt_list(messages)
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **sampling)
 
     def tokenize(self, text: str | Messages, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text, or of a conversation in the model's chat template."""

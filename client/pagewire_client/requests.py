@@ -143,13 +143,14 @@ def generate_request(
     request = pb.GenerateRequest(
         request_id=request_id or uuid.uuid4().hex,
         model=model,
-        sampling_params=(sampling_params or SamplingParams()).to_proto(),
     )
     if priority:
         request.priority = priority
     if is_whole:
         request.max_hold_ms = MAX_HOLD_MS
     fill_prompt(request, prompt)
+    params = (sampling_params or SamplingParams()).to_proto(is_chat=request.HasField("chat"))
+    request.sampling_params.CopyFrom(params)
     return request
 
 

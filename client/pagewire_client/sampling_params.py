@@ -1,15 +1,18 @@
 """Sampling parameters, under vLLM's names."""
 
+import difflib
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 
 from pagewire.v1 import sampling_pb2
+
+T = TypeVar("T")
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
@@ -22,6 +25,10 @@ _EARLY_STOPPING = {
     False: sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS,
     "never": sampling_pb2.EARLY_STOPPING_NEVER,
 }
+
+
+class _Default(int):
+    """A default that can be told from the same number where it was given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +70,9 @@ class SamplingParams:
     """Texts that never appear."""
     min_tokens: int | None = None
     """Fewest tokens per answer."""
-    max_tokens: int | None = 16
-    """Most tokens per answer. None: as many as the model's length allows."""
+    max_tokens: int | None = _Default(16)
+    """Most tokens per answer; by default 16, but in a chat as many as the model's length allows.
+    None: as many as the model's length allows."""
     ignore_eos: bool | None = None
     """Continue after end-of-sequence tokens."""
     logprobs: int | None = None
@@ -97,8 +105,11 @@ class SamplingParams:
         # Built once here, so that a wrong value is reported where it was written.
         self.to_proto()
 
-    def to_proto(self) -> sampling_pb2.SamplingParams:
-        """The message of a request. Raises ValueError naming a field with an invalid value."""
+    def to_proto(self, *, is_chat: bool = False) -> sampling_pb2.SamplingParams:
+        """The message of a request. Raises ValueError naming a field with an invalid value.
+
+        `is_chat`: `max_tokens` is as many as the model's length allows, unless it was given.
+        """
         given = [name for name in _STRUCTURED_OUTPUT if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are mutually exclusive")
@@ -106,6 +117,8 @@ class SamplingParams:
         for name, convert in _SCALARS.items():
             if (value := getattr(self, name)) is not None:
                 setattr(proto, name, convert(name, value))
+        if is_chat and isinstance(self.max_tokens, _Default):
+            proto.ClearField("max_tokens")
         if self.include_stop_str_in_output is not None:
             proto.include_stop_in_output = self.include_stop_str_in_output
         for token_id, bias in (self.logit_bias or {}).items():
@@ -139,6 +152,68 @@ class SamplingParams:
                     f"early_stopping must be True, False or 'never', not {self.early_stopping!r}"
                 )
             proto.beam_search.early_stopping = _EARLY_STOPPING[self.early_stopping]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `SamplingParams`, as keyword arguments of methods."""
+
+    n: int | None
+    best_of: int | None
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    min_tokens: int | None
+    max_tokens: int | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
+    skip_special_tokens: bool | None
+    include_stop_str_in_output: bool | None
+    beam_width: int | None
+    length_penalty: float | None
+    early_stopping: bool | Literal["never"] | None
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
+    choice: Sequence[str] | None
+
+
+_METHOD_OPTIONS = (
+    *("model", "request_id", "priority", "timeout", "max_in_flight", "on_progress"),
+    *("add_generation_prompt", "use_tqdm"),
+)
+"""Other keyword arguments of methods that take `SamplingOptions`."""
+
+
+def given_params(params: T | None, options: SamplingOptions) -> T | SamplingParams:
+    """The sampling parameters of a call: `params`, or keyword arguments instead.
+
+    Raises TypeError if both are given, or for an unknown name.
+    """
+    names = [each.name for each in fields(SamplingParams)]
+    for name in options:
+        if name not in names:
+            known = [*names, *_METHOD_OPTIONS]
+            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
+            raise TypeError(f"unknown argument {name!r}; the nearest known one is {nearest!r}")
+    if params is None:
+        return SamplingParams(**options)
+    if options:
+        raise TypeError(
+            "sampling_params and sampling parameters as keyword arguments "
+            f"({', '.join(options)}) are mutually exclusive: put all into sampling_params"
+        )
+    return params
 
 
 def _integer(name: str, value: object, maximum: int = _MAX_UINT32, *, minimum: int = 0) -> int:

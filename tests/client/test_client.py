@@ -103,6 +103,49 @@ def test_without_sampling_params_an_answer_has_sixteen_tokens(client: Any) -> No
     assert len(client.generate("Hi").outputs[0].token_ids) == 16
 
 
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("method", "prompt"),
+    [
+        *[("generate", "Hi"), ("stream", "Hi"), ("chat", CHAT)],
+        *[("generate_many", ["Hi"]), ("try_generate_many", ["Hi"])],
+    ],
+)
+def test_sampling_parameters_may_be_keyword_arguments(
+    client: Any, frontend: FakeFrontend, method: str, prompt: Any
+) -> None:
+    call = getattr(client, method)
+    answer = call(prompt, temperature=0, max_tokens=3, model=MODEL)
+    if method == "stream":
+        list(answer)
+    (request,) = frontend.requests
+    assert request.sampling_params == SamplingParams(temperature=0, max_tokens=3).to_proto()
+    assert request.model == MODEL
+    with pytest.raises(TypeError, match=r"sampling_params and .* \(temperature\) are mutually"):
+        call(prompt, TEN, temperature=0)
+    with pytest.raises(TypeError, match=r"unknown argument 'temprature'; .* 'temperature'"):
+        call(prompt, temprature=0)
+    with pytest.raises(TypeError, match=r"unknown argument 'timout'; .* 'timeout'"):
+        call(prompt, timout=3)
+
+
+@pytest.mark.parametrize("params", [None, SamplingParams(temperature=0)])
+def test_the_answer_in_a_chat_may_be_as_long_as_the_model_allows(
+    client: Any, frontend: FakeFrontend, params: SamplingParams | None
+) -> None:
+    client.chat(CHAT, params)
+    client.generate_many([CHAT], params)
+    list(client.stream(CHAT, params))
+    assert [r.sampling_params.HasField("max_tokens") for r in frontend.requests] == [False] * 3
+
+
+def test_a_length_that_is_given_holds_in_a_chat(client: Any, frontend: FakeFrontend) -> None:
+    client.chat(CHAT, SamplingParams(max_tokens=16))
+    assert frontend.requests[0].sampling_params.max_tokens == 16
+
+
 @pytest.mark.parametrize("failure", [KILLED, UNAVAILABLE, None])
 @pytest.mark.parametrize("after_tokens", [0, 1, 7, 19, 20])
 def test_a_broken_stream_goes_on_and_ends_as_if_undisturbed(

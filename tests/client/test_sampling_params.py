@@ -1,12 +1,12 @@
 """SamplingParams become the message that the caller meant, or a ValueError."""
 
 import dataclasses
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from pagewire.v1 import sampling_pb2
-from pagewire_client import SamplingParams
+from pagewire_client import SamplingOptions, SamplingParams
 
 STRUCTURED = {"json_schema", "regex", "grammar", "choice"}
 """Of which there can be one."""
@@ -141,3 +141,7 @@ def test_a_value_the_message_cannot_carry_is_refused_by_name(field: str, value: 
 
 def test_ranges_are_left_to_the_server() -> None:
     assert SamplingParams(temperature=-1.0, top_p=7.0).to_proto().top_p == 7.0
+
+
+def test_keyword_arguments_have_the_names_and_types_of_the_fields() -> None:
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
