@@ -107,6 +107,8 @@ def make_app(services: HttpServices) -> FastAPI:
         summary="An LLM serving engine, by OpenAI's interface",
         docs_url=None,
         redoc_url=None,
+        # Requests have spans and metrics of our own.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     for make_router in ROUTERS:
         app.include_router(make_router(services))

@@ -124,7 +124,7 @@ def _authorization(scope: Scope) -> str | None:
     )
 
 
-def _tenant(request: Request) -> Principal:
+async def _tenant(request: Request) -> Principal:  # FastAPI calls others in a thread
     tenant = request.scope[_KEY]
     assert isinstance(tenant, Principal)
     return tenant
