@@ -28,7 +28,7 @@ _EARLY_STOPPING = {
 
 
 class _Default(int):
-    """A default that can be told from the same number where it was given."""
+    """A default, distinguishable from the same number given by the caller."""
 
 
 @dataclass(frozen=True, kw_only=True)
