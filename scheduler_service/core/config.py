@@ -106,9 +106,9 @@ class SchedulerConfig:
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     """What tenants may have, by name."""
 
-    isolate_tenants: bool = False
+    isolate_tenants: bool = True
     """Share no KV blocks between tenants: none can find, or infer from response times, what others
-    have sent."""
+    have sent. Without names of tenants there is only one."""
 
     max_worker_losses: int = 3
     """Fail a request after this many worker losses while it was running, as it may be their
@@ -132,7 +132,9 @@ class SchedulerConfig:
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, is {getattr(self, name)}")
+                why = " (max_num_seqs)" if name == "max_num_batched_tokens" else ""
+                got = getattr(self, name)
+                raise ValueError(f"{name} must be at least {least}{why}, is {got}")
         if self.preemption_mode not in tuple(PreemptionMode):
             expected = ", ".join(PreemptionMode)
             raise ValueError(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scheduler_service.frontend.auth import read_keys
-from service_common.addresses import check_addresses, split_host_port
+from service_common.addresses import check_addresses, is_local, split_host_port
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from service_common.grpc_options import Options, server_options
 from service_common.tls import TlsFiles
@@ -48,6 +48,11 @@ class FrontendConfig:
     http_share_port: bool = False
     """Let other frontends on this machine listen for HTTP at the same address; connections are
     spread."""
+
+    http_allowed_hosts: list[str] = field(default_factory=list)
+    """Name by which HTTP clients may call, as in their Host header; repeat it for further names. By
+    default any name, but without keys a loopback address answers only to its own and localhost, so
+    that a page from elsewhere cannot call it under a name that resolves to it."""
 
     otlp_endpoint: str | None = None
     """Where requests' spans are exported (OTLP over gRPC), such as http://127.0.0.1:4317; by
@@ -107,6 +112,15 @@ class FrontendConfig:
         """Whether callers must authenticate."""
         asks_certificate = self.tls is not None and self.tls.ca is not None
         return asks_certificate or self.api_keys is not None or self.api_key is not None
+
+    @property
+    def allowed_hosts(self) -> frozenset[str] | None:
+        """Names that the Host header of an HTTP request may have, in lower case; None: any."""
+        if self.http_allowed_hosts:
+            return frozenset(map(str.lower, self.http_allowed_hosts))
+        if self.http is None or self.knows_callers or not is_local(self.http):
+            return None
+        return frozenset({"localhost", "127.0.0.1", "::1", split_host_port(self.http)[0]})
 
     def _check_keys(self) -> None:
         if self.api_keys is not None:

@@ -118,6 +118,7 @@ class Frontend:
             core=self._core,
             authentication=self.authentication,
             registry=self.registry,
+            allowed_hosts=config.allowed_hosts,
         )
         servicer = InferenceServicer(self.requests, self.models, self._core, self.authentication)
         add_InferenceServiceServicer_to_server(servicer, self.runner.server)

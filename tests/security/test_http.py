@@ -110,7 +110,7 @@ def get_health(
         socket.create_connection((host, int(port)), timeout=20) as plain,
         context.wrap_socket(plain, server_hostname=host, session=session) as secured,
     ):
-        secured.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        secured.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         if not secured.recv(1):
             raise ConnectionError("closed without an answer")
         return secured.session
@@ -168,7 +168,7 @@ async def raw(frontend: Frontend, data: bytes) -> bytes:
         writer.close()
 
 
-SLOW = [b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-", b"G"]
+SLOW = [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-", b"G"]
 
 
 @pytest.mark.parametrize("data", SLOW)
@@ -203,7 +203,7 @@ async def test_a_head_without_end_costs_its_sender_the_connection() -> None:
 
 def post(path: str, body: bytes, *headers: str) -> bytes:
     """A request as it travels."""
-    lines = [f"POST {path} HTTP/1.1", "host: a", "content-type: application/json", *headers]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
     return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
 
 
@@ -244,7 +244,7 @@ async def test_trailers_without_end_cost_their_sender_the_connection(
 ) -> None:
     monkeypatch.setattr(server, "MAX_PUBLIC_MESSAGE_BYTES", server.MAX_HEAD_BYTES)
     async with http_served() as served:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
         assert await raw(served.frontend, head + b"2\r\n{}\r\n0\r\n" + trailers) == b""
         assert (await served.client.get("/health")).status_code == 200
 
@@ -274,7 +274,7 @@ async def test_a_body_that_does_not_come_in_time_ends_its_request(
 ) -> None:
     monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.2)
     async with http_served() as served:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         answer = await raw(served.frontend, head + b"content-length: 100\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 408")
         assert len(served.frontend.requests) == 0
@@ -286,7 +286,7 @@ async def test_more_connections_than_allowed_are_closed() -> None:
         assert served.frontend.http is not None
         host, _, port = served.frontend.http.address.rpartition(":")
         _, second = await asyncio.open_connection(host, int(port))
-        assert await raw(served.frontend, b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n") == b""
+        assert await raw(served.frontend, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n") == b""
         second.close()
         assert (await served.client.get("/health")).status_code == 200
 

@@ -129,6 +129,12 @@ FLAGS = (
     Flag("tls_cert", str, "frontend", "Certificate for clients (PEM)."),
     Flag("tls_key", str, "frontend", "That certificate's key (PEM)."),
     Flag("tls_client_ca", str, "frontend", "Authority of clients' certificates (PEM)."),
+    Flag(
+        "http_allowed_hosts",
+        list[str],
+        "frontend",
+        "Name by which HTTP clients may call; repeat it for further names.",
+    ),
     Flag("max_connections", int, "frontend", "Most connections of clients per frontend."),
     Flag("max_concurrent_requests", int, "frontend", "Most open requests per frontend."),
     Flag("max_tenant_requests", int, "frontend", "Most open requests of one tenant or call."),

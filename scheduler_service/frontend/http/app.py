@@ -14,6 +14,7 @@ from scheduler_service.frontend.http.middleware import (
     OPEN_PATHS,
     Authenticate,
     BodyLimit,
+    CheckHost,
     TraceContext,
 )
 from scheduler_service.frontend.http.openai import models, serving_chat, serving_completion
@@ -121,4 +122,5 @@ def make_app(services: HttpServices) -> FastAPI:
         authentication=services.authentication,
         open_paths=(*OPEN_PATHS, *dashboard.FILE_PATHS),
     )
+    app.add_middleware(CheckHost, allowed=services.allowed_hosts)
     return app

@@ -4,12 +4,18 @@ import asyncio
 import re
 from collections.abc import Collection
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from scheduler_service.errors import Unauthenticated
+from scheduler_service.errors import (
+    InvalidArgument,
+    PagewireError,
+    PermissionDenied,
+    Unauthenticated,
+)
 from scheduler_service.frontend.auth import Authentication, Principal
 from scheduler_service.frontend.http.errors import (
     error_response,
@@ -89,6 +95,40 @@ def _content_length(scope: Scope) -> int:
         if name == b"content-length" and value.isdigit():
             return int(value)
     return 0
+
+
+class CheckHost:
+    """Refuses requests without exactly one Host, and those under a name that is not allowed."""
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str] | None) -> None:
+        """`allowed`: names in lower case; None: any."""
+        self._app = app
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._why_not(scope) if scope["type"] == "http" else None
+        if error is None:
+            await self._app(scope, receive, send)
+        else:
+            await error_response(error)(scope, receive, send)
+
+    def _why_not(self, scope: Scope) -> PagewireError | None:
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1:
+            return InvalidArgument("Host", f"expected one such header, got {len(hosts)}")
+        if self._allowed is None:
+            return None
+        try:
+            name = urlsplit(f"//{hosts[0]}").hostname
+        except ValueError:
+            name = None
+        if name in self._allowed:
+            return None
+        return PermissionDenied(
+            f"Host: expected one of {', '.join(sorted(self._allowed))}, got {hosts[0][:100]!r}; "
+            "--http-allowed-hosts adds names",
+            reason="HOST_NOT_ALLOWED",
+        )
 
 
 OPEN_PATHS = ("/health", "/ping", "/openapi.json")

@@ -20,3 +20,5 @@ class HttpServices:
     authentication: Authentication
     registry: CollectorRegistry
     """The metrics that Prometheus scrapes."""
+    allowed_hosts: frozenset[str] | None = None
+    """Names that the Host header may have; None: any."""

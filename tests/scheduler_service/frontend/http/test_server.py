@@ -13,7 +13,7 @@ from scheduler_service.frontend.server import Frontend
 from service_common.errors import CannotListen
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import eventually
-from tests.support.http_frontends import http_client, http_frontend, http_served
+from tests.support.http_frontends import HttpServed, http_client, http_frontend, http_served
 
 
 async def test_health_is_503_until_a_model_can_be_served() -> None:
@@ -177,3 +177,58 @@ async def test_a_frontend_whose_http_cannot_start_says_why_instead_of_staying_un
         with pytest.raises(RuntimeError, match="a library is missing"):
             await frontend.failed()
         await frontend.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200),
+        ("LOCALHOST:8000", 200),
+        ("[::1]:1", 200),
+        ("127.0.0.1:80", 200),
+        ("evil.example", 403),
+        ("localhost.evil.example:8000", 403),
+        ("[::1", 403),
+        ("", 403),
+    ],
+)
+async def test_a_loopback_address_without_keys_answers_to_its_own_names(
+    served: HttpServed, host: str, status: int
+) -> None:
+    answer = await served.client.get("/v1/models", headers={"host": host})
+    assert answer.status_code == status
+    if status == 403:
+        assert "--http-allowed-hosts" in answer.json()["error"]["message"]
+
+
+async def test_the_names_that_are_allowed_can_be_chosen() -> None:
+    async with http_served(http_allowed_hosts=["LLM.example"]) as served:
+        for host, status in (("llm.example:80", 200), ("localhost", 403)):
+            answer = await served.client.get("/v1/models", headers={"host": host})
+            assert answer.status_code == status
+
+
+async def test_with_keys_any_name_is_answered() -> None:
+    async with http_served(api_key="a-key-of-some-length") as served:
+        headers = {"host": "evil.example", "authorization": "Bearer a-key-of-some-length"}
+        assert (await served.client.get("/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("hosts", [[], ["localhost", "localhost"]])
+async def test_a_request_has_one_host(served: HttpServed, hosts: list[str]) -> None:
+    assert served.frontend.http is not None
+    name, _, port = served.frontend.http.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(name, int(port))
+    lines = ["GET /v1/models HTTP/1.1", *(f"Host: {host}" for host in hosts), "", ""]
+    writer.write("\r\n".join(lines).encode())
+    assert b" 400 " in await reader.readline()
+    writer.close()
+
+
+async def test_two_credentials_are_refused() -> None:
+    key = "a-key-of-some-length"
+    async with http_served(api_key=key) as served:
+        headers = [("authorization", f"Bearer {key}"), ("authorization", "Bearer other")]
+        answer = await served.client.get("/v1/models", headers=headers)
+        assert answer.status_code == 401
+        assert "authorization: expected once" in answer.json()["error"]["message"]

@@ -102,7 +102,7 @@ async def test_a_client_that_does_not_read_and_then_goes_frees_its_request(
     wish = {"prompt": "hello", "max_tokens": 250, "n": 100, "stream": True, "logprobs": 20}
     body = json.dumps(wish).encode()
     head = (
-        f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
     with socket.create_connection((host, int(port))) as client:
