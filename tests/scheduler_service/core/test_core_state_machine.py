@@ -473,7 +473,7 @@ class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
 class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
     """By `make test-long`."""
 
-    settings = machine_settings(5000)
+    settings = machine_settings(2000)
 
 
 @pytest.mark.long
@@ -481,4 +481,4 @@ class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-def
 class TestUnlikeGroupsAtLength(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
     """By `make test-long`."""
 
-    settings = machine_settings(3000)
+    settings = machine_settings(1500)
