@@ -244,7 +244,8 @@ async def test_trailers_without_end_cost_their_sender_the_connection(
 ) -> None:
     monkeypatch.setattr(server, "MAX_PUBLIC_MESSAGE_BYTES", server.MAX_HEAD_BYTES)
     async with http_served() as served:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += b"transfer-encoding: chunked\r\n\r\n"
         assert await raw(served.frontend, head + b"2\r\n{}\r\n0\r\n" + trailers) == b""
         assert (await served.client.get("/health")).status_code == 200
 
@@ -274,7 +275,8 @@ async def test_a_body_that_does_not_come_in_time_ends_its_request(
 ) -> None:
     monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.2)
     async with http_served() as served:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += b"content-type: application/json\r\n"
         answer = await raw(served.frontend, head + b"content-length: 100\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 408")
         assert len(served.frontend.requests) == 0
