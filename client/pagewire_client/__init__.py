@@ -17,7 +17,7 @@ Three ways to use a model, which take the same prompts and `SamplingParams`:
 | `client`, `async_client` | the API: `Client`, `AsyncClient` |
 | `calls`, `async_calls` | the gRPC calls behind it: retries, failover, output streams |
 | `stream_state`, `batch`, `retry`, `synchronization` | what both share; no I/O |
-| `sampling_params`, `requests` | what is sent |
+| `sampling_params`, `chat`, `requests` | what is sent |
 | `outputs`, `errors` | what is returned or raised |
 | `connection` | addresses, TLS, call metadata, channels |
 | `llm`, `local` | offline use: services started and supervised by this process |
@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pagewire_client.async_client import AsyncClient
     from pagewire_client.batch import BatchProgress
+    from pagewire_client.chat import ChatMessage, ChatPrompt, Tool, ToolCall
     from pagewire_client.client import Client
     from pagewire_client.connection import TlsOptions
     from pagewire_client.errors import PagewireError
@@ -60,6 +61,8 @@ __all__ = [
     "NO_RETRIES",
     "AsyncClient",
     "BatchProgress",
+    "ChatMessage",
+    "ChatPrompt",
     "Client",
     "CompletionOutput",
     "Logprob",
@@ -71,6 +74,8 @@ __all__ = [
     "SamplingParams",
     "Timings",
     "TlsOptions",
+    "Tool",
+    "ToolCall",
     "Usage",
 ]
 
@@ -79,6 +84,10 @@ __all__ = [
 _MODULES = {
     "AsyncClient": "async_client",
     "BatchProgress": "batch",
+    "ChatMessage": "chat",
+    "ChatPrompt": "chat",
+    "Tool": "chat",
+    "ToolCall": "chat",
     "Client": "client",
     "TlsOptions": "connection",
     "PagewireError": "errors",

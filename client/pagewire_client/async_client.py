@@ -1,6 +1,6 @@
 """The client: its methods are calls for asyncio."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -9,6 +9,7 @@ from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client import requests
 from pagewire_client.async_calls import AsyncCaller, AsyncOutputStream
 from pagewire_client.batch import Batch, OnProgress
+from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.connection import (
     DEFAULT_ADDRESS,
     Address,
@@ -19,7 +20,7 @@ from pagewire_client.connection import (
 )
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput
-from pagewire_client.requests import Messages, Prompt, chat_proto
+from pagewire_client.requests import Prompt
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingOptions, SamplingParams, given_params
 
@@ -77,7 +78,7 @@ class AsyncClient:
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> RequestOutput:
-        """The whole answer to one prompt: a text, token ids, or the messages of a chat."""
+        """The whole answer to one prompt: a text, token ids, or a chat."""
         request = requests.generate_request(
             prompt,
             given_params(sampling_params, sampling),
@@ -117,16 +118,30 @@ class AsyncClient:
         messages: Messages,
         sampling_params: SamplingParams | None = None,
         *,
-        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         model: str | None = None,
         request_id: str | None = None,
         priority: int = 0,
         timeout: float | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> RequestOutput:
-        """The model's turn in a conversation. `stream(messages)` streams it."""
+        """The model's turn in a conversation; `ChatPrompt` describes the arguments.
+
+        `stream(messages)` streams it, and `stream({"messages": messages, "tools": tools})`. Calls
+        of tools are in the answer's text, in the model's own format.
+        """
+        prompt = ChatPrompt(
+            messages=messages,
+            tools=tools,
+            chat_template_kwargs=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
         return await self.generate(
-            chat_proto(messages, add_generation_prompt=add_generation_prompt),
+            prompt,
             sampling_params,
             model=model,
             request_id=request_id,
@@ -199,7 +214,7 @@ class AsyncClient:
 
     async def tokenize(
         self,
-        text: str | Messages,
+        text: str | Messages | ChatPrompt,
         *,
         model: str | None = None,
         add_special_tokens: bool = True,

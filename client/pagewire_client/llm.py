@@ -1,7 +1,7 @@
 """Offline inference: a model without a server to start first."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, Unpack
 
@@ -10,11 +10,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pagewire.v1.model_pb2 import ModelInfo
 from pagewire_client.batch import BatchProgress, OnProgress
+from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.client import Client
 from pagewire_client.errors import Unavailable
 from pagewire_client.local import LocalServices
 from pagewire_client.outputs import RequestOutput
-from pagewire_client.requests import Messages, Prompt, chat_proto, prompt_list
+from pagewire_client.requests import Prompt, prompt_list
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingOptions, SamplingParams
 
@@ -135,18 +136,30 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        add_generation_prompt: bool = True,
+        tools: Tools | None = None,
+        chat_template_kwargs: Mapping[str, object] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         use_tqdm: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
-        """The model's turn in one conversation or several, in their order."""
+        """The model's turn in one conversation or several, in their order; `ChatPrompt` describes
+        the arguments."""
         prompts = [
-            chat_proto(conversation, add_generation_prompt=add_generation_prompt)
+            ChatPrompt(
+                messages=conversation,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
             for conversation in prompt_list(messages)
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **sampling)
 
-    def tokenize(self, text: str | Messages, *, add_special_tokens: bool = True) -> list[int]:
+    def tokenize(
+        self, text: str | Messages | ChatPrompt, *, add_special_tokens: bool = True
+    ) -> list[int]:
         """Token ids of a text, or of a conversation in the model's chat template."""
         return self._client.tokenize(text, add_special_tokens=add_special_tokens)
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias, TypedDict
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.status_pb2 import StatusDetail
+from pagewire_client.chat import ChatPrompt, Messages, chat_proto, encodable
 from pagewire_client.sampling_params import SamplingParams
 
 
@@ -21,42 +22,18 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
-class ChatMessage(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
-
-
-Messages: TypeAlias = Sequence[ChatMessage] | Sequence[Mapping[str, str]]
-Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | Messages | pb.Chat
+Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | Messages | ChatPrompt
 
 _EXPECTED = (
     "a text, a list of token ids, a list of chat messages, "
-    '{"prompt": text} or {"prompt_token_ids": ids}'
+    '{"prompt": text}, {"prompt_token_ids": ids} or {"messages": list, "tools": list}'
 )
-
-
-def chat_proto(messages: Messages, *, add_generation_prompt: bool = True) -> pb.Chat:
-    """The message for a conversation. Raises ValueError that names the wrong chat message."""
-    if isinstance(messages, str | bytes | Mapping):
-        kind = type(messages).__name__
-        raise ValueError(
-            f'messages must be a list of {{"role": text, "content": text}}, not {kind}'
-        )
-    chat = pb.Chat(add_generation_prompt=add_generation_prompt)
-    for position, message in enumerate(messages):
-        role, content = _role_and_content(position, message)
-        chat.messages.add(role=role, content=content)
-    return chat
 
 
 def fill_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     """Set the request's prompt. Raises ValueError if `prompt` cannot be one."""
     if isinstance(prompt, str):
-        request.text = _encodable(prompt)
-    elif isinstance(prompt, pb.Chat):
-        request.chat.CopyFrom(prompt)
+        request.text = encodable(prompt)
     elif isinstance(prompt, Mapping):
         _fill_from_mapping(request, prompt)
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
@@ -67,7 +44,7 @@ def fill_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
 
 def prompt_list(prompts: Any) -> list[Any]:
     """The prompts or conversations of a list of them; a list of one for a single one."""
-    if isinstance(prompts, str | bytes | Mapping | pb.Chat):
+    if isinstance(prompts, str | bytes | Mapping):
         return [prompts]
     prompts = list(prompts)
     first = prompts[0] if prompts else None
@@ -79,9 +56,11 @@ def prompt_list(prompts: Any) -> list[Any]:
 def _fill_from_mapping(request: pb.GenerateRequest, prompt: Mapping[str, Any]) -> None:
     keys = set(prompt)
     if keys == {"prompt"} and isinstance(prompt["prompt"], str):
-        request.text = _encodable(prompt["prompt"])
+        request.text = encodable(prompt["prompt"])
     elif keys == {"prompt_token_ids"}:
         _fill_token_ids(request, prompt["prompt_token_ids"])
+    elif "messages" in keys and keys <= set(ChatPrompt.__annotations__):
+        request.chat.CopyFrom(chat_proto(**prompt))
     else:
         raise ValueError(f"prompt must be {_EXPECTED}, not a mapping of {sorted(keys)}")
 
@@ -100,25 +79,6 @@ def _fill_token_ids(request: pb.GenerateRequest, token_ids: Any) -> None:
         ) from None
     # An empty list must arrive as a prompt of no tokens, not as an absent prompt.
     request.token_ids.SetInParent()
-
-
-def _encodable(text: str) -> str:
-    """The text; raises ValueError for unpaired surrogates, such as undecodable input leaves."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"prompt must be Unicode text; position {error.start} holds an unpaired surrogate"
-        ) from None
-    return text
-
-
-def _role_and_content(position: int, message: Mapping[str, Any]) -> tuple[str, str]:
-    if isinstance(message, Mapping) and set(message) == {"role", "content"}:
-        role, content = message["role"], message["content"]
-        if isinstance(role, str) and isinstance(content, str):
-            return role, _encodable(content)
-    raise ValueError(f'messages[{position}] must be {{"role": text, "content": text}}')
 
 
 MAX_HOLD_MS = 1000
@@ -183,12 +143,14 @@ def generate_requests(
 
 
 def tokenize_request(
-    text: str | Messages, *, model: str | None, add_special_tokens: bool
+    text: str | Messages | ChatPrompt, *, model: str | None, add_special_tokens: bool
 ) -> pb.TokenizeRequest:
     """The request for the token ids of a text or a conversation."""
     request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
     if isinstance(text, str):
         request.text = text
+    elif isinstance(text, Mapping):
+        request.chat.CopyFrom(chat_proto(**text))
     else:
         request.chat.CopyFrom(chat_proto(text))
     return request

@@ -190,7 +190,8 @@ class SamplingOptions(TypedDict, total=False):
 
 _METHOD_OPTIONS = (
     *("model", "request_id", "priority", "timeout", "max_in_flight", "on_progress"),
-    *("add_generation_prompt", "use_tqdm"),
+    *("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
+    "use_tqdm",
 )
 """Other keyword arguments of methods that take `SamplingOptions`."""
 

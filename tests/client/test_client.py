@@ -22,6 +22,7 @@ from tests.support.fake_frontend import (
 
 KILLED = Failure(code=grpc.StatusCode.UNAVAILABLE, reason="", message="Socket closed")
 TEN = SamplingParams(max_tokens=10)
+CHAT = [{"role": "user", "content": "Hi"}]
 
 
 def expected_tokens(prompt: str, count: int, *, choice: int = 0) -> list[int]:
@@ -92,6 +93,18 @@ def test_a_chat_is_sent_as_messages(client: Any, frontend: FakeFrontend) -> None
     assert request.model == MODEL
 
 
+def test_a_chat_takes_tools_and_variables_of_the_template(
+    client: Any, frontend: FakeFrontend
+) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    variables = {"enable_thinking": False}
+    client.chat(CHAT, tools=tools, chat_template_kwargs=variables, max_tokens=1)
+    client.generate({"messages": CHAT, "tools": tools, "chat_template_kwargs": variables})
+    assert frontend.requests[0].chat == frontend.requests[1].chat
+    assert [tool.name for tool in frontend.requests[0].chat.tools] == ["add"]
+    assert frontend.requests[0].chat.template_arguments_json == '{"enable_thinking": false}'
+
+
 def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: FakeFrontend) -> None:
     client.generate("Hi", SamplingParams(seed=3), request_id="mine", priority=-2, model=MODEL)
     request = frontend.requests[0]
@@ -101,9 +114,6 @@ def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: Fa
 
 def test_without_sampling_params_an_answer_has_sixteen_tokens(client: Any) -> None:
     assert len(client.generate("Hi").outputs[0].token_ids) == 16
-
-
-CHAT = [{"role": "user", "content": "Hi"}]
 
 
 @pytest.mark.parametrize(

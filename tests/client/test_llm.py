@@ -101,6 +101,9 @@ def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hi"}]
     (output,) = llm.chat(messages, GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == llm.tokenize("<user>Hi\n<assistant>")
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    (same,) = llm.chat(messages, GREEDY, tools=tools, use_tqdm=False)
+    assert same.prompt_token_ids == output.prompt_token_ids, "its template has no place for tools"
     two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
     assert tokens(two) == tokens([output, output])
 

@@ -5,7 +5,13 @@ from typing import Any
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.requests import chat_proto, generate_request, generate_requests, prompt_list
+from pagewire_client.chat import chat_proto
+from pagewire_client.requests import (
+    generate_request,
+    generate_requests,
+    prompt_list,
+    tokenize_request,
+)
 from pagewire_client.sampling_params import SamplingParams
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -71,6 +77,73 @@ def test_a_conversation_that_is_not_a_list_is_refused(messages: Any) -> None:
         chat_proto(messages)
 
 
+CALL: dict[str, Any] = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"a": 1}'},
+}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}},
+}
+
+
+def test_a_chat_with_tools_and_variables_is_a_prompt() -> None:
+    as_object = CALL | {"function": {"name": "add", "arguments": {"a": 1}}}
+    prompt: Any = {
+        "messages": [
+            {"role": "user", "content": "1 + 2?", "name": "Ada"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+            {"role": "assistant", "tool_calls": [as_object], "reasoning_content": "Hm."},
+            {"role": "tool", "content": "3", "tool_call_id": "call_1"},
+        ],
+        "tools": [TOOL, {"function": {"name": "stop"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": False,
+    }
+    call = pb.ToolCall(id="call_1", name="add", arguments_json='{"a": 1}')
+    expected = pb.Chat(
+        messages=[
+            pb.ChatMessage(role="user", content="1 + 2?", name="Ada"),
+            pb.ChatMessage(role="assistant", tool_calls=[call]),
+            pb.ChatMessage(role="assistant", tool_calls=[call], reasoning_content="Hm."),
+            pb.ChatMessage(role="tool", content="3", tool_call_id="call_1"),
+        ],
+        tools=[
+            pb.Tool(name="add", description="Adds.", parameters_json='{"type": "object"}'),
+            pb.Tool(name="stop"),
+        ],
+        template_arguments_json='{"enable_thinking": false}',
+        add_generation_prompt=False,
+    )
+    assert generate_request(prompt).chat == expected
+    assert generate_requests([prompt])[0].chat == expected
+    assert tokenize_request(prompt, model=None, add_special_tokens=True).chat == expected
+
+
+def test_a_chat_leaves_the_generation_prompt_to_the_server_unless_it_is_given() -> None:
+    continued: Any = {"messages": CHAT, "continue_final_message": True}
+    chat = generate_request(continued).chat
+    assert chat.continue_final_message
+    assert not chat.HasField("add_generation_prompt")
+
+
+@pytest.mark.parametrize(
+    ("chat", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "x", "nme": "y"}]}, r"messages\[0\] must be"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] must be"),
+        ({"messages": [{"role": "a", "tool_calls": [{}]}]}, r"messages\[0\].tool_calls\[0\] must"),
+        ({"messages": CHAT, "tools": [TOOL, {"name": "x"}]}, r"tools\[1\] must be .*function"),
+        ({"messages": CHAT, "chat_template_kwargs": {"x": {1}}}, "chat_template_kwargs must be a"),
+        ({"messages": CHAT, "tool": []}, "prompt must be .* not a mapping of"),
+    ],
+)
+def test_a_wrong_part_of_a_chat_is_named(chat: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        generate_request(chat)
+
+
 def test_every_request_has_an_id_of_its_own() -> None:
     assert generate_request("a").request_id != generate_request("a").request_id
     assert generate_request("a", request_id="mine").request_id == "mine"
@@ -79,7 +152,14 @@ def test_every_request_has_an_id_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("prompts", "count"),
     [
-        *[("one", 1), ([1, 2], 1), (CHAT, 1), ({"prompt": "x"}, 1), (pb.Chat(), 1), ([], 0)],
+        *[
+            ("one", 1),
+            ([1, 2], 1),
+            (CHAT, 1),
+            ({"prompt": "x"}, 1),
+            ({"messages": CHAT}, 1),
+            ([], 0),
+        ],
         *[(["a", "b"], 2), ([[1], [2]], 2), ([CHAT, CHAT], 2), ([{"prompt": "x"}, "y"], 2)],
     ],
 )

@@ -1,0 +1,182 @@
+"""Conversations: turns, tools and calls as in OpenAI's API, and the message built from them."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+from pagewire.v1 import inference_service_pb2 as pb
+
+
+class FunctionCall(TypedDict):
+    """A function and its arguments, as JSON text or as an object."""
+
+    name: str
+    arguments: str | Mapping[str, object]
+
+
+class ToolCall(TypedDict):
+    """A call that the model requested."""
+
+    id: str
+    type: NotRequired[Literal["function"]]
+    function: FunctionCall
+
+
+class ChatMessage(TypedDict):
+    """One turn of a conversation. Values of None are as if they were absent."""
+
+    role: str
+    content: NotRequired[str | None]
+    """Required unless there are `tool_calls`."""
+    name: NotRequired[str | None]
+    """The speaker, for templates that distinguish speakers."""
+    tool_calls: NotRequired[Sequence[ToolCall] | None]
+    """In an assistant's turn: the calls that it requested."""
+    tool_call_id: NotRequired[str | None]
+    """In a turn with a function's result: which call it answers."""
+    reasoning_content: NotRequired[str | None]
+    """In an assistant's turn: its reasoning, for templates that include it."""
+
+
+class Function(TypedDict):
+    """A function that the model may call."""
+
+    name: str
+    description: NotRequired[str | None]
+    parameters: NotRequired[Mapping[str, object] | None]
+    """JSON schema of its arguments."""
+    strict: NotRequired[bool | None]
+    """Ignored."""
+
+
+class Tool(TypedDict):
+    """A tool; functions are the only ones."""
+
+    type: NotRequired[Literal["function"]]
+    function: Function
+
+
+Messages: TypeAlias = Sequence[ChatMessage] | Sequence[Mapping[str, object]]
+Tools: TypeAlias = Sequence[Tool] | Sequence[Mapping[str, object]]
+
+
+class ChatPrompt(TypedDict):
+    """A conversation as a prompt, with what the model's chat template needs besides messages."""
+
+    messages: Messages
+    tools: NotRequired[Tools | None]
+    """Functions that the model may request to call."""
+    chat_template_kwargs: NotRequired[Mapping[str, object] | None]
+    """Additional variables for the template."""
+    add_generation_prompt: NotRequired[bool | None]
+    """Whether the prompt ends with the beginning of the assistant's turn. None: unless
+    `continue_final_message`."""
+    continue_final_message: NotRequired[bool]
+    """Whether to continue the last message, which must be an assistant's."""
+
+
+def chat_proto(
+    messages: Messages,
+    tools: Tools | None = None,
+    chat_template_kwargs: Mapping[str, object] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> pb.Chat:
+    """The message for a conversation. Raises ValueError that names the wrong part."""
+    if isinstance(messages, str | bytes | Mapping):
+        kind = type(messages).__name__
+        raise ValueError(
+            f'messages must be a list of {{"role": text, "content": text}}, not {kind}'
+        )
+    chat = pb.Chat(
+        messages=[_message(f"messages[{i}]", each) for i, each in enumerate(messages)],
+        tools=[_tool(f"tools[{i}]", each) for i, each in enumerate(tools or ())],
+        add_generation_prompt=add_generation_prompt,
+    )
+    if chat_template_kwargs:
+        chat.template_arguments_json = _json("chat_template_kwargs", chat_template_kwargs)
+    if continue_final_message:
+        chat.continue_final_message = True
+    return chat
+
+
+def encodable(text: str) -> str:
+    """The text; raises ValueError for unpaired surrogates, such as undecodable input leaves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"prompt must be Unicode text; position {error.start} holds an unpaired surrogate"
+        ) from None
+    return text
+
+
+def _message(path: str, message: Any) -> pb.ChatMessage:
+    values = _given(message)
+    calls = values.pop("tool_calls", ())
+    content = values.setdefault("content", "" if calls else None)
+    names = {"role", "content", "name", "tool_call_id", "reasoning_content"}
+    if (
+        "role" not in values
+        or content is None
+        or not all(isinstance(value, str) for value in values.values())
+        or not names >= set(values)
+    ):
+        raise ValueError(
+            f'{path} must be {{"role": text, "content": text}}, with or without "name", '
+            '"tool_calls" (then content may be absent), "tool_call_id" and "reasoning_content"'
+        )
+    return pb.ChatMessage(
+        **{name: encodable(value) for name, value in values.items()},
+        tool_calls=[_call(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls)],
+    )
+
+
+def _call(path: str, call: Any) -> pb.ToolCall:
+    values = _given(call)
+    function = _given(values.get("function"))
+    arguments = function.get("arguments")
+    if not (
+        isinstance(values.get("id"), str)
+        and isinstance(function.get("name"), str)
+        and isinstance(arguments, str | Mapping)
+    ):
+        raise ValueError(
+            f'{path} must be {{"id": text, "type": "function", "function": '
+            '{"name": text, "arguments": JSON text or object}}'
+        )
+    if isinstance(arguments, Mapping):
+        arguments = _json(f"{path}.function.arguments", arguments)
+    return pb.ToolCall(id=values["id"], name=function["name"], arguments_json=arguments)
+
+
+def _tool(path: str, tool: Any) -> pb.Tool:
+    function = _given(_given(tool).get("function"))
+    parameters = function.pop("parameters", None)
+    function.pop("strict", None)
+    if (
+        "name" not in function
+        or not {"name", "description"} >= set(function)
+        or not all(isinstance(value, str) for value in function.values())
+        or not isinstance(parameters, Mapping | None)
+    ):
+        raise ValueError(
+            f'{path} must be {{"type": "function", "function": {{"name": text, "description": '
+            'text, "parameters": JSON schema}}'
+        )
+    if parameters is not None:
+        function["parameters_json"] = _json(f"{path}.function.parameters", parameters)
+    return pb.Tool(**function)
+
+
+def _given(value: Any) -> dict[str, Any]:
+    """The entries of a mapping that are not None; none of anything else."""
+    entries = value.items() if isinstance(value, Mapping) else ()
+    return {name: each for name, each in entries if each is not None}
+
+
+def _json(path: str, value: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} must be a JSON object: {error}") from None
