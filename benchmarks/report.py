@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import many_groups, plots, scaling_out
+from benchmarks import clients_at_scale, many_groups, plots, scaling_out
 from benchmarks.machine import RESULTS
 
 Columns = Mapping[str, str]
@@ -262,6 +262,11 @@ def _frontend(results: Mapping[str, Any]) -> tuple[str, str]:
     return f"{row['streams']} streams of {row['tokens']} tokens.", _table(FRONTEND, rows)
 
 
+def _clients_at_scale(results: Mapping[str, Any]) -> tuple[str, str]:
+    facts = f"Answers of {results['tokens']} tokens."
+    return facts, _table(clients_at_scale.COLUMNS, results["rows"])
+
+
 def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
     tables = (
         _table(WIRE_MESSAGES, results["messages"]),
@@ -312,6 +317,7 @@ SECTIONS: Mapping[str, Section] = {
     "many_groups": _many_groups,
     "core_saturation": _many_groups,
     "frontend": _frontend,
+    "clients_at_scale": _clients_at_scale,
     "wire": _wire,
     "online": _online,
     "startup": _startup,
