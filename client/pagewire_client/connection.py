@@ -40,7 +40,9 @@ _CHANNEL_OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 10_000),
     # The first retries reach a server that restarts.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Also gRPC's patience with one attempt, TLS included: a far server needs several round trips.
+    # If it were longer, a host that is gone would delay the use of another address.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
     # Channels of one process to one address do not share a connection's backoff.
     ("grpc.use_local_subchannel_pool", 1),
@@ -234,7 +236,7 @@ def check_address(address: Address) -> None:
     if address.startswith("unix:") and len(address) > len("unix:"):
         return
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"address must be HOST:PORT or unix:PATH, not {address!r}")
 
 

@@ -1,14 +1,17 @@
 """TLS, client certificates, and warnings about what is not encrypted."""
 
+import asyncio
 import logging
 import subprocess
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from pagewire_client import NO_RETRIES, SamplingParams, TlsOptions, errors
+from pagewire_client import NO_RETRIES, AsyncClient, SamplingParams, TlsOptions, errors
 from pagewire_client.connection import ConnectionOptions
 from tests.support.fake_frontend import FakeFrontend
 
@@ -105,3 +108,50 @@ def test_a_token_in_the_clear_is_warned_of(
         ConnectionOptions(addresses=(address,), api_key="secret")
     assert ("unencrypted" in caplog.text) == is_warned
     assert "secret" not in caplog.text
+
+
+class FarServer:
+    """Passes connections on, and what they send `delay_s` later, in either direction."""
+
+    def __init__(self, target: str, delay_s: float) -> None:
+        self._target = target
+        self._delay_s = delay_s
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def num_connections(self) -> int:
+        return len(self._tasks)
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._tasks.append(asyncio.create_task(self._connect(reader, writer)))
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
+        back, there = await asyncio.open_connection(host, int(port))
+        try:
+            await asyncio.gather(self._pass_on(reader, there), self._pass_on(back, writer))
+        finally:
+            there.close()
+            writer.close()
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        loop = asyncio.get_running_loop()
+        while data := await reader.read(65536):
+            loop.call_later(self._delay_s, writer.write, data)
+
+
+async def test_a_far_server_is_reached_by_one_connection(frontend: FakeFrontend) -> None:
+    """gRPC waits `min_reconnect_backoff` for a connection, TLS and the first frame included."""
+    far = FarServer(frontend.address, delay_s=0.3)
+    async with far.listening() as address, AsyncClient(address) as client:
+        assert (await client.generate("Hi")).finished
+    assert far.num_connections == 1

@@ -66,8 +66,9 @@ def test_nobody_there_is_not_healthy(address: str, where: str) -> None:
     assert run.output.startswith(f"not serving: cannot connect to {where}: ")
 
 
-def test_what_is_no_address_is_told_so() -> None:
-    run = CliRunner().invoke(app, ["health", "nonsense"])
+@pytest.mark.parametrize("address", ["nonsense", "http://127.0.0.1:7600"])
+def test_what_is_no_address_is_told_so(address: str) -> None:
+    run = CliRunner().invoke(app, ["health", address])
     assert run.exit_code == 1
     assert "error: address must be HOST:PORT or unix:PATH" in run.stderr
 
