@@ -7,7 +7,6 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Self
 
-from pagewire.v1 import status_pb2
 from pagewire_client import AsyncClient, PagewireError
 from tools import launch
 
@@ -88,5 +87,5 @@ async def _is_whole(client: AsyncClient) -> bool:
         status = await client.get_status(timeout=1)
     except PagewireError:
         return False
-    ready = [g for g in status.groups if g.state == status_pb2.WORKER_STATE_READY]
+    ready = [g for g in status.groups if g.state == "ready"]
     return len(ready) == NUM_WORKERS and status.num_frontends == NUM_FRONTENDS

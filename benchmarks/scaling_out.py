@@ -29,7 +29,6 @@ from benchmarks.compose_services import END_TIMEOUT_S, FRONTEND, SCHEDULER, WORK
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
 from benchmarks.tables import print_table, script_parser
-from pagewire.v1.status_pb2 import WORKER_STATE_READY
 from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, RequestOutput, SamplingParams
 from pagewire_client.local.health import is_serving
 from tools.launch import Service
@@ -170,7 +169,7 @@ class Fleet:
 
     async def _num_ready(self) -> int:
         status = await self._client.get_status()
-        return sum(group.state == WORKER_STATE_READY for group in status.groups)
+        return sum(group.state == "ready" for group in status.groups)
 
 
 async def run(

@@ -18,7 +18,7 @@ Three ways to use a model, which take the same prompts and `SamplingParams`:
 | `calls`, `async_calls` | the gRPC calls behind it: retries, failover, output streams |
 | `stream_state`, `batch`, `retry`, `synchronization` | what both share; no I/O |
 | `sampling_params`, `chat`, `requests` | what is sent |
-| `outputs`, `errors` | what is returned or raised |
+| `outputs`, `deployment`, `errors` | what is returned or raised |
 | `connection` | addresses, TLS, call metadata, channels |
 | `llm`, `local` | offline use: services started and supervised by this process |
 | `bench` | load at a given rate, and the latencies and throughput measured |
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from pagewire_client.chat import ChatMessage, ChatPrompt, Tool, ToolCall
     from pagewire_client.client import Client
     from pagewire_client.connection import TlsOptions
+    from pagewire_client.deployment import EngineStatus, ModelInfo
     from pagewire_client.errors import PagewireError
     from pagewire_client.llm import LLM
     from pagewire_client.outputs import (
@@ -65,7 +66,9 @@ __all__ = [
     "ChatPrompt",
     "Client",
     "CompletionOutput",
+    "EngineStatus",
     "Logprob",
+    "ModelInfo",
     "OutputDelta",
     "PagewireError",
     "RequestOutput",
@@ -90,6 +93,8 @@ _MODULES = {
     "ToolCall": "chat",
     "Client": "client",
     "TlsOptions": "connection",
+    "EngineStatus": "deployment",
+    "ModelInfo": "deployment",
     "PagewireError": "errors",
     "LLM": "llm",
     "CompletionOutput": "outputs",

@@ -4,8 +4,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1.model_pb2 import ModelInfo
-from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client import requests
 from pagewire_client.async_calls import AsyncCaller, AsyncOutputStream
 from pagewire_client.batch import Batch, OnProgress
@@ -18,6 +16,7 @@ from pagewire_client.connection import (
     async_channel,
     connection_options,
 )
+from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.requests import Prompt
@@ -246,23 +245,42 @@ class AsyncClient:
     ) -> ModelInfo:
         """Facts about a served model."""
         request = pb.GetModelRequest(model=model)
-        info: ModelInfo = (await self._caller.unary("GetModel", request, timeout)).model
-        return info
+        return from_proto(ModelInfo, (await self._caller.unary("GetModel", request, timeout)).model)
 
     async def get_status(
-        self, *, detail: StatusDetail | None = None, timeout: float | None = None
+        self,
+        *,
+        include_requests: bool = False,
+        include_blocks: bool = False,
+        max_requests: int | None = None,
+        timeout: float | None = None,
     ) -> EngineStatus:
-        """A snapshot of the deployment; `detail`: what it contains besides counts."""
-        answer = await self._caller.unary("GetStatus", pb.GetStatusRequest(detail=detail), timeout)
-        status: EngineStatus = answer.status
-        return status
+        """A snapshot of the deployment.
+
+        `include_requests`: with live requests, up to `max_requests` (256 if None), and those that
+        ended most recently. `include_blocks`: with the owners of KV blocks, and the block tables
+        of requests.
+        """
+        detail = requests.status_detail(include_requests, include_blocks, max_requests)
+        request = pb.GetStatusRequest(detail=detail)
+        return from_proto(
+            EngineStatus, (await self._caller.unary("GetStatus", request, timeout)).status
+        )
 
     async def watch_status(
-        self, interval_s: float = 1.0, *, detail: StatusDetail | None = None
+        self,
+        interval_s: float = 1.0,
+        *,
+        include_requests: bool = False,
+        include_blocks: bool = False,
+        max_requests: int | None = None,
     ) -> AsyncIterator[EngineStatus]:
-        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
-        async for response in self._caller.watch(requests.watch_request(interval_s, detail)):
-            yield response.status
+        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed; other
+        arguments as for `get_status`."""
+        detail = requests.status_detail(include_requests, include_blocks, max_requests)
+        request = pb.WatchStatusRequest(interval_ms=round(interval_s * 1000), detail=detail)
+        async for response in self._caller.watch(request):
+            yield from_proto(EngineStatus, response.status)
 
     async def _run_batch(
         self,

@@ -5,8 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1.model_pb2 import ModelInfo
-from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client import requests
 from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.calls import Caller, OutputStream
@@ -19,6 +17,7 @@ from pagewire_client.connection import (
     connection_options,
     sync_channel,
 )
+from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.requests import Prompt
@@ -245,23 +244,40 @@ class Client:
     def get_model(self, model: str | None = None, *, timeout: float | None = None) -> ModelInfo:
         """Facts about a served model."""
         request = pb.GetModelRequest(model=model)
-        info: ModelInfo = (self._caller.unary("GetModel", request, timeout)).model
-        return info
+        return from_proto(ModelInfo, (self._caller.unary("GetModel", request, timeout)).model)
 
     def get_status(
-        self, *, detail: StatusDetail | None = None, timeout: float | None = None
+        self,
+        *,
+        include_requests: bool = False,
+        include_blocks: bool = False,
+        max_requests: int | None = None,
+        timeout: float | None = None,
     ) -> EngineStatus:
-        """A snapshot of the deployment; `detail`: what it contains besides counts."""
-        answer = self._caller.unary("GetStatus", pb.GetStatusRequest(detail=detail), timeout)
-        status: EngineStatus = answer.status
-        return status
+        """A snapshot of the deployment.
+
+        `include_requests`: with live requests, up to `max_requests` (256 if None), and those that
+        ended most recently. `include_blocks`: with the owners of KV blocks, and the block tables
+        of requests.
+        """
+        detail = requests.status_detail(include_requests, include_blocks, max_requests)
+        request = pb.GetStatusRequest(detail=detail)
+        return from_proto(EngineStatus, (self._caller.unary("GetStatus", request, timeout)).status)
 
     def watch_status(
-        self, interval_s: float = 1.0, *, detail: StatusDetail | None = None
+        self,
+        interval_s: float = 1.0,
+        *,
+        include_requests: bool = False,
+        include_blocks: bool = False,
+        max_requests: int | None = None,
     ) -> Iterator[EngineStatus]:
-        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
-        for response in self._caller.watch(requests.watch_request(interval_s, detail)):
-            yield response.status
+        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed; other
+        arguments as for `get_status`."""
+        detail = requests.status_detail(include_requests, include_blocks, max_requests)
+        request = pb.WatchStatusRequest(interval_ms=round(interval_s * 1000), detail=detail)
+        for response in self._caller.watch(request):
+            yield from_proto(EngineStatus, response.status)
 
     def _run_batch(
         self,

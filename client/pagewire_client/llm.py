@@ -8,10 +8,10 @@ from typing import Any, Self, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from pagewire.v1.model_pb2 import ModelInfo
 from pagewire_client.batch import BatchProgress, OnProgress
 from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.client import Client
+from pagewire_client.deployment import ModelInfo
 from pagewire_client.errors import Unavailable
 from pagewire_client.local import LocalServices
 from pagewire_client.outputs import RequestOutput

@@ -165,6 +165,10 @@ def detokenize_request(
     )
 
 
-def watch_request(interval_s: float, detail: StatusDetail | None) -> pb.WatchStatusRequest:
-    """The request for a snapshot every `interval_s` seconds."""
-    return pb.WatchStatusRequest(interval_ms=round(interval_s * 1000), detail=detail)
+def status_detail(
+    include_requests: bool, include_blocks: bool, max_requests: int | None
+) -> StatusDetail:
+    """What a snapshot contains besides counts."""
+    return StatusDetail(
+        include_requests=include_requests, include_blocks=include_blocks, max_requests=max_requests
+    )

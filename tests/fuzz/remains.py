@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagewire.v1.status_pb2 import EngineStatus
 from pagewire_client import Client
+from pagewire_client.deployment import EngineStatus
 from pagewire_client.local.service_process import ServiceProcess
 from tests.fuzz.outcome import Outcome
 from tests.support.simulated_services import resident_bytes

@@ -92,6 +92,7 @@ class FakeFrontend(InferenceServiceServicer):
         """Taken one per call of Generate or GenerateMany; calls after the last one succeed."""
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: list[dict[str, Any]] = []
+        self.details: list[engine_status_pb2.StatusDetail] = []
         self.peers: set[str] = set()
         self.num_streams = 0
         self.group_id = "worker-0"
@@ -200,11 +201,13 @@ class FakeFrontend(InferenceServiceServicer):
         return pb.GetModelResponse(model=model_pb2.ModelInfo(name=MODEL, max_model_len=100))
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
+        self.details.append(request.detail)
         return pb.GetStatusResponse(status=_engine_status(1.0, self.group_id))
 
     def WatchStatus(
         self, request: pb.WatchStatusRequest, context: Any
     ) -> Iterator[pb.WatchStatusResponse]:
+        self.details.append(request.detail)
         scripted = self.breaks.popleft() if self.breaks else None
         for number in range(100):
             if scripted and scripted.failure and number == scripted.after_tokens:

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pagewire.v1.model_pb2 import ModelInfo
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.bench import (
     Arrival,
@@ -29,6 +28,7 @@ from pagewire_client.bench import (
 from pagewire_client.bench.load_generator import OnEnd, RequestRecord
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, Connection, group_of, with_options
+from pagewire_client.deployment import ModelInfo
 from pagewire_client.retry import NO_RETRIES
 
 Lines = Sequence[tuple[float, Summary]]
@@ -217,7 +217,7 @@ class _Bench:
     def __init__(self, load: Load, connection: Connection) -> None:
         self.load = load
         self.runs: list[LoadRun] = []
-        self.model = ModelInfo()
+        self.model_name = ""
         self._connection = connection
 
     async def run(self) -> None:
@@ -225,8 +225,9 @@ class _Bench:
         load = self.load
         # A refused request is counted, not retried.
         async with self._connection.async_client(NO_RETRIES) as client:
-            self.model = await client.get_model(load.model)
-            workload = load.workload(self.model)
+            model = await client.get_model(load.model)
+            self.model_name = model.name
+            workload = load.workload(model)
             await self._warm_up(client, workload)
             for index, rate in enumerate(load.rate):
                 at_rate = dataclasses.replace(workload, rate=rate)
@@ -264,14 +265,14 @@ def _report(bench: _Bench, json_file: Path | None) -> None:
     load, limits = bench.load, bench.load.limits
     summaries = [Summary.of(run, limits) for run in bench.runs]
     lines = list(zip(load.rate, summaries, strict=False))  # fewer if interrupted
-    Console().print(render_table(bench.model.name, limits, lines))
+    Console().print(render_table(bench.model_name, limits, lines))
     for _, summary in lines:
         for error, count in summary.errors.items():
             terminal.error(f"{count} requests failed: {error}")
     if json_file is None:
         return
     figures = {
-        "model": bench.model.name,
+        "model": bench.model_name,
         "num_requests": load.num_requests,
         "input_tokens": str(load.input_tokens),
         "output_tokens": str(load.output_tokens),

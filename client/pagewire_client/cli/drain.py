@@ -8,11 +8,11 @@ import typer
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from pagewire.v1.status_pb2 import WORKER_STATE_DRAINING, EngineStatus, WorkerGroupStatus
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CORE_CONNECTION, CoreConnection, with_options
 from pagewire_client.cli.status import watch_core
 from pagewire_client.connection import sync_channel
+from pagewire_client.deployment import EngineStatus, WorkerGroupStatus
 from pagewire_client.errors import DeadlineExceeded, from_call
 
 _CALL_TIMEOUT_S = 10.0
@@ -67,6 +67,6 @@ def _wait_gone(group_id: str, snapshots: Iterable[EngineStatus]) -> None:
 def _find(snapshot: EngineStatus, group_id: str) -> WorkerGroupStatus | None:
     """The group while it drains; a group of the same id that does not drain is its successor."""
     for group in snapshot.groups:
-        if group.group_id == group_id and group.state == WORKER_STATE_DRAINING:
+        if group.group_id == group_id and group.state == "draining":
             return group
     return None

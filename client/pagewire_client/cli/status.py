@@ -1,23 +1,24 @@
 """`pagewire status`: queues, workers and memory of a deployment."""
 
+import dataclasses
 import json
 from collections.abc import Generator, Iterator
-from typing import Annotated, Any
+from typing import Annotated
 
 import grpc
 import typer
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from pagewire.v1.status_pb2 import EngineStatus, StatusDetail, WorkerGroupStatus, WorkerState
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, Connection, with_options
 from pagewire_client.connection import ConnectionOptions, sync_channel
+from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, from_proto
 from pagewire_client.errors import from_call
+from pagewire_client.requests import status_detail
 
 
 @with_options(connection=CONNECTION)
@@ -34,7 +35,7 @@ def status(
         snapshots = client.watch_status() if watch else iter([client.get_status(timeout=timeout)])
         if as_json:
             for snapshot in snapshots:
-                terminal.write(json.dumps(_as_dict(snapshot)) + "\n")
+                terminal.write(json.dumps(dataclasses.asdict(snapshot)) + "\n")
         elif watch:
             _show_live(snapshots)
         else:
@@ -75,7 +76,7 @@ def _swaps(snapshot: EngineStatus) -> str:
     return f"{snapshot.num_swapped_out_blocks} out, {snapshot.num_swapped_in_blocks} in"
 
 
-def _workers(groups: Any) -> Table:
+def _workers(groups: list[WorkerGroupStatus]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     # Never shortened or wrapped: `pagewire drain` takes the whole id.
     table.add_column("worker", no_wrap=True, min_width=max(len(group.group_id) for group in groups))
@@ -92,7 +93,7 @@ def _workers(groups: Any) -> Table:
     for group in groups:
         table.add_row(
             group.group_id,
-            _state(group),
+            group.state,
             group.model,
             str(group.num_running_sequences),
             _blocks(group.num_gpu_blocks, group.num_free_gpu_blocks),
@@ -103,35 +104,27 @@ def _workers(groups: Any) -> Table:
     return table
 
 
-def _state(group: WorkerGroupStatus) -> str:
-    return WorkerState.Name(group.state).removeprefix("WORKER_STATE_").lower()
-
-
 def _blocks(total: int, free: int) -> str:
     return f"{total - free} of {total}" if total else "none"
-
-
-def _as_dict(snapshot: EngineStatus) -> dict[str, Any]:
-    return MessageToDict(
-        snapshot, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
 
 
 def watch_core(
     options: ConnectionOptions,
     interval_s: float,
     *,
-    detail: StatusDetail | None = None,
+    in_detail: bool = False,
     timeout_s: float | None = None,
 ) -> Generator[EngineStatus, None, None]:
-    """A scheduler core's snapshots, one every `interval_s` seconds. Raises PagewireError."""
+    """A scheduler core's snapshots, one every `interval_s` seconds; `in_detail`: with requests and
+    blocks. Raises PagewireError."""
     request = pb.SchedulerServiceWatchStatusRequest(
-        interval_ms=round(interval_s * 1000), detail=detail
+        interval_ms=round(interval_s * 1000),
+        detail=status_detail(in_detail, in_detail, None),
     )
     with sync_channel(options, options.addresses[0]) as channel:
         watch = SchedulerServiceStub(channel).WatchStatus
         try:
             for response in watch(request, timeout=timeout_s, metadata=options.metadata):
-                yield response.status
+                yield from_proto(EngineStatus, response.status)
         except grpc.RpcError as error:
             raise from_call(error) from None

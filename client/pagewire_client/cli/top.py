@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from pagewire.v1.status_pb2 import EngineStatus, StatusDetail
 from pagewire_client.cli.options import (
     CONNECTION,
     MEMBERSHIP,
@@ -18,8 +17,8 @@ from pagewire_client.cli.options import (
 )
 from pagewire_client.cli.status import watch_core
 from pagewire_client.cli.top_screen import Rates, Screen
+from pagewire_client.deployment import EngineStatus
 
-_DETAIL = StatusDetail(include_requests=True, include_blocks=True)
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
 
 
@@ -85,8 +84,8 @@ def _statuses(
     """Statuses from a frontend (over reconnects) or from a core."""
     if core is None:
         with connection.client() as client:
-            yield client.watch_status(interval_s, detail=_DETAIL)
+            yield client.watch_status(interval_s, include_requests=True, include_blocks=True)
     else:
         options = membership.connection_to(core)
-        with closing(watch_core(options, interval_s, detail=_DETAIL)) as statuses:
+        with closing(watch_core(options, interval_s, in_detail=True)) as statuses:
             yield statuses

@@ -16,14 +16,12 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from pagewire.v1.status_pb2 import (
+from pagewire_client.deployment import (
     BlockMap,
     EngineStatus,
     LatencyHistogram,
-    RequestState,
     RequestStatus,
     WorkerGroupStatus,
-    WorkerState,
 )
 
 _CACHED = -1
@@ -60,7 +58,7 @@ def colour_of(number: int) -> Color:
 
 
 def _cells(blocks: BlockMap, blocks_per_cell: int) -> list[Cell]:
-    owners = memoryview(blocks.owners).cast("i").tolist()
+    owners = blocks.owners
     shared = [references > 1 for references in blocks.num_references]
     if blocks_per_cell == 1:
         return list(zip(owners, shared, strict=True))
@@ -164,7 +162,7 @@ class Rates:
         for bucket, count in enumerate(counts):
             if below + count >= rank:
                 part = (rank - below) / count
-                return float(now.first_bound_s * now.growth ** (bucket - 1 + part))
+                return now.first_bound_s * now.growth ** (bucket - 1 + part)
             below += count
         raise AssertionError("ranks are within the sum")
 
@@ -272,14 +270,13 @@ def _latencies(rates: Rates, field: str) -> str:
 
 
 def _group_line(group: WorkerGroupStatus, rates: Rates) -> Text:
-    state = WorkerState.Name(group.state).removeprefix("WORKER_STATE_").lower()
     used = group.num_gpu_blocks - group.num_free_gpu_blocks
     filled = round(_BAR_CHARACTERS * used / group.num_gpu_blocks) if group.num_gpu_blocks else 0
     steps = rates.steps_per_second(group.group_id)
     return Text.assemble(
         (group.group_id, "bold"),
         " ",
-        (state, _STATE_STYLES.get(state, "red")),
+        (group.state, _STATE_STYLES.get(group.state, "red")),
         "  [",
         ("=" * filled, "green" if filled < _BAR_CHARACTERS - 1 else "yellow"),
         " " * (_BAR_CHARACTERS - filled),
@@ -289,16 +286,14 @@ def _group_line(group: WorkerGroupStatus, rates: Rates) -> Text:
 
 
 def _request_row(request: RequestStatus, *, in_colour: bool) -> list[Text]:
-    state = RequestState.Name(request.state).removeprefix("REQUEST_STATE_").lower()
     colour = colour_of(request.number)
     name = Text(request.request_id, style="dim" if request.ended_age_s else "")
     if in_colour and not request.ended_age_s:
         name = Text.assemble(("■ ", Style(color=colour)), name)
-    tables = (*request.block_tables, *request.host_block_tables)
-    num_blocks = sum(len(table) // 4 for table in tables)
+    num_blocks = sum(map(len, (*request.block_tables, *request.host_block_tables)))
     return [
         name,
-        Text(state, style=_REQUEST_STYLES.get(state, "")),
+        Text(request.state, style=_REQUEST_STYLES.get(request.state, "")),
         Text(request.group_id),
         Text(str(request.num_prompt_tokens)),
         Text(str(request.num_output_tokens)),

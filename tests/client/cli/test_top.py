@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from pagewire.v1 import status_pb2 as pb
 from pagewire_client.cli.app import app
 from pagewire_client.cli.top_screen import Rates, Screen, draw_blocks
+from pagewire_client.deployment import BlockMap, EngineStatus, from_proto
 from tests.support.fake_frontend import MODEL, FakeFrontend
 
 
@@ -57,8 +58,8 @@ def rendered(
 ) -> tuple[list[str], str]:
     """The lines as text, and the raw output."""
     rates = Rates()
-    rates.add(make_status(9.0))
-    status = make_status(10.0, tokens=500, **changes)
+    rates.add(from_proto(EngineStatus, make_status(9.0)))
+    status = from_proto(EngineStatus, make_status(10.0, tokens=500, **changes))
     rates.add(status)
     output = io.StringIO()
     console = Console(
@@ -99,7 +100,12 @@ def test_it_fits_the_terminal(width: int, height: int, in_colour: bool) -> None:
 
 
 def test_colours_are_the_requests_and_two_rows_are_one() -> None:
-    [row] = draw_blocks(block_map([1, 1, 2, 0], [1, 1, 1, 0]), width=2, height=1, in_colour=True)
+    [row] = draw_blocks(
+        BlockMap(owners=[1, 1, 2, 0], num_references=[1, 1, 1, 0]),
+        width=2,
+        height=1,
+        in_colour=True,
+    )
     assert row.plain == "▀▀"
     first, second = (span.style for span in row.spans)
     assert first.color == second.color  # type: ignore[union-attr]
@@ -108,7 +114,8 @@ def test_colours_are_the_requests_and_two_rows_are_one() -> None:
 
 def test_a_large_memory_is_drawn_in_cells_of_several_blocks() -> None:
     owners = [0] * 50 + [-1] * 25 + [3] * 25
-    [row] = draw_blocks(block_map(owners, [0] * 75 + [1] * 25), width=20, height=1, in_colour=False)
+    blocks = BlockMap(owners=owners, num_references=[0] * 75 + [1] * 25)
+    [row] = draw_blocks(blocks, width=20, height=1, in_colour=False)
     assert row.plain == ".........." + ":::::" + "#####"
 
 

@@ -1,0 +1,212 @@
+"""Served models, and the state of a deployment: what `get_model` and `get_status` return.
+
+`protos/pagewire/v1/model.proto` and `status.proto` describe each field. Names end with their unit.
+What was not requested, or is not known, is empty or 0.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeVar
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+WorkerState = Literal["unspecified", "starting", "ready", "draining", "lost", "hung"]
+RequestState = Literal[
+    "unspecified",
+    "queued",
+    "prefilling",
+    "decoding",
+    "preempted",
+    "swapped",
+    "recovering",
+    "finished",
+    "aborted",
+    "failed",
+]
+RequestEvent = Literal[
+    "unspecified",
+    "queued",
+    "resumed",
+    "placed",
+    "started",
+    "prefilled",
+    "first_token",
+    "preempted",
+    "swapped_out",
+    "swapped_in",
+    "worker_lost",
+    "moved",
+    "ended",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelInfo:
+    """A served model."""
+
+    name: str
+    aliases: list[str]
+    """Other names by which requests may ask for it."""
+    fingerprint: str
+    architecture: str
+    max_model_len: int
+    """Most tokens of prompt and output together."""
+    vocab_size: int
+    eos_token_ids: list[int]
+    bos_token_id: int | None
+    dtype: str
+    block_size: int
+    """Tokens per KV block."""
+    block_bytes: int
+    num_parameters: int
+    batch_invariant: bool
+    """Whether answers do not depend on other requests."""
+    structured_output: bool
+    arithmetic: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LatencyHistogram:
+    """Latencies; bucket i counts those up to `first_bound_s * growth ** i`."""
+
+    first_bound_s: float
+    growth: float
+    counts: list[int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockMap:
+    """The owners of the KV blocks of one memory, by block."""
+
+    owners: list[int]
+    """The `number` of a request; 0 for an empty block, -1 for a free one with cached contents."""
+    num_references: list[int]
+    """Block tables that contain the block; 255 stands for 255 or more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerGroupStatus:
+    """The ranks that together hold one copy of a model."""
+
+    group_id: str
+    state: WorkerState
+    model: str
+    address: str
+    num_gpu_blocks: int
+    num_free_gpu_blocks: int
+    num_cpu_blocks: int
+    num_free_cpu_blocks: int
+    num_running_sequences: int
+    max_num_seqs: int
+    num_steps: int
+    epoch: int
+    heartbeat_age_s: float
+    block_size: int
+    world_size: int
+    decode_step_us: float
+    prefill_token_us: float
+    arithmetic: str
+    gpu_blocks: BlockMap
+    cpu_blocks: BlockMap
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLoss:
+    """A worker whose stream broke or whose lease expired."""
+
+    group_id: str
+    rank: int
+    age_s: float
+    model: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestStatus:
+    """One request, without its contents."""
+
+    request_id: str
+    number: int
+    tenant: str
+    model: str
+    group_id: str
+    state: RequestState
+    priority: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_sequences: int
+    age_s: float
+    ended_age_s: float
+    error_reason: str
+    placements: list[str]
+    events: list[RequestEvent]
+    event_times_us: list[int]
+    event_values: list[int]
+    block_tables: list[list[int]]
+    host_block_tables: list[list[int]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStatus:
+    """A snapshot of the scheduler core and its workers; counts of what happened are since the
+    core's start."""
+
+    uptime_s: float
+    version: str
+    models: list[str]
+    num_waiting: int
+    num_running: int
+    num_swapped: int
+    num_frontends: int
+    num_finished: int
+    num_generated_tokens: int
+    num_prefill_tokens: int
+    num_preemptions: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_worker_losses: int
+    groups: list[WorkerGroupStatus]
+    requests: list[RequestStatus]
+    num_unlisted_requests: int
+    ended_requests: list[RequestStatus]
+    time_to_first_token: LatencyHistogram
+    inter_token_latency: LatencyHistogram
+    worker_losses: list[WorkerLoss]
+
+
+_PARTS = {
+    kind.__name__: kind
+    for kind in (LatencyHistogram, BlockMap, WorkerGroupStatus, WorkerLoss, RequestStatus)
+}
+T = TypeVar("T")
+
+
+def from_proto(kind: type[T], message: Message) -> T:
+    """The dataclass for a message, which has the same fields."""
+    values: dict[str, Any] = {}
+    for each in fields(kind):  # type: ignore[arg-type]
+        field = message.DESCRIPTOR.fields_by_name[each.name]
+        value = getattr(message, each.name)
+        if field.is_repeated:
+            values[each.name] = [_value(field, item) for item in value]
+        elif field.has_presence and field.message_type is None and not message.HasField(each.name):
+            values[each.name] = None
+        else:
+            values[each.name] = _value(field, value)
+    return kind(**values)
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return from_proto(_PARTS[field.message_type.name], value)
+    if field.enum_type is not None:
+        names = field.enum_type.values_by_number
+        prefix = names[0].name.removesuffix("UNSPECIFIED")
+        # A newer server may know more values.
+        return names[value if value in names else 0].name.removeprefix(prefix).lower()
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        is_one_byte = field.name == "num_references"
+        return list(value) if is_one_byte else memoryview(value).cast("i").tolist()
+    return value
