@@ -1,8 +1,10 @@
 """Server addresses, TLS, API keys, call metadata, and channels."""
 
 import logging
+import math
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -138,6 +140,7 @@ class Connections(Generic[ChannelT]):
         self._channels: dict[tuple[Address, int], tuple[ChannelT, InferenceServiceStub]] = {}
         self._current = 0
         self._was_connected = False
+        self._progressed_at = -math.inf
         self._closed = False
         self._lock = threading.Lock()
 
@@ -157,10 +160,12 @@ class Connections(Generic[ChannelT]):
     def note(self, failure: PagewireError | None) -> None:
         """Take note of a call's response or failure. A failure to connect counts as the end of a
         connection if any server was ever reached."""
-        if failure is None or failure.was_connected:
-            self._was_connected = True
-        elif self._was_connected:
-            failure.was_connected = True
+        if failure is None:
+            self._was_connected, self._progressed_at = True, time.monotonic()
+            return
+        self._was_connected |= failure.was_connected
+        failure.was_connected = self._was_connected
+        failure.progressed_at = self._progressed_at
 
     def leave(self, address: Address) -> None:
         """Use the next address after `address` failed, unless another call already did."""

@@ -16,6 +16,7 @@
 Each carries the server's constant `reason`, such as PROMPT_TOO_LONG, and its `details`.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import TypeVar
@@ -50,6 +51,8 @@ class PagewireError(Exception):
         """Seconds after which the server asks for a retry."""
         self.was_connected = True
         """False if no connection could be made to any server since the client exists."""
+        self.progressed_at = -math.inf
+        """When the client last received anything for a request, on the monotonic clock."""
 
 
 class InvalidArgument(PagewireError, ValueError):

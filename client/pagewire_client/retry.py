@@ -21,8 +21,8 @@ class RetryPolicy:
     reached, or while the server that was reached cannot serve the request."""
     recovery_timeout_s: float = 60.0
     """How long to retry otherwise, from the first failure: after a connection broke, begun streams
-    included, and while the server is full. Long enough for a server to restart and to load its
-    model."""
+    included, and while the server is full and none of the client's requests proceeds. Long enough
+    for a server to restart and to load its model."""
     initial_backoff_s: float = 0.1
     """First delay; each further one is twice as long."""
     max_backoff_s: float = 2.0
@@ -108,8 +108,11 @@ class Attempts:
 
     def _is_exhausted(self, error: errors.PagewireError, now: float) -> bool:
         assert self._failing_since is not None
+        since = self._failing_since
+        if isinstance(error, errors.Overloaded):  # perhaps with other requests of this client
+            since = max(since, error.progressed_at)
         if self._begun or _will_be_over(error):
-            return now - self._failing_since >= self._policy.recovery_timeout_s
+            return now - since >= self._policy.recovery_timeout_s
         return self._retries >= self._policy.max_retries
 
 

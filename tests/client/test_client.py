@@ -256,7 +256,7 @@ def test_an_address_nobody_listens_on_is_passed_over(
 
 
 def test_no_server_at_all_is_an_error_after_the_retries(make_client: Any) -> None:
-    with pytest.raises(errors.Unavailable):
+    with pytest.raises(errors.Unavailable, match=r"cannot connect to 127\.0\.0\.1:1: "):
         make_client("127.0.0.1:1").generate("Hello", TEN)
 
 

@@ -5,10 +5,19 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import grpc
 import pytest
 
-from pagewire_client import AsyncClient, Client, SamplingParams, async_calls, calls, errors
-from tests.support.fake_frontend import FakeFrontend
+from pagewire_client import (
+    AsyncClient,
+    Client,
+    RetryPolicy,
+    SamplingParams,
+    async_calls,
+    calls,
+    errors,
+)
+from tests.support.fake_frontend import Break, Failure, FakeFrontend
 from tests.support.waiting import until, wait_until
 
 FIVE = SamplingParams(max_tokens=5)
@@ -101,3 +110,19 @@ def test_a_client_needs_a_connection() -> None:
 
 async def _collect(stream: Any) -> list[object]:
     return [delta async for delta in stream]
+
+
+async def test_a_client_waits_while_its_own_requests_fill_the_server(
+    frontend: FakeFrontend,
+) -> None:
+    """For longer than the recovery timeout, as long as the others proceed."""
+    full = Failure(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_ms=100)
+    policy = RetryPolicy(recovery_timeout_s=0.5, initial_backoff_s=0.01)
+    async with AsyncClient(frontend.address, retry=policy) as client:
+        frontend.breaks.extend(Break(failure=full) for _ in range(12))
+        waiting = asyncio.create_task(client.generate("waits", FIVE))
+        while not waiting.done():
+            await client.tokenize("others are answered")
+            await asyncio.sleep(0.05)
+        assert (await waiting).finished
+    assert len(frontend.requests) == 13

@@ -74,6 +74,19 @@ def test_a_request_is_tried_by_time_while_the_server_restarts_or_is_full(
         attempts.delay_after(error)
 
 
+def test_a_full_server_that_answers_other_requests_is_tried_on(clock: Clock) -> None:
+    attempts = make_attempts(clock)
+    for _ in range(3):
+        full = errors.Overloaded("full", retry_delay_s=1.0)
+        full.progressed_at = clock.now - 30.0
+        attempts.delay_after(full)
+        clock.now += 60.0
+    gone = errors.Unavailable("gone")
+    gone.progressed_at = clock.now
+    with pytest.raises(errors.Unavailable):
+        attempts.delay_after(gone)
+
+
 def test_clients_spread_over_half_the_wait(clock: Clock) -> None:
     assert make_attempts(clock, draw=0.0).delay_after(UNAVAILABLE) == 0.5
 

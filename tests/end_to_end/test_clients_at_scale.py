@@ -1,8 +1,11 @@
 """Thousands of requests of one client process, in a burst and over restarts of the one frontend."""
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2_grpc as services
 from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, SamplingParams
+from tests.client.test_node_client import NODE_CLIENT
 from tests.support.cluster import Cluster
 from tests.support.requests import request_for
 
@@ -156,3 +160,25 @@ async def test_requests_survive_kills_of_the_only_frontend(
         status = await client.get_status()
     assert answers == undisturbed
     assert (status.num_running, status.num_waiting) == (0, 0)
+
+
+def node_requests(cluster: Cluster, num_tokens: int) -> "subprocess.Popen[str]":
+    flags = ["--requests", "200", "--max-tokens", str(num_tokens)]
+    command = ["node", "examples/many.js", "--address", cluster.frontend_address(), *flags]
+    return subprocess.Popen(command, cwd=NODE_CLIENT, stdout=subprocess.PIPE, text=True)
+
+
+def test_requests_of_a_node_client_survive_kills_of_the_only_frontend(cluster: Cluster) -> None:
+    results = []
+    for num_kills in (2, 0):
+        with node_requests(cluster, num_tokens=500) as client:
+            for _ in range(num_kills):
+                time.sleep(1.5)
+                cluster.frontends[0].kill()
+                assert client.poll() is None, "too short to be disturbed"
+                cluster.restart_frontend(0)
+            output, _ = client.communicate(timeout=120)
+        results.append(json.loads(output))
+    disturbed, undisturbed = results
+    assert disturbed["failed"] == undisturbed["failed"] == 0, disturbed["error"]
+    assert disturbed["digest"] == undisturbed["digest"]

@@ -51,7 +51,7 @@ export class Client {
   #credentials;
   #services = new Map();
   #openRequests;
-  #server = { wasReached: false };
+  #server = { wasReached: false, progressedAt: 0 };
   #isClosed = false;
   #current = 0;
   #metadata = new grpc.Metadata();

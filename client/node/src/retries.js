@@ -28,8 +28,8 @@ export class Retries {
    * @param {number} recoveryTimeoutMs how long to retry after a connection broke, and while the
    *   server is full; 0: not at all
    * @param {number} deadline on the clock of `Date.now()`
-   * @param {{wasReached: boolean}} server whether any server was ever reached; shared by a client's
-   *   requests
+   * @param {{wasReached: boolean, progressedAt: number}} server whether any server was ever
+   *   reached, and when it last sent anything; shared by a client's requests
    */
   constructor(recoveryTimeoutMs, deadline, server) {
     this.#recoveryTimeoutMs = recoveryTimeoutMs;
@@ -40,6 +40,7 @@ export class Retries {
   /** Note that something was received: the count of failures restarts. */
   progressed() {
     this.#server.wasReached = true;
+    this.#server.progressedAt = Date.now();
     this.#hasBegun = true;
     this.#numRetries = 0;
     this.#failingSince = null;
@@ -58,7 +59,9 @@ export class Retries {
     const isAway = error.code === grpc.status.UNAVAILABLE;
     if (!isFull && !isRestarting && !isAway) throw error;
     const byTime = this.#hasBegun || isFull || (isRestarting && this.#server.wasReached);
-    if (now - this.#failingSince >= this.#recoveryTimeoutMs) throw error;
+    // The server may be full with other requests of this client.
+    const since = Math.max(this.#failingSince, isFull ? this.#server.progressedAt : 0);
+    if (now - since >= this.#recoveryTimeoutMs) throw error;
     if (!byTime && this.#numRetries >= MAX_RETRIES) throw error;
     if (now + delay >= this.#deadline) throw error;
     this.#numRetries += 1;
