@@ -142,6 +142,13 @@ def test_nothing_is_cut_off_on_a_small_screen(open_page: OpenPage, width: int) -
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
+def test_a_request_that_is_tapped_on_a_phone_is_scrolled_to(open_page: OpenPage) -> None:
+    page = open_page(390, 700, has_touch=True)
+    expect(page.locator("#detail")).not_to_be_in_viewport()
+    page.locator(".pick").first.click()
+    expect(page.locator("#detail .track")).to_be_in_viewport()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_accessibility_rules_find_nothing(open_page: OpenPage, scheme: str) -> None:
     if not AXE.exists():

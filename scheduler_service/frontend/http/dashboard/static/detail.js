@@ -19,6 +19,8 @@ export class Detail {
     this.request = null;
     this.body.replaceChildren();
     this.draw();
+    // On a narrow screen it is below the list, out of sight.
+    this.body.querySelector(".track")?.scrollIntoView({ block: "nearest", behavior: "smooth" });
   }
 
   draw() {
