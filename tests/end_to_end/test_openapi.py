@@ -18,6 +18,7 @@ from tests.support.cluster import Cluster
 OPERATIONS = (
     ("/health", "GET"),
     ("/version", "GET"),
+    ("/tokenizer_info", "GET"),
     ("/v1/models", "GET"),
     ("/v1/models/{name}", "GET"),
     ("/tokenize", "POST"),

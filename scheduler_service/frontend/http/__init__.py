@@ -11,7 +11,8 @@
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |
 | `tool_parsers/` | tool calls in a model's output |
-| `monitoring`, `tokenize` | health and metrics; `/tokenize`, `/detokenize`, `/version` |
+| `monitoring`, `tokenize` | health and metrics; `/tokenize` and its like, `/version` |
+| `unsupported` | what vLLM's server answers and this one does not, by path |
 | `dashboard/` | the deployment's state in a browser |
 
 A thin translation: every request becomes the same protobuf message that a gRPC client would send

@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI
 from pydantic import TypeAdapter
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
-from scheduler_service.frontend.http import monitoring, tokenize
+from scheduler_service.frontend.http import monitoring, tokenize, unsupported
 from scheduler_service.frontend.http.dashboard import hub as dashboard
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.middleware import (
@@ -93,6 +93,7 @@ ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
     serving_chat.make_router,
     tokenize.make_router,
     dashboard.make_router,
+    unsupported.make_router,
 )
 
 

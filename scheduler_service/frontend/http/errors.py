@@ -50,6 +50,7 @@ TYPES = {
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
+    501: "not_implemented_error",
 }
 """By HTTP code, where it is not `invalid_request_error` (4xx) or `server_error` (5xx)."""
 
@@ -213,7 +214,8 @@ def handle_errors(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"not found: {request.url.path} (see /openapi.json)"
-        body = _body(error.status_code, message, None, None)
+        reason = "not_implemented" if error.status_code == 501 else None
+        body = _body(error.status_code, message, None, reason)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:

@@ -1,6 +1,6 @@
-"""`/tokenize`, `/detokenize` and `/version`, as in vLLM."""
+"""`/tokenize`, `/detokenize`, `/tokenizer_info` and `/version`, as in vLLM."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from pydantic import BaseModel, Field
@@ -72,7 +72,7 @@ DetokenizeIds = Annotated[DetokenizeBody, Depends(json_body(DetokenizeBody))]
 
 
 def make_router(services: HttpServices) -> APIRouter:
-    """The three endpoints."""
+    """The four endpoints."""
     router = APIRouter(tags=["Tokens"])
 
     @router.post(
@@ -119,6 +119,17 @@ def make_router(services: HttpServices) -> APIRouter:
             field = error.field.replace("token_ids", "tokens")
             raise InvalidArgument(field, error.expected) from None
         return {"prompt": answer.text}
+
+    @router.get(
+        "/tokenizer_info",
+        summary="The tokenizer's configuration",
+        responses=ERROR_RESPONSES,
+        response_model=dict[str, Any],
+    )
+    async def tokenizer_info(caller: Caller, model: str | None = None) -> dict[str, Any]:
+        """The model's tokenizer_config.json, with the chat template in effect."""
+        tokenizer = services.models.current(model, caller).require_tokenizer("/tokenizer_info")
+        return {**tokenizer.config, "chat_template": tokenizer.tool_template_source}
 
     @router.get("/version", summary="Version", responses=ERROR_RESPONSES, response_model=Version)
     async def version(caller: Caller) -> dict[str, str]:

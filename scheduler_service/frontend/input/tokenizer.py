@@ -61,7 +61,8 @@ class ModelTokenizer:
         `chat_template` is the content of chat_template.jinja; it takes precedence over the
         configuration's.
         """
-        config = tokenizer_config or {}
+        self.config = config = tokenizer_config or {}
+        """tokenizer_config.json."""
         text = tokenizer_json.decode()
         self._tokenizer = _load_tokenizer(text)
         self._special_tokens = _special_tokens(config)

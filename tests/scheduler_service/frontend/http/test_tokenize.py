@@ -74,3 +74,12 @@ def test_the_forms_of_a_body_are_those_that_errors_know() -> None:
 async def test_the_version_is_told() -> None:
     async with http_served() as served:
         assert (await served.client.get("/version")).json() == {"version": VERSION}
+
+
+async def test_the_tokenizers_configuration_is_told() -> None:
+    async with http_served() as served:
+        told = await served.client.get("/tokenizer_info")
+        assert told.status_code == 200
+        assert "[assistant]" in told.json()["chat_template"]
+        refused = await served.client.get("/tokenizer_info", params={"model": "nosuch"})
+        assert refused.json()["error"]["code"] == "model_not_found"
