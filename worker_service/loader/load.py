@@ -149,6 +149,19 @@ def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
     yield window is not None and config.get("use_sliding_window", True)
 
 
+def _refuse_quantized(model_dir: Path, hf_config: Mapping[str, Any]) -> None:
+    """Raise UnsupportedModel for weights in fewer bits; scales of the KV cache alone are fine."""
+    settings = hf_config.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return
+    if settings.get("kv_cache_scheme") and not settings.get("config_groups"):
+        return
+    raise UnsupportedModel(
+        f"{model_dir}: quantized checkpoints ({settings.get('quant_method', 'unknown method')}) "
+        "cannot be served; take one in bfloat16, float16 or float32"
+    )
+
+
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
     """Load the model that `config` names, with its weights on its device, ready to run.
 
@@ -169,6 +182,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)
+    _refuse_quantized(model_dir, hf_config)
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu" and config.cpus is not None:
         pin_threads(config.cpus)

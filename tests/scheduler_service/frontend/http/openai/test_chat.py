@@ -225,6 +225,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:,"}}
             "response_format.json_schema.schema",
         ),
         ({"response_format": {"type": "other"}}, "response_format"),
+        ({"messages": [USER, {"role": "user"}]}, "messages[1].content"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [CALL]}]},
             "messages[0].tool_calls[0].function.arguments",
