@@ -44,7 +44,20 @@ if TYPE_CHECKING:
     from pagewire_client.client import Client
     from pagewire_client.connection import TlsOptions
     from pagewire_client.deployment import EngineStatus, ModelInfo
-    from pagewire_client.errors import PagewireError
+    from pagewire_client.errors import (
+        AlreadyExists,
+        DeadlineExceeded,
+        FailedPrecondition,
+        InvalidArgument,
+        LocalServiceError,
+        NotAuthorized,
+        NotFound,
+        Overloaded,
+        PagewireError,
+        RequestAborted,
+        ServerError,
+        Unavailable,
+    )
     from pagewire_client.llm import LLM
     from pagewire_client.outputs import (
         CompletionOutput,
@@ -60,54 +73,56 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "NO_RETRIES",
+    "AlreadyExists",
     "AsyncClient",
     "BatchProgress",
     "ChatMessage",
     "ChatPrompt",
     "Client",
     "CompletionOutput",
+    "DeadlineExceeded",
     "EngineStatus",
+    "FailedPrecondition",
+    "InvalidArgument",
+    "LocalServiceError",
     "Logprob",
     "ModelInfo",
+    "NotAuthorized",
+    "NotFound",
     "OutputDelta",
+    "Overloaded",
     "PagewireError",
+    "RequestAborted",
     "RequestOutput",
     "RetryPolicy",
     "SamplingOptions",
     "SamplingParams",
+    "ServerError",
     "Timings",
     "TlsOptions",
     "Tool",
     "ToolCall",
+    "Unavailable",
     "Usage",
 ]
 
 # Imported on first use: most of these modules import grpc, which would delay the command line's
 # start and programs that need other names.
-_MODULES = {
-    "AsyncClient": "async_client",
-    "BatchProgress": "batch",
-    "ChatMessage": "chat",
-    "ChatPrompt": "chat",
-    "Tool": "chat",
-    "ToolCall": "chat",
-    "Client": "client",
-    "TlsOptions": "connection",
-    "EngineStatus": "deployment",
-    "ModelInfo": "deployment",
-    "PagewireError": "errors",
-    "LLM": "llm",
-    "CompletionOutput": "outputs",
-    "Logprob": "outputs",
-    "OutputDelta": "outputs",
-    "RequestOutput": "outputs",
-    "Timings": "outputs",
-    "Usage": "outputs",
-    "NO_RETRIES": "retry",
-    "RetryPolicy": "retry",
-    "SamplingOptions": "sampling_params",
-    "SamplingParams": "sampling_params",
+_NAMES = {
+    "async_client": "AsyncClient",
+    "batch": "BatchProgress",
+    "chat": "ChatMessage ChatPrompt Tool ToolCall",
+    "client": "Client",
+    "connection": "TlsOptions",
+    "deployment": "EngineStatus ModelInfo",
+    "errors": "AlreadyExists DeadlineExceeded FailedPrecondition InvalidArgument LocalServiceError "
+    "NotAuthorized NotFound Overloaded PagewireError RequestAborted ServerError Unavailable",
+    "llm": "LLM",
+    "outputs": "CompletionOutput Logprob OutputDelta RequestOutput Timings Usage",
+    "retry": "NO_RETRIES RetryPolicy",
+    "sampling_params": "SamplingOptions SamplingParams",
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

@@ -168,6 +168,18 @@ class AsyncOutputStream(AsyncIterator[OutputDelta]):
         """The answer received so far."""
         return self._generation.state.output
 
+    async def text_deltas(self) -> AsyncIterator[str]:
+        """The first choice's text, piece by piece; empty pieces are left out."""
+        async for delta in self:
+            if delta.index == 0 and delta.text:
+                yield delta.text
+
+    async def final(self) -> RequestOutput:
+        """The answer, once it is complete or the stream is closed."""
+        async for _ in self:
+            pass
+        return self.output
+
     async def __anext__(self) -> OutputDelta:
         return await anext(self._deltas)
 

@@ -162,6 +162,18 @@ class OutputStream(Iterator[OutputDelta]):
         """The answer received so far."""
         return self._generation.state.output
 
+    def text_deltas(self) -> Iterator[str]:
+        """The first choice's text, piece by piece; empty pieces are left out."""
+        for delta in self:
+            if delta.index == 0 and delta.text:
+                yield delta.text
+
+    def final(self) -> RequestOutput:
+        """The answer, once it is complete or the stream is closed."""
+        for _ in self:
+            pass
+        return self.output
+
     def __next__(self) -> OutputDelta:
         return next(self._deltas)
 

@@ -1,12 +1,15 @@
 # Generated from async_client.py by `make sync-client`; edit that file.
 """The client: its methods are calls that block."""
 
+import copy
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client import requests
-from pagewire_client.batch import Batch, OnProgress
+from pagewire_client.batch import Batch
 from pagewire_client.calls import Caller, OutputStream
 from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.connection import (
@@ -20,9 +23,9 @@ from pagewire_client.connection import (
 from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput
-from pagewire_client.requests import Prompt
+from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions
 from pagewire_client.retry import Deadline, RetryPolicy
-from pagewire_client.sampling_params import SamplingOptions, SamplingParams, given_params
+from pagewire_client.sampling_params import SamplingParams
 
 
 class Client:
@@ -32,29 +35,36 @@ class Client:
     `generate("Hello", temperature=0, max_tokens=50)`.
 
     Methods raise what `pagewire_client.errors` lists. `timeout`, in seconds, bounds a call with
-    all its retries; None waits as long as it takes. `model` may be left out when the deployment
-    serves one.
+    all its retries; None takes the client's, and infinity waits as long as it takes. `model` may be
+    left out when the deployment serves one.
     """
 
     def __init__(
         self,
-        address: Address | Sequence[Address] = DEFAULT_ADDRESS,
+        address: Address | Sequence[Address] | None = None,
         *,
         tls: TlsOptions | None = None,
         api_key: str | None = None,
         retry: RetryPolicy | None = None,
+        timeout: float | None = None,
         max_connections: int = 1,
     ) -> None:
         """Connects at the first call.
 
         `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
-        separated by commas.
-        `api_key`: sent as `authorization: Bearer KEY`.
+        separated by commas; None: the variable PAGEWIRE_ADDRESS, or port 7600 of this machine.
+        `api_key`: sent as `authorization: Bearer KEY`; None: the variable PAGEWIRE_API_KEY.
+        `timeout`: of calls without one of their own.
         `max_connections`: to one address, opened as needed. Each carries up to 1,000 open requests;
         further requests wait in the client, in order, until one ends.
         """
+        if address is None:
+            address = os.environ.get("PAGEWIRE_ADDRESS", "").split() or DEFAULT_ADDRESS
+        if api_key is None:
+            api_key = os.environ.get("PAGEWIRE_API_KEY")
         connections = Connections(connection_options(address, tls, api_key), sync_channel)
         self._caller = Caller(connections, retry or RetryPolicy(), max_connections)
+        self._timeout = timeout
 
     def __enter__(self) -> Self:
         return self
@@ -67,51 +77,37 @@ class Client:
         for channel in self._caller.connections.close():
             channel.close()
 
+    def with_options(
+        self, *, timeout: float | None = None, retry: RetryPolicy | None = None
+    ) -> Self:
+        """This client with other options, over the same connections; None leaves one as it is."""
+        other = copy.copy(self)
+        other._timeout = self._timeout if timeout is None else timeout
+        if retry is not None:
+            other._caller = copy.copy(self._caller)
+            other._caller.policy = retry
+        return other
+
     def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        model: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[GenerateOptions],
     ) -> RequestOutput:
         """The whole answer to one prompt: a text, token ids, or a chat."""
-        request = requests.generate_request(
-            prompt,
-            given_params(sampling_params, sampling),
-            model=model,
-            request_id=request_id,
-            priority=priority,
-            is_whole=True,
-        )
-        with OutputStream(self._caller, request, timeout) as stream:
-            for _ in stream:
-                pass
-            return stream.output
+        request = requests.generate_request(prompt, sampling_params, is_whole=True, **options)
+        with self._stream(request, options.get("timeout")) as stream:
+            return stream.final()
 
     def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
-        model: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[GenerateOptions],
     ) -> OutputStream:
         """Stream the answer to one prompt as it is generated."""
-        request = requests.generate_request(
-            prompt,
-            given_params(sampling_params, sampling),
-            model=model,
-            request_id=request_id,
-            priority=priority,
-        )
-        return OutputStream(self._caller, request, timeout)
+        request = requests.generate_request(prompt, sampling_params, **options)
+        return self._stream(request, options.get("timeout"))
 
     def chat(
         self,
@@ -122,11 +118,7 @@ class Client:
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
-        model: str | None = None,
-        request_id: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[GenerateOptions],
     ) -> RequestOutput:
         """The model's turn in a conversation; `ChatPrompt` describes the arguments.
 
@@ -140,77 +132,33 @@ class Client:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        return self.generate(
-            prompt,
-            sampling_params,
-            model=model,
-            request_id=request_id,
-            priority=priority,
-            timeout=timeout,
-            **sampling,
-        )
+        return self.generate(prompt, sampling_params, **options)
 
     def generate_many(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        model: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        max_in_flight: int | None = None,
-        on_progress: OnProgress | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[BatchOptions],
     ) -> list[RequestOutput]:
-        """The answers to many prompts, in their order; arguments as for `try_generate_many`.
+        """The answers to many prompts, in their order.
 
-        The first request that fails ends the others and raises; the message names its prompt.
+        `sampling_params` applies to all, or is a list with one for each. The first request that
+        fails ends the others and raises; the message names its prompt.
         """
-        batch = self._run_batch(
-            prompts,
-            given_params(sampling_params, sampling),
-            model=model,
-            priority=priority,
-            timeout=timeout,
-            max_in_flight=max_in_flight,
-            on_progress=on_progress,
-            fail_fast=True,
-        )
-        return batch.outputs()
+        return (self._run_batch(True, prompts, sampling_params, options)).outputs()
 
     def try_generate_many(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
-        model: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        max_in_flight: int | None = None,
-        on_progress: OnProgress | None = None,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[BatchOptions],
     ) -> list[RequestOutput | PagewireError]:
-        """The answers to many prompts, in their order; an error where a request failed.
-
-        `sampling_params` applies to all, or is a list with one for each. `timeout` is for all
-        together; `max_in_flight` is the most requests sent and unfinished; `on_progress` is called
-        with a `BatchProgress` for every message received.
-        """
-        batch = self._run_batch(
-            prompts,
-            given_params(sampling_params, sampling),
-            model=model,
-            priority=priority,
-            timeout=timeout,
-            max_in_flight=max_in_flight,
-            on_progress=on_progress,
-            fail_fast=False,
-        )
-        return batch.outcomes()
+        """As `generate_many`, with an error in the place of a request that failed."""
+        return (self._run_batch(False, prompts, sampling_params, options)).outcomes()
 
     def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a running request. Raises NotFound if no request has this id."""
-        self._caller.unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
+        self._unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
 
     def tokenize(
         self,
@@ -224,7 +172,7 @@ class Client:
         request = requests.tokenize_request(
             text, model=model, add_special_tokens=add_special_tokens
         )
-        return list((self._caller.unary("Tokenize", request, timeout)).token_ids)
+        return list((self._unary("Tokenize", request, timeout)).token_ids)
 
     def detokenize(
         self,
@@ -238,65 +186,53 @@ class Client:
         request = requests.detokenize_request(
             token_ids, model=model, skip_special_tokens=skip_special_tokens
         )
-        text: str = (self._caller.unary("Detokenize", request, timeout)).text
+        text: str = (self._unary("Detokenize", request, timeout)).text
         return text
 
     def get_model(self, model: str | None = None, *, timeout: float | None = None) -> ModelInfo:
         """Facts about a served model."""
         request = pb.GetModelRequest(model=model)
-        return from_proto(ModelInfo, (self._caller.unary("GetModel", request, timeout)).model)
+        return from_proto(ModelInfo, (self._unary("GetModel", request, timeout)).model)
 
     def get_status(
-        self,
-        *,
-        include_requests: bool = False,
-        include_blocks: bool = False,
-        max_requests: int | None = None,
-        timeout: float | None = None,
+        self, *, timeout: float | None = None, **detail: Unpack[StatusOptions]
     ) -> EngineStatus:
-        """A snapshot of the deployment.
-
-        `include_requests`: with live requests, up to `max_requests` (256 if None), and those that
-        ended most recently. `include_blocks`: with the owners of KV blocks, and the block tables
-        of requests.
-        """
-        detail = requests.status_detail(include_requests, include_blocks, max_requests)
-        request = pb.GetStatusRequest(detail=detail)
-        return from_proto(EngineStatus, (self._caller.unary("GetStatus", request, timeout)).status)
+        """A snapshot of the deployment."""
+        request = pb.GetStatusRequest(detail=StatusDetail(**detail))
+        return from_proto(EngineStatus, (self._unary("GetStatus", request, timeout)).status)
 
     def watch_status(
-        self,
-        interval_s: float = 1.0,
-        *,
-        include_requests: bool = False,
-        include_blocks: bool = False,
-        max_requests: int | None = None,
+        self, interval_s: float = 1.0, **detail: Unpack[StatusOptions]
     ) -> Iterator[EngineStatus]:
-        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed; other
-        arguments as for `get_status`."""
-        detail = requests.status_detail(include_requests, include_blocks, max_requests)
-        request = pb.WatchStatusRequest(interval_ms=round(interval_s * 1000), detail=detail)
+        """A snapshot every `interval_s` seconds (0.1 to 60), until the iterator is closed."""
+        request = pb.WatchStatusRequest(
+            interval_ms=round(interval_s * 1000), detail=StatusDetail(**detail)
+        )
         for response in self._caller.watch(request):
             yield from_proto(EngineStatus, response.status)
 
+    def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> OutputStream:
+        timeout = self._timeout if timeout is None else timeout
+        return OutputStream(self._caller, request, timeout)
+
+    def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
+        timeout = self._timeout if timeout is None else timeout
+        return self._caller.unary(method, request, timeout)
+
     def _run_batch(
         self,
+        fail_fast: bool,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        *,
-        fail_fast: bool,
-        model: str | None,
-        priority: int,
-        timeout: float | None,
-        max_in_flight: int | None,
-        on_progress: OnProgress | None,
+        options: BatchOptions,
     ) -> Batch:
+        timeout = options.get("timeout")
         batch = Batch(
-            requests.generate_requests(prompts, sampling_params, model=model, priority=priority),
+            requests.generate_requests(prompts, sampling_params, **options),
             self._caller.policy,
-            Deadline(timeout),
-            max_in_flight=max_in_flight,
+            Deadline(self._timeout if timeout is None else timeout),
+            max_in_flight=options.get("max_in_flight"),
             fail_fast=fail_fast,
         )
-        self._caller.run_batch(batch, on_progress)
+        self._caller.run_batch(batch, options.get("on_progress"))
         return batch

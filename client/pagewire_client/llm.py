@@ -92,7 +92,7 @@ class LLM:
         self._services = LocalServices(model, engine_flags=flags, num_workers=num_workers)
         self._close = weakref.finalize(self, self._services.stop)
         self._services.start(start_timeout_s)
-        self._client = Client(self._services.addresses, retry=_RETRY)
+        self._client = Client(self._services.addresses, retry=_RETRY, api_key="")
 
     def __enter__(self) -> Self:
         return self

@@ -1,13 +1,14 @@
 """Prompts (text, token ids, conversations), and the request messages built from them."""
 
+import difflib
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire.v1.status_pb2 import StatusDetail
+from pagewire_client.batch import OnProgress
 from pagewire_client.chat import ChatPrompt, Messages, chat_proto, encodable
-from pagewire_client.sampling_params import SamplingParams
+from pagewire_client.sampling_params import SamplingOptions, SamplingParams
 
 
 class TextPrompt(TypedDict):
@@ -23,6 +24,53 @@ class TokensPrompt(TypedDict):
 
 
 Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | Messages | ChatPrompt
+
+
+class CallOptions(SamplingOptions, total=False):
+    """Keyword arguments of all methods that generate, besides sampling parameters."""
+
+    model: str | None
+    """May be left out when the deployment serves one model."""
+    priority: int
+    """Lower values are served earlier if the scheduler's policy is `priority`."""
+    timeout: float | None
+    """Seconds, for the whole call. None: the client's own."""
+
+
+class GenerateOptions(CallOptions, total=False):
+    """Those of methods for one prompt."""
+
+    request_id: str | None
+    """For `abort`. None: one is drawn."""
+
+
+class BatchOptions(CallOptions, total=False):
+    """Those of methods for many prompts."""
+
+    max_in_flight: int | None
+    """Most requests sent and unfinished."""
+    on_progress: OnProgress | None
+    """Called for every message received."""
+
+
+class StatusOptions(TypedDict, total=False):
+    """What a status contains besides counts."""
+
+    include_requests: bool
+    """Live requests, and those that ended most recently."""
+    include_blocks: bool
+    """The owners of KV blocks; with requests, their block tables."""
+    max_requests: int | None
+    """Most live requests to list. None: 256."""
+
+
+_KEYWORDS = (
+    SamplingOptions.__annotations__
+    | GenerateOptions.__annotations__
+    | BatchOptions.__annotations__
+    | ChatPrompt.__annotations__
+)
+T = TypeVar("T")
 
 _EXPECTED = (
     "a text, a list of token ids, a list of chat messages, "
@@ -91,55 +139,70 @@ def generate_request(
     prompt: Prompt,
     sampling_params: SamplingParams | None = None,
     *,
-    model: str | None = None,
-    request_id: str | None = None,
-    priority: int = 0,
     is_whole: bool = False,
+    **options: Unpack[GenerateOptions],
 ) -> pb.GenerateRequest:
     """One request. It always has an id, so that another frontend can continue it.
 
     `is_whole`: the answer is not read before its end.
     """
+    params = _given_params(sampling_params, options, GenerateOptions)
     request = pb.GenerateRequest(
-        request_id=request_id or uuid.uuid4().hex,
-        model=model,
+        request_id=options.get("request_id") or uuid.uuid4().hex,
+        model=options.get("model"),
+        priority=options.get("priority") or None,
+        max_hold_ms=MAX_HOLD_MS if is_whole else None,
     )
-    if priority:
-        request.priority = priority
-    if is_whole:
-        request.max_hold_ms = MAX_HOLD_MS
     fill_prompt(request, prompt)
-    params = (sampling_params or SamplingParams()).to_proto(is_chat=request.HasField("chat"))
-    request.sampling_params.CopyFrom(params)
+    request.sampling_params.CopyFrom(params.to_proto(is_chat=request.HasField("chat")))
     return request
 
 
 def generate_requests(
     prompts: Prompt | Sequence[Prompt],
     sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    *,
-    model: str | None = None,
-    priority: int = 0,
+    **options: Unpack[BatchOptions],
 ) -> list[pb.GenerateRequest]:
     """One request per prompt, to be answered as a whole; `sampling_params` for all, or one for
     each. Raises ValueError that names the wrong prompt."""
     prompts = prompt_list(prompts)
-    if sampling_params is None or isinstance(sampling_params, SamplingParams):
-        params: Sequence[SamplingParams | None] = [sampling_params] * len(prompts)
-    else:
-        params = sampling_params
+    given: SamplingParams | Sequence[SamplingParams]
+    given = _given_params(sampling_params, options, BatchOptions)
+    params = [given] * len(prompts) if isinstance(given, SamplingParams) else given
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
+    model, priority = options.get("model"), options.get("priority", 0)
     requests = []
-    for position, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True)):
+    for position, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         try:
-            request = generate_request(
-                prompt, prompt_params, model=model, priority=priority, is_whole=True
-            )
+            request = generate_request(prompt, own, model=model, priority=priority, is_whole=True)
         except ValueError as error:
             raise ValueError(f"prompts[{position}]: {error}") from None
         requests.append(request)
     return requests
+
+
+def _given_params(params: T | None, options: Mapping[str, Any], kind: type) -> T | SamplingParams:
+    """The sampling parameters of a call: `params`, or keyword arguments instead.
+
+    Raises TypeError if both are given, or for a name that `kind` of options does not have.
+    """
+    for name in options:
+        if name not in kind.__annotations__:
+            known = kind.__annotations__ if name in _KEYWORDS else _KEYWORDS
+            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
+            raise TypeError(f"unknown argument {name!r}; the nearest known one is {nearest!r}")
+    sampling: Any = {
+        name: value for name, value in options.items() if name in SamplingOptions.__annotations__
+    }
+    if params is None:
+        return SamplingParams(**sampling)
+    if sampling:
+        raise TypeError(
+            "sampling_params and sampling parameters as keyword arguments "
+            f"({', '.join(sampling)}) are mutually exclusive: put all into sampling_params"
+        )
+    return params
 
 
 def tokenize_request(
@@ -162,13 +225,4 @@ def detokenize_request(
     """The request for the text of token ids."""
     return pb.DetokenizeRequest(
         model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-    )
-
-
-def status_detail(
-    include_requests: bool, include_blocks: bool, max_requests: int | None
-) -> StatusDetail:
-    """What a snapshot contains besides counts."""
-    return StatusDetail(
-        include_requests=include_requests, include_blocks=include_blocks, max_requests=max_requests
     )

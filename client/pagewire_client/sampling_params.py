@@ -1,18 +1,15 @@
 """Sampling parameters, under vLLM's names."""
 
-import difflib
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
 
 from pagewire.v1 import sampling_pb2
-
-T = TypeVar("T")
 
 _MAX_UINT32 = 2**32 - 1
 _MAX_UINT64 = 2**64 - 1
@@ -186,35 +183,6 @@ class SamplingOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choice: Sequence[str] | None
-
-
-_METHOD_OPTIONS = (
-    *("model", "request_id", "priority", "timeout", "max_in_flight", "on_progress"),
-    *("tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message"),
-    "use_tqdm",
-)
-"""Other keyword arguments of methods that take `SamplingOptions`."""
-
-
-def given_params(params: T | None, options: SamplingOptions) -> T | SamplingParams:
-    """The sampling parameters of a call: `params`, or keyword arguments instead.
-
-    Raises TypeError if both are given, or for an unknown name.
-    """
-    names = [each.name for each in fields(SamplingParams)]
-    for name in options:
-        if name not in names:
-            known = [*names, *_METHOD_OPTIONS]
-            (nearest,) = difflib.get_close_matches(name, known, n=1, cutoff=0)
-            raise TypeError(f"unknown argument {name!r}; the nearest known one is {nearest!r}")
-    if params is None:
-        return SamplingParams(**options)
-    if options:
-        raise TypeError(
-            "sampling_params and sampling parameters as keyword arguments "
-            f"({', '.join(options)}) are mutually exclusive: put all into sampling_params"
-        )
-    return params
 
 
 def _integer(name: str, value: object, maximum: int = _MAX_UINT32, *, minimum: int = 0) -> int:

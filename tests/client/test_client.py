@@ -6,8 +6,16 @@ from typing import Any
 import grpc
 import pytest
 
+import pagewire_client
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client import NO_RETRIES, Client, RequestOutput, SamplingParams, errors
+from pagewire_client import (
+    NO_RETRIES,
+    Client,
+    RequestOutput,
+    RetryPolicy,
+    SamplingParams,
+    errors,
+)
 from tests.support.fake_frontend import (
     DRAWN_SEED,
     MODEL,
@@ -139,6 +147,16 @@ def test_sampling_parameters_may_be_keyword_arguments(
         call(prompt, temprature=0)
     with pytest.raises(TypeError, match=r"unknown argument 'timout'; .* 'timeout'"):
         call(prompt, timout=3)
+
+
+def test_arguments_of_other_methods_are_refused(client: Any) -> None:
+    for name in ("tools", "max_in_flight", "use_tqdm"):
+        with pytest.raises(TypeError, match=f"unknown argument '{name}'"):
+            client.generate("Hi", **{name: 1})
+    with pytest.raises(TypeError, match=r"unknown argument 'request_id'"):
+        client.generate_many(["Hi"], request_id="mine")
+    with pytest.raises(TypeError, match=r"unknown argument 'tool'; .* 'tools'"):
+        client.chat(CHAT, tool=[])
 
 
 @pytest.mark.parametrize("params", [None, SamplingParams(temperature=0)])
@@ -305,6 +323,77 @@ def test_a_timeout_also_bounds_the_retries(make_client: Any) -> None:
 
 def test_a_timeout_that_never_passes_is_none(client: Any) -> None:
     assert client.generate("Hello", TEN, timeout=float("inf")).finished
+
+
+def test_a_client_has_a_timeout_for_calls_without_one(
+    make_client: Any, frontend: FakeFrontend
+) -> None:
+    frontend.hold.clear()
+    client = make_client(frontend.address, timeout=0.3)
+    for call in (client.generate, client.chat, client.generate_many):
+        with pytest.raises(errors.DeadlineExceeded):
+            call(CHAT, TEN)
+    with pytest.raises(errors.DeadlineExceeded):
+        list(client.stream("Hello", TEN))
+    frontend.hold.set()
+    assert client.generate("Hello", TEN, timeout=float("inf")).finished
+
+
+def test_a_timeout_of_the_client_bounds_unary_calls(make_client: Any) -> None:
+    client = make_client("127.0.0.1:1", timeout=0.05)
+    for call in (client.get_model, client.get_status):
+        with pytest.raises(errors.DeadlineExceeded, match="retrying"):
+            call()
+    with pytest.raises(errors.DeadlineExceeded, match="retrying"):
+        client.tokenize("Hi")
+
+
+def test_options_may_differ_over_the_same_connections(frontend: FakeFrontend) -> None:
+    with Client(frontend.address) as client:
+        client.get_model()
+        impatient = client.with_options(timeout=0.3, retry=NO_RETRIES)
+        frontend.breaks.append(Break(failure=KILLED))
+        with pytest.raises(errors.Unavailable):
+            impatient.generate("Hello", TEN)
+        frontend.breaks.append(Break(failure=KILLED))
+        assert client.generate("Hello", TEN).finished
+        frontend.hold.clear()
+        with pytest.raises(errors.DeadlineExceeded):
+            impatient.with_options(retry=RetryPolicy()).generate("Hello", TEN)
+        frontend.hold.set()
+    assert len(frontend.peers) == 1
+
+
+def test_address_and_key_come_from_the_environment(
+    make_client: Any, frontend: FakeFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_ADDRESS", f"127.0.0.1:1 {frontend.address}")
+    monkeypatch.setenv("PAGEWIRE_API_KEY", "secret")
+    make_client().generate("Hello", TEN)
+    make_client(frontend.address, api_key="other").generate("Hello", TEN)
+    make_client(frontend.address, api_key="").generate("Hello", TEN)
+    sent = [metadata.get("authorization") for metadata in frontend.metadata]
+    assert sent == ["Bearer secret", "Bearer other", None]
+
+
+def test_a_stream_yields_its_text_and_its_whole_answer(client: Any) -> None:
+    params = SamplingParams(max_tokens=10, n=2)
+    assert "".join(client.stream("Hello", params).text_deltas()) == expected_text("Hello", 10)
+    stream = client.stream("Hello", params)
+    next(stream)
+    output = stream.final()
+    assert output.finished
+    assert output.text == expected_text("Hello", 10)
+
+
+def test_every_error_is_exported() -> None:
+    defined = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.PagewireError)
+    }
+    assert defined <= set(pagewire_client.__all__)
+    assert all(hasattr(pagewire_client, name) for name in pagewire_client.__all__)
 
 
 def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFrontend) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 from pagewire_client import AsyncClient, Client
@@ -42,6 +43,15 @@ class BlockingStream:
     @property
     def output(self) -> Any:
         return self._stream.output
+
+    def text_deltas(self) -> Iterator[str]:
+        texts = self._stream.text_deltas()
+        with suppress(StopAsyncIteration):
+            while True:
+                yield self._runner.run(_next(texts))
+
+    def final(self) -> Any:
+        return self._runner.run(self._stream.final())
 
     def __iter__(self) -> "BlockingStream":
         return self

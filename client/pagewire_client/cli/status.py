@@ -13,12 +13,12 @@ from rich.table import Table
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client.cli import terminal
 from pagewire_client.cli.options import CONNECTION, Connection, with_options
 from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, from_proto
 from pagewire_client.errors import from_call
-from pagewire_client.requests import status_detail
 
 
 @with_options(connection=CONNECTION)
@@ -119,7 +119,7 @@ def watch_core(
     blocks. Raises PagewireError."""
     request = pb.SchedulerServiceWatchStatusRequest(
         interval_ms=round(interval_s * 1000),
-        detail=status_detail(in_detail, in_detail, None),
+        detail=StatusDetail(include_requests=in_detail, include_blocks=in_detail),
     )
     with sync_channel(options, options.addresses[0]) as channel:
         watch = SchedulerServiceStub(channel).WatchStatus
