@@ -1,11 +1,14 @@
 """The page of all commands and flags, generated from the programs."""
 
+import argparse
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import typer
 
 from conformance.__main__ import main as run_conformance
+from pagewire_client.cli import health
 from pagewire_client.cli.app import app as pagewire
 from scheduler_service.__main__ import make_app
 from worker_service.__main__ import app as worker
@@ -28,10 +31,28 @@ def commands() -> Iterator[tuple[str, Any]]:
         "worker": typer.main.get_command(worker),
         "conformance": typer.main.get_command(conformance),
         **typer.main.get_command(make_app()).commands,  # type: ignore[attr-defined]
+        "health": _as_click(health.parser()),
     }
     group = typer.main.get_command(pagewire)
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         yield name, services.get(name, command)
+
+
+def _as_click(parser: argparse.ArgumentParser) -> SimpleNamespace:
+    """What the page needs of a click command, of the one that is none."""
+    params = [
+        SimpleNamespace(
+            name=action.dest,
+            opts=action.option_strings,
+            secondary_opts=[],
+            param_type_name="option" if action.option_strings else "argument",
+            help=action.help,
+            envvar="PAGEWIRE_TLS" if action.dest == "tls" else None,
+            default=None,  # the help texts say it
+        )
+        for action in parser._actions
+    ]
+    return SimpleNamespace(params=params, help=parser.description)
 
 
 def render() -> str:

@@ -16,9 +16,12 @@ from pagewire_client.local.health import why_not_serving
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 
 
+TEXT = "Check whether a service can serve requests: exit code 0 if so, 1 if not."
+
+
 def main(arguments: Sequence[str]) -> int:
-    """Check whether a service can serve requests: returns the exit code, 0 if so, 1 if not."""
-    options = _parser().parse_args(arguments)
+    """Run the command; returns its exit code."""
+    options = parser().parse_args(arguments)
     files = (options.tls_ca, options.tls_cert, options.tls_key)
     try:
         check_address(options.address)
@@ -37,8 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if reason is None else 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="pagewire health", description=main.__doc__)
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    parser = argparse.ArgumentParser(prog="pagewire health", description=TEXT)
     parser.add_argument(
         "address",
         nargs="?",
