@@ -84,6 +84,9 @@ async def test_a_burst_that_finds_the_frontend_busy_loses_nothing(cluster: Clust
     finally:
         os.kill(frontend, signal.SIGCONT)
     assert_whole(await asyncio.gather(*answers), BURST_TOKENS)
+    status = await clients[0].get_status()
+    assert status.num_finished == num_requests, "each ran once"
+    assert status.num_generated_tokens == num_requests * BURST_TOKENS
     for client in clients:
         await client.close()
 
