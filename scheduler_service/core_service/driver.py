@@ -107,8 +107,8 @@ class CoreDriver:
             if mailbox is not None:
                 mailbox.deliver(outbox)
         for traced in self.core.take_traced():
-            if self.on_traced is not None:
-                self.on_traced(traced)
+            if self.on_traced is not None:  # later, so that its failure ends no stream
+                self._loop.call_soon(self.on_traced, traced)
         self._set_alarm()
         self._followed_up.set()
 

@@ -1,5 +1,7 @@
 """Which worker groups are woken, since there may be a plan for them."""
 
+import asyncio
+
 import pytest
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepResult
@@ -131,4 +133,22 @@ async def test_a_group_that_drains_is_woken_when_nothing_can_come_to_it_any_more
         assert deployment.next_plan("first") is not None
     assert driver.is_drained("second")
     assert deployment.take_woken() == {"first", "second"}
+    driver.close()
+
+
+async def test_a_span_that_cannot_be_exported_disturbs_no_caller() -> None:
+    deployment = Deployment(SchedulerConfig(), one="m")
+    driver, problems = deployment.driver, list[object]()
+
+    def export(traced: object) -> None:
+        raise RuntimeError("no exporter")
+
+    driver.on_traced = export
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: problems.append(context["exception"]))
+    deployment.submit(make_request(traceparent=f"00-{'1' * 32}-{'2' * 16}-01"))
+    driver.core.cancel("f0", 1, deployment.now)
+    driver.follow_up()
+    await asyncio.sleep(0)
+    assert [str(each) for each in problems] == ["no exporter"]
     driver.close()
