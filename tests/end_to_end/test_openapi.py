@@ -25,6 +25,8 @@ OPERATIONS = (
     ("/detokenize", "POST"),
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
 )
 NUM_EXAMPLES = 20
 NOT_JSON = ("/metrics",)

@@ -10,6 +10,7 @@
 | `request_body` | JSON bodies: bounded, parsed and validated, off the loop if they are large |
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |
+| `anthropic` | `/v1/messages` |
 | `tool_parsers/` | tool calls in a model's output |
 | `monitoring`, `tokenize` | health and metrics; `/tokenize` and its like, `/version` |
 | `unsupported` | what vLLM's server answers and this one does not, by path |

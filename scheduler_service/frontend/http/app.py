@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI
 from pydantic import TypeAdapter
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
-from scheduler_service.frontend.http import monitoring, tokenize, unsupported
+from scheduler_service.frontend.http import anthropic, monitoring, tokenize, unsupported
 from scheduler_service.frontend.http.dashboard import hub as dashboard
 from scheduler_service.frontend.http.errors import handle_errors
 from scheduler_service.frontend.http.middleware import (
@@ -29,6 +29,8 @@ from service_common.version import VERSION
 SCHEMAS: Sequence[type[Any]] = (
     ChatRequest,
     CompletionRequest,
+    anthropic.MessagesRequest,
+    anthropic.CountTokensRequest,
     tokenize.TokenizeText,
     tokenize.TokenizeChat,
     tokenize.DetokenizeBody,
@@ -91,6 +93,7 @@ ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
     models.make_router,
     serving_completion.make_router,
     serving_chat.make_router,
+    anthropic.make_router,
     tokenize.make_router,
     dashboard.make_router,
     unsupported.make_router,

@@ -255,6 +255,7 @@ def _make_server(
 ) -> "uvicorn.Server":
     import uvicorn
 
+    from scheduler_service.frontend.http.anthropic import AnthropicErrors
     from scheduler_service.frontend.http.app import make_app
     from scheduler_service.frontend.http.middleware import RequestIds
 
@@ -287,7 +288,7 @@ def _make_server(
             return protocol
 
     config = uvicorn.Config(
-        RequestIds(make_app(services)),
+        RequestIds(AnthropicErrors(make_app(services))),
         log_config=None,
         log_level="warning",  # the start has a log line of its own
         access_log=False,

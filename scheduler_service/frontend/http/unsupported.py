@@ -68,15 +68,11 @@ UNSUPPORTED = {
     "/v1/completions/render": _RENDER,
     "/v1/batches": _BATCHES,
     "/v1/files": _BATCHES,
-    "/v1/messages": "use /v1/chat/completions",
-    "/v1/messages/count_tokens": "use /tokenize",
     "/v1/responses": "use /v1/chat/completions",
     "/v1/responses/{response_id}": _STORED,
     "/v1/responses/{response_id}/cancel": _STORED,
     "/scale_elastic_ep": _SCALING,
     "/is_scaling_elastic_ep": _SCALING,
-    "/docs": "/openapi.json has the OpenAPI document",
-    "/redoc": "/openapi.json has the OpenAPI document",
 }
 """By path, the second half of the error message."""
 

@@ -15,7 +15,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
 from scheduler_service.frontend.auth import Principal
-from scheduler_service.frontend.http.errors import error_body, error_response
+from scheduler_service.frontend.http.errors import error_body, error_response, http_code
 from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.http.openai.protocol import (
     AnswerHead,
@@ -135,19 +135,33 @@ class CompletionResponse(Response):
         await send(self._start())
         try:
             while item is not None:
-                if body := b"".join(map(_event, self._form.chunks(*item))):
+                if body := b"".join(map(self.event, self._form.chunks(*item))):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 item = await running.next()
-            body = b"".join(map(_event, self._form.last_chunks())) + DONE
+            body = b"".join(map(self.event, self._form.last_chunks())) + self.end
         except RequestAborted as error:
             logger.debug("stream ended request_id=%s error=%s", self._request_id, error)
-            body = _event(error_body(error))
+            body = self._error_event(error)
         except PagewireError as error:
-            body = _event(error_body(error))
+            body = self._error_event(error)
         except Exception:  # a bug; the stream must end with an error all the same
             logger.exception("stream failed request_id=%s", self._request_id)
-            body = _event(error_body(PagewireError("internal error")))
+            body = self._error_event(PagewireError("internal error"))
         await send({"type": "http.response.body", "body": body})
+
+    end = DONE
+    """Follows the last event of a stream that is complete."""
+
+    def event(self, data: Any) -> bytes:
+        """A server-sent event."""
+        return b"data: " + to_json(data) + b"\n\n"
+
+    def error_data(self, code: int, body: dict[str, Any]) -> dict[str, Any]:
+        """An error as an event; `code` is its HTTP code, `body` OpenAI's shape of it."""
+        return body
+
+    def _error_event(self, error: PagewireError) -> bytes:
+        return self.event(self.error_data(http_code(error), error_body(error)))
 
     def _start(self) -> dict[str, Any]:
         headers = [
@@ -159,8 +173,14 @@ class CompletionResponse(Response):
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
-def _event(data: Any) -> bytes:
-    return b"data: " + to_json(data) + b"\n\n"
+class TypedEventResponse(CompletionResponse):
+    """The same with events that are named by their type, the last of which ends the stream."""
+
+    end = b""
+
+    def event(self, data: Any) -> bytes:
+        """A server-sent event with its name."""
+        return b"event: " + data["type"].encode() + b"\n" + super().event(data)
 
 
 class Envelope:

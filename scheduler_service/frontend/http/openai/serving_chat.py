@@ -432,10 +432,6 @@ def make_router(services: HttpServices) -> APIRouter:
     """The endpoint."""
     router = APIRouter(tags=["OpenAI"])
 
-    def format_of(name: str | None, tenant: Principal) -> ToolCallFormat:
-        tokenizer = services.models.current(name, tenant).tokenizer
-        return detect_format(tokenizer.tool_template_source if tokenizer is not None else None)
-
     @router.post(
         "/v1/chat/completions",
         summary="Answer a conversation",
@@ -446,7 +442,7 @@ def make_router(services: HttpServices) -> APIRouter:
     async def create(body: ChatBody, http_request: Request, caller: Caller) -> Response:
         """A conversation, by the model's chat template."""
         request_id = request_id_of(http_request, body)
-        plan = plan_tools(body, lambda: format_of(body.model, caller))
+        plan = find_plan(services, body, caller)
         return CompletionResponse(
             services,
             [await convert(http_request, lambda: generate_request(body, plan))],
@@ -458,6 +454,16 @@ def make_router(services: HttpServices) -> APIRouter:
         )
 
     return router
+
+
+def find_plan(services: HttpServices, body: ChatRequest, tenant: Principal) -> ToolPlan:
+    """How to treat the tools of a request, by the format of its model. Raises InvalidArgument."""
+
+    def find_format() -> ToolCallFormat:
+        tokenizer = services.models.current(body.model, tenant).tokenizer
+        return detect_format(tokenizer.tool_template_source if tokenizer is not None else None)
+
+    return plan_tools(body, find_format)
 
 
 def generate_request(body: ChatRequest, plan: ToolPlan) -> inference_pb.GenerateRequest:

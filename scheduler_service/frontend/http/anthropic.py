@@ -1,0 +1,566 @@
+"""Anthropic's API: `/v1/messages` and `/v1/messages/count_tokens`, with text and tools.
+
+A call becomes the chat completion that asks for the same; its pieces become Anthropic's blocks.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NotRequired
+
+from fastapi import APIRouter, Depends, Request
+from pydantic import BaseModel, Field
+from pydantic_core import from_json, to_json
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.http.errors import ERROR_RESPONSES
+from scheduler_service.frontend.http.middleware import Caller
+from scheduler_service.frontend.http.openai.protocol import (
+    MAX_MESSAGES,
+    ChatMessageBody,
+    ChatRequest,
+    Delta,
+    FunctionBody,
+    FunctionCall,
+    NamedFunction,
+    NamedToolChoice,
+    ToolBody,
+    ToolCallBody,
+)
+from scheduler_service.frontend.http.openai.sampling import (
+    MAX_UINT32,
+    STOP,
+    JsonObject,
+    JsonSchema,
+    JsonSchemaFormat,
+    ListOf,
+    StopText,
+    Strict,
+    Text,
+    proto_range,
+)
+from scheduler_service.frontend.http.openai.serving import (
+    Envelope,
+    TypedEventResponse,
+    request_id_of,
+)
+from scheduler_service.frontend.http.openai.serving_chat import (
+    PART_SEPARATOR,
+    AssistantMessage,
+    ToolPlan,
+    chat_of,
+    find_plan,
+    generate_request,
+)
+from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
+from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.input import processor
+
+PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+
+ERROR_TYPES = {
+    413: "request_too_large",
+    501: "api_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""By HTTP code, where Anthropic's name differs from OpenAI's."""
+
+
+class CacheControl(Strict):
+    """Ignored: every prompt is cached."""
+
+    type: Literal["ephemeral"]
+    ttl: str | None = None
+
+
+class Block(Strict):
+    """A part of a turn: its text, a call, or the result of a call."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking"]
+    text: str | None = Field(None, description="Of `text`.")
+    id: str | None = Field(None, description="Of `tool_use`.")
+    name: str | None = Field(None, description="Of `tool_use`.")
+    input: JsonObject | None = Field(None, description="Of `tool_use`.")
+    tool_use_id: str | None = Field(None, description="Of `tool_result`.")
+    content: "str | ListOf[Block] | None" = Field(None, description="Of `tool_result`.")
+    is_error: bool | None = Field(None, description="Ignored: the content says it.")
+    thinking: str | None = Field(None, description="Of `thinking`.")
+    signature: str | None = Field(None, description="Ignored.")
+    citations: None = None
+    caller: JsonObject | None = Field(None, description="Ignored.")
+    cache_control: CacheControl | None = None
+
+
+class Turn(Strict):
+    """One turn of the conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | ListOf[Block]
+
+
+class Tool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = None
+    name: Text
+    description: str | None = None
+    input_schema: JsonObject
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class ToolChoice(Strict):
+    """Whether a tool is called: `any` requires a call, `tool` one of the named tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputFormat(Strict):
+    """The answer is JSON of this schema."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """The form of the answer."""
+
+    format: OutputFormat | None = None
+    effort: str | None = Field(None, description="The template's variable `reasoning_effort`.")
+
+
+class Thinking(Strict):
+    """Whether the model thinks is its own decision."""
+
+    type: Literal["disabled", "adaptive"]
+
+
+class CountTokensRequest(Strict):
+    """A conversation."""
+
+    model: str | None = Field(None, description="May be absent when one model is served.")
+    messages: Annotated[ListOf[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: str | ListOf[Block] | None = None
+    tools: ListOf[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = Field(None, description="Ignored.")
+    cache_control: CacheControl | None = None
+
+
+class MessagesRequest(CountTokensRequest):
+    """A conversation to answer, or whose last answer is to be continued."""
+
+    max_tokens: int = Field(ge=1, le=MAX_UINT32)
+    stop_sequences: Annotated[ListOf[StopText], Field(max_length=STOP.max_items)] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
+    top_k: int | None = Field(None, ge=0, le=MAX_UINT32)
+    top_p: Annotated[float, proto_range("top_p")] | None = None
+    metadata: JsonObject | None = Field(None, description="Ignored.")
+    service_tier: str | None = Field(None, description="Ignored.")
+
+
+class AnswerBlock(TypedDict):
+    """A part of the answer: text, or a call."""
+
+    type: Literal["text", "tool_use"]
+    text: NotRequired[str]
+    id: NotRequired[str]
+    name: NotRequired[str]
+    input: NotRequired[dict[str, Any]]
+
+
+class MessagesUsage(TypedDict):
+    """Counts of tokens; those found in the prefix cache are not among `input_tokens`."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class MessagesAnswer(TypedDict):
+    """The whole answer."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerBlock]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessagesUsage
+
+
+class InputTokens(BaseModel):
+    """The length of a prompt."""
+
+    input_tokens: int
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    type: str
+    message: str
+
+
+class MessagesError(BaseModel):
+    """Every answer with a code of 400 or above."""
+
+    type: Literal["error"]
+    error: ErrorBody
+
+
+def chat_request(body: CountTokensRequest) -> ChatRequest:
+    """The chat completion that asks for the same. Raises InvalidArgument."""
+    system = _text(body.system, "system")
+    messages = [ChatMessageBody.model_construct(role="system", content=system)] if system else []
+    for index, turn in enumerate(body.messages):
+        messages += _messages(turn, f"messages[{index}].content")
+    config = body.output_config or OutputConfig.model_validate({})
+    fields: dict[str, Any] = {
+        "model": body.model,
+        "messages": messages,
+        "reasoning_effort": config.effort,
+        # As Anthropic's models do with an answer that the client has begun.
+        "continue_final_message": (messages[-1].role == "assistant" and not messages[-1].tool_calls)
+        or None,
+        **_tool_fields(body),
+    }
+    if config.format is not None:
+        schema = JsonSchema.model_validate({"schema": config.format.schema_})
+        fields["response_format"] = JsonSchemaFormat(type="json_schema", json_schema=schema)
+    if isinstance(body, MessagesRequest):
+        same = ("max_tokens", "stream", "temperature", "top_k", "top_p")
+        fields |= {name: getattr(body, name) for name in same}
+        fields["stop"] = body.stop_sequences
+    return ChatRequest.model_construct(**fields)
+
+
+def _tool_fields(body: CountTokensRequest) -> dict[str, Any]:
+    choice = body.tool_choice
+    if choice is None:
+        wanted: Any = None
+    elif choice.type == "tool":
+        names = sorted(tool.name for tool in body.tools or ())
+        if choice.name not in names:
+            raise InvalidArgument(
+                "tool_choice.name", f"expected one of {names}, got {choice.name!r}"
+            )
+        wanted = NamedToolChoice.model_construct(
+            type="function", function=NamedFunction.model_construct(name=choice.name)
+        )
+    else:
+        wanted = "required" if choice.type == "any" else choice.type
+    tools = [
+        ToolBody.model_construct(
+            type="function",
+            function=FunctionBody.model_construct(
+                name=tool.name,
+                description=tool.description,
+                parameters=tool.input_schema,
+                strict=tool.strict,
+            ),
+        )
+        for tool in body.tools or ()
+    ]
+    is_single = choice is not None and choice.disable_parallel_tool_use
+    return {
+        "tools": tools or None,
+        "tool_choice": wanted,
+        "parallel_tool_calls": False if is_single else None,
+    }
+
+
+def _messages(turn: Turn, where: str) -> Iterator[ChatMessageBody]:
+    """The turn as chat completions have it, where a result of a call is a turn of its own."""
+    if isinstance(turn.content, str):
+        yield ChatMessageBody.model_construct(role=turn.role, content=turn.content)
+        return
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCallBody] = []
+    num_results = 0
+    for index, block in enumerate(turn.content):
+        at = f"{where}[{index}]"
+        if block.type in ("tool_use", "thinking") and turn.role != "assistant":
+            raise InvalidArgument(f"{at}.type", f"{block.type!r} requires the role assistant")
+        if block.type == "tool_result":
+            if turn.role != "user":
+                raise InvalidArgument(f"{at}.type", "'tool_result' requires the role user")
+            num_results += 1
+            yield ChatMessageBody.model_construct(
+                role="tool",
+                tool_call_id=_required(block, "tool_use_id", at),
+                content=_text(block.content, f"{at}.content"),
+            )
+        elif block.type == "tool_use":
+            function = FunctionCall.model_construct(
+                name=_required(block, "name", at), arguments=json.dumps(block.input or {})
+            )
+            calls.append(
+                ToolCallBody.model_construct(id=_required(block, "id", at), function=function)
+            )
+        else:
+            value = _required(block, block.type, at)
+            (texts if block.type == "text" else thoughts).append(value)
+    if texts or not num_results:
+        yield ChatMessageBody.model_construct(
+            role=turn.role,
+            content=PART_SEPARATOR.join(texts),
+            tool_calls=calls or None,
+            reasoning_content=PART_SEPARATOR.join(thoughts) or None,
+        )
+
+
+def _text(content: str | list[Block] | None, where: str) -> str:
+    """A text, or blocks that may only be text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for index, block in enumerate(content):
+        if block.type != "text":
+            raise InvalidArgument(f"{where}[{index}].type", f"expected 'text', got {block.type!r}")
+    return PART_SEPARATOR.join(
+        _required(block, "text", f"{where}[{index}]") for index, block in enumerate(content)
+    )
+
+
+def _required(block: Block, field: str, where: str) -> str:
+    value = getattr(block, field)
+    if not isinstance(value, str) or (not value and field == "name"):
+        raise InvalidArgument(f"{where}.{field}", f"required in a block of type {block.type!r}")
+    return value
+
+
+class MessagesBuilder:
+    """The answer as Anthropic's clients expect it; see `ResponseBuilder`."""
+
+    def __init__(self, chat: ChatRequest, request_id: str, plan: ToolPlan) -> None:
+        self._envelope = Envelope(chat, f"msg_{request_id}")
+        self._message = AssistantMessage(plan, one_call=chat.parallel_tool_calls is False)
+        self._stop_reason: StopReason | None = None
+        self._stop_sequence: str | None = None
+        self._num_blocks = 0
+        self._open: Literal["text", "tool_use"] | None = None
+        """The type of the last block of a stream, if it is open."""
+
+    def chunks(
+        self, index: int, response: inference_pb.GenerateResponse
+    ) -> Iterator[dict[str, Any]]:
+        """The message's start, then blocks that begin, grow and end."""
+        self._envelope.take(index, response)
+        if response.HasField("started"):
+            yield {"type": "message_start", "message": self._answer([])}
+        for delta in response.choices:
+            for piece in self._pieces(delta):
+                yield from self._block_events(piece)
+            if delta.finish_reason:
+                yield from self._close_block()
+
+    def last_chunks(self) -> Iterator[dict[str, Any]]:
+        """The message's end."""
+        end = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
+        yield {"type": "message_delta", "delta": end, "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
+        """Append the new part."""
+        self._envelope.take(index, response)
+        for delta in response.choices:
+            self._pieces(delta)
+
+    def whole(self) -> MessagesAnswer:
+        """The whole message."""
+        message = self._message.body()
+        text = message["content"]
+        blocks: list[AnswerBlock] = [{"type": "text", "text": text}] if text else []
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            # A call that was cut off by max_tokens has the arguments that are complete.
+            value = from_json(function["arguments"] or "{}", allow_partial=True)
+            arguments = value if isinstance(value, dict) else {}
+            blocks.append(
+                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
+            )
+        return self._answer(blocks)
+
+    def _answer(self, blocks: list[AnswerBlock]) -> MessagesAnswer:
+        return {
+            "id": self._envelope.head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": self._envelope.head["model"],
+            "content": blocks,
+            "stop_reason": self._stop_reason,
+            "stop_sequence": self._stop_sequence,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> MessagesUsage:
+        usage = self._envelope.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+    def _pieces(self, delta: inference_pb.ChoiceDelta) -> list[Delta]:
+        pieces = self._message.push(delta.text) if delta.text else []
+        if delta.finish_reason:
+            pieces += self._message.finish()
+            if delta.finish_reason == inference_pb.FINISH_REASON_LENGTH:
+                self._stop_reason = "max_tokens"
+            elif delta.HasField("stop_string"):
+                self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_string
+            else:
+                self._stop_reason = "tool_use" if self._message.has_calls else "end_turn"
+        return pieces
+
+    def _block_events(self, piece: Delta) -> Iterator[dict[str, Any]]:
+        if text := piece.get("content"):
+            if self._open != "text":
+                yield from self._open_block({"type": "text", "text": ""})
+            yield self._block_delta({"type": "text_delta", "text": text})
+        for call in piece.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                yield from self._open_block(
+                    {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+                )
+            if arguments := function.get("arguments"):
+                yield self._block_delta({"type": "input_json_delta", "partial_json": arguments})
+
+    def _open_block(self, block: AnswerBlock) -> Iterator[dict[str, Any]]:
+        yield from self._close_block()
+        self._open = block["type"]
+        self._num_blocks += 1
+        yield {
+            "type": "content_block_start",
+            "index": self._num_blocks - 1,
+            "content_block": block,
+        }
+
+    def _close_block(self) -> Iterator[dict[str, Any]]:
+        if self._open is not None:
+            self._open = None
+            yield {"type": "content_block_stop", "index": self._num_blocks - 1}
+
+    def _block_delta(self, delta: dict[str, str]) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
+
+
+def error_of(code: int, body: dict[str, Any]) -> dict[str, Any]:
+    """An error in OpenAI's shape in Anthropic's."""
+    error = body["error"]
+    kind = ERROR_TYPES.get(code, error["type"])
+    return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+
+class AnthropicErrors:
+    """Rewrites the errors of this API's paths, wherever they come from, in its own shape."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused: Message | None = None
+        body = b""
+
+        async def send_rewritten(message: Message) -> None:
+            nonlocal refused, body
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                refused = message
+            elif refused is None:
+                await send(message)
+            else:
+                body += message.get("body", b"")
+                if not message.get("more_body", False):
+                    status = refused["status"]
+                    whole = to_json(error_of(status, json.loads(body)))
+                    kept = [each for each in refused["headers"] if each[0] != b"content-length"]
+                    length = (b"content-length", str(len(whole)).encode())
+                    await send({**refused, "headers": [*kept, length]})
+                    await send({"type": "http.response.body", "body": whole})
+
+        is_ours = scope["type"] == "http" and scope["path"] in PATHS
+        await self._app(scope, receive, send_rewritten if is_ours else send)
+
+
+class _MessagesResponse(TypedEventResponse):
+    def error_data(self, code: int, body: dict[str, Any]) -> dict[str, Any]:
+        return error_of(code, body)
+
+
+Messages = Annotated[MessagesRequest, Depends(json_body(MessagesRequest))]
+Counted = Annotated[CountTokensRequest, Depends(json_body(CountTokensRequest))]
+
+
+def make_router(services: HttpServices) -> APIRouter:
+    """Both endpoints."""
+    router = APIRouter(tags=["Anthropic"])
+    errors = {code: each | {"model": MessagesError} for code, each in ERROR_RESPONSES.items()}
+    events = {
+        "type": "string",
+        "description": "Server-sent events, from `message_start` to `message_stop`.",
+    }
+
+    @router.post(
+        "/v1/messages",
+        summary="Answer a conversation, by Anthropic's interface",
+        responses=errors
+        | {
+            200: {
+                "model": MessagesAnswer,
+                "description": "The answer, or with `stream` its events",
+                "content": {"text/event-stream": {"schema": events}},
+            }
+        },
+        response_model=None,
+        openapi_extra=describe_body(MessagesRequest),
+    )
+    async def create(body: Messages, http_request: Request, caller: Caller) -> Response:
+        """A conversation, by the model's chat template."""
+        chat = await convert(http_request, lambda: chat_request(body))
+        request_id = request_id_of(http_request, chat)
+        plan = find_plan(services, chat, caller)
+        return _MessagesResponse(
+            services,
+            [await convert(http_request, lambda: generate_request(chat, plan))],
+            MessagesBuilder(chat, request_id, plan),
+            tenant=caller,
+            request_id=request_id,
+            stream=bool(body.stream),
+            constraint_field="tools" if plan.json_schema else "output_config.format",
+        )
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        summary="Count the tokens of a conversation",
+        responses=errors,
+        response_model=InputTokens,
+        openapi_extra=describe_body(CountTokensRequest),
+    )
+    async def count_tokens(body: Counted, http_request: Request, caller: Caller) -> dict[str, int]:
+        """The tokens that `/v1/messages` would have as its prompt."""
+        chat = await convert(http_request, lambda: chat_request(body))
+        plan = find_plan(services, chat, caller)
+        request = await convert(
+            http_request,
+            lambda: inference_pb.TokenizeRequest(chat=chat_of(chat, with_tools=plan.shows_tools)),
+        )
+        answer = await processor.tokenize(request, services.models.current(body.model, caller))
+        return {"input_tokens": len(answer.token_ids)}
+
+    return router
