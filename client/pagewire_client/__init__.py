@@ -1,6 +1,7 @@
 """The Python client of Pagewire, and the command line.
 
-Three ways to use a model, which take the same prompts and `SamplingParams`:
+Ways to use a model, which take the same prompts and `SamplingParams`; `AsyncLLM` is an
+`AsyncClient` of private services:
 
     with Client("127.0.0.1:7600") as client:            # a running deployment
         for delta in client.stream("Once upon a time", SamplingParams(max_tokens=64)):
@@ -58,12 +59,13 @@ if TYPE_CHECKING:
         ServerError,
         Unavailable,
     )
-    from pagewire_client.llm import LLM
+    from pagewire_client.llm import LLM, AsyncLLM
     from pagewire_client.outputs import (
         CompletionOutput,
         Logprob,
         OutputDelta,
         RequestOutput,
+        Score,
         Timings,
         Usage,
     )
@@ -75,6 +77,7 @@ __all__ = [
     "NO_RETRIES",
     "AlreadyExists",
     "AsyncClient",
+    "AsyncLLM",
     "BatchProgress",
     "ChatMessage",
     "ChatPrompt",
@@ -97,6 +100,7 @@ __all__ = [
     "RetryPolicy",
     "SamplingOptions",
     "SamplingParams",
+    "Score",
     "ServerError",
     "Timings",
     "TlsOptions",
@@ -117,8 +121,8 @@ _NAMES = {
     "deployment": "EngineStatus ModelInfo",
     "errors": "AlreadyExists DeadlineExceeded FailedPrecondition InvalidArgument LocalServiceError "
     "NotAuthorized NotFound Overloaded PagewireError RequestAborted ServerError Unavailable",
-    "llm": "LLM",
-    "outputs": "CompletionOutput Logprob OutputDelta RequestOutput Timings Usage",
+    "llm": "AsyncLLM LLM",
+    "outputs": "CompletionOutput Logprob OutputDelta RequestOutput Score Timings Usage",
     "retry": "NO_RETRIES RetryPolicy",
     "sampling_params": "SamplingOptions SamplingParams",
 }

@@ -9,7 +9,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client import requests
 from pagewire_client.async_calls import AsyncCaller, AsyncOutputStream
-from pagewire_client.batch import Batch
+from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.connection import (
     DEFAULT_ADDRESS,
@@ -21,8 +21,8 @@ from pagewire_client.connection import (
 )
 from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
 from pagewire_client.errors import PagewireError
-from pagewire_client.outputs import RequestOutput
-from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions
+from pagewire_client.outputs import RequestOutput, Score, score_of
+from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 
@@ -155,6 +155,32 @@ class AsyncClient:
         """As `generate_many`, with an error in the place of a request that failed."""
         return (await self._run_batch(False, prompts, sampling_params, options)).outcomes()
 
+    async def score(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        context: Text | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Score]:
+        """The log probability of each text, or list of token ids, after `context` if it is given.
+
+        Scores do not include the tokens of `context`. A text with its context must be shorter than
+        the model's length.
+        """
+        prompts, start = requests.prompt_list(texts), 0
+        if context is not None:
+            first = await self._token_ids(context, True, model, timeout)
+            prompts = [
+                [*first, *await self._token_ids(text, False, model, timeout)] for text in prompts
+            ]
+            start = len(first)
+        outputs = await self.generate_many(
+            prompts, requests.SCORING, model=model, timeout=timeout, on_progress=on_progress
+        )
+        return [score_of(output, start) for output in outputs]
+
     async def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a running request. Raises NotFound if no request has this id."""
         await self._unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
@@ -215,6 +241,13 @@ class AsyncClient:
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> AsyncOutputStream:
         timeout = self._timeout if timeout is None else timeout
         return AsyncOutputStream(self._caller, request, timeout)
+
+    async def _token_ids(
+        self, text: Text, is_first: bool, model: str | None, timeout: float | None
+    ) -> Sequence[int]:
+        if not isinstance(text, str):
+            return text
+        return await self.tokenize(text, add_special_tokens=is_first, model=model, timeout=timeout)
 
     async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
         timeout = self._timeout if timeout is None else timeout

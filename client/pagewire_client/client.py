@@ -9,7 +9,7 @@ from typing import Any, Self, Unpack
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client import requests
-from pagewire_client.batch import Batch
+from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.calls import Caller, OutputStream
 from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.connection import (
@@ -22,8 +22,8 @@ from pagewire_client.connection import (
 )
 from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
 from pagewire_client.errors import PagewireError
-from pagewire_client.outputs import RequestOutput
-from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions
+from pagewire_client.outputs import RequestOutput, Score, score_of
+from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 
@@ -156,6 +156,30 @@ class Client:
         """As `generate_many`, with an error in the place of a request that failed."""
         return (self._run_batch(False, prompts, sampling_params, options)).outcomes()
 
+    def score(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        context: Text | None = None,
+        model: str | None = None,
+        timeout: float | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Score]:
+        """The log probability of each text, or list of token ids, after `context` if it is given.
+
+        Scores do not include the tokens of `context`. A text with its context must be shorter than
+        the model's length.
+        """
+        prompts, start = requests.prompt_list(texts), 0
+        if context is not None:
+            first = self._token_ids(context, True, model, timeout)
+            prompts = [[*first, *self._token_ids(text, False, model, timeout)] for text in prompts]
+            start = len(first)
+        outputs = self.generate_many(
+            prompts, requests.SCORING, model=model, timeout=timeout, on_progress=on_progress
+        )
+        return [score_of(output, start) for output in outputs]
+
     def abort(self, request_id: str, *, timeout: float | None = None) -> None:
         """End a running request. Raises NotFound if no request has this id."""
         self._unary("Abort", pb.AbortRequest(request_id=request_id), timeout)
@@ -214,6 +238,13 @@ class Client:
     def _stream(self, request: pb.GenerateRequest, timeout: float | None) -> OutputStream:
         timeout = self._timeout if timeout is None else timeout
         return OutputStream(self._caller, request, timeout)
+
+    def _token_ids(
+        self, text: Text, is_first: bool, model: str | None, timeout: float | None
+    ) -> Sequence[int]:
+        if not isinstance(text, str):
+            return text
+        return self.tokenize(text, add_special_tokens=is_first, model=model, timeout=timeout)
 
     def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
         timeout = self._timeout if timeout is None else timeout

@@ -1,21 +1,25 @@
 """Offline inference: a model without a server to start first."""
 
+import asyncio
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Self, Unpack
+from pathlib import Path
+from typing import Self, TypeAlias, Unpack
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pagewire_client.async_client import AsyncClient
 from pagewire_client.batch import BatchProgress, OnProgress
+from pagewire_client.calls import OutputStream
 from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.client import Client
 from pagewire_client.deployment import ModelInfo
 from pagewire_client.errors import Unavailable
 from pagewire_client.local import LocalServices
-from pagewire_client.outputs import RequestOutput
-from pagewire_client.requests import Prompt, prompt_list
+from pagewire_client.outputs import RequestOutput, Score
+from pagewire_client.requests import GenerateOptions, Prompt, Text, prompt_list
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingOptions, SamplingParams
 
@@ -61,6 +65,20 @@ _GRACE_PERIOD_S = 5.0
 
 _RETRY = RetryPolicy(recovery_timeout_s=30.0)
 
+EngineFlag: TypeAlias = str | int | float | bool | Path | None
+
+
+def _started(
+    model: str,
+    num_workers: int,
+    start_timeout_s: float | None,
+    engine_flags: Mapping[str, EngineFlag],
+) -> LocalServices:
+    flags = {"grace_period": _GRACE_PERIOD_S} | dict(engine_flags)
+    services = LocalServices(model, engine_flags=flags, num_workers=num_workers)
+    services.start(start_timeout_s)
+    return services
+
 
 class LLM:
     """A model with private services, which stop with it.
@@ -79,7 +97,7 @@ class LLM:
         *,
         num_workers: int = 1,
         start_timeout_s: float | None = None,
-        **engine_flags: Any,
+        **engine_flags: EngineFlag,
     ) -> None:
         """Returns when the model is loaded.
 
@@ -88,10 +106,8 @@ class LLM:
         `max_model_len`, `kv_cache_memory`, `max_num_seqs`; `pagewire serve --help` lists them.
         Raises LocalServiceError with the service's own message if one cannot start.
         """
-        flags = {"grace_period": _GRACE_PERIOD_S} | engine_flags
-        self._services = LocalServices(model, engine_flags=flags, num_workers=num_workers)
+        self._services = _started(model, num_workers, start_timeout_s, engine_flags)
         self._close = weakref.finalize(self, self._services.stop)
-        self._services.start(start_timeout_s)
         self._client = Client(self._services.addresses, retry=_RETRY, api_key="")
 
     def __enter__(self) -> Self:
@@ -121,15 +137,31 @@ class LLM:
         such as `temperature=0`. `use_tqdm` shows a progress bar with tokens per second. The first
         prompt that fails raises, and ends the others.
         """
-        with progress_bar(shown=use_tqdm) as on_progress:
-            try:
-                return self._client.generate_many(
-                    prompts, sampling_params, on_progress=on_progress, **sampling
-                )
-            except Unavailable as error:
-                if self._services.failure:
-                    raise self._services.failure from error
-                raise
+        with self._batch(use_tqdm=use_tqdm) as on_progress:
+            return self._client.generate_many(
+                prompts, sampling_params, on_progress=on_progress, **sampling
+            )
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> OutputStream:
+        """Stream the answer to one prompt as it is generated."""
+        return self._client.stream(prompt, sampling_params, **options)
+
+    def score(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        context: Text | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Score]:
+        """The log probability of each text, or list of token ids, after `context` if it is given,
+        as `Client.score` returns it."""
+        with self._batch(use_tqdm=use_tqdm) as on_progress:
+            return self._client.score(texts, context=context, on_progress=on_progress)
 
     def chat(
         self,
@@ -170,3 +202,44 @@ class LLM:
     def get_model(self) -> ModelInfo:
         """Facts about the model."""
         return self._client.get_model()
+
+    @contextmanager
+    def _batch(self, *, use_tqdm: bool) -> Iterator[OnProgress | None]:
+        """A progress bar; raises the services' own error if they have failed."""
+        with progress_bar(shown=use_tqdm) as on_progress:
+            try:
+                yield on_progress
+            except Unavailable as error:
+                if self._services.failure:
+                    raise self._services.failure from error
+                raise
+
+
+class AsyncLLM(AsyncClient):
+    """A model with private services for asyncio: an `AsyncClient` of them.
+
+        async with AsyncLLM(model="embedded") as llm:
+            async for text in llm.stream("One day,").text_deltas():
+                print(text, end="")
+
+    The services stop as those of `LLM` do.
+    """
+
+    def __init__(
+        self,
+        model: str = "embedded",
+        *,
+        num_workers: int = 1,
+        start_timeout_s: float | None = None,
+        **engine_flags: EngineFlag,
+    ) -> None:
+        """Blocks until the model is loaded. Arguments and errors are those of `LLM`."""
+        services = _started(model, num_workers, start_timeout_s, engine_flags)
+        super().__init__(services.addresses, retry=_RETRY, api_key="")
+        # The connections live as long as any client of `with_options` and any stream.
+        self._stop_services = weakref.finalize(self._caller.connections, services.stop)
+
+    async def close(self) -> None:
+        """Stop the services."""
+        await super().close()
+        await asyncio.to_thread(self._stop_services)

@@ -123,3 +123,28 @@ class RequestOutput:
     def text(self) -> str:
         """The first choice's text."""
         return self.outputs[0].text if self.outputs else ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Score:
+    """How probable a given text is under the model."""
+
+    token_ids: list[int]
+    logprobs: list[float | None]
+    """One per token; None for a token that nothing precedes."""
+
+    @property
+    def logprob(self) -> float:
+        """The sum over the tokens."""
+        return sum(each for each in self.logprobs if each is not None)
+
+
+def score_of(output: RequestOutput, start: int) -> Score:
+    """The score of an answer's prompt from token `start` on."""
+    token_ids = output.prompt_token_ids[start:]
+    positions = (output.prompt_logprobs or [])[start:]
+    logprobs = [
+        None if position is None else position[token_id].logprob
+        for token_id, position in zip(token_ids, positions, strict=True)
+    ]
+    return Score(token_ids=token_ids, logprobs=logprobs)

@@ -23,6 +23,8 @@ class TokensPrompt(TypedDict):
     prompt_token_ids: Sequence[int]
 
 
+Text: TypeAlias = str | Sequence[int]
+"""A text, or its token ids."""
 Prompt: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | Messages | ChatPrompt
 
 
@@ -133,6 +135,10 @@ MAX_HOLD_MS = 1000
 """How long the server may hold back the tokens of a request that is answered as a whole, to send
 fewer messages. The end of an answer is not held back, unless a message reports several steps: then
 for up to 100 ms."""
+
+
+SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+"""For requests whose prompts are to be scored."""
 
 
 def generate_request(

@@ -1,5 +1,7 @@
 """`LLM` with the real services and a tiny model of random weights."""
 
+import asyncio
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pagewire_client import LLM, RequestOutput, SamplingParams, errors
+from pagewire_client import LLM, AsyncLLM, RequestOutput, SamplingParams, errors
 from tests.support.checkpoints import MAX_POSITIONS, checkpoint
 
 FLAGS: dict[str, Any] = {"dtype": "float32", "threads": 1, "kv_cache_memory": "16MiB"}
@@ -95,6 +97,36 @@ def test_log_probabilities_are_reported(llm: LLM) -> None:
     assert output.prompt_logprobs is not None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
     assert output.prompt_logprobs[0] is None
+
+
+def test_an_answer_scores_what_it_cost_to_generate(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
+    (output,) = quiet(llm, "Hello", params)
+    (choice,) = output.outputs
+    scores = llm.score([choice.token_ids, "other"], context="Hello", use_tqdm=False)
+    assert scores[0].token_ids == choice.token_ids
+    assert scores[0].logprob == pytest.approx(choice.cumulative_logprob, abs=1e-4)
+    assert scores[1].token_ids == llm.tokenize("other", add_special_tokens=False)
+    (whole,) = llm.score("Hello", use_tqdm=False)
+    assert whole.token_ids == llm.tokenize("Hello")
+    assert whole.logprobs[0] is None
+
+
+def test_an_answer_is_streamed(llm: LLM) -> None:
+    (whole,) = quiet(llm, "Hello", GREEDY)
+    assert "".join(llm.stream("Hello", GREEDY).text_deltas()) == whole.text
+
+
+async def test_an_asyncio_client_may_have_private_services() -> None:
+    before = {process.pid for process in services_of(os.getpid())}
+    async with AsyncLLM(str(checkpoint("llama")), **FLAGS).with_options(timeout=60) as llm:
+        ours = [process for process in services_of(os.getpid()) if process.pid not in before]
+        assert len(ours) == 3
+        gc.collect()
+        answers = await asyncio.gather(*(llm.generate("Hello", GREEDY) for _ in range(3)))
+        assert (await llm.stream("Hello", GREEDY).final()).outputs == answers[0].outputs
+        assert len(tokens(answers)[0][0]) == 12
+    assert not any(process.is_running() for process in ours)
 
 
 def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
