@@ -98,6 +98,31 @@ def test_a_stream_tells_the_prompts_log_probabilities_once(openai_client: openai
         assert len(found) == whole["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("options", [None, {"include_usage": True}])
+def test_timings_are_told_if_they_are_asked_for(
+    openai_client: openai.OpenAI, options: dict | None
+) -> None:
+    wish = {"model": "embedded", "messages": ASK, "max_tokens": 4}
+    extra = {"return_timings": True}
+    plain = openai_client.chat.completions.create(**wish).model_dump()
+    assert "timings" not in plain
+    whole = openai_client.chat.completions.create(**wish, extra_body=extra).model_dump()
+    *others, last = openai_client.chat.completions.create(
+        **wish, extra_body=extra, stream=True, stream_options=options
+    )
+    assert not any("timings" in chunk.model_dump() for chunk in others)
+    assert (last.usage is not None) == (options is not None)
+    for (told,) in (whole["timings"], last.model_dump()["timings"]):
+        assert told["total_us"] >= told["forward_us"] > 0
+
+
+def test_each_prompt_has_its_timings(openai_client: openai.OpenAI) -> None:
+    wish = {"model": "embedded", "prompt": ["One", "Two", "Three"], "max_tokens": 2}
+    answer = openai_client.completions.create(**wish, extra_body={"return_timings": True})
+    told = answer.model_dump()["timings"]
+    assert [each["total_us"] > 0 for each in told] == [True] * 3
+
+
 def test_an_unfinished_answer_is_continued(openai_client: openai.OpenAI) -> None:
     answer = openai_client.chat.completions.create(
         model="embedded",

@@ -97,10 +97,25 @@ class UsageBody(TypedDict):
     prompt_tokens_details: PromptTokensDetails
 
 
+Timings = Annotated[
+    list[dict[str, int]],
+    Field(description="With `return_timings`: of each prompt, microseconds by what took them."),
+]
+
+
 class ChunkUsage(TypedDict, total=False):
-    """The usage in a chunk: null, or the usage so far, if it was requested."""
+    """The usage in a chunk: null, or the usage so far, if it was requested; and, in the last one,
+    the timings."""
 
     usage: UsageBody | None
+    timings: Timings
+
+
+class WholeFields(TypedDict):
+    """The usage and the timings of a whole answer."""
+
+    usage: UsageBody
+    timings: NotRequired[Timings]
 
 
 class CompletionChoice(TypedDict):
@@ -124,6 +139,7 @@ class Completion(AnswerHead):
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
     usage: NotRequired[UsageBody | None]
+    timings: NotRequired[Timings]
 
 
 class TextPart(Strict):
@@ -309,6 +325,7 @@ class ChatCompletion(AnswerHead):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: UsageBody
+    timings: NotRequired[Timings]
     prompt_logprobs: NotRequired[PromptLogprobsBody]
     prompt_token_ids: NotRequired[list[int]]
 
@@ -370,5 +387,6 @@ class ChatCompletionChunk(AnswerHead):
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
     usage: NotRequired[UsageBody | None]
+    timings: NotRequired[Timings]
     prompt_logprobs: NotRequired[PromptLogprobsBody]
     prompt_token_ids: NotRequired[list[int]]

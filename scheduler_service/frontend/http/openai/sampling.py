@@ -214,6 +214,9 @@ class SamplingFields(Strict):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Write tokens in log probabilities as `token_id:N`."
     )
+    return_timings: bool | None = Field(
+        None, description="Return where the time went, for each prompt; in a stream at the end."
+    )
 
     user: str | None = Field(None, description="Ignored.")
     metadata: DictOf[str] | None = Field(None, description="Ignored.")

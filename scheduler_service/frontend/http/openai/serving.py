@@ -26,6 +26,7 @@ from scheduler_service.frontend.http.openai.protocol import (
     TokenLogprobBody,
     TopLogprob,
     UsageBody,
+    WholeFields,
 )
 from scheduler_service.frontend.http.openai.sampling import SamplingFields
 from scheduler_service.frontend.http.services import HttpServices
@@ -192,6 +193,8 @@ class Envelope:
         options = request.stream_options
         self.includes_usage = options is not None and options.include_usage
         self._includes_usage_so_far = options is not None and options.continuous_usage_stats
+        self._returns_timings = bool(request.return_timings)
+        self._timings: dict[int, inference_pb.Timings] = {}
         self._has_output = has_output
         self._usages: dict[int, inference_pb.Usage] = {}
         self.head: AnswerHead = {
@@ -210,6 +213,8 @@ class Envelope:
         usage.completion_tokens += sum(len(delta.token_ids) for delta in response.choices)
         if response.HasField("usage"):
             usage.CopyFrom(response.usage)
+        if response.HasField("timings"):
+            self._timings[index] = response.timings
         if not self._has_output:
             usage.completion_tokens = 0
 
@@ -225,6 +230,25 @@ class Envelope:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def whole_fields(self) -> WholeFields:
+        """The usage, and the timings if they were requested."""
+        fields: WholeFields = {"usage": self.usage()}
+        if self._returns_timings:
+            names = list(inference_pb.Timings.DESCRIPTOR.fields_by_name)
+            fields["timings"] = [
+                {name: getattr(timings, name) for name in names}
+                for _, timings in sorted(self._timings.items())
+            ]
+        return fields
+
+    def end_fields(self) -> ChunkUsage | None:
+        """What was requested of them for a stream's last chunk; None without either."""
+        whole = self.whole_fields()
+        fields: ChunkUsage = {"usage": whole["usage"]} if self.includes_usage else {}
+        if "timings" in whole:
+            fields["timings"] = whole["timings"]
+        return fields or None
 
     def chunk_usage(self) -> ChunkUsage:
         """The usage in a chunk that has choices."""

@@ -254,13 +254,13 @@ class ChatResponseBuilder:
             yield from self._delta_chunks(delta)
 
     def last_chunks(self) -> Iterable[ChatCompletionChunk]:
-        """The usage, if it was requested."""
-        if self._envelope.includes_usage:
+        """The usage and the timings, if they were requested."""
+        if (fields := self._envelope.end_fields()) is not None:
             yield {
                 **self._envelope.head,
                 "object": "chat.completion.chunk",
                 "choices": [],
-                "usage": self._envelope.usage(),
+                **fields,
             }
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
@@ -293,7 +293,7 @@ class ChatResponseBuilder:
             **self._envelope.head,
             "object": "chat.completion",
             "choices": choices,
-            "usage": self._envelope.usage(),
+            **self._envelope.whole_fields(),
             **self._of_prompt,
         }
 

@@ -77,9 +77,9 @@ class CompletionResponseBuilder:
             yield self._completion([piece], self._envelope.chunk_usage())
 
     def last_chunks(self) -> Iterable[Completion]:
-        """The usage, if it was requested."""
-        if self._envelope.includes_usage:
-            yield self._completion([], {"usage": self._envelope.usage()})
+        """The usage and the timings, if they were requested."""
+        if (fields := self._envelope.end_fields()) is not None:
+            yield self._completion([], fields)
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Append the new part of each choice."""
@@ -92,7 +92,7 @@ class CompletionResponseBuilder:
     def whole(self) -> Completion:
         """All choices, and the usage."""
         choices = [self._whole[index] for index in sorted(self._whole)]
-        return self._completion(choices, {"usage": self._envelope.usage()})
+        return self._completion(choices, {**self._envelope.whole_fields()})
 
     def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
         head = self._envelope.head
