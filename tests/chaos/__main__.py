@@ -31,6 +31,10 @@ def main(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULT.dtype,
     seed: Annotated[int, typer.Option(help="Seed of requests and disturbances.")] = DEFAULT.seed,
     workers: Annotated[int, typer.Option()] = DEFAULT.num_workers,
+    ranks: Annotated[int, typer.Option(help="Hosts of each worker.")] = DEFAULT.num_ranks,
+    bad_links: Annotated[
+        bool, typer.Option("--bad-links", help="Lose 2 % of packets, delay all by 50 ms.")
+    ] = DEFAULT.has_bad_links,
     frontends: Annotated[int, typer.Option()] = DEFAULT.num_frontends,
     open_streams: Annotated[int, typer.Option(help="Concurrent streams.")] = 24,
     at_once: Annotated[int, typer.Option(help="Concurrent disturbances.")] = DEFAULT.num_monkeys,
@@ -55,6 +59,8 @@ def main(
         num_asks=requests,
         dtype=dtype,
         num_workers=workers,
+        num_ranks=ranks,
+        has_bad_links=bad_links,
         num_frontends=frontends,
         max_open_streams=open_streams,
         num_monkeys=at_once,

@@ -12,7 +12,8 @@ import grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import EngineStatus
-from tests.chaos.network import CLIENT, Network
+from tests.chaos.namespaces import NamespaceNetwork
+from tests.chaos.network import CLIENT, Network, role_of
 from tests.chaos.ticks import ticks
 from tests.chaos.timeline import Timeline
 from tests.support.cluster import SERVING, health
@@ -20,6 +21,8 @@ from tools import launch
 from tools.launch import ROOT, Service, environment
 
 CORE = "core"
+STORE_PORT = 29500
+"""Of the store of a worker group's ranks."""
 
 POLL_S = 0.2
 START_TIMEOUT_S = 240.0
@@ -43,7 +46,7 @@ class Member:
     def __init__(self, host: str, start: Callable[[], Service], address: str) -> None:
         """`address`: where the harness reaches it."""
         self.host = host
-        self.role = host.partition("-")[0]
+        self.role = role_of(host)
         self.address = address
         self.is_expected_to_run = False
         """Whether the end of its process would be a fault."""
@@ -61,6 +64,13 @@ class Member:
         """Whether its process has ended unexpectedly."""
         ended = self._service is not None and self._service.process.poll() is not None
         return ended and self.is_expected_to_run
+
+    @property
+    def has_drained(self) -> bool:
+        """Whether it is a rank that has ended because another rank of its group was asked to stop."""
+        assert self._service is not None
+        is_rank = self.host.count("-") == 2
+        return is_rank and self.has_crashed and self._service.exit_code == 0
 
     @property
     def log(self) -> Path | None:
@@ -148,14 +158,27 @@ class ChaosCluster:
         return Member(host, start, self.network.address(CLIENT, host))
 
     def _command(self, host: str) -> list[str]:
-        listen, role = self.network.listen_address(host), host.partition("-")[0]
+        listen, role = self.network.listen_address(host), role_of(host)
         if role == CORE:
             return launch.scheduler(listen, *self._flags.core)
         core = self.network.address(host, CORE)
         if role == "frontend":
             return launch.frontend(listen, core, *self._flags.frontend)
-        advertise = ("--advertise", self.network.address(CORE, host))
-        return launch.worker(listen, core, *advertise, *self._flags.worker)
+        flags = [*self._flags.worker, *self._place(host)]
+        if not isinstance(self.network, NamespaceNetwork):  # there it finds its own address
+            flags += ["--advertise", self.network.address(CORE, host)]
+        return launch.worker(listen, core, *flags)
+
+    def _place(self, host: str) -> list[str]:
+        """The flags of a rank, on a host named worker-GROUP-RANK; none for a worker by itself."""
+        _, _, place = host.partition("-")
+        group, _, rank = place.partition("-")
+        if not rank:
+            return []
+        assert isinstance(self.network, NamespaceNetwork)
+        store = self.network.ip(f"worker-{group}-1", f"worker-{group}-0")
+        init = ("--distributed-init", f"{store}:{STORE_PORT}")
+        return ["--group-id", f"group-{group}", "--rank", rank, *init]
 
 
 def _variables() -> dict[str, str]:

@@ -19,6 +19,11 @@ class ChaosConfig:
     """Number of different requests, which streams repeat."""
     dtype: str = "float32"
     num_workers: int = 3
+    num_ranks: int = 1
+    """Hosts of each worker, which share every layer; more than one needs namespaces."""
+    has_bad_links: bool = False
+    """Whether all links, but those between ranks, lose 2 % of their packets, delay them by
+    50 ms and reorder some; needs namespaces."""
     num_frontends: int = 2
     max_open_streams: int = 12
     num_monkeys: int = 4

@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-from tests.chaos.cluster import ChaosCluster
+from tests.chaos.cluster import CORE, ChaosCluster
+from tests.chaos.namespaces import NamespaceNetwork
 from tests.chaos.network import Link
 
 
@@ -106,6 +107,53 @@ class Cut(Disturbance):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Weather(Disturbance):
+    """A link loses, delays and reorders packets for a while."""
+
+    link: Link
+    duration_s: float
+
+    async def happen(self, cluster: ChaosCluster) -> None:
+        """See the class."""
+        network, ends = _packets(cluster), f"{self.link.one} and {self.link.other}"
+        cluster.timeline.note(ends, f"have a bad link for {self.duration_s:.2f} s")
+        network.degrade(self.link)
+        try:
+            await asyncio.sleep(self.duration_s)
+        finally:
+            network.restore(self.link)
+            cluster.timeline.note(ends, "have a good link")
+        await cluster.members[self.victim].wait_ready()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forget(Disturbance):
+    """The connections of a link stay open at both ends, and carry nothing any more."""
+
+    link: Link
+
+    async def happen(self, cluster: ChaosCluster) -> None:
+        """See the class."""
+        _packets(cluster).forget(self.link)
+        cluster.timeline.note(
+            f"{self.link.one} and {self.link.other}", "have half-open connections"
+        )
+        await cluster.members[self.victim].wait_ready()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move(Disturbance):
+    """The host has another address towards the core, while its process runs."""
+
+    async def happen(self, cluster: ChaosCluster) -> None:
+        """See the class."""
+        network = _packets(cluster)
+        network.move(self.victim, CORE)
+        cluster.timeline.note(self.victim, f"has the address {network.ip(CORE, self.victim)}")
+        await cluster.members[self.victim].wait_ready()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Drain(Disturbance):
     """The process gets SIGTERM, and must end by itself without an error."""
 
@@ -142,6 +190,11 @@ async def _start(cluster: ChaosCluster, victim: str) -> None:
     except TimeoutError:
         raise DisturbanceFailed(f"{victim} was not ready in time") from None
     cluster.timeline.note(victim, "is ready")
+
+
+def _packets(cluster: ChaosCluster) -> NamespaceNetwork:
+    assert isinstance(cluster.network, NamespaceNetwork)
+    return cluster.network
 
 
 def _both_ways(link: Link) -> list[tuple[str, str]]:

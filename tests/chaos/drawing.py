@@ -1,13 +1,26 @@
 """Which disturbance comes next: drawn at random, but such that the cluster can continue."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from random import Random
 
-from tests.chaos.disturbances import Cut, Disturbance, Drain, Kill, Pause, PowerCut
-from tests.chaos.network import CLIENT, Link
+from tests.chaos.disturbances import (
+    Cut,
+    Disturbance,
+    Drain,
+    Forget,
+    Kill,
+    Move,
+    Pause,
+    PowerCut,
+    Weather,
+)
+from tests.chaos.network import CLIENT, Link, role_of
 
-KINDS = {Kill: 11, PowerCut: 2, Pause: 3, Cut: 3, Drain: 2}
+KINDS: Mapping[type[Disturbance], int] = {Kill: 11, PowerCut: 2, Pause: 3, Cut: 3, Drain: 2}
 """Relative frequency of each disturbance."""
+
+KINDS_WITH_PACKETS = {**KINDS, Weather: 2, Forget: 2, Move: 2}
+"""The same where links carry packets, not connections."""
 
 ROLES = {"worker": 5, "frontend": 3, "core": 2}
 """Relative frequency of each role as the victim."""
@@ -28,9 +41,16 @@ class Drawing:
     One of several workers or frontends is always undisturbed; the core may be killed at any time.
     """
 
-    def __init__(self, draw: Random, links: Collection[Link], lease_s: float) -> None:
+    def __init__(
+        self,
+        draw: Random,
+        links: Collection[Link],
+        lease_s: float,
+        kinds: Mapping[type[Disturbance], int] = KINDS,
+    ) -> None:
         self._draw = draw
-        self._links = [link for link in links if not _is_for_harness(link)]
+        self._kinds = kinds
+        self._links = [link for link in links if not link.is_for_harness]
         self._lease_s = lease_s
         ends = {end for link in links for end in (link.one, link.other)} - {CLIENT}
         self._hosts = sorted(ends)
@@ -45,12 +65,14 @@ class Drawing:
         ]
         if not victims:
             return None
-        weights = [ROLES[_role(host)] / len(self._peers(host)) for host in victims]
+        weights = [ROLES[role_of(host)] / len(self._peers(host)) for host in victims]
         [victim] = self._draw.choices(victims, weights)
-        [kind] = self._draw.choices(list(KINDS), list(KINDS.values()))
+        [kind] = self._draw.choices(list(self._kinds), list(self._kinds.values()))
         absence_s = self._draw.uniform(0, MAX_ABSENCE_S)
-        if kind is Cut:
-            return self._draw_cut(victim)
+        if kind is Move and role_of(victim) != "core":
+            return Move(victim=victim)
+        if kind in (Cut, Weather, Forget, Move):
+            return self._draw_on_link(kind, victim)
         if kind is Pause:
             return Pause(victim=victim, duration_s=self._draw_duration_s())
         if kind is Kill and self._draw.random() < DIES_YOUNG:
@@ -60,7 +82,7 @@ class Drawing:
 
     def rest_s(self, host: str) -> float:
         """For how long a host rests, now that it is ready again."""
-        return self._draw.expovariate(1 / MEAN_REST_S[_role(host)])
+        return self._draw.expovariate(1 / MEAN_REST_S[role_of(host)])
 
     def _can_be_spared(self, host: str, disturbed: Collection[str]) -> bool:
         if host in disturbed:
@@ -69,10 +91,14 @@ class Drawing:
         return not others or any(peer not in disturbed for peer in others)
 
     def _peers(self, host: str) -> list[str]:
-        return [peer for peer in self._hosts if _role(peer) == _role(host)]
+        return [peer for peer in self._hosts if role_of(peer) == role_of(host)]
 
-    def _draw_cut(self, victim: str) -> Cut:
+    def _draw_on_link(self, kind: type[Disturbance], victim: str) -> Disturbance:
         link = self._draw.choice([link for link in self._links if victim in link])
+        if kind is Weather:
+            return Weather(victim=victim, link=link, duration_s=self._draw_duration_s())
+        if kind is not Cut:  # the core's address is all that the others know of it
+            return Forget(victim=victim, link=link)
         there, back = (link.one, link.other), (link.other, link.one)
         directions = self._draw.choice(([there], [back], [there, back]))
         return Cut(victim=victim, directions=directions, duration_s=self._draw_duration_s())
@@ -83,12 +109,3 @@ class Drawing:
             0
         ]
         return self._draw.uniform(least, most) * self._lease_s
-
-
-def _role(host: str) -> str:
-    return host.partition("-")[0]
-
-
-def _is_for_harness(link: Link) -> bool:
-    """Links that only the harness uses, to see whether a process is ready."""
-    return CLIENT in link and _role(link.end_opposite(CLIENT)) != "frontend"

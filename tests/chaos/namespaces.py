@@ -1,25 +1,42 @@
 """Hosts as network namespaces, each link a pair of virtual interfaces. Linux, as root."""
 
+import fcntl
+import json
 import os
+import struct
 import subprocess
-from typing import Self
+import sys
+from collections import Counter
+from dataclasses import asdict
+from typing import Any, Self
 
-from tests.chaos.network import CLIENT, Link, Network
+from tests.chaos.network import CLIENT, Link, Network, Quality
+from tools.launch import ROOT
 
 PORT = 7600
 """Of every host's service: each has its own addresses."""
 
-_IP, _TC = "ip", "tc"
+LOST = Quality(loss=1.0)
+BAD = Quality(loss=0.02, delay_s=0.05, reordered=0.1)
+"""A slow and lossy link, on which a tenth of the packets overtake those before them."""
+
+_IP = "ip"
+_TUN_DEVICES = "/dev/net/tun"
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_ADDRESSES_PER_LINK = 8
 
 
 def namespaces_permitted() -> bool:
-    """Whether this process may make namespaces and lose packets."""
+    """Whether this process may make namespaces and links between them."""
     name = f"pw{os.getpid()}-probe"
     try:
         _run(_IP, "netns", "add", name)
         try:
-            _run(_IP, "-n", name, "link", "set", "lo", "up")
-            _run(_TC, "-n", name, "qdisc", "add", "dev", "lo", "root", "pfifo", "limit", "0")
+            device = _make_tun(f"pw{os.getpid()}p")
+            try:
+                _run(_IP, "link", "set", f"pw{os.getpid()}p", "netns", name)
+            finally:
+                os.close(device)
         finally:
             _run(_IP, "netns", "del", name)
     except (OSError, subprocess.CalledProcessError):
@@ -28,10 +45,22 @@ def namespaces_permitted() -> bool:
 
 
 class NamespaceNetwork(Network):
-    """A cut end drops what it should send: the kernels of both sides see no more than silence."""
+    """A cut end drops what it should send: the kernels of both sides see no more than silence.
 
-    def __init__(self, links: list[Link]) -> None:
+    A process (`wires.py`) carries the packets, so links can also be slow, lose single packets and
+    forget connections, as a firewall does when it restarts.
+    """
+
+    def __init__(self, links: list[Link], bad_links: bool = False) -> None:
+        """`bad_links`: whether all are `BAD`, but those between ranks and the harness's own."""
         super().__init__(links)
+        self._num_degraded: Counter[Link] = Counter(
+            link
+            for link in links
+            if bad_links and not (link.is_for_harness or link.is_between_ranks)
+        )
+        self._num_moves: Counter[tuple[Link, str]] = Counter()
+        self._wires: subprocess.Popen[bytes] | None = None
         self._tag = f"pw{os.getpid()}"
         # Of 10.200.0.0/13; another harness on this machine takes another part of it.
         self._prefix = f"10.{200 + os.getpid() % 8}.{os.getpid() // 8 % 256}"
@@ -43,48 +72,109 @@ class NamespaceNetwork(Network):
         return f"0.0.0.0:{PORT}"
 
     def address(self, caller: str, callee: str) -> str:
-        return f"{self._ip(self.link(caller, callee), callee)}:{PORT}"
+        return f"{self.ip(caller, callee)}:{PORT}"
+
+    def ip(self, caller: str, callee: str) -> str:
+        """The address at which a host reaches another."""
+        return self._ip(self.link(caller, callee), callee)
+
+    def degrade(self, link: Link) -> None:
+        """Make a link `BAD`, in both directions. May be done by several at a time."""
+        self._num_degraded[link] += 1
+        self._update_both_ways(link)
+
+    def restore(self, link: Link) -> None:
+        """Undo `degrade`, once all who have done it have undone it."""
+        self._num_degraded[link] -= 1
+        self._update_both_ways(link)
+
+    def forget(self, link: Link) -> None:
+        """Lose all that follows on a link's present connections; new ones can be made."""
+        self._change(forget=self.links.index(link))
+
+    def move(self, host: str, peer: str) -> None:
+        """Give a host another address on its link to a peer, and take the present one away."""
+        link = self.link(host, peer)
+        self._address("del", link, host)
+        self._num_moves[link, host] += 1
+        self._address("add", link, host)
 
     def _cut(self, sender: str, receiver: str) -> None:
-        # A queue of length 0: packets are dropped without an error at the sender.
-        self._queue("replace", sender, receiver, "pfifo", "limit", "0")
+        self._update(sender, receiver)
 
     def _heal(self, sender: str, receiver: str) -> None:
-        self._queue("del", sender, receiver)
+        self._update(sender, receiver)
 
     async def __aenter__(self) -> Self:
         for host in self.hosts:
             _run(_IP, "netns", "add", self._namespace(host))
             _run(_IP, "-n", self._namespace(host), "link", "set", "lo", "up")
+        self._wires = self._start_wires()
         for link in self.links:
-            self._join(link)
+            self._update_both_ways(link)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for link in self.links:  # at once, where deleting a namespace takes its time
-            _run(*self._on(link.other), "link", "del", self._interface(link, link.other))
+        assert self._wires is not None
+        self._wires.communicate()  # whose interfaces end with it
         for host in self.hosts:
             _run(_IP, "netns", "del", self._namespace(host))
 
-    def _join(self, link: Link) -> None:
-        one, other = self._interface(link, link.one), self._interface(link, link.other)
-        # Made in the namespace of its second end, which is never the harness's own.
-        peer = ["peer", "name", one]
-        if link.one != CLIENT:
-            peer += ["netns", self._namespace(link.one)]
-        else:
-            peer += ["netns", str(os.getpid())]
-        _run(*self._on(link.other), "link", "add", other, "type", "veth", *peer)
-        for host in (link.one, link.other):
-            interface = self._interface(link, host)
-            _run(*self._on(host), "addr", "add", f"{self._ip(link, host)}/30", "dev", interface)
-            _run(*self._on(host), "link", "set", interface, "up")
+    def _start_wires(self) -> "subprocess.Popen[bytes]":
+        """Make both ends of every link, and the process that carries packets between them."""
+        ends = [
+            self._make_end(link, host) for link in self.links for host in (link.one, link.other)
+        ]
+        wires = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.wires", *map(str, ends)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=ends,
+            cwd=ROOT,
+        )
+        for end in ends:
+            os.close(end)
+        return wires
 
-    def _queue(self, action: str, sender: str, receiver: str, *kind: str) -> None:
+    def _make_end(self, link: Link, host: str) -> int:
+        """The file descriptor of an interface, which is moved to its host."""
+        interface = self._interface(link, host)
+        device = _make_tun(interface)
+        if host != CLIENT:
+            _run(_IP, "link", "set", interface, "netns", self._namespace(host))
+        self._address("add", link, host)
+        _run(*self._on(host), "link", "set", interface, "up")
+        return device
+
+    def _address(self, action: str, link: Link, host: str) -> None:
+        """Give an interface its address, or take it away."""
+        interface, address = self._interface(link, host), f"{self._ip(link, host)}/29"
+        _run(*self._on(host), "addr", action, address, "dev", interface)
+
+    def _update_both_ways(self, link: Link) -> None:
+        self._update(link.one, link.other)
+        self._update(link.other, link.one)
+
+    def _update(self, sender: str, receiver: str) -> None:
+        """Let the packets of a direction be carried as its cuts and its link say."""
         link = self.link(sender, receiver)
-        interface = self._interface(link, sender)
-        namespace = [] if sender == CLIENT else ["-n", self._namespace(sender)]
-        _run(_TC, *namespace, "qdisc", action, "dev", interface, "root", *kind)
+        quality = Quality()
+        if self._num_cuts[sender, receiver]:
+            quality = LOST
+        elif self._num_degraded[link]:
+            quality = BAD
+        at = 2 * self.links.index(link) + (sender == link.other)
+        self._change(direction=at, quality=asdict(quality))
+
+    def _change(self, **order: Any) -> None:
+        """Let the wires do something; it is done afterwards."""
+        assert self._wires is not None
+        assert self._wires.stdin is not None
+        assert self._wires.stdout is not None
+        self._wires.stdin.write(json.dumps(order).encode() + b"\n")
+        self._wires.stdin.flush()
+        if self._wires.stdout.readline() != b"done\n":
+            raise RuntimeError("the process that carries packets has ended")
 
     def _on(self, host: str) -> list[str]:
         return [_IP] if host == CLIENT else [_IP, "-n", self._namespace(host)]
@@ -97,8 +187,16 @@ class NamespaceNetwork(Network):
         return f"{self._tag}l{self.links.index(link)}{'a' if host == link.one else 'b'}"
 
     def _ip(self, link: Link, host: str) -> str:
-        """Four addresses for each link; the first and the last are not for hosts."""
-        return f"{self._prefix}.{4 * self.links.index(link) + (1 if host == link.one else 2)}"
+        """Of eight addresses for each link; each end has three, which follow one another."""
+        own = (1 if host == link.one else 2) + 2 * (self._num_moves[link, host] % 3)
+        return f"{self._prefix}.{_ADDRESSES_PER_LINK * self.links.index(link) + own}"
+
+
+def _make_tun(name: str) -> int:
+    """The file descriptor of a new interface, which ends with it."""
+    device = os.open(_TUN_DEVICES, os.O_RDWR)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH", name.encode(), _IFF_TUN | _IFF_NO_PI))
+    return device
 
 
 def _run(*command: str) -> None:

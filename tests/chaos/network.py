@@ -15,6 +15,17 @@ CLIENT = "client"
 
 
 @dataclass(frozen=True, slots=True)
+class Quality:
+    """How a direction of a link carries packets."""
+
+    loss: float = 0.0
+    """Share of the packets that are lost."""
+    delay_s: float = 0.0
+    reordered: float = 0.0
+    """Share of the packets that are not delayed, and so overtake others."""
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """Two hosts that can reach each other."""
 
@@ -27,6 +38,16 @@ class Link:
     def end_opposite(self, host: str) -> str:
         """The end that is not `host`."""
         return self.other if host == self.one else self.one
+
+    @property
+    def is_for_harness(self) -> bool:
+        """Whether only the harness uses it, to see whether a process is ready."""
+        return CLIENT in self and role_of(self.end_opposite(CLIENT)) != "frontend"
+
+    @property
+    def is_between_ranks(self) -> bool:
+        """Whether two hosts of one worker group use it in every layer."""
+        return role_of(self.one) == role_of(self.other) == "worker"
 
 
 class Network(ABC):
@@ -85,6 +106,11 @@ class Network(ABC):
 
     @abstractmethod
     async def __aexit__(self, *_: object) -> None: ...
+
+
+def role_of(host: str) -> str:
+    """What runs on a host: core, frontend or worker."""
+    return host.partition("-")[0]
 
 
 def star(core: str, frontends: Sequence[str], workers: Sequence[str]) -> list[Link]:

@@ -9,8 +9,9 @@ import grpc
 from pagewire.v1.status_pb2 import WORKER_STATE_READY
 from tests.chaos.cluster import CORE, ChaosCluster
 from tests.chaos.config import ChaosConfig
-from tests.chaos.drawing import Drawing
+from tests.chaos.drawing import KINDS, KINDS_WITH_PACKETS, Drawing
 from tests.chaos.monkeys import Monkeys
+from tests.chaos.namespaces import NamespaceNetwork
 from tests.chaos.report import Report
 from tests.chaos.setting import draw_flags, make_network
 from tests.chaos.streams import Streams, Tally, watch
@@ -29,9 +30,11 @@ TELL_S = 3.0
 async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
     """Run it all; logs go to the folder."""
     asks = draw_asks(config.seed, config.num_asks)
-    expected = await run_undisturbed(asks, config.dtype, folder)
+    worker_flags = ["--dtype", config.dtype, "--tensor-parallel-size", str(config.num_ranks)]
+    expected = await run_undisturbed(asks, worker_flags, folder)
     timeline.note("streams", f"{len(asks)} answers of an undisturbed run are known")
     network = make_network(config)
+    kinds = KINDS_WITH_PACKETS if isinstance(network, NamespaceNetwork) else KINDS
     draw = Random(config.seed)
     async with (
         network,
@@ -41,7 +44,7 @@ async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Re
         streams = Streams(asks, expected, timeline, max_open=config.max_open_streams)
         monkeys = Monkeys(
             cluster,
-            Drawing(draw, network.links, config.lease_s),
+            Drawing(draw, network.links, config.lease_s, kinds),
             draw,
             num_kills=config.num_kills,
             time_limit_s=config.time_limit_s,
@@ -117,7 +120,10 @@ class _Run:
         """Raises RuntimeError if a process ended by itself."""
         async for _ in ticks(0.5):
             for member in self._cluster.members.values():
-                if member.has_crashed:
+                if member.has_drained:
+                    self._cluster.timeline.note(member.host, "drained with its group; starts")
+                    member.start()
+                elif member.has_crashed:
                     raise RuntimeError(f"{member.host} has ended by itself")
 
     async def _tell_all(self) -> None:

@@ -1,11 +1,12 @@
 """The options of a run's services, and the network between them."""
 
+from itertools import combinations
 from random import Random
 
 from tests.chaos.cluster import CORE, Flags
 from tests.chaos.config import ChaosConfig
 from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
-from tests.chaos.network import Network, star
+from tests.chaos.network import Link, Network, star
 from tests.chaos.relays import RelayNetwork
 
 BYTES_PER_TOKEN = {"float32": 2048, "bfloat16": 1024}
@@ -14,15 +15,26 @@ BYTES_PER_TOKEN = {"float32": 2048, "bfloat16": 1024}
 
 def make_network(config: ChaosConfig) -> Network:
     """Of the kind that is asked for, or can be had."""
+    groups = [
+        [f"worker-{index}-{rank}" for rank in range(config.num_ranks)]
+        if config.num_ranks > 1
+        else [f"worker-{index}"]
+        for index in range(config.num_workers)
+    ]
     links = star(
         CORE,
         [f"frontend-{index}" for index in range(config.num_frontends)],
-        [f"worker-{index}" for index in range(config.num_workers)],
+        [host for group in groups for host in group],
     )
+    links += [Link(*ends) for group in groups for ends in combinations(group, 2)]
     kind = config.network
     if kind == "auto":
         kind = "namespaces" if namespaces_permitted() else "relays"
-    return {"namespaces": NamespaceNetwork, "relays": RelayNetwork}[kind](links)
+    if kind == "namespaces":
+        return NamespaceNetwork(links, config.has_bad_links)
+    if config.has_bad_links or config.num_ranks > 1:
+        raise ValueError("bad links and several ranks need network namespaces (Linux, root)")
+    return RelayNetwork(links)
 
 
 def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
@@ -36,9 +48,11 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
         "--preemption-mode": draw.choice(("auto", "swap", "recompute")),
         "--pipeline-depth": draw.choice((1, 2, 2, 3)),
         "--max-worker-losses": 1_000_000,
+        "--first-step-timeout": 60,
     }
     worker = {
         "--dtype": config.dtype,
+        "--tensor-parallel-size": config.num_ranks,
         "--threads": 1,
         "--grace-period": 20,
         "--kv-cache-memory": BYTES_PER_TOKEN[config.dtype] * 2400,

@@ -9,11 +9,16 @@ import pytest
 
 from tests.chaos.config import ChaosConfig
 from tests.chaos.conftest import run_to_end
+from tests.chaos.namespaces import namespaces_permitted
 from tests.chaos.report import Report
 from tests.chaos.workload import CHOOSING, EXTRAS, draw_asks
 
 pytestmark = pytest.mark.timeout(1200)
 """Much longer than needed, because processes start slowly on a busy machine."""
+
+needs_namespaces = pytest.mark.skipif(
+    not namespaces_permitted(), reason="needs network namespaces and TUN devices (Linux, root)"
+)
 
 
 def test_no_stream_is_lost_repeated_different_or_hung(short_run: Report) -> None:
@@ -34,6 +39,42 @@ def test_enough_was_killed_and_enough_was_streamed(
 def test_requests_are_of_every_kind() -> None:
     kinds = {kind for ask in draw_asks(0, 200) for kind in ask.kinds}
     assert kinds >= {*CHOOSING, *EXTRAS, "text", "token ids", "long token ids", "chat"}
+
+
+@needs_namespaces
+def test_ranks_on_two_hosts_lose_nothing_on_slow_and_lossy_links(tmp_path: Path) -> None:
+    config = ChaosConfig(
+        seed=1,
+        num_kills=3,
+        num_streams=12,
+        num_asks=8,
+        num_workers=2,
+        num_ranks=2,
+        has_bad_links=True,
+        max_open_streams=6,
+        num_monkeys=2,
+    )
+    report = run_to_end(config, tmp_path)
+    assert report.faults == []
+    assert report.num_streams >= config.num_streams
+
+
+@pytest.mark.long
+@needs_namespaces
+@pytest.mark.parametrize(("num_workers", "num_ranks"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_long_runs_on_bad_links_find_nothing_either(
+    num_workers: int, num_ranks: int, seed: int, tmp_path: Path
+) -> None:
+    config = ChaosConfig(
+        seed=seed,
+        num_kills=30,
+        num_streams=60,
+        num_workers=num_workers,
+        num_ranks=num_ranks,
+        has_bad_links=True,
+    )
+    assert run_to_end(config, tmp_path).faults == []
 
 
 @pytest.mark.long

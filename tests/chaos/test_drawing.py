@@ -2,8 +2,8 @@
 
 from random import Random
 
-from tests.chaos.disturbances import Cut, Disturbance, Pause
-from tests.chaos.drawing import KINDS, Drawing
+from tests.chaos.disturbances import Cut, Disturbance, Move, Pause
+from tests.chaos.drawing import KINDS, KINDS_WITH_PACKETS, Drawing
 from tests.chaos.network import CLIENT, star
 
 LINKS = star("core", ["frontend-0", "frontend-1"], ["worker-0", "worker-1", "worker-2"])
@@ -20,6 +20,14 @@ def test_every_kind_and_every_host_comes() -> None:
     all_drawn = drawn([])
     assert {type(disturbance) for disturbance in all_drawn} == set(KINDS)
     assert len({disturbance.victim for disturbance in all_drawn}) == 6
+
+
+def test_links_that_carry_packets_are_disturbed_in_more_ways_and_the_core_never_moves() -> None:
+    drawing = Drawing(Random(0), LINKS, LEASE_S, KINDS_WITH_PACKETS)
+    found = [each for each in (drawing.next([]) for _ in range(400)) if each is not None]
+    assert {type(each) for each in found} == set(KINDS_WITH_PACKETS)
+    moved = {each.victim for each in found if isinstance(each, Move)}
+    assert {host.partition("-")[0] for host in moved} == {"frontend", "worker"}
 
 
 def test_the_last_worker_and_the_last_frontend_are_left_in_peace() -> None:

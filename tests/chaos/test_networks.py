@@ -7,34 +7,34 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
+from tests.chaos.namespaces import PORT, NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import CLIENT, Link, Network
 from tests.chaos.relays import RelayNetwork
 
 ECHO = """
-import socket, sys
+import socketserver, sys
+
+class Echo(socketserver.BaseRequestHandler):
+    def handle(self):
+        while data := self.request.recv(100):
+            self.request.sendall(data)
+
 host, port = sys.argv[1].split(":")
-listener = socket.create_server((host, int(port)))
+server = socketserver.ThreadingTCPServer((host, int(port)), Echo)
 print("listening", flush=True)
-while True:
-    end, _ = listener.accept()
-    while data := end.recv(100):
-        end.sendall(data)
+server.serve_forever()
 """
-NETWORKS = [
-    RelayNetwork,
-    pytest.param(
-        NamespaceNetwork,
-        marks=pytest.mark.skipif(not namespaces_permitted(), reason="needs namespaces"),
-    ),
-]
+needs_namespaces = pytest.mark.skipif(
+    not namespaces_permitted(), reason="needs network namespaces and TUN devices (Linux, root)"
+)
+NETWORKS = [RelayNetwork, pytest.param(NamespaceNetwork, marks=needs_namespaces)]
 SILENCE_S = 0.3
 """Too short to prove a loss; most faults are still found."""
 
 
 @asynccontextmanager
-async def echo_on(network: Network, host: str) -> AsyncIterator[None]:
-    command = [*network.program(host), sys.executable, "-c", ECHO, network.listen_address(host)]
+async def running(program: str, network: Network, host: str) -> AsyncIterator[None]:
+    command = [*network.program(host), sys.executable, "-c", program, network.listen_address(host)]
     server = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         assert server.stdout is not None
@@ -59,7 +59,7 @@ async def is_silent(reader: asyncio.StreamReader) -> bool:
 async def test_a_cut_link_is_silent_until_it_is_healed(
     kind: type[Network], direction: tuple[str, str]
 ) -> None:
-    async with kind([Link(CLIENT, "core")]) as network, echo_on(network, "core"):
+    async with kind([Link(CLIENT, "core")]) as network, running(ECHO, network, "core"):
         host, port = network.address(CLIENT, "core").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"a")
@@ -84,3 +84,39 @@ async def test_hosts_reach_each_other_only_over_their_links(kind: type[Network])
         assert network.address("worker-0", "core") != network.address(CLIENT, "core")
         with pytest.raises(StopIteration):
             network.link(CLIENT, "worker-0")
+
+
+@needs_namespaces
+async def test_a_forgotten_connection_is_silent_for_ever_and_a_new_one_is_not() -> None:
+    link = Link(CLIENT, "core")
+    async with NamespaceNetwork([link]) as network, running(ECHO, network, "core"):
+        host, port = network.address(CLIENT, "core").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"a")
+        assert await reader.readexactly(1) == b"a"
+        network.forget(link)
+        writer.write(b"b")
+        assert await is_silent(reader)
+        again, new_writer = await asyncio.open_connection(host, int(port))
+        new_writer.write(b"c")
+        assert await again.readexactly(1) == b"c"
+        assert await is_silent(reader)
+        for each in (writer, new_writer):
+            each.transport.abort()
+
+
+@needs_namespaces
+async def test_a_host_that_moves_is_reached_at_its_new_address_alone() -> None:
+    links = [Link(CLIENT, "core")]
+    async with NamespaceNetwork(links) as network, running(ECHO, network, "core"):
+        before = network.ip(CLIENT, "core")
+        network.move("core", CLIENT)
+        after = network.ip(CLIENT, "core")
+        assert after != before
+        reader, writer = await asyncio.open_connection(after, PORT)
+        writer.write(b"a")
+        assert await reader.readexactly(1) == b"a"
+        writer.transport.abort()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(SILENCE_S):
+                await asyncio.open_connection(before, PORT)

@@ -12,11 +12,13 @@ from tests.support.cluster import Cluster
 MAX_OPEN = 32
 
 
-async def run_undisturbed(asks: Sequence[Ask], dtype: str, folder: Path) -> list[Answer]:
+async def run_undisturbed(
+    asks: Sequence[Ask], worker_flags: Sequence[str], folder: Path
+) -> list[Answer]:
     """In their order, of one worker; its log is kept in a folder of its own."""
     quiet = folder / "undisturbed"
     quiet.mkdir()
-    cluster = Cluster(quiet, worker_flags=["--dtype", dtype])
+    cluster = Cluster(quiet, worker_flags=worker_flags)
     try:
         await asyncio.to_thread(cluster.start)
         return await answers_of(cluster.frontend_address(), asks)
