@@ -21,6 +21,10 @@ MIN_PING_INTERVAL_MS = 1_000
 """Pings at this interval or longer are never treated as abuse. None of the gRPC libraries in use
 pings more often."""
 
+CONNECT_TIMEOUT_MS = 2_000
+"""Time limit for an attempt to connect: several round trips on a slow link, one of them repeated.
+An attempt that is refused fails at once."""
+
 MAX_RECONNECT_BACKOFF_MS = 500
 """Longest backoff between two attempts to connect, so that a restarted process is found soon."""
 
@@ -74,6 +78,6 @@ def channel_options() -> Options:
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         *keepalive_options(),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),
         ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
     ]

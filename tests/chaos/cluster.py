@@ -67,7 +67,7 @@ class Member:
 
     @property
     def has_drained(self) -> bool:
-        """Whether it is a rank that has ended because another rank of its group was asked to stop."""
+        """Whether it is a rank that ended because another rank of its group was asked to stop."""
         assert self._service is not None
         is_rank = self.host.count("-") == 2
         return is_rank and self.has_crashed and self._service.exit_code == 0
