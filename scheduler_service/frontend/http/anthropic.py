@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter, Depends, Request
-from pydantic import BaseModel, Field
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -18,24 +19,11 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller
-from scheduler_service.frontend.http.openai.protocol import (
-    MAX_MESSAGES,
-    ChatMessageBody,
-    ChatRequest,
-    Delta,
-    FunctionBody,
-    FunctionCall,
-    NamedFunction,
-    NamedToolChoice,
-    ToolBody,
-    ToolCallBody,
-)
+from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRequest, Delta
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
     STOP,
     JsonObject,
-    JsonSchema,
-    JsonSchemaFormat,
     ListOf,
     StopText,
     Strict,
@@ -71,13 +59,6 @@ ERROR_TYPES = {
 """By HTTP code, where Anthropic's name differs from OpenAI's."""
 
 
-class CacheControl(Strict):
-    """Ignored: every prompt is cached."""
-
-    type: Literal["ephemeral"]
-    ttl: str | None = None
-
-
 class Block(Strict):
     """A part of a turn: its text, a call, or the result of a call."""
 
@@ -93,7 +74,7 @@ class Block(Strict):
     signature: str | None = Field(None, description="Ignored.")
     citations: None = None
     caller: JsonObject | None = Field(None, description="Ignored.")
-    cache_control: CacheControl | None = None
+    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class Turn(Strict):
@@ -111,7 +92,7 @@ class Tool(Strict):
     description: str | None = None
     input_schema: JsonObject
     strict: bool | None = None
-    cache_control: CacheControl | None = None
+    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class ToolChoice(Strict):
@@ -152,7 +133,7 @@ class CountTokensRequest(Strict):
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = Field(None, description="Ignored.")
-    cache_control: CacheControl | None = None
+    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class MessagesRequest(CountTokensRequest):
@@ -225,103 +206,88 @@ class MessagesError(BaseModel):
 def chat_request(body: CountTokensRequest) -> ChatRequest:
     """The chat completion that asks for the same. Raises InvalidArgument."""
     system = _text(body.system, "system")
-    messages = [ChatMessageBody.model_construct(role="system", content=system)] if system else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}].content")
-    config = body.output_config or OutputConfig.model_validate({})
-    fields: dict[str, Any] = {
-        "model": body.model,
-        "messages": messages,
-        "reasoning_effort": config.effort,
-        # As Anthropic's models do with an answer that the client has begun.
-        "continue_final_message": (messages[-1].role == "assistant" and not messages[-1].tool_calls)
-        or None,
-        **_tool_fields(body),
-    }
-    if config.format is not None:
-        schema = JsonSchema.model_validate({"schema": config.format.schema_})
-        fields["response_format"] = JsonSchemaFormat(type="json_schema", json_schema=schema)
+    begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
+    fields = {"model": body.model, "messages": messages, **_tool_fields(body)}
+    fields["continue_final_message"] = begun or None  # as Anthropic's models do
+    if body.output_config is not None:
+        fields["reasoning_effort"] = body.output_config.effort
+        if (wanted := body.output_config.format) is not None:
+            schema = {"schema": wanted.schema_}
+            fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
         same = ("max_tokens", "stream", "temperature", "top_k", "top_p")
         fields |= {name: getattr(body, name) for name in same}
         fields["stop"] = body.stop_sequences
-    return ChatRequest.model_construct(**fields)
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False)) from None
 
 
 def _tool_fields(body: CountTokensRequest) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    if body.tools:
+        fields["tools"] = [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": tool.input_schema,
+                    "strict": tool.strict,
+                },
+            }
+            for tool in body.tools
+        ]
     choice = body.tool_choice
     if choice is None:
-        wanted: Any = None
-    elif choice.type == "tool":
+        return fields
+    fields["tool_choice"] = "required" if choice.type == "any" else choice.type
+    if choice.type == "tool":
         names = sorted(tool.name for tool in body.tools or ())
         if choice.name not in names:
             raise InvalidArgument(
                 "tool_choice.name", f"expected one of {names}, got {choice.name!r}"
             )
-        wanted = NamedToolChoice.model_construct(
-            type="function", function=NamedFunction.model_construct(name=choice.name)
-        )
-    else:
-        wanted = "required" if choice.type == "any" else choice.type
-    tools = [
-        ToolBody.model_construct(
-            type="function",
-            function=FunctionBody.model_construct(
-                name=tool.name,
-                description=tool.description,
-                parameters=tool.input_schema,
-                strict=tool.strict,
-            ),
-        )
-        for tool in body.tools or ()
-    ]
-    is_single = choice is not None and choice.disable_parallel_tool_use
-    return {
-        "tools": tools or None,
-        "tool_choice": wanted,
-        "parallel_tool_calls": False if is_single else None,
-    }
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if choice.disable_parallel_tool_use:
+        fields["parallel_tool_calls"] = False
+    return fields
 
 
-def _messages(turn: Turn, where: str) -> Iterator[ChatMessageBody]:
+def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     """The turn as chat completions have it, where a result of a call is a turn of its own."""
     if isinstance(turn.content, str):
-        yield ChatMessageBody.model_construct(role=turn.role, content=turn.content)
+        yield {"role": turn.role, "content": turn.content}
         return
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[ToolCallBody] = []
+    parts: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
     num_results = 0
     for index, block in enumerate(turn.content):
         at = f"{where}[{index}]"
-        if block.type in ("tool_use", "thinking") and turn.role != "assistant":
-            raise InvalidArgument(f"{at}.type", f"{block.type!r} requires the role assistant")
+        writer = {"text": turn.role, "tool_result": "user"}.get(block.type, "assistant")
+        if turn.role != writer:
+            raise InvalidArgument(f"{at}.type", f"{block.type!r} requires the role {writer}")
         if block.type == "tool_result":
-            if turn.role != "user":
-                raise InvalidArgument(f"{at}.type", "'tool_result' requires the role user")
             num_results += 1
-            yield ChatMessageBody.model_construct(
-                role="tool",
-                tool_call_id=_required(block, "tool_use_id", at),
-                content=_text(block.content, f"{at}.content"),
-            )
+            content = _text(block.content, f"{at}.content")
+            call_id = _required(block, "tool_use_id", at)
+            yield {"role": "tool", "tool_call_id": call_id, "content": content}
         elif block.type == "tool_use":
-            function = FunctionCall.model_construct(
-                name=_required(block, "name", at), arguments=json.dumps(block.input or {})
-            )
-            calls.append(
-                ToolCallBody.model_construct(id=_required(block, "id", at), function=function)
-            )
+            name, call_id = _required(block, "name", at), _required(block, "id", at)
+            function = {"name": name, "arguments": json.dumps(block.input or {})}
+            parts["tool_use"].append({"id": call_id, "function": function})
         else:
-            value = _required(block, block.type, at)
-            (texts if block.type == "text" else thoughts).append(value)
-    if texts or not num_results:
-        yield ChatMessageBody.model_construct(
-            role=turn.role,
-            content=PART_SEPARATOR.join(texts),
-            tool_calls=calls or None,
-            reasoning_content=PART_SEPARATOR.join(thoughts) or None,
-        )
+            parts[block.type].append(_required(block, block.type, at))
+    if parts["text"] or not num_results:
+        yield {
+            "role": turn.role,
+            "content": PART_SEPARATOR.join(parts["text"]),
+            "tool_calls": parts["tool_use"] or None,
+            "reasoning_content": PART_SEPARATOR.join(parts["thinking"]) or None,
+        }
 
 
 def _text(content: str | list[Block] | None, where: str) -> str:

@@ -1,0 +1,86 @@
+"""`/v1/messages` between a client and a core that a test controls."""
+
+import asyncio
+import json
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from scheduler_service.frontend.http.anthropic import MessagesRequest, chat_request
+from scheduler_service.frontend.http.openai.serving_chat import chat_of
+from tests.support.http_frontends import HttpServed, http_served
+
+WISH = {"max_tokens": 50, "messages": [{"role": "user", "content": "hello"}]}
+
+
+def post(served: HttpServed, wish: dict[str, Any]) -> "asyncio.Task[httpx.Response]":
+    return asyncio.create_task(served.client.post("/v1/messages", json=wish))
+
+
+async def test_an_interrupted_stream_ends_with_an_error(served: HttpServed) -> None:
+    answer = post(served, WISH | {"stream": True})
+    request = await served.core.next_request()
+    await request.accept()
+    await request.fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED")
+    text = (await answer).text
+    assert "message_stop" not in text
+    *_, last = [line for line in text.split("\n\n") if line]
+    name, data = last.split("\n")
+    assert name == "event: error"
+    told = json.loads(data.removeprefix("data: "))
+    assert (told["type"], told["error"]["type"]) == ("error", "api_error")
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "status", "kind"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", 429, "rate_limit_error"),
+        (grpc.StatusCode.INTERNAL, "GENERATION_FAILED", 500, "api_error"),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", 504, "timeout_error"),
+    ],
+)
+async def test_errors_have_anthropics_names(
+    served: HttpServed, code: grpc.StatusCode, reason: str, status: int, kind: str
+) -> None:
+    answer = post(served, WISH)
+    await (await served.core.next_request()).fail(code, reason)
+    refused = await answer
+    assert (refused.status_code, refused.json()["error"]["type"]) == (status, kind)
+    assert refused.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_errors_before_the_endpoint_have_its_shape_too(path: str) -> None:
+    async with http_served(api_key="pw-" + "k" * 40) as served:
+        refused = await served.client.post(path, json=WISH)
+        assert refused.status_code == 401
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "authentication_error"
+        key = {"x-api-key": "pw-" + "k" * 40}
+        wrong = await served.client.post(path, content=b"{", headers=key)
+        assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_blocks_become_the_turns_of_a_chat() -> None:
+    calls = [{"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}}]
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "seen"}
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": [{"type": "text", "text": "one"}, *calls]},
+        {"role": "user", "content": [result, {"type": "text", "text": "two"}]},
+    ]
+    wish = WISH | {"messages": turns, "system": [{"type": "text", "text": "three"}]}
+    chat = chat_of(chat_request(MessagesRequest.model_validate(wish)))
+    told = [(turn.role, turn.content, turn.tool_call_id) for turn in chat.messages]
+    assert told == [
+        ("system", "three", ""),
+        ("user", "hello", ""),
+        ("assistant", "one", ""),
+        ("tool", "seen", "c1"),
+        ("user", "two", ""),
+    ]
+    (call,) = chat.messages[2].tool_calls
+    assert (call.id, call.name, json.loads(call.arguments_json)) == ("c1", "look", {"at": 1})
+    assert not chat.continue_final_message
