@@ -25,6 +25,7 @@ from scheduler_service.frontend.http.openai.sampling import (
     STOP,
     JsonObject,
     ListOf,
+    RequestBody,
     StopText,
     Strict,
     Text,
@@ -123,7 +124,7 @@ class Thinking(Strict):
     type: Literal["disabled", "adaptive"]
 
 
-class CountTokensRequest(Strict):
+class CountTokensRequest(RequestBody):
     """A conversation."""
 
     model: str | None = Field(None, description="May be absent when one model is served.")

@@ -141,8 +141,8 @@ ResponseFormat = Annotated[
 ]
 
 
-class SamplingFields(Strict):
-    """How tokens are chosen. An absent field takes the model's own default, and null is absent."""
+class RequestBody(Strict):
+    """A request, in which null is absent, also for fields that are not supported."""
 
     @model_validator(mode="before")
     @classmethod
@@ -151,6 +151,10 @@ class SamplingFields(Strict):
         if isinstance(value, dict):
             return {name: each for name, each in value.items() if each is not None}
         return value
+
+
+class SamplingFields(RequestBody):
+    """How tokens are chosen. An absent field takes the model's own default."""
 
     model: str | None = Field(None, description="May be absent when one model is served.")
     n: Annotated[int, proto_range("n")] | None = Field(None, description="Number of choices.")

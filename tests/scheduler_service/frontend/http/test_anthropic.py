@@ -63,6 +63,12 @@ async def test_errors_before_the_endpoint_have_its_shape_too(path: str) -> None:
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+def test_null_is_absent_also_in_fields_that_are_not_supported() -> None:
+    nulls = dict.fromkeys(("container", "mcp_servers", "top_p", "tools", "system"))
+    plain = chat_request(MessagesRequest.model_validate(WISH))
+    assert chat_request(MessagesRequest.model_validate(WISH | nulls)) == plain
+
+
 def test_blocks_become_the_turns_of_a_chat() -> None:
     calls = [{"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}}]
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "seen"}
