@@ -178,7 +178,7 @@ class ServedPagewire(Server):
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Target]:
         if self.interface == "HTTP":
-            async with OpenAITarget(f"http://{self._address}", self._model.name) as target:
+            async with OpenAITarget(f"http://{self._address}", str(self._model)) as target:
                 yield target
         else:
             async with AsyncClient(self._address, retry=NO_RETRIES) as client:

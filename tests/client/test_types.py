@@ -29,7 +29,7 @@ def test_a_program_with_types_is_right_and_mistakes_are_found(tmp_path: Path) ->
     program = tmp_path / "typed_program.py"
     program.write_text(text)
     summary, errors = check(program, tmp_path)
-    assert "checked 1 source file" in summary
+    assert "1 source file" in summary
     assert errors == []
     program.write_text(text.replace("top_p=0.5", "topp=0.5"))
     _, (error,) = check(program, tmp_path)

@@ -87,6 +87,7 @@ def _reachable(task: int) -> list[_Region]:
 
 def _live_regions() -> dict[int, _Region]:
     regions = {}
+    gc.unfreeze()  # objects that a frontend in this process froze would not be among these
     for each in gc.get_objects():
         if issubclass(type(each), ctypes.Structure):
             region = _Region(ctypes.addressof(each), ctypes.sizeof(each), True)
