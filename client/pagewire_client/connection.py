@@ -251,7 +251,10 @@ def _is_local(address: Address) -> bool:
 
 
 def _read(path: Path | str | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read the TLS file {path}: {error.strerror}") from error
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...]:

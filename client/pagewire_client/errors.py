@@ -132,6 +132,7 @@ _NO_CONNECTION = (
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
     re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<why>[A-Z_]{9,})"),
 )
 _NO_ANSWER = (
     "failed to connect to all addresses",
@@ -139,7 +140,12 @@ _NO_ANSWER = (
     "errors resolving",
 )
 """The beginnings of gRPC's messages for failed connections."""
-_IN_WORDS = {"Deadline Exceeded": "the timeout passed before the answer was complete"}
+_IN_WORDS = {
+    "Deadline Exceeded": "the timeout passed before the answer was complete",
+    "Method not found!": "this is another service's address: no such call exists there",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+    "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
+}
 """By gRPC's own message, for errors that do not come from the server."""
 
 
@@ -163,7 +169,7 @@ def in_words(details: str) -> str:
     """Rephrase a message of gRPC itself; a service's message is returned unchanged."""
     for pattern in _NO_CONNECTION:
         if found := pattern.search(details):
-            why = found["why"]
+            why = _IN_WORDS.get(found["why"], found["why"])
             return f"cannot connect to {found['at']}: {why[0].lower()}{why[1:]}"
     return _IN_WORDS.get(details, details)
 

@@ -71,8 +71,21 @@ def test_a_server_the_root_did_not_sign_is_refused(
     with FakeFrontend("localhost:0", server_credentials(server_pair)) as frontend:
         tls = TlsOptions(root_certificates=client_pair[0])
         client = make_client(frontend.address, tls=tls, retry=NO_RETRIES)
-        with pytest.raises(errors.Unavailable):
+        with pytest.raises(errors.Unavailable, match="no known authority has signed"):
             client.generate("Hi", ONE)
+
+
+def test_a_server_without_tls_and_a_missing_file_are_named(
+    make_client: Any, server_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with FakeFrontend("localhost:0") as frontend:
+        tls = TlsOptions(root_certificates=server_pair[0])
+        client = make_client(frontend.address, tls=tls, retry=NO_RETRIES)
+        with pytest.raises(errors.Unavailable, match="the server does not speak TLS"):
+            client.generate("Hi", ONE)
+        missing = TlsOptions(root_certificates=tmp_path / "no.pem")
+        with pytest.raises(ValueError, match=r"cannot read the TLS file .*no\.pem: No such file"):
+            make_client(frontend.address, tls=missing).generate("Hi", ONE)
 
 
 def test_a_client_proves_itself_with_a_certificate(

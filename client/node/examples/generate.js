@@ -9,10 +9,10 @@ import grpc from "@grpc/grpc-js";
 
 import { Client } from "../src/client.js";
 
-const { values, positionals } = parseArgs({
+const { values, positionals } = parsed({
   allowPositionals: true,
   options: {
-    address: { type: "string", default: "127.0.0.1:7600" },
+    address: { type: "string", default: process.env.PAGEWIRE_ADDRESS ?? "127.0.0.1:7600" },
     "max-tokens": { type: "string", default: "128" },
     temperature: { type: "string" },
     seed: { type: "string" },
@@ -53,6 +53,16 @@ try {
   process.exitCode = 1;
 } finally {
   client.close();
+}
+
+/** The arguments; a wrong one ends the program with a line. */
+function parsed(config) {
+  try {
+    return parseArgs(config);
+  } catch (error) {
+    console.error(`error: ${error.message}`);
+    process.exit(2);
+  }
 }
 
 /** TLS where an authority is given, with this client's certificate where the server asks for one. */

@@ -185,6 +185,6 @@ class ServiceProcess:
         return LocalServiceError(message, details={"service": self.name, "exit_code": str(code)})
 
     def _last_reason(self) -> str | None:
-        """The service's own error: a line that begins with `error: `."""
-        lines = [line for line in self._last_lines if line.startswith(_REASON)]
-        return lines[-1].removeprefix(_REASON) if lines else None
+        """The service's own error: a line that begins with `error: `, or click's `Error: `."""
+        lines = [line for line in self._last_lines if line.lower().startswith(_REASON)]
+        return lines[-1][len(_REASON) :] if lines else None
