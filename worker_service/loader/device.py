@@ -125,6 +125,23 @@ def pin_threads(cpus: Sequence[int]) -> None:
     logger.info("threads pinned cpus=%s", list(cpus[: len(team)]))
 
 
+_VECTOR_FUNCTIONS = (
+    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "expm1", "log", "log10"),
+    *("log1p", "log2", "sin", "sqrt", "tan", "tanh"),
+)
+
+
+def initialize_vector_math() -> None:
+    """Make the process's first calls of MKL's vector functions on the calling thread alone.
+
+    In MKL 2024.2, which torch calls for these functions, several threads that share the first call
+    race: once in some thousand processes one of them computed its share to 12 bits instead of 24.
+    """
+    for dtype in (torch.float32, torch.float64):
+        for name in _VECTOR_FUNCTIONS:
+            getattr(torch.ones(1, dtype=dtype), name)()
+
+
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_WHEN_LOADING = 1 << 20

@@ -22,6 +22,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader.device import (
     freed_memory_returns,
+    initialize_vector_math,
     pin_threads,
     resolve_device,
     resolve_dtype,
@@ -84,7 +85,7 @@ class LoadedModel:
     """To the other ranks that have a shard of the model."""
 
 
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 """Incremented when a change to a kernel changes the rounding of its results."""
 
 
@@ -179,6 +180,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where Triton launches, whatever device its tensors are on
+    initialize_vector_math()
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)

@@ -3,15 +3,22 @@
 Angles come from a table over positions, made once, so that they are the same in every batch.
 Frequencies depend on the position alone, never on the batch or the sequence's present length,
 because cached keys cannot be rotated again.
+
+The table must have the same bits in every process, or a sequence that moves between workers goes on
+with other numbers. So numpy computes it, in float64: torch's functions are MKL's, whose results
+depend on how threads share the work (`loader/device.py`).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+_POSITIONS_AT_ONCE = 1 << 16
 
 SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -71,8 +78,13 @@ class RotaryTable:
     ) -> None:
         angles = _angles(settings, num_positions)
         factor = _attention_factor(settings)
-        self.cos = (angles.cos() * factor).to(device, dtype)
-        self.sin = (angles.sin() * factor).to(device, dtype)
+
+        def of_angles(function: Callable[[Any], Any]) -> Tensor:
+            parts = (part.double().numpy() for part in angles.split(_POSITIONS_AT_ONCE))
+            exact = (torch.from_numpy(function(part) * factor) for part in parts)
+            return torch.cat([part.to(dtype) for part in exact]).to(device)
+
+        self.cos, self.sin = of_angles(np.cos), of_angles(np.sin)
 
 
 def _angles(settings: RotarySettings, num_positions: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Rotary tables against the angles that `transformers` computes."""
 
+import math
 from typing import Any
 
 import pytest
@@ -77,6 +78,18 @@ def test_dynamic_angles_beyond_it_are_those_of_a_sequence_that_ends_there() -> N
         torch.testing.assert_close(
             cos[position], expected[0, 0, : HEAD_DIM // 2], atol=1e-5, rtol=0
         )
+
+
+def test_the_table_is_rounded_from_exact_numbers() -> None:
+    """Whatever share of it a thread computes, and on every CPU: sequences move between workers."""
+    length = (1 << 16) + 8
+    table = _table("default", length)
+    frequencies = 1.0 / (5000.0 ** (torch.arange(0, HEAD_DIM, 2) / HEAD_DIM))
+    rows = [*range(64), length - 9, length - 8, length - 1]
+    angles = (torch.arange(length)[:, None] * frequencies)[rows].double().tolist()
+    for found, function in ((table.cos, math.cos), (table.sin, math.sin)):
+        exact = torch.tensor([[function(angle) for angle in row] for row in angles])
+        assert torch.equal(found[rows], exact)
 
 
 @pytest.mark.parametrize(
