@@ -25,6 +25,7 @@ OPERATIONS = (
     ("/detokenize", "POST"),
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
+    ("/v1/responses", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
 )

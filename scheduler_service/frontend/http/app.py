@@ -17,7 +17,12 @@ from scheduler_service.frontend.http.middleware import (
     CheckHost,
     TraceContext,
 )
-from scheduler_service.frontend.http.openai import models, serving_chat, serving_completion
+from scheduler_service.frontend.http.openai import (
+    models,
+    serving_chat,
+    serving_completion,
+    serving_responses,
+)
 from scheduler_service.frontend.http.openai.protocol import (
     ChatCompletionChunk,
     ChatRequest,
@@ -29,6 +34,7 @@ from service_common.version import VERSION
 SCHEMAS: Sequence[type[Any]] = (
     ChatRequest,
     CompletionRequest,
+    serving_responses.ResponsesRequest,
     anthropic.MessagesRequest,
     anthropic.CountTokensRequest,
     tokenize.TokenizeText,
@@ -93,6 +99,7 @@ ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
     models.make_router,
     serving_completion.make_router,
     serving_chat.make_router,
+    serving_responses.make_router,
     anthropic.make_router,
     tokenize.make_router,
     dashboard.make_router,

@@ -84,7 +84,12 @@ PHRASES = (
 )
 """Pydantic's phrases and their replacements."""
 
-INSTEAD = {"functions": "use tools", "function_call": "use tool_choice"}
+INSTEAD = {
+    "functions": "use tools",
+    "function_call": "use tool_choice",
+    "previous_response_id": "send the whole conversation as input",
+    "conversation": "send the whole conversation as input",
+}
 """By field that is not supported: what to do."""
 
 RETRY_AFTER_S = 1

@@ -23,7 +23,7 @@ _RENDER = (
     "conversations are not rendered to text; /tokenize with `messages` returns their token ids"
 )
 _BATCHES = "batches are not stored; send the requests at once, they are batched as they run"
-_STORED = "answers are not stored; /v1/chat/completions takes the whole conversation each time"
+_STORED = "responses are not stored; send the whole conversation as `input` each time"
 _PROFILES = "profiles are not taken over HTTP; /metrics and traces have the times of steps"
 _SCALING = "start or drain workers instead; the scheduler uses those that are there"
 
@@ -68,7 +68,6 @@ UNSUPPORTED = {
     "/v1/completions/render": _RENDER,
     "/v1/batches": _BATCHES,
     "/v1/files": _BATCHES,
-    "/v1/responses": "use /v1/chat/completions",
     "/v1/responses/{response_id}": _STORED,
     "/v1/responses/{response_id}/cancel": _STORED,
     "/scale_elastic_ep": _SCALING,

@@ -372,11 +372,6 @@ def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
             raise InvalidArgument(
                 f"chat.messages[{index}].content", f"required in a message of role {message.role!r}"
             )
-    for number, message in enumerate(body.messages):
-        if message.content is None and message.role != "assistant":
-            raise InvalidArgument(
-                f"messages[{number}].content", f"required for the role {message.role!r}"
-            )
     chat = inference_pb.Chat(messages=[_message(message) for message in body.messages])
     if body.add_generation_prompt is not None:
         chat.add_generation_prompt = body.add_generation_prompt
