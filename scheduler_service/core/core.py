@@ -136,10 +136,9 @@ class SchedulerCore:
             self._close(seq_group, now)
         else:
             model = self._fleet.model(request.model)
-            model.waiting.add(seq_group)
+            model.enqueue(seq_group)
             if request.deadline is not None:
                 self._deadlines.watch(seq_group, model, now)
-        self._fleet.wake(request.model)
 
     def cancel(self, frontend_id: str, handle: int, now: float) -> None:
         """End a request that its client cancelled; nothing more is reported of it. An unknown

@@ -80,6 +80,11 @@ class ServedModel:
             *(lost.capacity for lost in self.lost),
         ]
 
+    def enqueue(self, seq_group: SequenceGroup) -> None:
+        """Queue a new request, and wake the worker groups that may take it."""
+        self.waiting.add(seq_group)
+        self.wake()
+
     def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group that is not placed out of the queue."""
         self.waiting.discard(seq_group)
