@@ -208,7 +208,9 @@ def test_no_panel_is_empty_while_there_is_load(tmp_path: Path) -> None:
         try:
             wait_until(prometheus.is_ready, "Prometheus answers")
             with load(c.frontend_address(0)), load(c.frontend_address(1)):
-                wait_until(lambda: sum(prometheus.values("up")) == 5, "all are scraped")
+                # On a busy machine a scrape may take longer than its second.
+                seen = "max_over_time(up[1m])"
+                wait_until(lambda: sum(prometheus.values(seen)) == 5, "all are scraped", 90)
                 c.workers[0].kill()
                 c.start_worker()
                 c.wait_num_ready(2)
