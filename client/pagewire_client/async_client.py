@@ -65,6 +65,10 @@ class AsyncClient:
         self._caller = AsyncCaller(connections, retry or RetryPolicy(), max_connections)
         self._timeout = timeout
 
+    def __repr__(self) -> str:
+        addresses = ",".join(self._caller.connections.options.addresses)
+        return f"{type(self).__name__}({addresses!r})"
+
     async def __aenter__(self) -> Self:
         return self
 

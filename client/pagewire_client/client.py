@@ -66,6 +66,10 @@ class Client:
         self._caller = Caller(connections, retry or RetryPolicy(), max_connections)
         self._timeout = timeout
 
+    def __repr__(self) -> str:
+        addresses = ",".join(self._caller.connections.options.addresses)
+        return f"{type(self).__name__}({addresses!r})"
+
     def __enter__(self) -> Self:
         return self
 

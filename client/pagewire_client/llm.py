@@ -109,6 +109,10 @@ class LLM:
         self._services = _started(model, num_workers, start_timeout_s, engine_flags)
         self._close = weakref.finalize(self, self._services.stop)
         self._client = Client(self._services.addresses, retry=_RETRY, api_key="")
+        self._model = model
+
+    def __repr__(self) -> str:
+        return f"LLM(model={self._model!r})"
 
     def __enter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ import pagewire_client
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client import (
     NO_RETRIES,
+    AsyncClient,
     Client,
     RequestOutput,
     RetryPolicy,
@@ -480,6 +481,12 @@ def test_another_thread_may_close_a_stream_that_waits(frontend: FakeFrontend) ->
         closer.start()
         assert list(stream) == []
         closer.join()
+
+
+def test_a_client_shows_its_addresses_and_no_key() -> None:
+    for kind in (Client, AsyncClient):
+        client = kind(["127.0.0.1:1", "unix:/x"], api_key="secret")
+        assert repr(client) == f"{kind.__name__}('127.0.0.1:1,unix:/x')"
 
 
 def test_a_closed_client_says_so(frontend: FakeFrontend) -> None:
