@@ -127,7 +127,8 @@ class Client:
         """The model's turn in a conversation; `ChatPrompt` describes the arguments.
 
         `stream(messages)` streams it, and `stream({"messages": messages, "tools": tools})`. Calls
-        of tools are in the answer's text, in the model's own format.
+        of tools are in the answer's text, in the model's own format; models that begin a call with
+        a special token need `skip_special_tokens=False`.
         """
         prompt = ChatPrompt(
             messages=messages,

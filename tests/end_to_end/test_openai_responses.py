@@ -168,6 +168,7 @@ def test_json_follows_its_schema(openai_client: openai.OpenAI) -> None:
         ("input", [{"type": "computer_call"}], "expected 'message'"),
         ("tools", [{"type": "web_search"}], "expected 'function'"),
         ("tool_choice", CALL, "expected one of [], got 'get_weather'"),
+        ("tool_choice", {"type": "web_search", "name": "x"}, "expected 'function'"),
         ("text", {"format": {"type": "json_schema", "name": "x"}}, "required with the type"),
         ("max_output_tokens", 0, "at least 1"),
         ("temperature", -1, "at least 0"),
@@ -182,12 +183,14 @@ def test_wrong_input_is_refused_by_field(
     error = answer.json()["error"]
     assert (answer.status_code, words in error["message"]) == (400, True), error
     assert error["param"].startswith(field)
+    assert "Named" not in error["message"]
 
 
 def test_null_is_absent_and_stored_responses_are_not_there(cluster: Cluster) -> None:
     url = f"{cluster.http_url()}/v1/responses"
     body = {"model": "embedded", "input": ASK, "tools": None, "conversation": None, "store": None}
     assert httpx.post(url, json=body).status_code == 200
-    stored = httpx.get(f"{url}/resp_1")
-    assert stored.status_code == 501
-    assert "not stored" in stored.json()["error"]["message"]
+    for path in ("resp_1", "resp_1/input_items"):
+        stored = httpx.get(f"{url}/{path}")
+        assert stored.status_code == 501
+        assert "not stored" in stored.json()["error"]["message"]

@@ -97,7 +97,7 @@ RETRY_AFTER_S = 1
 
 _NO_FIELDS = (
     *("body", "query", "path", "header"),
-    *("str", "int", "float", "bool", "NamedToolChoice"),
+    *("str", "int", "float", "bool", "NamedToolChoice", "NamedTool"),
 )
 """Parts of pydantic's paths that name types that it tried, not fields."""
 

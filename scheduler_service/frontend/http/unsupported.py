@@ -70,6 +70,7 @@ UNSUPPORTED = {
     "/v1/files": _BATCHES,
     "/v1/responses/{response_id}": _STORED,
     "/v1/responses/{response_id}/cancel": _STORED,
+    "/v1/responses/{response_id}/input_items": _STORED,
     "/scale_elastic_ep": _SCALING,
     "/is_scaling_elastic_ep": _SCALING,
 }
