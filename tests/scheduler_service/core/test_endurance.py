@@ -20,6 +20,7 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
+from scheduler_service.core.stats.inspection import MAX_ENDED
 from scheduler_service.errors import DeadlineUnreachable, DuplicateRequest, PromptTooLong
 from tests.support.core_driver import make_capacity
 from tests.support.symbolic_worker import logprobs_of
@@ -61,6 +62,27 @@ class Traffic:
                 self._upset()
             self._step()
         self._step()  # the results of discarded rows
+
+    def settle(self) -> None:
+        """Make all requests that the core remembers alike: it keeps the last ones that ended, with
+        what happened to them."""
+        for _ in range(MAX_ENDED):
+            self._num_submitted += 1
+            handle = 2 * self._num_submitted
+            self.core.submit(
+                Request(
+                    frontend_id=self._frontend_id,
+                    handle=handle,
+                    request_id=f"r{handle}",
+                    model="m",
+                    prompt_token_ids=[1],
+                    max_tokens=1,
+                    sampling=None,
+                ),
+                self._now,
+            )
+            self.core.cancel(self._frontend_id, handle, self._now)
+        self._read()
 
     def _join(self, group_id: str) -> None:
         self.core.add_worker_group(
@@ -169,8 +191,10 @@ def traced() -> Iterator[None]:
 def growth(traffic: Traffic, num_requests: int) -> tuple[int, int]:
     """Objects and bytes that `num_requests` requests leave behind, once caches are full."""
     traffic.serve(500)
+    traffic.settle()
     before = memory()
     traffic.serve(num_requests)
+    traffic.settle()
     after = memory()
     return after[0] - before[0], after[1] - before[1]
 
