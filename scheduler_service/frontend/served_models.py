@@ -211,7 +211,8 @@ class ModelDirectory:
         no core has announced while others are served, and InvalidArgument if no name is given
         where it is needed. A request that `is_continued`, because another frontend or core has
         accepted it before, waits even for a model of which nothing is known here yet; after
-        `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry.
+        `MAX_UNKNOWN_WAIT_S` that raises Unavailable, which clients retry. So does waiting without a
+        name while only models are served that the tenant may not use.
         """
         give_up_at = asyncio.get_running_loop().time() + MAX_UNKNOWN_WAIT_S
         while True:
@@ -219,14 +220,16 @@ class ModelDirectory:
             model = self._find(name, tenant, is_continued=is_continued)
             if model is not None:
                 return model
-            is_unknown = bool(self._served) and name is not None and name not in self._known
+            if name is None:
+                wanted, may_come = "no model that this API key may use is", self._serves(tenant)
+            else:
+                wanted, may_come = f"model {name!r} is not", name in self._known
+            is_bounded = bool(self._served) and not may_come
             try:
-                async with asyncio.timeout_at(give_up_at if is_unknown else None):
+                async with asyncio.timeout_at(give_up_at if is_bounded else None):
                     await changed.wait()
             except TimeoutError:
-                raise Unavailable(
-                    f"model {name!r} is not being served now", reason="NO_MODEL_SERVED"
-                ) from None
+                raise Unavailable(f"{wanted} being served now", reason="NO_MODEL_SERVED") from None
 
     def current(self, name: str | None, tenant: Principal) -> FrontendModel:
         """Like `resolve`, but raises Unavailable instead of waiting."""
@@ -241,6 +244,10 @@ class ModelDirectory:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _serves(self, tenant: Principal) -> bool:
+        """Whether any of the served models may be used."""
+        return any(may_use(tenant, info) for info in self._served.values())
 
     def _find(
         self, name: str | None, tenant: Principal, *, is_continued: bool = False

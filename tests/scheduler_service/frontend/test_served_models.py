@@ -183,6 +183,17 @@ async def test_a_continued_request_waits_a_bounded_time_for_a_model_that_nobody_
         await directory.resolve("a", ANYBODY, is_continued=True)
 
 
+async def test_a_key_whose_models_are_not_served_waits_a_bounded_time_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(served_models, "MAX_UNKNOWN_WAIT_S", 0.01)
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("b")])
+    tenant = Principal(name="t", models=frozenset(["a"]))
+    with pytest.raises(Unavailable, match="no model that this API key may use is being served now"):
+        await directory.resolve(None, tenant)
+
+
 async def test_announcements_do_not_restart_the_load_of_the_same_files() -> None:
     fetch = Fetch()
     fetch.gate.clear()
