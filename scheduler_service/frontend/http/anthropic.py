@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,8 +40,10 @@ from scheduler_service.frontend.http.openai.serving_chat import (
     AssistantMessage,
     ToolPlan,
     chat_of,
+    chat_request_of,
     find_plan,
     generate_request,
+    named_choice,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
@@ -222,10 +223,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
         same = ("max_tokens", "stream", "temperature", "top_k", "top_p")
         fields |= {name: getattr(body, name) for name in same}
         fields["stop"] = body.stop_sequences
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from None
+    return chat_request_of(fields)
 
 
 def _tool_fields(body: CountTokensRequest) -> dict[str, Any]:
@@ -248,12 +246,7 @@ def _tool_fields(body: CountTokensRequest) -> dict[str, Any]:
         return fields
     fields["tool_choice"] = "required" if choice.type == "any" else choice.type
     if choice.type == "tool":
-        names = sorted(tool.name for tool in body.tools or ())
-        if choice.name not in names:
-            raise InvalidArgument(
-                "tool_choice.name", f"expected one of {names}, got {choice.name!r}"
-            )
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = named_choice(choice.name, (tool.name for tool in body.tools or ()))
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     return fields

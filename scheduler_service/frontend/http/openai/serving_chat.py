@@ -2,12 +2,14 @@
 
 import json
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.responses import Response
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -418,6 +420,22 @@ def _tool(body: ToolBody) -> inference_pb.Tool:
     if body.function.parameters is not None:
         tool.parameters_json = json.dumps(body.function.parameters)
     return tool
+
+
+def chat_request_of(fields: Mapping[str, Any]) -> ChatRequest:
+    """A chat completion that another endpoint asks for. Raises RequestValidationError."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors(include_url=False)) from None
+
+
+def named_choice(name: str | None, tools: Iterable[str]) -> dict[str, Any]:
+    """The `tool_choice` of one function, as another endpoint names it. Raises InvalidArgument."""
+    names = sorted(tools)
+    if name not in names:
+        raise InvalidArgument("tool_choice.name", f"expected one of {names}, got {name!r}")
+    return {"type": "function", "function": {"name": name}}
 
 
 ChatBody = Annotated[ChatRequest, Depends(json_body(ChatRequest))]

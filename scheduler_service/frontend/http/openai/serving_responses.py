@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import Field, ValidationError
+from pydantic import Field
 from starlette.responses import Response
 from typing_extensions import TypedDict
 
@@ -40,8 +39,10 @@ from scheduler_service.frontend.http.openai.serving_chat import (
     PART_SEPARATOR,
     AssistantMessage,
     ToolPlan,
+    chat_request_of,
     find_plan,
     generate_request,
+    named_choice,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.http.services import HttpServices
@@ -217,12 +218,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         ]
     choice = body.tool_choice
     if isinstance(choice, NamedTool):
-        names = sorted(tool.name for tool in body.tools or ())
-        if choice.name not in names:
-            raise InvalidArgument(
-                "tool_choice.name", f"expected one of {names}, got {choice.name!r}"
-            )
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+        fields["tool_choice"] = named_choice(choice.name, (tool.name for tool in body.tools or ()))
     else:
         fields["tool_choice"] = choice
     if body.reasoning is not None:
@@ -233,10 +229,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
             if wanted.schema_ is None:
                 raise InvalidArgument("text.format.schema", "required with the type json_schema")
             fields["response_format"]["json_schema"] = {"schema": wanted.schema_}
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from None
+    return chat_request_of(fields)
 
 
 def _add_item(messages: list[dict[str, Any]], item: Item, where: str) -> None:
