@@ -24,8 +24,8 @@ from scheduler_service.frontend.auth import (
 )
 from scheduler_service.frontend.config import FrontendConfig, public_server_options
 from scheduler_service.frontend.core_client import CoreClient, CoreConnection
+from scheduler_service.frontend.http.middleware import HttpServices
 from scheduler_service.frontend.http.server import HttpServer, http_context
-from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input.message_limits import check_message
 from scheduler_service.frontend.metrics import FrontendMetrics
 from scheduler_service.frontend.request_manager import RequestManager

@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler_service.frontend.auth import NoAuthentication
 from scheduler_service.frontend.http.app import make_app
-from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.middleware import HttpServices
 
 HEAD = """\
 # HTTP reference

@@ -5,8 +5,8 @@
 | module | holds |
 | --- | --- |
 | `server` | sockets, TLS and timeouts around uvicorn |
-| `app`, `services` | the application and its OpenAPI document; what routers work on |
-| `middleware` | authentication, limits of bodies, trace context |
+| `app` | the application and its OpenAPI document |
+| `middleware` | what endpoints use, their caller; authentication, limits of bodies, trace context |
 | `request_body` | JSON bodies: bounded, parsed and validated, off the loop if they are large |
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRequest, Delta
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
@@ -46,7 +46,6 @@ from scheduler_service.frontend.http.openai.serving_chat import (
     named_choice,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
-from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input import processor
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")

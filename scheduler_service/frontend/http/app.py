@@ -15,6 +15,7 @@ from scheduler_service.frontend.http.middleware import (
     Authenticate,
     BodyLimit,
     CheckHost,
+    HttpServices,
     TraceContext,
 )
 from scheduler_service.frontend.http.openai import (
@@ -28,7 +29,6 @@ from scheduler_service.frontend.http.openai.protocol import (
     ChatRequest,
     CompletionRequest,
 )
-from scheduler_service.frontend.http.services import HttpServices
 from service_common.version import VERSION
 
 SCHEMAS: Sequence[type[Any]] = (

@@ -1,12 +1,15 @@
-"""ASGI middleware: authentication, limits of request bodies, and the client's trace context."""
+"""What surrounds every endpoint: the services that it uses, its caller, and ASGI middleware for
+authentication, limits of request bodies, and the client's trace context."""
 
 import asyncio
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Annotated
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
+from prometheus_client import CollectorRegistry
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,12 +20,15 @@ from scheduler_service.errors import (
     Unauthenticated,
 )
 from scheduler_service.frontend.auth import Authentication, Principal
+from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.errors import (
     error_response,
     too_large_response,
     too_slow_response,
 )
 from scheduler_service.frontend.input.processor import draw_request_id
+from scheduler_service.frontend.request_manager import RequestManager
+from scheduler_service.frontend.served_models import ModelDirectory
 from service_common.metadata import TRACEPARENT, authorization
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
@@ -31,6 +37,20 @@ _REQUEST_ID = re.compile(REQUEST_ID.encode())
 
 BODY_TIMEOUT_S = 60.0
 """For a whole body to arrive."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HttpServices:
+    """The parts of a frontend that HTTP shares with gRPC."""
+
+    requests: RequestManager
+    models: ModelDirectory
+    core: CoreConnection
+    authentication: Authentication
+    registry: CollectorRegistry
+    """The metrics that Prometheus scrapes."""
+    allowed_hosts: frozenset[str] | None = None
+    """Names that the Host header may have; None: any."""
 
 
 class BodyLimit:

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES, ErrorResponse, error_response
-from scheduler_service.frontend.http.middleware import Caller
-from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from service_common.metrics_server import CONTENT_TYPE, metrics_text
 
 NOT_NOW: dict[int | str, dict[str, Any]] = {

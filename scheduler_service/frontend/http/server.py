@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
-from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.middleware import HttpServices
 from service_common.addresses import split_host_port
 from service_common.errors import CannotListen
 from service_common.tls import TlsFiles

@@ -10,12 +10,11 @@ from typing_extensions import TypedDict
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import ChatPrompt
 from scheduler_service.frontend.http.openai.sampling import ListOf, Strict, TokenId
 from scheduler_service.frontend.http.openai.serving_chat import chat_of
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
-from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input import processor
 from service_common.version import VERSION
 

@@ -7,8 +7,7 @@ from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 
 from scheduler_service.frontend.auth import Principal
-from scheduler_service.frontend.http.middleware import Caller
-from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 
 _POOLING = (
     "only models that generate text are served; serve embeddings, classes and scores elsewhere"

@@ -19,8 +19,7 @@ from scheduler_service.errors import Unavailable
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.dashboard.series import FIELDS, Series
 from scheduler_service.frontend.http.dashboard.view import View, changes, view_of
-from scheduler_service.frontend.http.middleware import Caller
-from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from pydantic import BaseModel
 from pagewire.v1.model_pb2 import ModelInfo
 from scheduler_service.errors import UnknownModel
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller
-from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.served_models import may_use
 
 

@@ -16,7 +16,7 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import error_body, error_response, http_code
-from scheduler_service.frontend.http.middleware import REQUEST_ID
+from scheduler_service.frontend.http.middleware import REQUEST_ID, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
     AnswerHead,
     ChatLogprobsBody,
@@ -29,7 +29,6 @@ from scheduler_service.frontend.http.openai.protocol import (
     WholeFields,
 )
 from scheduler_service.frontend.http.openai.sampling import SamplingFields
-from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.input.processor import draw_request_id
 from scheduler_service.frontend.multiplexer import RequestBatch
 

@@ -17,7 +17,7 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -49,7 +49,6 @@ from scheduler_service.frontend.http.openai.serving import (
     streamed_or_whole,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
-from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.http.tool_parsers.base import (
     CallStart,
     Content,

@@ -14,7 +14,7 @@ from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
     MAX_PROMPTS,
     ChunkUsage,
@@ -35,7 +35,6 @@ from scheduler_service.frontend.http.openai.serving import (
     streamed_or_whole,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
-from scheduler_service.frontend.http.services import HttpServices
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller
+from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
     MAX_MESSAGES,
     ChatRequest,
@@ -45,7 +45,6 @@ from scheduler_service.frontend.http.openai.serving_chat import (
     named_choice,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
-from scheduler_service.frontend.http.services import HttpServices
 
 
 class Part(RequestBody):

@@ -7,8 +7,8 @@ import httpx
 import pytest
 
 from scheduler_service.frontend.config import FrontendConfig
+from scheduler_service.frontend.http.middleware import HttpServices
 from scheduler_service.frontend.http.server import HttpServer, bind
-from scheduler_service.frontend.http.services import HttpServices
 from scheduler_service.frontend.server import Frontend
 from service_common.errors import CannotListen
 from tests.support.fake_core import FakeCore, model_info

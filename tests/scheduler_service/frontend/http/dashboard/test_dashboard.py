@@ -18,7 +18,7 @@ from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.app import make_app
 from scheduler_service.frontend.http.dashboard.hub import FILE_PATHS, Hub
-from scheduler_service.frontend.http.services import HttpServices
+from scheduler_service.frontend.http.middleware import HttpServices
 from service_common.cluster import NO_CLUSTER, Cluster
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import eventually
