@@ -134,10 +134,13 @@ async def _run(config: WorkerConfig) -> None:
         await worker.run()
     finally:
         if worker.is_stuck:
-            logger = logging.getLogger(__name__)
-            logger.error("the model thread is stuck, the process ends without it")
+            # gloo cannot abort what waits for another rank, which may have died.
+            waits_for_rank = config.group.layout.world_size > 1 and not worker.has_failed
+            level = logging.WARNING if waits_for_rank else logging.ERROR
+            message = "the model thread is stuck, the process ends without it"
+            logging.getLogger(__name__).log(level, message)
             logging.shutdown()
-            os._exit(1)
+            os._exit(0 if waits_for_rank else 1)
 
 
 def _executor_of(config: WorkerConfig) -> "Executor":

@@ -255,7 +255,13 @@ def kill(compose: Compose, name: str) -> None:
 
 
 def pause(compose: Compose, name: str) -> None:
-    compose.docker("pause", name)
+    for tries_left in (2, 1, 0):  # the engine gives up on processes that never wait
+        try:
+            compose.docker("pause", name)
+            break
+        except AssertionError as error:
+            if "unable to freeze" not in str(error) or not tries_left:
+                raise
     time.sleep(ABSENCE_S)
     compose.docker("unpause", name)
 

@@ -77,6 +77,11 @@ class Worker:
         """After `run`: whether the model thread has not ended, and the process might not either."""
 
     @property
+    def has_failed(self) -> bool:
+        """Whether it does not end because it was asked to."""
+        return self._failure is not None
+
+    @property
     def address(self) -> str:
         """Where it listens; with the real port once it does."""
         return self._server.address
