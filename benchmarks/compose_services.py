@@ -50,7 +50,7 @@ class Composed:
         self._started.append(
             Service(
                 name,
-                module("pagewire_client.cli", *words),
+                module("pagewire_cli", *words),
                 self._logs / f"{name}.log",
                 {**own, **self._environment},
             )

@@ -11,9 +11,9 @@ from benchmarks.processes import processor_seconds
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from pagewire_client.local import service_commands
-from pagewire_client.local.runtime_directory import RuntimeDirectory
-from pagewire_client.local.service_process import ServiceProcess
+from pagewire_cli.local import service_commands
+from pagewire_cli.local.runtime_directory import RuntimeDirectory
+from pagewire_cli.local.service_process import ServiceProcess
 
 MODEL = "simulated"
 START_TIMEOUT_S = 120.0

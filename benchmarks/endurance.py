@@ -21,8 +21,8 @@ import psutil
 
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.tables import print_table, script_parser
+from pagewire_cli.local.services import LocalServices
 from pagewire_client import AsyncClient, SamplingParams
-from pagewire_client.local.services import LocalServices
 
 NUM_WORKERS = 2
 VOCAB_SIZE = 32_000

@@ -29,7 +29,7 @@ from benchmarks.machine import ForeignLoad, save
 from benchmarks.model_shapes import SHAPES
 from benchmarks.servers import ServedPagewire, ServedVllm, Server, all_of
 from benchmarks.tables import print_table, script_parser
-from pagewire_client.bench import Lengths, Limits, LoadRun, Summary, Target, Workload
+from pagewire_cli.load import Lengths, Limits, LoadRun, Summary, Target, Workload
 
 WARMUP_REQUESTS = 8
 

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from pagewire_client.bench import Arrival
+from pagewire_cli.load import Arrival
 
 _DATA = b"data: "
 _END = b"[DONE]"
@@ -48,7 +48,7 @@ class OpenAITarget:
         await self._session.close()
 
     async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
-        """See `pagewire_client.bench.Target`."""
+        """See `pagewire_cli.load.Target`."""
         body = self._body(arrival)
         async with self._session.post("/v1/completions", json=body) as response:
             if response.status != 200:

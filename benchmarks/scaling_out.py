@@ -29,8 +29,8 @@ from benchmarks.compose_services import END_TIMEOUT_S, FRONTEND, SCHEDULER, WORK
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
 from benchmarks.tables import print_table, script_parser
+from pagewire_cli.local.health import is_serving
 from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, RequestOutput, SamplingParams
-from pagewire_client.local.health import is_serving
 from tools.launch import Service
 
 FEW, MANY = 1, 4

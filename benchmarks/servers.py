@@ -20,8 +20,8 @@ from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
 from benchmarks.openai_target import OpenAITarget
 from benchmarks.processes import free_port, send_signal
+from pagewire_cli.load import Arrival, PagewireTarget, Target
 from pagewire_client import NO_RETRIES, AsyncClient
-from pagewire_client.bench import Arrival, PagewireTarget, Target
 from pagewire_client.errors import PagewireError
 
 HOST = "127.0.0.1"
@@ -169,7 +169,7 @@ class ServedPagewire(Server):
             name,
             interface,
             port=int(self._address.rpartition(":")[2]),
-            command=[sys.executable, "-m", "pagewire_client.cli", "serve", *options],
+            command=[sys.executable, "-m", "pagewire_cli", "serve", *options],
             # Its services import from the same folders.
             environment={"PYTHONPATH": ":".join(path for path in sys.path if path)},
             log=settings.log(name.replace(" ", "_")),

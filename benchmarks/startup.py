@@ -28,7 +28,7 @@ from benchmarks.processes import end_in_order_when_told, resident_bytes
 from benchmarks.servers import ServedPagewire, ServedVllm, Server
 from benchmarks.tables import print_table
 from benchmarks.workloads import WORKLOADS
-from pagewire_client.bench import Arrival
+from pagewire_cli.load import Arrival
 
 SAMPLE_S = 0.1
 OURS = "pagewire"

@@ -20,7 +20,7 @@ from benchmarks.machine import ForeignLoad, save
 from benchmarks.tables import print_table, script_parser
 from benchmarks.wire_echo import Echo
 from benchmarks.wire_messages import Row, new_row, steady_row
-from pagewire_client.bench import percentile
+from pagewire_cli.load import percentile
 
 BUDGET_BYTES = 16
 """Of a plan, per sequence and step of steady decoding, on average."""

@@ -1,6 +1,6 @@
 """The services of this checkout as processes, for benchmarks and tests.
 
-Only its owner starts, stops or kills such a process, at any moment. (`pagewire_client.local`, which
+Only its owner starts, stops or kills such a process, at any moment. (`pagewire_cli.local`, which
 users' deployments consist of, keeps its services alive instead.)
 """
 

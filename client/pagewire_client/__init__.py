@@ -1,4 +1,4 @@
-"""The Python client of Pagewire, and the command line.
+"""The Python client of Pagewire.
 
 Ways to use a model, which take the same prompts and `SamplingParams`; `AsyncLLM` is an
 `AsyncClient` of private services:
@@ -21,9 +21,7 @@ Ways to use a model, which take the same prompts and `SamplingParams`; `AsyncLLM
 | `sampling_params`, `chat`, `requests` | what is sent |
 | `outputs`, `deployment`, `errors` | what is returned or raised |
 | `connection` | addresses, TLS, call metadata, channels |
-| `llm`, `local` | offline use: services started and supervised by this process |
-| `bench` | load at a given rate, and the latencies and throughput measured |
-| `cli` | the `pagewire` command |
+| `llm` | offline use: services that `pagewire_cli.local` starts and supervises |
 
 `make sync-client` generates `client` and `calls` from `async_client` and `async_calls`.
 

@@ -10,6 +10,7 @@ from typing import Self, TypeAlias, Unpack
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pagewire_cli.local import LocalServices
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.batch import BatchProgress, OnProgress
 from pagewire_client.calls import OutputStream
@@ -17,7 +18,6 @@ from pagewire_client.chat import ChatPrompt, Messages, Tools
 from pagewire_client.client import Client
 from pagewire_client.deployment import ModelInfo
 from pagewire_client.errors import Unavailable
-from pagewire_client.local import LocalServices
 from pagewire_client.outputs import RequestOutput, Score
 from pagewire_client.requests import GenerateOptions, Prompt, Text, prompt_list
 from pagewire_client.retry import RetryPolicy

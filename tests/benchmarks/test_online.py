@@ -7,7 +7,7 @@ from typing import Any, Self
 import pytest
 
 from benchmarks.online import Ladder, best_goodput, climb, row
-from pagewire_client.bench import Arrival, Lengths, Limits, Percentiles, Summary
+from pagewire_cli.load import Arrival, Lengths, Limits, Percentiles, Summary
 
 LADDER = Ladder(
     rates=[50.0, 100.0],

@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from benchmarks.openai_target import OpenAITarget
-from pagewire_client.bench import Arrival, Limits, LoadRun, Summary
+from pagewire_cli.load import Arrival, Limits, LoadRun, Summary
 
 ARRIVAL = Arrival(0.0, [11, 12, 13], 4)
 

@@ -11,7 +11,7 @@ from benchmarks.model_shapes import Shape
 from benchmarks.online import Ladder, climb
 from benchmarks.processes import tree
 from benchmarks.servers import ServedPagewire, ServedVllm
-from pagewire_client.bench import Arrival, Lengths, Limits
+from pagewire_cli.load import Arrival, Lengths, Limits
 from tests.support.waiting import until
 
 TINY = Shape(

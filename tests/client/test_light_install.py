@@ -75,13 +75,13 @@ def test_the_command_line_works_without_torch(
     environment: dict[str, str], frontend: FakeFrontend
 ) -> None:
     arguments = ["generate", "Hello", "--address", frontend.address]
-    done = run(environment, "-m", "pagewire_client.cli", *arguments)
+    done = run(environment, "-m", "pagewire_cli", *arguments)
     assert done.returncode == 0, done.stderr
     assert len(frontend.requests) == 1
 
 
 def test_the_conformance_kit_works_without_extras(environment: dict[str, str]) -> None:
-    done = run(environment, "-m", "pagewire_client.cli", "conformance", "--list")
+    done = run(environment, "-m", "pagewire_cli", "conformance", "--list")
     assert done.returncode == 0, done.stderr
     assert "epochs: a stream of an older epoch is refused" in done.stdout
 
@@ -93,14 +93,14 @@ def test_the_conformance_kit_works_without_extras(environment: dict[str, str]) -
 def test_a_missing_service_is_told_by_its_extra(
     environment: dict[str, str], command: str, extra: str
 ) -> None:
-    done = run(environment, "-m", "pagewire_client.cli", command)
+    done = run(environment, "-m", "pagewire_cli", command)
     assert done.returncode == 1
     assert done.stderr == (f"error: this needs the {command}: pip install 'pagewire[{extra}]'\n")
 
 
 def test_serve_and_demo_and_llm_tell_it_too(environment: dict[str, str]) -> None:
     for command in ("serve", "demo"):
-        done = run(environment, "-m", "pagewire_client.cli", command)
+        done = run(environment, "-m", "pagewire_cli", command)
         assert done.stderr.endswith("pip install 'pagewire[worker,scheduler]'\n")
         assert done.returncode == 1
     done = run(environment, "-c", "import pagewire_client; pagewire_client.LLM()")

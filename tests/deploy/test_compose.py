@@ -13,7 +13,7 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from pagewire_client.cli.app import app as pagewire
+from pagewire_cli.app import app as pagewire
 from scheduler_service.__main__ import make_app
 from tests.support.compose import COMPOSE_FILE, ComposedService, services, started
 from tools.launch import ROOT

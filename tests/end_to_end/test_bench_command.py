@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pagewire_cli.app import app
 from pagewire_client import Client
-from pagewire_client.cli.app import app
 from tests.support.cluster import Cluster
 from tools.launch import environment
 
@@ -119,5 +119,5 @@ def test_ctrl_c_shows_what_was_measured_so_far(cluster: Cluster) -> None:
 
 
 def command(cluster: Cluster, *arguments: str) -> list[str]:
-    program = [sys.executable, "-m", "pagewire_client.cli", "bench"]
+    program = [sys.executable, "-m", "pagewire_cli", "bench"]
     return [*program, "--address", cluster.frontend_address(), *arguments]

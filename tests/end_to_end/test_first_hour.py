@@ -34,7 +34,7 @@ tools = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 
 def test_the_demo_streams_an_answer() -> None:
-    demo = run(sys.executable, "-m", "pagewire_client.cli", "demo")
+    demo = run(sys.executable, "-m", "pagewire_cli", "demo")
     assert demo.returncode == 0, demo.stderr
     assert "27 + 45 = 72" in demo.stdout
     assert "first token" in demo.stderr

@@ -41,7 +41,7 @@ class Pods:
         if name == "worker":
             words += ["--model", "embedded", "--dtype", "float32", "--kv-cache-memory", "64MiB"]
         log = self._folder / f"{name}-{index}.log"
-        self.processes.append(Service(name, launch.module("pagewire_client.cli", *words), log))
+        self.processes.append(Service(name, launch.module("pagewire_cli", *words), log))
 
     def address(self, name: str, index: int = 0) -> str:
         return self._local(f"{HERE}:{self._containers[name].port}", index)

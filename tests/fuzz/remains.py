@@ -5,9 +5,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagewire_cli.local.service_process import ServiceProcess
 from pagewire_client import Client
 from pagewire_client.deployment import EngineStatus
-from pagewire_client.local.service_process import ServiceProcess
 from tests.fuzz.outcome import Outcome
 from tests.support.simulated_services import resident_bytes
 

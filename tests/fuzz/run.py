@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
+from pagewire_cli.local import LocalServices
 from pagewire_client import Client, SamplingParams
 from pagewire_client.errors import PagewireError
-from pagewire_client.local import LocalServices
 from tests.fuzz import grpc_calls, http_calls
 from tests.fuzz.hostile_core import HostileCore
 from tests.fuzz.logs import Logs

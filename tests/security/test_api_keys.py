@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagewire.v1 import inference_service_pb2 as pb
-from pagewire_client.cli.app import app
+from pagewire_cli.app import app
 from scheduler_service.errors import Unauthenticated
 from scheduler_service.frontend.auth import ApiKeys, Principal, hash_of, read_keys
 from tests.support.fake_core import FakeCore, model_info

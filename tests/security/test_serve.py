@@ -13,8 +13,8 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from pagewire_cli.app import app
 from pagewire_client import Client, RetryPolicy, SamplingParams, TlsOptions
-from pagewire_client.cli.app import app
 from pagewire_client.errors import NotAuthorized, Unavailable
 from tests.client.cli.test_serve import free_port, serving
 from tests.client.test_node_client import NODE_CLIENT

@@ -174,7 +174,7 @@ def _bind(source: str, target: str) -> str:
 
 def _pagewire(words: Sequence[str]) -> list[str]:
     """The images' entry point."""
-    return [PYTHON, "-m", "pagewire_client.cli", *words]
+    return [PYTHON, "-m", "pagewire_cli", *words]
 
 
 class Engine:
@@ -216,7 +216,7 @@ class Engine:
 
     def run(self, *words: str) -> "CompletedProcess[str]":
         """Run `pagewire …` on the host's side of the network."""
-        return self._on_host(sys.executable, "-m", "pagewire_client.cli", *words)
+        return self._on_host(sys.executable, "-m", "pagewire_cli", *words)
 
     def down(self) -> None:
         """End everything."""

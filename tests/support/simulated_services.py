@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pagewire_client.local import LocalServices
-from pagewire_client.local.service_process import OnLine
+from pagewire_cli.local import LocalServices
+from pagewire_cli.local.service_process import OnLine
 
 
 @contextmanager

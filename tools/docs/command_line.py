@@ -8,8 +8,8 @@ from typing import Any
 import typer
 
 from conformance.__main__ import main as run_conformance
-from pagewire_client.cli import health
-from pagewire_client.cli.app import app as pagewire
+from pagewire_cli import health
+from pagewire_cli.app import app as pagewire
 from scheduler_service.__main__ import make_app
 from worker_service.__main__ import app as worker
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from pagewire_client.bench import (
+from pagewire_cli.load import (
     Arrival,
     Lengths,
     Limits,

@@ -22,9 +22,9 @@ from pagewire.v1.sampling_pb2 import (
     ChoiceList,
     SamplingParams,
 )
-from pagewire_client.cli import terminal
-from pagewire_client.cli.app import app
-from pagewire_client.local import LocalServices, engine_args, service_commands
+from pagewire_cli import terminal
+from pagewire_cli.app import app
+from pagewire_cli.local import LocalServices, engine_args, service_commands
 from tests.support.fake_frontend import (
     MODEL,
     Break,
@@ -40,7 +40,7 @@ CHAT_TEXT = ""  # The fake frontend's tokens depend on the text of a prompt, whi
 def run(*arguments: str, stdin: str = "", env: dict[str, str] | None = None) -> Any:
     """The command in a process of its own, to its end."""
     return subprocess.run(
-        [sys.executable, "-m", "pagewire_client.cli", *arguments],
+        [sys.executable, "-m", "pagewire_cli", *arguments],
         input=stdin,
         capture_output=True,
         text=True,
@@ -229,7 +229,7 @@ def test_chat_goes_on_after_an_answer_that_failed(invoke: Any, frontend: FakeFro
 def test_ctrl_c_stops_the_answer_and_the_conversation_goes_on(frontend: FakeFrontend) -> None:
     frontend.hold.clear()
     with subprocess.Popen(
-        [sys.executable, "-m", "pagewire_client.cli", "chat", "--address", frontend.address],
+        [sys.executable, "-m", "pagewire_cli", "chat", "--address", frontend.address],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -266,7 +266,7 @@ def test_ctrl_c_ends_generate_quietly(frontend: FakeFrontend) -> None:
         [
             sys.executable,
             "-m",
-            "pagewire_client.cli",
+            "pagewire_cli",
             "generate",
             "--address",
             frontend.address,
@@ -435,7 +435,7 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupt())
-from pagewire_client.cli import main
+from pagewire_cli import main
 sys.argv = ["pagewire", "serve"]
 main()
 """

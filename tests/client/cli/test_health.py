@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from typer.testing import CliRunner
 
-from pagewire_client.cli.app import app
+from pagewire_cli.app import app
 from tests.support.certificates import Authority
 
 
@@ -94,10 +94,10 @@ def test_a_service_with_tls_is_asked_with_tls(tmp_path: Path) -> None:
 def test_a_check_imports_no_other_command(address: str) -> None:
     script = (
         "import sys; sys.argv = ['pagewire', 'health', '--service', 'liveness', sys.argv[1]]\n"
-        "from pagewire_client.cli import main\n"
+        "from pagewire_cli import main\n"
         "try:\n    main()\n"
         "except SystemExit as end:\n    assert end.code == 0\n"
-        "heavy = {'typer', 'rich', 'numpy', 'pagewire_client.client', 'pagewire_client.cli.app'}\n"
+        "heavy = {'typer', 'rich', 'numpy', 'pagewire_client.client', 'pagewire_cli.app'}\n"
         "print(sorted(heavy & sys.modules.keys()))"
     )
     done = subprocess.run(

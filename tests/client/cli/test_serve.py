@@ -16,8 +16,8 @@ import openai
 import psutil
 import pytest
 
+from pagewire_cli.local import service_commands
 from pagewire_client import Client, SamplingParams
-from pagewire_client.local import service_commands
 from tests.support.checkpoints import checkpoint
 
 FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]
@@ -28,7 +28,7 @@ def command(*arguments: str) -> dict[str, object]:
     """The `pagewire` command, as arguments of `subprocess`."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return {
-        "args": [sys.executable, "-m", "pagewire_client.cli", *arguments],
+        "args": [sys.executable, "-m", "pagewire_cli", *arguments],
         "env": {"PAGEWIRE_HTTP": "off"} | service_commands.environment() | {"PYTHONPATH": path},
         "stderr": subprocess.PIPE,
         "text": True,

@@ -8,8 +8,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from pagewire.v1 import status_pb2 as pb
-from pagewire_client.cli.app import app
-from pagewire_client.cli.top_screen import Rates, Screen, draw_blocks
+from pagewire_cli.app import app
+from pagewire_cli.top_screen import Rates, Screen, draw_blocks
 from pagewire_client.deployment import BlockMap, EngineStatus, from_proto
 from tests.support.fake_frontend import MODEL, FakeFrontend
 

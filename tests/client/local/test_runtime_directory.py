@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pagewire_client.local.runtime_directory import RuntimeDirectory
+from pagewire_cli.local.runtime_directory import RuntimeDirectory
 
 HOLD = """
 import sys
 from pathlib import Path
-from pagewire_client.local.runtime_directory import RuntimeDirectory
+from pagewire_cli.local.runtime_directory import RuntimeDirectory
 folder = RuntimeDirectory(Path(sys.argv[1]))
 (folder.path / "core.sock").touch()
 print(folder.path, flush=True)
@@ -57,7 +57,7 @@ def test_a_deep_folder_for_temporary_files_is_left_for_a_shallow_one(
     tmp_path: Path,
 ) -> None:
     code = (
-        "from pagewire_client.local.runtime_directory import RuntimeDirectory\n"
+        "from pagewire_cli.local.runtime_directory import RuntimeDirectory\n"
         "folder = RuntimeDirectory()\n"
         "print(folder.path.parent)\n"
         "folder.remove()"

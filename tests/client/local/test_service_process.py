@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pagewire_client.local import service_commands
-from pagewire_client.local.service_process import ServiceProcess
+from pagewire_cli.local import service_commands
+from pagewire_cli.local.service_process import ServiceProcess
 
 STUB = "tests.support.stub_service"
 
@@ -148,7 +148,7 @@ def test_a_child_finds_the_packages_its_parent_finds(
 def test_children_end_with_a_parent_that_is_killed(how: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys, time\n"
-        "from pagewire_client.local.service_process import ServiceProcess\n"
+        "from pagewire_cli.local.service_process import ServiceProcess\n"
         f"service = ServiceProcess('stub', ['{STUB}', 'stubborn'], lambda name, line:"
         " print(line, flush=True), lambda: None)\n"
         "service.start()\n"

@@ -8,7 +8,7 @@ from typer.testing import CliRunner, Result
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from pagewire_client.cli.app import app
+from pagewire_cli.app import app
 from pagewire_client.errors import DeadlineExceeded, NotFound
 from scheduler_service.core_service.service import CoreService
 from tests.scheduler_service.core_service.conftest import Fleet

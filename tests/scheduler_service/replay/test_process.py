@@ -30,7 +30,7 @@ def run(arguments: Sequence[str], **options: object) -> "subprocess.CompletedPro
 
 def replay(*arguments: str) -> "subprocess.CompletedProcess[str]":
     """By the command line that users have."""
-    return run(["pagewire_client.cli", "replay", *arguments])
+    return run(["pagewire_cli", "replay", *arguments])
 
 
 def generate(cluster: Cluster, num_requests: int) -> None:

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from pagewire_cli import terminal
+from pagewire_cli.options import CONNECTION, SAMPLING, Connection, with_options
 from pagewire_client.chat import ChatMessage
-from pagewire_client.cli import terminal
-from pagewire_client.cli.options import CONNECTION, SAMPLING, Connection, with_options
 from pagewire_client.client import Client
 from pagewire_client.errors import FailedPrecondition, InvalidArgument
 from pagewire_client.sampling_params import SamplingParams

@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from pagewire_cli.local import service_commands
 from pagewire_client.errors import LocalServiceError
-from pagewire_client.local import service_commands
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import typer
 
-from pagewire_client.cli import health as health_check
-from pagewire_client.local import service_commands
+from pagewire_cli import health as health_check
+from pagewire_cli.local import service_commands
 
 
 def worker(context: typer.Context) -> None:

@@ -9,9 +9,9 @@
 Contains neither servers nor printing: the generator loads any server that has a `Target`.
 """
 
-from pagewire_client.bench.load_generator import LoadRun, PagewireTarget, RequestRecord, Target
-from pagewire_client.bench.summary import Limits, Percentiles, Summary, percentile
-from pagewire_client.bench.workload import Arrival, Lengths, Workload
+from pagewire_cli.load.load_generator import LoadRun, PagewireTarget, RequestRecord, Target
+from pagewire_cli.load.summary import Limits, Percentiles, Summary, percentile
+from pagewire_cli.load.workload import Arrival, Lengths, Workload
 
 __all__ = [
     "Arrival",

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from pagewire_client.calls import OutputStream
-from pagewire_client.cli import terminal
-from pagewire_client.cli.options import (
+from pagewire_cli import terminal
+from pagewire_cli.options import (
     CONNECTION,
     SAMPLING_AND_ANSWERS,
     Connection,
     with_options,
 )
+from pagewire_client.calls import OutputStream
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.requests import Prompt
 from pagewire_client.sampling_params import SamplingParams

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pagewire_cli.local.health import why_not_serving
 from pagewire_client.connection import DEFAULT_ADDRESS, TlsOptions, check_address
-from pagewire_client.local.health import why_not_serving
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 

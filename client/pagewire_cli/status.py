@@ -14,8 +14,8 @@ from rich.table import Table
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.status_pb2 import StatusDetail
-from pagewire_client.cli import terminal
-from pagewire_client.cli.options import CONNECTION, Connection, with_options
+from pagewire_cli import terminal
+from pagewire_cli.options import CONNECTION, Connection, with_options
 from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, from_proto
 from pagewire_client.errors import from_call

@@ -3,10 +3,10 @@
 import time
 from dataclasses import dataclass
 
-from pagewire_client.cli import terminal
+from pagewire_cli import terminal
+from pagewire_cli.local import LocalServices
 from pagewire_client.client import Client
 from pagewire_client.errors import ServerError
-from pagewire_client.local import LocalServices
 from pagewire_client.requests import Prompt
 from pagewire_client.sampling_params import SamplingParams
 

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from pagewire_client.cli import terminal
-from pagewire_client.cli.options import ENGINE, group_of, with_options
+from pagewire_cli import terminal
+from pagewire_cli.local import LocalServices
+from pagewire_cli.options import ENGINE, group_of, with_options
 from pagewire_client.connection import DEFAULT_ADDRESS
-from pagewire_client.local import LocalServices
 
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 """The address that OpenAI clients of a local server commonly use."""

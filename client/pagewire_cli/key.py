@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from pagewire_client.cli import terminal
+from pagewire_cli import terminal
 
 KEY_BYTES = 32
 PREFIX = "pw-"

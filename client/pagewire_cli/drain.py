@@ -8,9 +8,9 @@ import typer
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from pagewire_client.cli import terminal
-from pagewire_client.cli.options import CORE_CONNECTION, CoreConnection, with_options
-from pagewire_client.cli.status import watch_core
+from pagewire_cli import terminal
+from pagewire_cli.options import CORE_CONNECTION, CoreConnection, with_options
+from pagewire_cli.status import watch_core
 from pagewire_client.connection import sync_channel
 from pagewire_client.deployment import EngineStatus, WorkerGroupStatus
 from pagewire_client.errors import DeadlineExceeded, from_call

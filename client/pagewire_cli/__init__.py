@@ -12,6 +12,8 @@
 | `key` | makes API keys |
 | `bench` | latencies and throughput under load |
 | `services` | one service alone, as a cluster runs it; the conformance kit; replay |
+| `load/` | the load generator behind `bench` |
+| `local/` | services started and supervised by this process, for `serve`, `demo` and `LLM` |
 | `options` | groups of options that commands share |
 | `terminal` | where answers, notes and errors are written |
 
@@ -32,10 +34,10 @@ def main() -> None:
     # Ctrl-C may be pressed while the commands are still being imported.
     try:
         if sys.argv[1:2] == ["health"]:  # without importing the other commands
-            from pagewire_client.cli import health
+            from pagewire_cli import health
 
             sys.exit(health.main(sys.argv[2:]))
-        from pagewire_client.cli.app import run
+        from pagewire_cli.app import run
 
         run()
     except KeyboardInterrupt:

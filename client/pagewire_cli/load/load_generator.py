@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
+from pagewire_cli.load.workload import Arrival
 from pagewire_client.async_client import AsyncClient
-from pagewire_client.bench.workload import Arrival
 from pagewire_client.sampling_params import SamplingParams
 
 

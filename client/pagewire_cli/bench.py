@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pagewire_client.async_client import AsyncClient
-from pagewire_client.bench import (
+from pagewire_cli import terminal
+from pagewire_cli.load import (
     Arrival,
     Lengths,
     Limits,
@@ -25,9 +25,9 @@ from pagewire_client.bench import (
     Summary,
     Workload,
 )
-from pagewire_client.bench.load_generator import OnEnd, RequestRecord
-from pagewire_client.cli import terminal
-from pagewire_client.cli.options import CONNECTION, Connection, group_of, with_options
+from pagewire_cli.load.load_generator import OnEnd, RequestRecord
+from pagewire_cli.options import CONNECTION, Connection, group_of, with_options
+from pagewire_client.async_client import AsyncClient
 from pagewire_client.deployment import ModelInfo
 from pagewire_client.retry import NO_RETRIES
 

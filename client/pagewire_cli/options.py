@@ -21,6 +21,7 @@ from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
 import typer
 
+from pagewire_cli.local import engine_args
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.client import Client
 from pagewire_client.connection import (
@@ -29,7 +30,6 @@ from pagewire_client.connection import (
     TlsOptions,
     connection_options,
 )
-from pagewire_client.local import engine_args
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 

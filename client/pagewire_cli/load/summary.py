@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from pagewire_client.bench.load_generator import LoadRun, RequestRecord
+from pagewire_cli.load.load_generator import LoadRun, RequestRecord
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -17,6 +17,6 @@ A child that dies is restarted: its state is soft, and open streams continue. A 
 before all serve, or repeatedly, ends the deployment with its own error message.
 """
 
-from pagewire_client.local.services import LocalServices
+from pagewire_cli.local.services import LocalServices
 
 __all__ = ["LocalServices"]

@@ -7,16 +7,16 @@ from typing import Annotated
 
 import typer
 
-from pagewire_client.cli import services, terminal
-from pagewire_client.cli.bench import bench
-from pagewire_client.cli.chat import chat
-from pagewire_client.cli.demo import demo
-from pagewire_client.cli.drain import drain
-from pagewire_client.cli.generate import generate
-from pagewire_client.cli.key import key
-from pagewire_client.cli.serve import serve
-from pagewire_client.cli.status import status
-from pagewire_client.cli.top import top
+from pagewire_cli import services, terminal
+from pagewire_cli.bench import bench
+from pagewire_cli.chat import chat
+from pagewire_cli.demo import demo
+from pagewire_cli.drain import drain
+from pagewire_cli.generate import generate
+from pagewire_cli.key import key
+from pagewire_cli.serve import serve
+from pagewire_cli.status import status
+from pagewire_cli.top import top
 from pagewire_client.errors import LocalServiceError, NotAuthorized, PagewireError, Unavailable
 
 EXIT_FAILURE = 1

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, Self
 
+from pagewire_cli.local import engine_args, service_commands
+from pagewire_cli.local.health import is_serving, is_taken
+from pagewire_cli.local.runtime_directory import RuntimeDirectory
+from pagewire_cli.local.service_process import OnLine, ServiceProcess
 from pagewire_client.errors import LocalServiceError
-from pagewire_client.local import engine_args, service_commands
-from pagewire_client.local.health import is_serving, is_taken
-from pagewire_client.local.runtime_directory import RuntimeDirectory
-from pagewire_client.local.service_process import OnLine, ServiceProcess
 
 DEFAULT_GRACE_PERIOD_S = 30.0
 """The services' own default of `--grace-period`."""

@@ -8,15 +8,15 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from pagewire_client.cli.options import (
+from pagewire_cli.options import (
     CONNECTION,
     MEMBERSHIP,
     Connection,
     Membership,
     with_options,
 )
-from pagewire_client.cli.status import watch_core
-from pagewire_client.cli.top_screen import Rates, Screen
+from pagewire_cli.status import watch_core
+from pagewire_cli.top_screen import Rates, Screen
 from pagewire_client.deployment import EngineStatus
 
 _MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 60.0
