@@ -1,10 +1,10 @@
-"""OpenAI's API: `/v1/chat/completions`, `/v1/completions` and `/v1/models`.
+"""OpenAI's API: `/v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/models`.
 
 | module | holds |
 | --- | --- |
 | `protocol` | bodies of requests and responses |
 | `sampling` | their sampling parameters, and how these become a protobuf message |
-| `serving` | what both endpoints share: JSON or server-sent events, log probabilities |
-| `serving_chat`, `serving_completion` | the endpoints |
+| `serving` | what the endpoints share: JSON or server-sent events, log probabilities |
+| `serving_chat`, `serving_completion`, `serving_responses` | the endpoints |
 | `models` | `/v1/models` |
 """
