@@ -2,7 +2,10 @@
 
 load.py          `load_model`: find, choose kernels, build, fill, try
 model_files.py   a directory, the hub or the embedded model; assets for frontends; fingerprint
-weights.py       reading safetensors, packing while loading, scales of an fp8 KV cache
+gguf_file.py     GGUF files: metadata, and tensors dequantised one at a time
+gguf_model.py    their configuration and tensors as `transformers` names them
+gguf_tokenizer.py  their tokenizer and chat template as files for frontends
+weights.py       reading weights, packing while loading, scales of an fp8 KV cache
 device.py        device, dtype, threads, and returning freed host memory
 trial.py         a first run that checks batch invariance
 """

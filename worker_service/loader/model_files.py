@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from worker_service.errors import BadCheckpoint, ModelNotFound
+from worker_service.loader.gguf_file import headers, is_gguf, open_gguf
+from worker_service.loader.gguf_model import gguf_config
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 
 def resolve_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The directory that holds `model`, downloaded first if it is a hub id.
+    """The directory that holds `model`, downloaded first if it is a hub id; or a GGUF file.
 
     weights: whether weight files are needed. Raises ModelNotFound, which names what was tried.
     """
@@ -34,10 +36,16 @@ def resolve_model(model: str, revision: str | None = None, *, weights: bool = Tr
     directory = Path(model).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ModelNotFound(f"{directory} is a directory, but holds no config.json")
+            files = ", ".join(file.name for file in sorted(directory.glob("*.gguf"))[:3])
+            hint = f"; name one of its files as the model: {files}" if files else ""
+            raise ModelNotFound(f"{directory} is a directory, but holds no config.json{hint}")
+        return directory
+    if directory.is_file() and is_gguf(directory):
         return directory
     if directory.exists():
-        raise ModelNotFound(f"{directory} is a file; expected a checkpoint's directory")
+        raise ModelNotFound(
+            f"{directory} is a file; expected a checkpoint's directory or a *.gguf file"
+        )
     if not _may_be_hub_id(model):
         raise ModelNotFound(f"{model}: no such directory, and not of a hub id's form owner/name")
     return _download(model, revision, weights)
@@ -79,7 +87,9 @@ def _first_line(error: Exception) -> str:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The content of `config.json`."""
+    """The content of `config.json`, or the same from a GGUF file's metadata."""
+    if is_gguf(model_dir):
+        return gguf_config(model_dir)
     config = read_json(model_dir / "config.json")
     if not isinstance(config.get("architectures"), list) or not config["architectures"]:
         raise BadCheckpoint(f"{model_dir / 'config.json'} names no architecture")
@@ -130,7 +140,14 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
 
     A model that has no `tokenizer.json` but the files of an older tokenizer gets one made from
     them, if `transformers` can. A chat template within `tokenizer_config.json` stays there.
+    A GGUF file has none of them: they are made from its metadata.
     """
+    if is_gguf(model_dir):
+        from worker_service.loader.gguf_tokenizer import tokenizer_assets
+
+        yield "config.json", json.dumps(gguf_config(model_dir)).encode()
+        yield from tokenizer_assets(model_dir, open_gguf(model_dir).metadata).items()
+        return
     for name in ASSET_NAMES:
         file = model_dir / name
         if file.is_file():
@@ -179,6 +196,11 @@ def fingerprint(model_dir: Path, load_format: str = "safetensors") -> str:
             _add(digest, file.name.encode())
             _add(digest, str(file.stat().st_size).encode())
             _add(digest, _header(file))
+        if is_gguf(model_dir):
+            gguf = open_gguf(model_dir)
+            for file, header in zip(gguf.files, headers(gguf), strict=True):
+                _add(digest, str(file.stat().st_size).encode())
+                _add(digest, header)
     return digest.hexdigest()[:32]
 
 

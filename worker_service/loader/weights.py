@@ -1,4 +1,4 @@
-"""Reading weights from safetensors only: a pickle may run any code.
+"""Reading weights from safetensors or GGUF only: a pickle may run any code.
 
 A linear layer is packed as soon as its weight is complete, and its original is freed: the peak of
 memory is the packed model and one layer.
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,6 +27,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from worker_service.errors import BadCheckpoint
+from worker_service.loader.gguf_file import is_gguf, split_files
+from worker_service.loader.gguf_model import gguf_tensors
 from worker_service.loader.model_files import read_json
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Linear
@@ -64,7 +67,7 @@ class Checkpoint:
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Find the weight files and read their headers; every file is checked to be whole."""
-    files = _weight_files(model_dir)
+    files = list(split_files(model_dir)) if is_gguf(model_dir) else _weight_files(model_dir)
     file_of: dict[str, Path] = {}
     for file in files:
         with _open(file) as tensors:
@@ -100,8 +103,12 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[safe_open]:
-    """A memory-mapped file. Raises BadCheckpoint, naming the file, if it is damaged."""
+def _open(file: Path) -> Iterator[Any]:
+    """A file's tensors, as `safe_open` gives them. Raises BadCheckpoint, naming the file, if it is
+    damaged."""
+    if is_gguf(file):
+        yield gguf_tensors(file)
+        return
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -201,7 +208,9 @@ def _check_shapes(by_file: Mapping[Path, Iterable[Wanted]]) -> None:
                 if found != expected:
                     wrong.append(f"{name} is {found}, expected {expected}")
     if wrong:
-        raise BadCheckpoint(f"weights do not fit config.json: {_listed(wrong)}")
+        gguf = next((file for file in by_file if is_gguf(file)), None)
+        source = f"the metadata of {gguf}" if gguf else "config.json"
+        raise BadCheckpoint(f"weights do not fit {source}: {_listed(wrong)}")
 
 
 def fill_dummy_weights(targets: Iterator[WeightTarget], on_filled: OnFilled = _nothing) -> None:

@@ -1,0 +1,302 @@
+"""Models from GGUF files: every type of weights and every architecture, against `transformers`."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+
+from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, MAX_POSITIONS
+from tests.support.gguf_files import CHAT_TEMPLATE, make_gguf
+from tests.support.paged_driver import PagedDriver
+from tests.support.transformers_oracle import Oracle
+from worker_service.config import ModelConfig
+from worker_service.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, WorkerError
+from worker_service.loader import LoadedModel, load_model
+from worker_service.loader.gguf_file import KNOWN_TYPES, open_gguf
+from worker_service.loader.gguf_model import gguf_config
+from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_assets
+from worker_service.loader.model_files import fingerprint, iter_assets
+
+TOKENS = list(range(3, 30))
+
+
+def _load(path: Path, **options: Any) -> LoadedModel:
+    return load_model(ModelConfig(model=str(path), device="cpu", dtype="float32", **options))
+
+
+def _assert_same(file: Path, reference: Path) -> None:
+    """Logits within rounding, and the same greedy tokens."""
+    loaded, oracle = _load(file), Oracle(reference)
+    driver = PagedDriver(loaded.model)
+    tokens = TOKENS + oracle.generate(TOKENS, 12)
+    found, expected = driver.run([(0, 0, tokens)])[0], oracle.logits(tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()) + 1e-4)
+    assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
+
+
+@pytest.mark.parametrize("kind", KNOWN_TYPES)
+def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    _assert_same(*make_gguf("llama", kind, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"],
+)
+def test_every_architecture_computes_as_transformers_do(family: str, tmp_path: Path) -> None:
+    _assert_same(*make_gguf(family, "Q8_0", tmp_path))
+
+
+def test_a_model_in_several_files_is_loaded_by_the_name_of_one(tmp_path: Path) -> None:
+    file, reference = make_gguf("llama", "Q4_1", tmp_path, parts=5)
+    assert len(open_gguf(file).files) > 2
+    _assert_same(file, reference)
+    last = open_gguf(file).files[-1]
+    last.unlink()
+    with pytest.raises(BadCheckpoint, match=rf"missing: {last.name}"):
+        _load(file)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gguf("llama", "Q4_0", tmp_path_factory.mktemp("gguf"))[0]
+
+
+def test_facts_and_files_for_frontends_come_from_the_metadata(llama: Path) -> None:
+    loaded = _load(llama)
+    assert loaded.eos_token_ids == (EOS_TOKEN_ID,)
+    assert loaded.bos_token_id == BOS_TOKEN_ID
+    assert loaded.config.max_model_len == MAX_POSITIONS
+    files = dict(iter_assets(llama))
+    tokenizer = ModelTokenizer(
+        files["tokenizer.json"],
+        json.loads(files["tokenizer_config.json"]),
+        files["chat_template.jinja"].decode(),
+    )
+    assert tokenizer.tool_template_source == CHAT_TEMPLATE
+    ids = tokenizer.encode("hello<eos>ä")
+    names = [tokenizer.token_name(token) for token in ids]
+    assert names == ["<bos>", "he", "ll", "o", "<eos>", "Ã", "¤"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "helloä"
+
+
+def test_metadata_and_size_are_in_the_fingerprint(llama: Path, tmp_path: Path) -> None:
+    renamed = tmp_path / "renamed.gguf"
+    renamed.write_bytes(llama.read_bytes())
+    assert fingerprint(renamed) == fingerprint(llama)
+    content = bytearray(llama.read_bytes())
+    content[content.index(b"<eos>")] = ord("(")
+    renamed.write_bytes(content)
+    assert fingerprint(renamed) != fingerprint(llama)
+
+
+def test_frequency_factors_of_llama_3_are_recognised(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4, rope_parameters=rope)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 10000.0 ** -(np.arange(0, 64, 2) / 64)
+    factors = (plain / scaled.numpy()).astype(np.float32)
+    file, _ = make_gguf(
+        "llama", "F16", tmp_path, metadata=lambda w: w.add_tensor("rope_freqs.weight", factors)
+    )
+    assert gguf_config(file)["rope_parameters"] == pytest.approx(rope)
+    assert _load(file).model.max_model_len == MAX_POSITIONS
+    (tmp_path / "other").mkdir()
+    file, _ = make_gguf(
+        "llama",
+        "F16",
+        tmp_path / "other",
+        metadata=lambda w: w.add_tensor("rope_freqs.weight", factors[::-1].copy()),
+    )
+    with pytest.raises(UnsupportedModel, match=r"rope_freqs\.weight: expected the 32 factors"):
+        _load(file)
+
+
+def _header(*, tensors: int = 0, keys: int = 0, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest
+
+
+def _string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def _tensor(kind: int, *, shape: tuple[int, ...] = (32,), offset: int = 0, dims: int = 0) -> bytes:
+    sizes = b"".join(struct.pack("<Q", size) for size in shape)
+    return (
+        _string("w")
+        + struct.pack("<I", dims or len(shape))
+        + sizes
+        + struct.pack("<IQ", kind, offset)
+    )
+
+
+HUGE = 1 << 63
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "truncated: it ends within magic"),
+        (b"PK\3\4" + bytes(60), "expected a GGUF file"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "expected GGUF version 2 or 3"),
+        (_header(tensors=HUGE), f"tensor count says {HUGE}"),
+        (_header(keys=HUGE), f"metadata count says {HUGE}"),
+        (_header(keys=1, rest=struct.pack("<Q", HUGE) + bytes(16)), f"says {HUGE}"),
+        (_header(keys=1, rest=_string("k") + struct.pack("<IQ", 8, HUGE)), f"k says {HUGE}"),
+        (_header(keys=1, rest=_string("k") + struct.pack("<IIQ", 9, 8, HUGE)), f"k says {HUGE}"),
+        (_header(keys=1, rest=_string("k") + struct.pack("<IIQ", 9, 4, HUGE)), f"k says {HUGE}"),
+        (
+            _header(keys=1, rest=_string("k") + struct.pack("<IIQ", 9, 9, 1)),
+            "k: unknown type of ar",
+        ),
+        (
+            _header(keys=1, rest=_string("k") + struct.pack("<IQ", 77, 1)),
+            "k: unknown type of value",
+        ),
+        (_header(tensors=1, rest=_tensor(99)), "w: unknown tensor type 99; expected one of F32"),
+        (_header(tensors=1, rest=_tensor(16)), "w: unknown tensor type IQ2_XXS"),
+        (_header(tensors=1, rest=_tensor(2, shape=(33,))), "w: expected rows of a multiple of 32"),
+        (_header(tensors=1, rest=_tensor(0, shape=(HUGE, HUGE))), "w needs"),
+        (_header(tensors=1, rest=_tensor(0, offset=HUGE)), "w needs 128 bytes"),
+        (_header(tensors=1, rest=_tensor(0, offset=3) + bytes(999)), "w: offset 3"),
+        (_header(tensors=1, rest=_tensor(0, dims=1 << 31)), "w: expected 1 to 4 dimensions"),
+        (_header(tensors=2, rest=2 * _tensor(0) + bytes(999)), "w is there twice"),
+    ],
+)
+def test_hostile_headers_are_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "bad.gguf"
+    file.write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=f"bad.gguf: .*{message}"):
+        _load(file)
+
+
+def test_a_file_cut_anywhere_is_refused(llama: Path, tmp_path: Path) -> None:
+    content = llama.read_bytes()
+    file = tmp_path / "cut.gguf"
+    for length in (*range(0, 1500, 37), len(content) // 2, len(content) - 33):
+        file.write_bytes(content[:length])
+        with pytest.raises(BadCheckpoint, match=r"cut\.gguf: .*truncated"):
+            open_gguf(file)
+
+
+def _without(name: str) -> Callable[[bytes], bytes]:
+    """The name replaced by another of the same length."""
+    return lambda content: content.replace(_string(name), _string("x" * len(name)), 1)
+
+
+@pytest.mark.parametrize(
+    ("edit", "error", "message"),
+    [
+        (_without("llama.block_count"), BadCheckpoint, r"missing metadata llama\.block_count"),
+        (_without("token_embd.weight"), BadCheckpoint, r"missing tensor token_embd\.weight"),
+        (
+            _without("blk.1.ffn_up.weight"),
+            BadCheckpoint,
+            r"missing tensors: model\.layers\.1\.mlp\.up_proj\.weight; unexpected tensors: xxx",
+        ),
+        (
+            lambda content: content.replace(b"llama", b"mamba", 1).replace(b"llama", b"mamba"),
+            UnsupportedModel,
+            "expected one of llama, qwen2, qwen3, got 'mamba'",
+        ),
+        (
+            lambda content: content.replace(b"gpt-2", b"gpt-9", 1),
+            UnsupportedModel,
+            r"tokenizer\.ggml\.pre: expected one of gpt-2, .* got 'gpt-9'",
+        ),
+        (
+            lambda content: content.replace(b"gpt2", b"bert", 1),
+            UnsupportedModel,
+            r"tokenizer\.ggml\.model: expected gpt2 or llama, got 'bert'",
+        ),
+    ],
+)
+def test_what_a_file_lacks_is_named(
+    llama: Path,
+    tmp_path: Path,
+    edit: Callable[[bytes], bytes],
+    error: type[WorkerError],
+    message: str,
+) -> None:
+    file = tmp_path / "edited.gguf"
+    file.write_bytes(edit(llama.read_bytes()))
+    with pytest.raises(error, match=message):
+        _load(file)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    file, _ = make_gguf("llama", "Q4_0", tmp_path)
+    content = bytearray(file.read_bytes())
+    place = content.index(b"llama.feed_forward_length") + 25 + 4
+    content[place : place + 4] = struct.pack("<I", 128)
+    file.write_bytes(content)
+    message = r"metadata of .*\.gguf: .*mlp\.\w+\.weight is \[256, 256\], expected \["
+    with pytest.raises(BadCheckpoint, match=message):
+        _load(file)
+
+
+def test_a_directory_with_a_gguf_file_says_what_to_name(llama: Path) -> None:
+    with pytest.raises(ModelNotFound, match=rf"name one of its files as the model: {llama.name}"):
+        _load(llama.parent)
+
+
+def test_every_pre_tokenizer_splits_as_its_models_do() -> None:
+    text = "Don't 12345  x\n\n y"
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    groups = {}
+    for pre in PRE_TOKENIZERS:
+        metadata = {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre,
+            "tokenizer.ggml.tokens": letters,
+            "tokenizer.ggml.token_type": [1] * len(letters),
+            "tokenizer.ggml.merges": [],
+        }
+        made = tokenizer_assets(Path("x.gguf"), metadata)["tokenizer.json"]
+        pieces = Tokenizer.from_str(made.decode()).pre_tokenizer.pre_tokenize_str(text)
+        groups[pre] = [piece for piece, _ in pieces]
+    assert groups["gpt-2"] == ["Don", "'t", "Ġ12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
+    assert groups["smollm"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
+    assert groups["llama-bpe"] == ["Don", "'t", "Ġ", "123", "45", "Ġ", "Ġx", "ĊĊ", "Ġy"]
+    assert groups["qwen2"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
+    assert groups["tekken"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
+
+
+def test_sentence_pieces_merge_by_score_and_fall_back_to_bytes() -> None:
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words = ["▁", "a", "b", "c", "ab", "bc", "▁a", "▁ab"]
+    scores = [0.0] * len(pieces) + [-9.0, -9.0, -9.0, -9.0, -2.0, -1.0, -4.0, -5.0]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces + words,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": [2, 3, 3, *[6] * 256, *[1] * len(words)],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    files = tokenizer_assets(Path("x.gguf"), metadata)
+    tokenizer = ModelTokenizer(
+        files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), None
+    )
+    ids = tokenizer.encode("abc ab</s>é")
+    names = [tokenizer.token_name(token) for token in ids]
+    assert names == ["<s>", "▁a", "bc", "▁ab", "</s>", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "abc ab é"

@@ -1,0 +1,253 @@
+"""Reading GGUF files: metadata, and tensors dequantised one at a time.
+
+The header is read here and not by `gguf.GGUFReader`, which takes seconds for a large vocabulary and
+trusts the lengths in the file. Block formats and their arithmetic are those of the `gguf` package.
+"""
+
+import math
+import re
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from worker_service.errors import BadCheckpoint
+
+KNOWN_TYPES = (
+    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+)
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+_SCALARS = dict(
+    zip(
+        (0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12),
+        (struct.Struct("<" + code) for code in "BbHhIif?Qqd"),
+        strict=True,
+    )
+)
+"""By the number of a value's type."""
+
+_MAX_DIMS = 4
+_SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """Where a tensor lies in its file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    """As in PyTorch: the last dimension is contiguous."""
+
+    type: str
+    offset: int
+    num_bytes: int
+
+    def read(self) -> Tensor:
+        """The tensor's numbers, dequantised; float32, but float16 and bfloat16 as they are."""
+        import gguf
+
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset)
+            data = np.fromfile(stream, np.uint8, self.num_bytes)
+        if len(data) < self.num_bytes:
+            raise BadCheckpoint(f"{self.file} has become shorter while it was read")
+        if self.type in ("F32", "F16"):
+            values = torch.from_numpy(data.view(np.float32 if self.type == "F32" else np.float16))
+        elif self.type == "BF16":
+            values = torch.from_numpy(data.view(np.int16)).view(torch.bfloat16)
+        else:
+            kind = gguf.GGMLQuantizationType[self.type]
+            rows = data.reshape(*self.shape[:-1], -1)
+            values = torch.from_numpy(gguf.quants.dequantize(rows, kind))
+        return values.reshape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """The headers of a model's GGUF files."""
+
+    files: tuple[Path, ...]
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    header_bytes: tuple[int, ...]
+    """Bytes before each file's tensors."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a path is named like a GGUF file."""
+    return path.suffix.lower() == ".gguf"
+
+
+def open_gguf(path: Path) -> Gguf:
+    """Read the headers of a file, and of all others if it is one part of several.
+
+    Raises BadCheckpoint, naming the file, if one is missing, damaged or of an unknown type.
+    """
+    files = split_files(path)
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise BadCheckpoint(f"{path} is one of {len(files)} parts; missing: {', '.join(missing)}")
+    stats = tuple((stat.st_size, stat.st_mtime_ns) for stat in map(Path.stat, files))
+    return _open_all(files, stats)
+
+
+def split_files(path: Path) -> tuple[Path, ...]:
+    """All parts of the model, of which `path` is one."""
+    match = _SPLIT.fullmatch(path.name)
+    if match is None:
+        return (path,)
+    stem, _, count = match.groups()
+    return tuple(
+        path.with_name(f"{stem}-{part:05d}-of-{count}.gguf") for part in range(1, int(count) + 1)
+    )
+
+
+@lru_cache(maxsize=2)
+def _open_all(files: tuple[Path, ...], _stats: tuple[tuple[int, int], ...]) -> Gguf:
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, GgufTensor] = {}
+    sizes = []
+    for file in files:
+        with file.open("rb") as stream:
+            found, parts, size = _Reader(file, stream).read()
+        sizes.append(size)
+        count = found.get("split.count", 1)
+        if count not in (0, len(files)):
+            raise BadCheckpoint(
+                f"{file} is one of {count} parts (split.count); its name must end in"
+                f" -00001-of-{count:05d}.gguf, the others' likewise"
+            )
+        metadata = {**found, **metadata}
+        for name, tensor in parts.items():
+            if name in tensors:
+                raise BadCheckpoint(f"{file}: {name} is in {tensors[name].file.name}, too")
+            tensors[name] = tensor
+    return Gguf(files, metadata, tensors, tuple(sizes))
+
+
+class _Reader:
+    """Reads one file's header. Every length is compared with the file's before it is used."""
+
+    def __init__(self, file: Path, stream: BinaryIO) -> None:
+        self._file = file
+        self._stream = stream
+        self._size = file.stat().st_size
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
+        """(metadata, tensors, bytes before the tensors)"""
+        if self._bytes(4, "magic") != _MAGIC:
+            raise self._fault("expected a GGUF file, which begins with the bytes GGUF")
+        version = self._scalar(4, "version")
+        if version not in _VERSIONS:
+            raise self._fault(f"expected GGUF version 2 or 3, little-endian, got {version}")
+        num_tensors = self._count(24, "tensor count")
+        num_keys = self._count(13, "metadata count")
+        metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = self._string("a metadata key")
+            metadata[key] = self._value(self._scalar(4, key), key)
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self._fault(f"general.alignment: expected a power of two, got {alignment!r}")
+        infos = [self._tensor_info() for _ in range(num_tensors)]
+        start = -(-self._stream.tell() // alignment) * alignment
+        tensors: dict[str, GgufTensor] = {}
+        for name, tensor in infos:
+            if name in tensors:
+                raise self._fault(f"{name} is there twice")
+            if tensor.offset % alignment:
+                raise self._fault(
+                    f"{name}: offset {tensor.offset} is not a multiple of {alignment}"
+                )
+            if start + tensor.offset + tensor.num_bytes > self._size:
+                raise self._fault(
+                    f"truncated or damaged: {name} needs {tensor.num_bytes} bytes at"
+                    f" {start + tensor.offset}, but the file has {self._size}"
+                )
+            tensors[name] = GgufTensor(
+                self._file, tensor.shape, tensor.type, start + tensor.offset, tensor.num_bytes
+            )
+        return metadata, tensors, start
+
+    def _tensor_info(self) -> tuple[str, GgufTensor]:
+        import gguf
+
+        name = self._string("a tensor's name")
+        num_dims = self._scalar(4, name)
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise self._fault(f"{name}: expected 1 to {_MAX_DIMS} dimensions, got {num_dims}")
+        shape = tuple(self._scalar(10, name) for _ in range(num_dims))[::-1]
+        number, offset = self._scalar(4, name), self._scalar(10, name)
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+        except ValueError:
+            kind = None
+        if kind is None or kind.name not in KNOWN_TYPES:
+            raise self._fault(
+                f"{name}: unknown tensor type {number if kind is None else kind.name}; expected one"
+                f" of {', '.join(KNOWN_TYPES)}"
+            )
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if not math.prod(shape) or shape[-1] % block:
+            raise self._fault(
+                f"{name}: expected rows of a multiple of {block} for {kind.name}, got {list(shape)}"
+            )
+        num_bytes = math.prod(shape) // block * block_bytes
+        return name, GgufTensor(self._file, shape, kind.name, offset, num_bytes)
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == _STRING:
+            return self._string(key)
+        if kind != _ARRAY:
+            return self._scalar(kind, key)
+        item = self._scalar(4, key)
+        if item == _STRING:
+            return [self._string(key) for _ in range(self._count(8, key))]
+        if item not in _SCALARS:
+            raise self._fault(f"{key}: unknown type of array elements {item}")
+        scalar = _SCALARS[item]
+        data = self._bytes(self._count(scalar.size, key) * scalar.size, key)
+        return [value for (value,) in scalar.iter_unpack(data)]
+
+    def _count(self, item_bytes: int, what: str) -> int:
+        """A number of items, each of at least `item_bytes`."""
+        count = int(self._scalar(10, what))
+        if count * item_bytes > self._size - self._stream.tell():
+            raise self._fault(
+                f"truncated or damaged: {what} says {count}, more than the file holds"
+            )
+        return count
+
+    def _string(self, what: str) -> str:
+        return self._bytes(self._count(1, what), what).decode("utf-8", "replace")
+
+    def _scalar(self, kind: int, what: str) -> Any:
+        if kind not in _SCALARS:
+            raise self._fault(f"{what}: unknown type of value {kind}")
+        scalar = _SCALARS[kind]
+        return scalar.unpack(self._bytes(scalar.size, what))[0]
+
+    def _bytes(self, count: int, what: str) -> bytes:
+        data = self._stream.read(count)
+        if len(data) < count:
+            raise self._fault(f"truncated: it ends within {what}")
+        return data
+
+    def _fault(self, message: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self._file}: {message}")
+
+
+def headers(gguf: Gguf) -> Iterator[bytes]:
+    """What precedes the tensors of each file."""
+    for file, size in zip(gguf.files, gguf.header_bytes, strict=True):
+        with file.open("rb") as stream:
+            yield stream.read(size)
