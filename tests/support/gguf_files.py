@@ -61,11 +61,9 @@ def make_gguf(
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
             order = order.reshape(num_heads, 2, -1).swapaxes(1, 2).ravel()
         data, result, data_type = _quantised(values[order], kind)
-        writer.add_tensor(
-            names.get_name(tensor_name, try_suffixes=(".weight", ".bias")),
-            data,
-            raw_dtype=data_type,
-        )
+        stored_name = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
+        assert stored_name is not None
+        writer.add_tensor(stored_name, data, raw_dtype=data_type)
         dequantised[tensor_name] = torch.from_numpy(result[np.argsort(order)].copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -112,7 +112,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
     """What `config.json` would hold. Raises BadCheckpoint or UnsupportedModel."""
     gguf = open_gguf(path)
     architecture = gguf.metadata.get("general.architecture")
-    if architecture not in _CLASSES:
+    if not isinstance(architecture, str) or architecture not in _CLASSES:
         raise UnsupportedModel(
             f"{path}: general.architecture: expected one of {', '.join(_CLASSES)}, got"
             f" {architecture!r}"
@@ -169,7 +169,7 @@ class _Config:
             "num_key_value_heads": self._int("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
             "max_position_embeddings": self._int("context_length"),
-            "rms_norm_eps": float(self._get("attention.layer_norm_rms_epsilon")),
+            "rms_norm_eps": self._float("attention.layer_norm_rms_epsilon"),
             "hidden_act": "silu",
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "tie_word_embeddings": "output.weight" not in tensors,
@@ -185,7 +185,7 @@ class _Config:
         return list(dict.fromkeys(token for token in found if token is not None))
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
-        theta = float(self._get("rope.freq_base", 10000.0))
+        theta = self._float("rope.freq_base", 10000.0)
         kind = self._get("rope.scaling.type", "none")
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedModel(
@@ -196,7 +196,7 @@ class _Config:
             return self._llama3(theta, head_dim)
         rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta}
         if kind != "none":
-            rope["factor"] = float(self._get("rope.scaling.factor"))
+            rope["factor"] = self._float("rope.scaling.factor")
         if kind == "yarn":
             rope["original_max_position_embeddings"] = self._int(
                 "rope.scaling.original_context_length"
@@ -228,6 +228,15 @@ class _Config:
                 f" for all layers, got {value!r}"
             )
         return value
+
+    def _float(self, key: str, default: float | None = None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, float | int) or not 0.0 < value < float("inf"):
+            raise BadCheckpoint(
+                f"{self._path}: {self._architecture}.{key}: expected a positive number, got"
+                f" {value!r}"
+            )
+        return float(value)
 
     def _get(self, key: str, default: Any = None) -> Any:
         value = self._gguf.metadata.get(f"{self._architecture}.{key}", default)
