@@ -8,6 +8,7 @@ time; the trial run then fails with the backend's error.
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from worker_service.loader.model_files import (
     resolve_model,
     special_tokens,
 )
+from worker_service.loader.quantized_checkpoint import Schemes, read_schemes
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import (
     EagerPacking,
@@ -150,19 +152,6 @@ def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
     yield window is not None and config.get("use_sliding_window", True)
 
 
-def _refuse_quantized(model_dir: Path, hf_config: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel for weights in fewer bits; scales of the KV cache alone are fine."""
-    settings = hf_config.get("quantization_config")
-    if not isinstance(settings, Mapping):
-        return
-    if settings.get("kv_cache_scheme") and not settings.get("config_groups"):
-        return
-    raise UnsupportedModel(
-        f"{model_dir}: quantized checkpoints ({settings.get('quant_method', 'unknown method')}) "
-        "cannot be served; take one in bfloat16, float16 or float32"
-    )
-
-
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
     """Load the model that `config` names, with its weights on its device, ready to run.
 
@@ -184,7 +173,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)
-    _refuse_quantized(model_dir, hf_config)
+    schemes = read_schemes(model_dir / "config.json", hf_config)
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu" and config.cpus is not None:
         pin_threads(config.cpus)
@@ -207,7 +196,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         communicator=Communicator(config.layout),
     )
     with freed_memory_returns():
-        model = _build(config, hf_config, model_dir, context, kernels)
+        model = _build(config, hf_config, model_dir, schemes, context, kernels)
     if device.type == "cpu":
         set_threads(config.threads, model.num_parameters // config.layout.world_size)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
@@ -266,13 +255,14 @@ def _build(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     model_dir: Path,
+    schemes: Schemes,
     context: ModelContext,
     kernels: Kernels,
 ) -> Model:
     model = build_native_model(hf_config, config.max_model_len, context, kernels)
     if model is None:
         _refuse_ranks(config.layout, hf_config)
-        return _build_through_transformers(config, hf_config, model_dir, context, kernels)
+        return _build_through_transformers(config, hf_config, model_dir, schemes, context, kernels)
     whole = model
     if config.layout.world_size > 1:
         whole = _outline(config, hf_config, context, kernels)
@@ -282,7 +272,7 @@ def _build(
     if config.load_format == "dummy":
         fill_dummy_weights(model.weight_targets(), on_filled=packing)
     else:
-        checkpoint = open_checkpoint(model_dir)
+        checkpoint = open_checkpoint(model_dir, schemes)
         load_weights(
             model,
             checkpoint,
@@ -323,20 +313,25 @@ def _build_through_transformers(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     model_dir: Path,
+    schemes: Schemes,
     context: ModelContext,
     kernels: Kernels,
 ) -> Model:
-    if config.load_format != "dummy":
-        open_checkpoint(model_dir)  # damaged files are reported before the library reads them
+    checkpoint = None
+    if config.load_format != "dummy":  # damaged files are reported before the library reads them
+        checkpoint = open_checkpoint(model_dir, schemes)
     # The library takes seconds to import, which native models do not pay for.
     from worker_service.models.transformers_backend import build_transformers_model
 
-    return build_transformers_model(
-        model_dir,
-        hf_config,
-        max_model_len=config.max_model_len,
-        context=context,
-        backend=kernels.attention,
-        dummy_weights=config.load_format == "dummy",
-        trust_remote_code=config.trust_remote_code,
-    )
+    with ExitStack() as files:
+        tensors = checkpoint.tensors(files) if checkpoint and checkpoint.quantized else None
+        return build_transformers_model(
+            model_dir,
+            hf_config,
+            max_model_len=config.max_model_len,
+            context=context,
+            backend=kernels.attention,
+            dummy_weights=config.load_format == "dummy",
+            trust_remote_code=config.trust_remote_code,
+            tensors=tensors,
+        )

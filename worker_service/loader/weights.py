@@ -1,5 +1,7 @@
 """Reading weights from safetensors or GGUF only: a pickle may run any code.
 
+Quantized tensors are read under the names of dense ones: all that follows sees dense names only.
+
 A linear layer is packed as soon as its weight is complete, and its original is freed: the peak of
 memory is the packed model and one layer.
 
@@ -14,8 +16,8 @@ import sys
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,14 @@ from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import is_gguf, split_files
 from worker_service.loader.gguf_model import gguf_tensors
 from worker_service.loader.model_files import read_json
+from worker_service.loader.quantized_checkpoint import (
+    QuantizedTensors,
+    Schemes,
+    dense_names,
+    describe,
+    find_weights,
+)
+from worker_service.loader.quantized_formats import StoredTensor, StoredWeight
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Linear
 from worker_service.models.native import NativeModel
@@ -62,20 +72,45 @@ class Checkpoint:
 
     files: tuple[Path, ...]
     file_of: Mapping[str, Path]
-    """By tensor name."""
+    """By tensor name; of a quantized weight, the name of the dense one."""
+
+    quantized: Mapping[str, StoredWeight] = field(default_factory=dict)
+
+    @contextmanager
+    def open(self, file: Path) -> Iterator[Any]:
+        """A file's tensors, as `safe_open` gives them. Raises BadCheckpoint, naming the file, if it
+        is damaged."""
+        with _open(file) as tensors:
+            if self.quantized:
+                tensors = QuantizedTensors(file, tensors, self.quantized, _open)
+            yield tensors
+
+    def tensors(self, files: ExitStack) -> dict[str, Any]:
+        """All tensors, each read once it is indexed, while the opened files are not closed."""
+        opened = {file: files.enter_context(self.open(file)) for file in self.files}
+        return {name: opened[file].get_slice(name) for name, file in self.file_of.items()}
 
 
-def open_checkpoint(model_dir: Path) -> Checkpoint:
-    """Find the weight files and read their headers; every file is checked to be whole."""
+def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
+    """Find the weight files and read their headers; every file is checked to be whole.
+
+    schemes: how weights are quantized, if they are.
+    """
     files = list(split_files(model_dir)) if is_gguf(model_dir) else _weight_files(model_dir)
     file_of: dict[str, Path] = {}
+    stored: dict[str, StoredTensor] = {}
     for file in files:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 if name in file_of:
                     raise BadCheckpoint(f"{name} is in {file_of[name].name} and in {file.name}")
                 file_of[name] = file
-    return Checkpoint(tuple(files), file_of)
+            if schemes:
+                stored.update((tensor.name, tensor) for tensor in describe(file, tensors))
+    if not schemes:
+        return Checkpoint(tuple(files), file_of)
+    weights = find_weights(schemes, stored)
+    return Checkpoint(tuple(files), dense_names(stored, weights), weights)
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
@@ -104,8 +139,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """A file's tensors, as `safe_open` gives them. Raises BadCheckpoint, naming the file, if it is
-    damaged."""
+    """As `Checkpoint.open`, with the tensors as they are stored."""
     if is_gguf(file):
         yield gguf_tensors(file)
         return
@@ -139,7 +173,7 @@ def load_weights(
     for name, same_named in targets.items():
         wanted = by_file[checkpoint.file_of[sources[name]]]
         wanted.extend((sources[name], weight) for weight in same_named)
-    _check_shapes(by_file)
+    _check_shapes(checkpoint, by_file)
 
     num_bytes = sum(
         weight.target.nbytes for same_named in targets.values() for weight in same_named
@@ -157,12 +191,17 @@ def load_weights(
         bar = progress.add_task("loading weights", total=num_bytes)
         for file, wanted in by_file.items():
             while wanted:
-                num_read += _fill_some(file, wanted, on_filled, partial(progress.advance, bar))
+                advance = partial(progress.advance, bar)
+                num_read += _fill_some(checkpoint, file, wanted, on_filled, advance)
     return num_read
 
 
 def _fill_some(
-    file: Path, wanted: deque[Wanted], on_filled: OnFilled, advance: Callable[[int], None]
+    checkpoint: Checkpoint,
+    file: Path,
+    wanted: deque[Wanted],
+    on_filled: OnFilled,
+    advance: Callable[[int], None],
 ) -> int:
     """Fill the next targets that a file has tensors for; returns the bytes read.
 
@@ -170,7 +209,7 @@ def _fill_some(
     after a number of bytes.
     """
     num_read = 0
-    with _open(file) as tensors:
+    with checkpoint.open(file) as tensors:
         while wanted and num_read < _MAX_MAPPED_BYTES:
             name, weight = wanted.popleft()
             part = tensors.get_slice(name)[weight.source_index or ...]
@@ -199,10 +238,10 @@ def _check_names(
         raise BadCheckpoint(f"weights do not fit {model.architecture}: {'; '.join(faults)}")
 
 
-def _check_shapes(by_file: Mapping[Path, Iterable[Wanted]]) -> None:
+def _check_shapes(checkpoint: Checkpoint, by_file: Mapping[Path, Iterable[Wanted]]) -> None:
     wrong = []
     for file, wanted in by_file.items():
-        with _open(file) as tensors:
+        with checkpoint.open(file) as tensors:
             for name, weight in wanted:
                 found, expected = tensors.get_slice(name).get_shape(), weight.source_shape
                 if found != expected:
@@ -252,7 +291,7 @@ def load_kv_scales(model: NativeModel, checkpoint: Checkpoint) -> None:
 
 
 def _read_scale(checkpoint: Checkpoint, name: str) -> float:
-    with _open(checkpoint.file_of[name]) as tensors:
+    with checkpoint.open(checkpoint.file_of[name]) as tensors:
         tensor = tensors.get_tensor(name)
     scale = float(tensor) if tensor.numel() == 1 else 0.0
     if not 0.0 < scale < float("inf"):

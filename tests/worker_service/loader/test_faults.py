@@ -210,23 +210,6 @@ def test_every_error_is_a_worker_error_with_one_line() -> None:
         assert issubclass(kind, WorkerError)
 
 
-@pytest.mark.parametrize(
-    ("settings", "method"),
-    [
-        ({"quant_method": "awq", "bits": 4}, "awq"),
-        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"0": {}}}, "compressed-tensors"),
-        ({}, "unknown method"),
-    ],
-)
-def test_a_quantized_checkpoint_is_refused_by_its_method(
-    llama: Path, settings: dict[str, object], method: str
-) -> None:
-    _edit_config(llama, quantization_config=settings)
-    with pytest.raises(UnsupportedModel, match=rf"quantized checkpoints \({method}\) cannot be"):
-        _load(llama)
-
-
 def test_scales_of_the_kv_cache_alone_are_no_quantization(llama: Path) -> None:
     settings = {"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}
     _edit_config(llama, quantization_config=settings)

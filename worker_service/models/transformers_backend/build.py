@@ -121,9 +121,11 @@ def build_transformers_model(
     backend: AttentionBackend,
     dummy_weights: bool,
     trust_remote_code: bool,
+    tensors: dict[str, Any] | None = None,
 ) -> TransformersModel:
     """The model in `model_dir`, loaded by `transformers` from safetensors.
 
+    tensors: slices as those of `safe_open`, by name, instead of the files' own.
     Raises UnsupportedModel, naming the feature, for one that paged attention does not support.
     """
     architecture = hf_config["architectures"][0]
@@ -133,21 +135,28 @@ def build_transformers_model(
     length = _model_len(max_model_len, text_config)
     state = AttentionState(backend)
     attach(nn.Module(), state)  # registers the function's name, which loading looks up
-    refuse_by_class(_model_class(config, trust_remote_code))
-    load = _make_dummy if dummy_weights else _load
-    causal_lm = load(model_dir, config, context, trust_remote_code).eval().to(context.device)
+    model_class = _model_class(config, trust_remote_code)
+    refuse_by_class(model_class)
+    if dummy_weights:
+        causal_lm = _make_dummy(config, context, trust_remote_code)
+    else:
+        causal_lm = _load(model_class, model_dir, config, context, tensors)
+    causal_lm = causal_lm.eval().to(context.device)
     pin_long_rotary(causal_lm, text_config, length)
     return TransformersModel(causal_lm, state, architecture, length, context)
 
 
 def _read_config(model_dir: Path, architecture: str, trust_remote_code: bool) -> Any:
     try:
-        return AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, TypeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModel(
             f"{architecture} cannot be served: transformers does not know it: {reason}"
         ) from error
+    if hasattr(config, "quantization_config"):  # what our loader reads, the library is not to
+        del config.quantization_config
+    return config
 
 
 def _model_len(asked: int | None, config: Any) -> int:
@@ -159,17 +168,23 @@ def _model_len(asked: int | None, config: Any) -> int:
     return limit_model_len(asked, int(limit))
 
 
-def _load(model_dir: Path, config: Any, context: ModelContext, trust_remote_code: bool) -> Any:
+def _load(
+    model_class: Any,
+    model_dir: Path,
+    config: Any,
+    context: ModelContext,
+    tensors: dict[str, Any] | None,
+) -> Any:
     transformers_logging.disable_progress_bar()
     try:
-        causal_lm, info = AutoModelForCausalLM.from_pretrained(
-            model_dir,
+        causal_lm, info = model_class.from_pretrained(
+            model_dir if tensors is None else None,
+            state_dict=tensors,
             config=config,
             dtype=context.dtype,
             attn_implementation=NAME,
             use_safetensors=True,
             output_loading_info=True,
-            trust_remote_code=trust_remote_code,
         )
     except (RuntimeError, OSError) as error:
         raise BadCheckpoint(f"{model_dir} cannot be loaded: {error}") from error
@@ -186,9 +201,7 @@ def _load(model_dir: Path, config: Any, context: ModelContext, trust_remote_code
     return causal_lm
 
 
-def _make_dummy(
-    model_dir: Path, config: Any, context: ModelContext, trust_remote_code: bool
-) -> Any:
+def _make_dummy(config: Any, context: ModelContext, trust_remote_code: bool) -> Any:
     """Small random weights, the same each time."""
     causal_lm = AutoModelForCausalLM.from_config(
         config, dtype=context.dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code

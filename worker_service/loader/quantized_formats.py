@@ -1,0 +1,219 @@
+"""The tensors that make up a quantized weight, format by format.
+
+A weight is checked as far as headers allow when it is found, and becomes a `QuantizedWeight`, or
+dense numbers, when it is read. Codes of 4 bits are packed into 32-bit words, the first in the
+lowest bits.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.models.quantized_weight import LINEAR_TABLE, QuantizedWeight
+
+Shape = list[int]
+Types = tuple[str, ...]
+"""Of a stored tensor's numbers, as safetensors names them: any of these."""
+
+Read = Callable[[str], Any]
+"""Reads a part of a weight; None if it is not there."""
+
+FLOATS = ("F16", "BF16", "F32")
+_INTEGERS = ("I32", "I64")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file, as its header describes it."""
+
+    name: str
+    file: Path
+    shape: Shape
+    type: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scheme:
+    """How some of the weights are quantized."""
+
+    format: "type[StoredWeight]"
+    bits: int = 8
+    block: tuple[int, int] = (1, -1)
+    """Outputs and inputs that share a scale; -1: all."""
+
+
+class StoredWeight(ABC):
+    """The tensors of one quantized weight."""
+
+    codes: ClassVar[str]
+    """What follows the module's name in the name of the tensor that holds the codes."""
+
+    required: ClassVar[Mapping[str, Types]]
+    """All tensors that must be there, likewise."""
+
+    optional: ClassVar[Mapping[str, Types]] = {}
+
+    def __init__(self, module: str, scheme: Scheme, stored: Mapping[str, StoredTensor]) -> None:
+        """stored: by name. Raises BadCheckpoint or UnsupportedModel if its parts do not fit."""
+        self.name = f"{module}.weight"
+        self.scheme = scheme
+        self.file = stored[f"{module}.{self.codes}"].file
+        known = {**self.required, **self.optional}
+        found = {suffix: stored.get(f"{module}.{suffix}") for suffix in known}
+        missing = [f"{module}.{suffix}" for suffix in self.required if found[suffix] is None]
+        if missing:
+            raise self._fault(f"{self.name} is quantized; missing tensors: {', '.join(missing)}")
+        self.parts = {suffix: part for suffix, part in found.items() if part is not None}
+        shapes = self._shapes()
+        self.shape: Shape = shapes.pop("weight.dense")
+        """[out_features, in_features]"""
+        for suffix, part in self.parts.items():
+            if _significant(part.shape) != _significant(shapes[suffix]):
+                raise self._fault(f"{part.name} is {part.shape}, expected {shapes[suffix]}")
+            if part.type not in known[suffix]:
+                types = " or ".join(known[suffix])
+                raise self._fault(f"{part.name} is stored as {part.type}, expected {types}")
+
+    @abstractmethod
+    def _shapes(self) -> dict[str, Shape]:
+        """Expected shapes of the parts, up to dimensions of size 1, and of `weight.dense`."""
+
+    @abstractmethod
+    def read(self, read: Read) -> QuantizedWeight | Tensor:
+        """The weight, or float32 numbers if it cannot be expressed otherwise."""
+
+    def _fault(self, message: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.file}: {message}")
+
+    def _matrix(self) -> tuple[int, int]:
+        """The shape of the tensor of codes, which must have two dimensions."""
+        part = self.parts[self.codes]
+        if len(part.shape) != 2 or 0 in part.shape:
+            raise self._fault(f"{part.name} is {part.shape}, expected a matrix")
+        return part.shape[0], part.shape[1]
+
+    def _num_groups(self, in_features: int) -> int:
+        size = in_features if self.scheme.block[1] == -1 else self.scheme.block[1]
+        if in_features % size:
+            raise UnsupportedModel(
+                f"{self.file}: {self.name} has {in_features} inputs, which are not whole groups of"
+                f" {size}"
+            )
+        return in_features // size
+
+    def _scales(self, read: Read, suffix: str) -> Tensor:
+        """In float32. Raises BadCheckpoint if one is infinite or not a number."""
+        scales: Tensor = read(suffix).float()
+        if not scales.isfinite().all():
+            raise self._fault(f"{self.parts[suffix].name}: expected finite numbers only")
+        return scales
+
+
+def _significant(shape: Shape) -> Shape:
+    return [size for size in shape if size != 1]
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """uint8 [rows, num_words * 32 / bits]"""
+    packed = words.contiguous().view(torch.uint8)
+    return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
+
+
+class _Integers(StoredWeight):
+    """Whole numbers with scales and zero points."""
+
+    def _weight(
+        self, codes: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None = None
+    ) -> QuantizedWeight:
+        """codes: uint8 [out, in]; scales, zeros: [out, groups]; no zeros: the middle code.
+
+        group_of: the group of each input. If they are not consecutive, each input becomes one.
+        """
+        middle = 1 << (self.scheme.bits - 1)
+        offsets = None
+        if zeros is not None and (zeros != middle).any():
+            offsets = (middle - zeros.float()) * scales
+        if group_of is not None:
+            num_groups, group_of = scales.shape[1], group_of.long()
+            if not 0 <= int(group_of.min()) <= int(group_of.max()) < num_groups:
+                raise self._fault(f"{self.name}: g_idx: expected groups 0 to {num_groups - 1}")
+            in_order = torch.arange(num_groups).repeat_interleave(codes.shape[1] // num_groups)
+            if not group_of.equal(in_order):
+                scales = scales[:, group_of]
+                offsets = None if offsets is None else offsets[:, group_of]
+        if self.scheme.bits == 8:
+            return QuantizedWeight(codes=codes ^ middle, scales=scales, offsets=offsets)
+        return QuantizedWeight(codes=codes, scales=scales, offsets=offsets, table=LINEAR_TABLE)
+
+
+class Awq(_Integers):
+    """Packed along the outputs, eight of them in an order of its own."""
+
+    codes = "qweight"
+    required: ClassVar = {"qweight": ("I32",), "scales": FLOATS, "qzeros": ("I32",)}
+    _ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+    def _shapes(self) -> dict[str, Shape]:
+        in_features, words = self._matrix()
+        groups, out_features = self._num_groups(in_features), words * 8
+        return {
+            "weight.dense": [out_features, in_features],
+            "qweight": [in_features, words],
+            "scales": [groups, out_features],
+            "qzeros": [groups, words],
+        }
+
+    def read(self, read: Read) -> QuantizedWeight:
+        codes, zeros = self._columns(read("qweight")), self._columns(read("qzeros"))
+        return self._weight(codes, self._scales(read, "scales").t().contiguous(), zeros)
+
+    def _columns(self, words: Tensor) -> Tensor:
+        packed = _unpack(words, 4).unflatten(1, (-1, 8))
+        return packed[:, :, self._ORDER].flatten(1).t().contiguous()
+
+
+class GptqV2(_Integers):
+    """Packed along the inputs, zero points along the outputs."""
+
+    codes = "qweight"
+    required: ClassVar = {"qweight": ("I32",), "scales": FLOATS, "qzeros": ("I32",)}
+    optional: ClassVar = {"g_idx": _INTEGERS}
+
+    def _shapes(self) -> dict[str, Shape]:
+        rows, out_features = self._matrix()
+        in_features, words = rows * 32 // self.scheme.bits, out_features * self.scheme.bits / 32
+        if words != int(words):
+            raise UnsupportedModel(
+                f"{self.file}: {self.name} has {out_features} outputs, whose zero points do not"
+                " fill whole words of 32 bits"
+            )
+        groups = self._num_groups(in_features)
+        return {
+            "weight.dense": [out_features, in_features],
+            "qweight": [rows, out_features],
+            "scales": [groups, out_features],
+            "qzeros": [groups, int(words)],
+            "g_idx": [in_features],
+        }
+
+    def read(self, read: Read) -> QuantizedWeight:
+        codes = _unpack(read("qweight").t(), self.scheme.bits)
+        zeros = _unpack(self._zero_words(read("qzeros")), self.scheme.bits).t().contiguous()
+        scales = self._scales(read, "scales").t().contiguous()
+        return self._weight(codes, scales, zeros, read("g_idx"))
+
+    def _zero_words(self, words: Tensor) -> Tensor:
+        return words
+
+
+class Gptq(GptqV2):
+    """The first format: one is subtracted from all zero points of a stored word at once."""
+
+    def _zero_words(self, words: Tensor) -> Tensor:
+        return words + (0x11111111 if self.scheme.bits == 4 else 0x01010101)
