@@ -87,7 +87,7 @@ def awq(weight: Integers, bits: int) -> dict[str, Tensor]:
     return {
         "qweight": pack(weight.codes.T, bits, order),
         "qzeros": pack(weight.zeros.T, bits, order),
-        "scales": torch.from_numpy(weight.scales.T.copy()),
+        "scales": torch.from_numpy(weight.scales.T),
     }
 
 
@@ -96,18 +96,109 @@ def gptq(weight: Integers, bits: int, *, version: int = 1) -> dict[str, Tensor]:
     if version == 1:
         zeros -= 0x11111111 if bits == 4 else 0x01010101
     return {
-        "qweight": pack(weight.codes, bits).T.contiguous(),
+        "qweight": pack(weight.codes, bits).T,
         "qzeros": zeros,
-        "scales": torch.from_numpy(weight.scales.T.copy()),
+        "scales": torch.from_numpy(weight.scales.T),
         "g_idx": torch.from_numpy(weight.groups.astype(np.int32)),
     }
+
+
+def compressed(
+    weight: Tensor, kind: str, *, scale_dtype: torch.dtype = torch.float32, **arguments: Any
+) -> tuple[dict[str, Tensor], Tensor]:
+    """What the package compressed-tensors makes of a weight, and how it dequantises that.
+
+    kind: the format; arguments: of `QuantizationArgs`.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    settings = QuantizationArgs(**arguments)
+    rows, columns = {
+        "tensor": weight.shape,
+        "channel": (1, weight.shape[1]),
+        "group": (1, settings.group_size),
+        "block": settings.block_structure,
+    }[settings.strategy]
+    height, width = -(-weight.shape[0] // rows), -(-weight.shape[1] // columns)
+    padded = torch.zeros(height * rows, width * columns)
+    padded[: weight.shape[0], : weight.shape[1]] = weight
+    tiles = padded.unflatten(1, (width, columns)).unflatten(0, (height, rows))
+    scales, zeros = calculate_qparams(tiles.amin((1, 3)), tiles.amax((1, 3)), settings)
+    if settings.strategy == "tensor":
+        scales, zeros = scales.flatten(), zeros.flatten()
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    scheme = QuantizationScheme(targets=["Linear"], weights=settings)
+    parts = {"weight": weight, "weight_scale": scales.to(scale_dtype), "weight_zero_point": zeros}
+    stored = compressor.compress(parts, scheme)
+    exact = {name: part.float() if "scale" in name else part for name, part in stored.items()}
+    return stored, compressor.decompress(exact, scheme)["weight"]
+
+
+def fp8(
+    weight: Tensor, block: tuple[int, int], suffix: str, shape: list[int]
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Floats of 8 bits. block: outputs and inputs that share a scale; shape: of the scales."""
+    rows = torch.arange(weight.shape[0]) // block[0]
+    columns = torch.arange(weight.shape[1]) // block[1]
+    scales = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            scales[row, column] = weight[rows == row][:, columns == column].abs().max() / 448
+    scale = scales[rows][:, columns]
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, suffix: scales.reshape(shape)}, codes.float() * scale
+
+
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def nf4(weight: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Codes of bitsandbytes in blocks of 64; nested: scales are codes, too, in blocks of 5."""
+    table = torch.tensor(NF4)
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "dtype": "float32",
+        "shape": list(weight.shape),
+    }
+    numbers = torch.nn.functional.pad(weight.flatten(), (0, -weight.numel() % 64)).view(-1, 64)
+    scales = numbers.abs().amax(1)
+    parts = {"weight.quant_map": table, "weight.absmax": scales}
+    if nested:
+        offset, levels = float(scales.mean()), torch.linspace(-1, 1, 256)
+        blocks = torch.nn.functional.pad(scales - offset, (0, -len(scales) % 5)).view(-1, 5)
+        tops = blocks.abs().amax(1)
+        codes = (blocks[:, :, None] / tops[:, None, None] - levels).abs().argmin(2)
+        scales = (levels[codes] * tops[:, None]).flatten()[: len(scales)] + offset
+        parts["weight.absmax"] = codes.flatten()[: len(scales)].to(torch.uint8)
+        parts |= {"weight.nested_absmax": tops, "weight.nested_quant_map": levels}
+        state |= {"nested_blocksize": 5, "nested_dtype": "float32", "nested_offset": offset}
+    codes = (numbers[:, :, None] / scales[:, None, None] - table).abs().argmin(2)
+    pairs = codes.flatten()[: weight.numel()].view(-1, 2).to(torch.uint8)
+    parts["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
+    encoded = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    parts["weight.quant_state.bitsandbytes__nf4"] = encoded
+    dense = (table[codes] * scales[:, None]).flatten()[: weight.numel()]
+    return parts, dense.view(weight.shape)
 
 
 Quantize = Callable[[str, Tensor], tuple[Mapping[str, Tensor], Tensor]]
 
 
 def make_quantized(
-    folder: Path, settings: Mapping[str, Any], quantize: Quantize, *, family: str = "llama"
+    folder: Path,
+    settings: Mapping[str, Any],
+    quantize: Quantize,
+    *,
+    family: str = "llama",
+    **shape: Any,
 ) -> tuple[Path, Path]:
     """(a quantized checkpoint, one with the same weights in float32)
 
@@ -115,7 +206,7 @@ def make_quantized(
     stored tensors by suffix, and the dequantised weight. It gets the weights of linear layers but
     the head and the routers of experts.
     """
-    source = make_checkpoint(family, folder / "source", **SHAPE)
+    source = make_checkpoint(family, folder / "source", **{**SHAPE, **shape})
     path = Path(shutil.copytree(source, folder / "quantized"))
     stored, dense = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -123,8 +214,9 @@ def make_quantized(
         if tensor.dim() != 2 or "layers" not in name or name.endswith(".gate.weight"):
             stored[name] = dense[name] = tensor
             continue
-        parts, dense[name] = quantize(module, tensor)
-        stored.update({f"{module}.{suffix}": part for suffix, part in parts.items()})
+        parts, values = quantize(module, tensor)
+        dense[name] = values.contiguous()
+        stored.update({f"{module}.{suffix}": part.contiguous() for suffix, part in parts.items()})
     save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
     save_file(dense, source / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((path / "config.json").read_text())

@@ -17,10 +17,15 @@ from torch import Tensor
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.quantized_formats import (
+    FACTS,
     FLOATS,
     Awq,
+    Fp8,
     Gptq,
     GptqV2,
+    Int8,
+    Nf4,
+    Packed,
     Scheme,
     Shape,
     StoredTensor,
@@ -33,6 +38,9 @@ Formats = Mapping[str, type[StoredWeight]]
 _FORMATS: Mapping[str, Formats] = {
     "awq": {"gemm": Awq},
     "gptq": {"gptq": Gptq, "gptq_v2": GptqV2},
+    "compressed-tensors": {"pack-quantized": Packed, "int-quantized": Int8, "float-quantized": Fp8},
+    "fp8": {"e4m3": Fp8},
+    "bitsandbytes": {"nf4": Nf4},
 }
 """By `quant_method`, then by the method's own names of its formats."""
 
@@ -50,49 +58,66 @@ class _Settings:
             raise UnsupportedModel(f"{place}: expected an object, got {values!r}")
         self._values: Mapping[str, Any] = values
 
+    def get(self, keys: str, default: Any = None) -> tuple[str, Any]:
+        """Key and value of the first of the keys, separated by spaces, that is there."""
+        names = keys.split()
+        key = next((key for key in names if self._values.get(key) is not None), names[0])
+        value = self._values.get(key)
+        return key, default if value is None else value
+
     def one_of(self, keys: str, allowed: Collection[Any], default: Any = None) -> Any:
-        """The value of the first of the keys that is there; it must be an allowed one."""
-        key, value = self._first(keys, default)
+        """A value that must be an allowed one."""
+        key, value = self.get(keys, default)
         value = value.lower() if isinstance(value, str) else value
-        if type(value) not in (int, str) or value not in allowed:
-            raise self.fault(key, f"expected {' or '.join(map(str, allowed))}", value)
+        if not any(type(value) is type(known) and value == known for known in allowed):
+            raise self._fault(key, f"expected {' or '.join(map(str, allowed))}", value)
         return value
 
     def group_size(self, keys: str, default: int | None = None) -> int:
         """-1: all inputs."""
-        key, value = self._first(keys, default)
+        key, value = self.get(keys, default)
         if type(value) is not int or (value < 1 and value != -1):
-            raise self.fault(key, "expected a positive number, or -1 for all inputs", value)
+            raise self._fault(key, "expected a positive number, or -1 for all inputs", value)
         return value
 
-    def inner(self, key: str) -> dict[str, "_Settings"]:
-        """The objects within an object."""
-        place = f"{self._place}.{key}"
-        values = _Settings(place, self._values.get(key) or {})._values
-        return {name: _Settings(f"{place}.{name}", value) for name, value in values.items()}
+    def block(self, key: str) -> tuple[int, int]:
+        """Outputs and inputs that share a scale."""
+        _, value = self.get(key)
+        if (
+            not isinstance(value, list)
+            or len(value) != 2
+            or not all(type(size) is int and size > 0 for size in value)
+        ):
+            raise self._fault(key, "expected two positive numbers", value)
+        return value[0], value[1]
+
+    def object(self, key: str) -> "_Settings":
+        """An object; an empty one if it is not there."""
+        return _Settings(f"{self._place}.{key}", self.get(key, {})[1])
+
+    def objects(self) -> dict[str, "_Settings"]:
+        """All objects within an object."""
+        return {name: self.object(name) for name in self._values}
 
     def merged(self, other: "_Settings") -> "_Settings":
         """With the fields of another object, which take precedence."""
         return _Settings(other._place, {**self._values, **other._values})
 
-    def pattern(self, text: str) -> Pattern:
+    def refuse(self, key: str, why: str) -> None:
+        """Raise if there is something."""
+        if self._values.get(key):
+            raise self._fault(key, f"expected none: {why}", self._values[key])
+
+    def pattern(self, text: Any) -> Pattern:
         """A regular expression."""
         try:
             return re.compile(text)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             message = f"{self._place}: {text!r} is no regular expression: {error}"
             raise UnsupportedModel(message) from error
 
-    def fault(self, key: str, expected: str, value: Any) -> UnsupportedModel:
-        """To be raised about a field."""
+    def _fault(self, key: str, expected: str, value: Any) -> UnsupportedModel:
         return UnsupportedModel(f"{self._place}.{key}: {expected}, got {value!r}")
-
-    def _first(self, keys: str, default: Any) -> tuple[str, Any]:
-        """Of several names that a field has, separated by spaces."""
-        names = keys.split()
-        key = next((key for key in names if self._values.get(key) is not None), names[0])
-        value = self._values.get(key)
-        return key, default if value is None else value
 
 
 def read_schemes(config_file: Path, hf_config: Mapping[str, Any]) -> Schemes:
@@ -120,7 +145,7 @@ def _awq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Patter
 def _gptq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
     """`dynamic` has settings of some modules by pattern; `-:` begins those of modules that are not
     quantized, `+:` may begin others."""
-    parts = settings.inner("dynamic")
+    parts = settings.object("dynamic").objects()
     chosen = {key: settings.merged(part) for key, part in parts.items() if key[:2] != "-:"}
     for key, part in {**chosen, "": settings}.items():
         name = part.one_of("checkpoint_format format", formats, "gptq")
@@ -129,14 +154,86 @@ def _gptq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Patte
         yield pattern, Scheme(format=formats[name], bits=bits, block=(1, size))
 
 
-_READERS = {"awq": _awq_schemes, "gptq": _gptq_schemes}
+def _compressed_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
+    """Targets are names of modules, regular expressions after `re:`, or classes; the first take
+    precedence over the second, these over the third."""
+    settings.object("transform_config").refuse("config_groups", "transforms are not applied")
+    settings.object("sparsity_config").one_of("format", ["dense"], "dense")
+    found: list[tuple[int, Pattern, Scheme]] = []
+    for group in settings.object("config_groups").objects().values():
+        scheme = _compressed_scheme(settings, group, formats)
+        _, targets = group.get("targets", ["Linear"])
+        for target in targets if isinstance(targets, list) else [targets]:
+            text = str(target)
+            if text.startswith("re:"):
+                found.append((1, group.pattern(text.removeprefix("re:")), scheme))
+            elif text.isidentifier() and text[0].isupper():
+                found.append((2, group.pattern(""), scheme))
+            else:
+                found.append((0, group.pattern(f"{re.escape(text)}$"), scheme))
+    for _, pattern, scheme in sorted(found, key=lambda entry: entry[0]):
+        yield pattern, scheme
+
+
+def _compressed_scheme(settings: _Settings, group: _Settings, formats: Formats) -> Scheme:
+    weights = group.object("weights")
+    kind = weights.one_of("type", ["int", "float"], "int")
+    # The format that is named for its simplicity stores what the two others store.
+    names = {name: name for name in formats}
+    names["naive-quantized"] = f"{kind}-quantized"
+    overall = settings.get("format")[1]
+    name = names[group.one_of("format", names, overall)]
+    weights.one_of("type", ["float" if formats[name] is Fp8 else "int"], "int")
+    if kind == "int":
+        group.refuse("input_activations", "activations are not quantized, only weights")
+    group.refuse("output_activations", "activations are not quantized, only weights")
+    bits = weights.one_of("num_bits", [4, 8] if formats[name] is Packed else [8], 8)
+    _, size = weights.get("group_size")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategies = ["tensor", "channel", "group"] + ["block"] * (kind == "float")
+    strategy = weights.one_of("strategy", strategies, inferred)
+    block = {"tensor": (-1, -1), "channel": (1, -1)}.get(strategy)
+    if strategy == "group":
+        block = (1, weights.group_size("group_size"))
+    return Scheme(
+        format=formats[name],
+        bits=bits,
+        block=block or weights.block("block_structure"),
+        has_zeros=kind == "int" and not weights.one_of("symmetric", [True, False], True),
+    )
+
+
+def _fp8_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
+    name = settings.one_of("fmt", formats, "e4m3")
+    has_blocks = settings.get("weight_block_size")[1] is not None
+    block = settings.block("weight_block_size") if has_blocks else (1, -1)
+    yield settings.pattern(""), Scheme(format=formats[name], block=block)
+
+
+def _bitsandbytes_schemes(
+    settings: _Settings, formats: Formats
+) -> Iterator[tuple[Pattern, Scheme]]:
+    settings.one_of("load_in_4bit", [True], False)
+    name = settings.one_of("bnb_4bit_quant_type", formats, "fp4")
+    settings.one_of("bnb_4bit_quant_storage", ["uint8"], "uint8")
+    yield settings.pattern(""), Scheme(format=formats[name], bits=4)
+
+
+_READERS = {
+    "awq": _awq_schemes,
+    "gptq": _gptq_schemes,
+    "compressed-tensors": _compressed_schemes,
+    "fp8": _fp8_schemes,
+    "bitsandbytes": _bitsandbytes_schemes,
+}
 
 
 def describe(file: Path, tensors: Any) -> Iterator[StoredTensor]:
     """The tensors of an open file."""
     for name in tensors.keys():  # noqa: SIM118 (no mapping)
         part = tensors.get_slice(name)
-        yield StoredTensor(name, file, part.get_shape(), part.get_dtype())
+        fact = tensors.get_tensor(name) if name.endswith(FACTS) else None
+        yield StoredTensor(name, file, part.get_shape(), part.get_dtype(), fact)
 
 
 def find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:

@@ -5,9 +5,11 @@ dense numbers, when it is read. Codes of 4 bits are packed into 32-bit words, th
 lowest bits.
 """
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,6 +29,9 @@ Read = Callable[[str], Any]
 FLOATS = ("F16", "BF16", "F32")
 _INTEGERS = ("I32", "I64")
 
+FACTS = (".weight_shape", ".bitsandbytes__nf4")
+"""How names of small tensors end that must be read before shapes can be checked."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -37,6 +42,9 @@ class StoredTensor:
     shape: Shape
     type: str
 
+    fact: Tensor | None = None
+    """What it holds, if its name ends with one of `FACTS`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheme:
@@ -46,6 +54,9 @@ class Scheme:
     bits: int = 8
     block: tuple[int, int] = (1, -1)
     """Outputs and inputs that share a scale; -1: all."""
+
+    has_zeros: bool = False
+    """Whether zero points must be there."""
 
 
 class StoredWeight(ABC):
@@ -58,6 +69,7 @@ class StoredWeight(ABC):
     """All tensors that must be there, likewise."""
 
     optional: ClassVar[Mapping[str, Types]] = {}
+    zeros: ClassVar[str] = ""
 
     def __init__(self, module: str, scheme: Scheme, stored: Mapping[str, StoredTensor]) -> None:
         """stored: by name. Raises BadCheckpoint or UnsupportedModel if its parts do not fit."""
@@ -66,7 +78,8 @@ class StoredWeight(ABC):
         self.file = stored[f"{module}.{self.codes}"].file
         known = {**self.required, **self.optional}
         found = {suffix: stored.get(f"{module}.{suffix}") for suffix in known}
-        missing = [f"{module}.{suffix}" for suffix in self.required if found[suffix] is None]
+        required = [*self.required, *[self.zeros] * scheme.has_zeros]
+        missing = [f"{module}.{suffix}" for suffix in required if found[suffix] is None]
         if missing:
             raise self._fault(f"{self.name} is quantized; missing tensors: {', '.join(missing)}")
         self.parts = {suffix: part for suffix, part in found.items() if part is not None}
@@ -217,3 +230,185 @@ class Gptq(GptqV2):
 
     def _zero_words(self, words: Tensor) -> Tensor:
         return words + (0x11111111 if self.scheme.bits == 4 else 0x01010101)
+
+
+class _Compressed(_Integers):
+    """Whole numbers of compressed-tensors: codes and zero points are stored less the middle."""
+
+    zeros = "weight_zero_point"
+
+    def _scale_shape(self, out_features: int, in_features: int) -> Shape:
+        rows = 1 if self.scheme.block[0] == -1 else out_features
+        return [rows, self._num_groups(in_features)]
+
+    def _finish(self, read: Read, codes: Tensor) -> QuantizedWeight:
+        shape = self._scale_shape(*self.shape)
+        scales = self._scales(read, "weight_scale").reshape(shape).expand(self.shape[0], -1)
+        zeros = read("weight_zero_point")
+        if zeros is not None and zeros.dtype == torch.int32:
+            zeros = _unpack(zeros.t(), self.scheme.bits)[:, : self.shape[0]].t()
+        elif zeros is not None:
+            zeros = zeros.reshape(shape).float() + (1 << (self.scheme.bits - 1))
+        return self._weight(codes, scales.contiguous(), zeros, read("weight_g_idx"))
+
+
+class Packed(_Compressed):
+    """Packed along the inputs, zero points along the outputs; the last words may not be full."""
+
+    codes = "weight_packed"
+    required: ClassVar = {
+        "weight_packed": ("I32",),
+        "weight_scale": FLOATS,
+        "weight_shape": _INTEGERS,
+    }
+    optional: ClassVar = {"weight_zero_point": ("I32", "I8"), "weight_g_idx": _INTEGERS}
+
+    def _shapes(self) -> dict[str, Shape]:
+        stored = self.parts["weight_shape"]
+        shape = [] if stored.fact is None else stored.fact.tolist()
+        if stored.type not in _INTEGERS or len(shape) != 2 or min(shape) < 1:
+            raise self._fault(f"{stored.name}: expected two positive numbers, got {shape}")
+        out_features, in_features = shape
+        scales = self._scale_shape(out_features, in_features)
+        zeros = self.parts.get("weight_zero_point")
+        is_packed = zeros is not None and zeros.type == "I32"
+        return {
+            "weight.dense": shape,
+            "weight_packed": [out_features, self._num_words(in_features)],
+            "weight_scale": scales,
+            "weight_shape": [2],
+            "weight_zero_point": [self._num_words(out_features), scales[1]]
+            if is_packed
+            else scales,
+            "weight_g_idx": [in_features],
+        }
+
+    def _num_words(self, num_codes: int) -> int:
+        return -(-num_codes * self.scheme.bits // 32)
+
+    def read(self, read: Read) -> QuantizedWeight:
+        codes = _unpack(read("weight_packed"), self.scheme.bits)
+        return self._finish(read, codes[:, : self.shape[1]].contiguous())
+
+
+class Int8(_Compressed):
+    """Bytes."""
+
+    codes = "weight"
+    required: ClassVar = {"weight": ("I8",), "weight_scale": FLOATS}
+    optional: ClassVar = {"weight_zero_point": ("I8",), "weight_g_idx": _INTEGERS}
+
+    def _shapes(self) -> dict[str, Shape]:
+        out_features, in_features = self._matrix()
+        scales = self._scale_shape(out_features, in_features)
+        return {
+            "weight.dense": [out_features, in_features],
+            "weight": [out_features, in_features],
+            "weight_scale": scales,
+            "weight_zero_point": scales,
+            "weight_g_idx": [in_features],
+        }
+
+    def read(self, read: Read) -> QuantizedWeight:
+        return self._finish(read, read("weight").view(torch.uint8) ^ 128)
+
+
+class Fp8(StoredWeight):
+    """Floats of 8 bits, with scales of blocks, groups, outputs or the whole tensor.
+
+    Scales of activations are not used: activations stay as they are, which is more precise.
+    """
+
+    codes = "weight"
+    required: ClassVar = {"weight": ("F8_E4M3",)}
+    optional: ClassVar = {
+        "weight_scale": (*FLOATS, "F8_E8M0"),
+        "weight_scale_inv": (*FLOATS, "F8_E8M0"),
+        "input_scale": FLOATS,
+        "activation_scale": FLOATS,
+    }
+
+    def _shapes(self) -> dict[str, Shape]:
+        shape = list(self._matrix())
+        found = [name for name in ("weight_scale", "weight_scale_inv") if name in self.parts]
+        if len(found) != 1:
+            raise self._fault(f"{self.name} is quantized; expected it to have one *.weight_scale")
+        self._scale = found[0]
+        is_single = _significant(self.parts[self._scale].shape) == []
+        rows, columns = (-1, -1) if is_single else self.scheme.block
+        self._block = (shape[0] if rows == -1 else rows, shape[1] if columns == -1 else columns)
+        if rows == 1:
+            self._num_groups(shape[1])
+        self._grid = [-(-size // block) for size, block in zip(shape, self._block, strict=True)]
+        return {
+            "weight.dense": shape,
+            "weight": shape,
+            self._scale: self._grid,
+            "input_scale": [1],
+            "activation_scale": [1],
+        }
+
+    def read(self, read: Read) -> Tensor:
+        weight: Tensor = read("weight").float()
+        scales = self._scales(read, self._scale).reshape(self._grid)
+        for axis, block in enumerate(self._block):
+            if 1 < self._grid[axis] < self.shape[axis]:
+                scales = scales.repeat_interleave(block, axis).narrow(axis, 0, self.shape[axis])
+        return weight.mul_(scales)
+
+
+class Nf4(StoredWeight):
+    """Codes of numbers in a table, two in a byte, the first in the upper bits; scales of blocks of
+    consecutive numbers, which may be codes themselves."""
+
+    codes = "weight"
+    _STATE = "weight.quant_state.bitsandbytes__nf4"
+    required: ClassVar = {
+        "weight": ("U8",),
+        "weight.absmax": ("F32", "U8"),
+        "weight.quant_map": ("F32",),
+        _STATE: ("U8",),
+    }
+    optional: ClassVar = {"weight.nested_absmax": ("F32",), "weight.nested_quant_map": ("F32",)}
+
+    def _shapes(self) -> dict[str, Shape]:
+        part = self.parts[self._STATE]
+        try:
+            state = json.loads(bytes([] if part.fact is None else part.fact.tolist()))
+            shape, self._block = [*map(int, state["shape"])], int(state["blocksize"])
+            self._is_nested = self.parts["weight.absmax"].type == "U8"
+            nested_block = int(state["nested_blocksize"]) if self._is_nested else 1
+            self._offset = float(state["nested_offset"]) if self._is_nested else 0.0
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
+            raise self._fault(f"{part.name} cannot be read: {error!r}") from error
+        sizes = (*shape, self._block, nested_block)
+        if len(shape) != 2 or min(sizes) < 1 or not isfinite(self._offset):
+            raise self._fault(f"{part.name}: expected two sizes, and blocks, that are positive")
+        if self._is_nested and not self.optional.keys() <= self.parts.keys():
+            raise self._fault(f"{self.name} has scales that are codes; missing *.nested_absmax")
+        count = shape[0] * shape[1]
+        self._block = min(self._block, count)
+        num_blocks = -(-count // self._block)
+        self._nested_block = min(nested_block, num_blocks)
+        return {
+            "weight.dense": shape,
+            "weight": [-(-count // 2)],
+            "weight.absmax": [num_blocks],
+            "weight.quant_map": [16],
+            self._STATE: part.shape,
+            "weight.nested_absmax": [-(-num_blocks // self._nested_block)],
+            "weight.nested_quant_map": [256],
+        }
+
+    def read(self, read: Read) -> Tensor:
+        scales = self._scales(read, "weight.absmax").flatten()
+        if self._is_nested:
+            values = self._scales(read, "weight.nested_quant_map")[scales.int()]
+            nested = self._scales(read, "weight.nested_absmax").repeat_interleave(
+                self._nested_block
+            )
+            scales = values * nested[: len(values)] + self._offset
+        packed = read("weight").flatten()
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: prod(self.shape)]
+        numbers = self._scales(read, "weight.quant_map")[codes.int()]
+        return numbers.mul_(scales.repeat_interleave(self._block)[: len(codes)]).view(self.shape)

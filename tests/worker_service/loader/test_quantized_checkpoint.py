@@ -1,6 +1,7 @@
 """Quantized checkpoints compute as transformers do with the dequantised weights."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,9 +20,13 @@ from tests.support.quantized_files import (
     Integers,
     Quantize,
     awq,
+    compressed,
+    fp8,
     gptq,
     integers,
     make_quantized,
+    nf4,
+    pack,
 )
 from tests.support.transformers_oracle import Oracle
 from tests.worker_service.loader.test_sharded_loading import empty_model, layouts
@@ -29,12 +35,21 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import BadCheckpoint, UnsupportedModel, WorkerError
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.model_files import read_config
-from worker_service.loader.quantized_checkpoint import read_schemes
+from worker_service.loader.quantized_checkpoint import (
+    QuantizedTensors,
+    describe,
+    find_weights,
+    read_schemes,
+)
 from worker_service.loader.weights import load_weights, open_checkpoint
 
+DATA = Path(__file__).parent / "data"
 TOKENS = list(range(3, 30))
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE}
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def _load(path: Path) -> LoadedModel:
@@ -87,6 +102,37 @@ def _whole(write: Callable[[Integers, int], Mapping[str, Tensor]], bits: int) ->
     return quantize
 
 
+def _compressed(kind: str, **arguments: Any) -> tuple[dict[str, Any], Quantize, bool]:
+    """A format of compressed-tensors; arguments: of `compressed`."""
+    weights = {name: value for name, value in arguments.items() if name != "scale_dtype"}
+    weights.setdefault("num_bits", 8)
+    is_float = weights.get("type") == "float"
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    return settings, lambda _, weight: compressed(weight, kind, **arguments), not is_float
+
+
+def _fp8_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantize, bool]:
+    """Dequantised by compressed-tensors."""
+
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        from compressed_tensors.entrypoints.convert.converters import FP8BlockDequantizer
+
+        grid = [-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)]
+        stored, dense = fp8(weight, (rows, columns), "weight_scale_inv", grid)
+        reference = FP8BlockDequantizer(weight_block_size=(rows, columns), dtype=torch.float32)
+        named = {f"{module}.{suffix}": part for suffix, part in stored.items()}
+        torch.testing.assert_close(reference.process(named)[f"{module}.weight"], dense)
+        return stored, dense
+
+    return {**FP8, "weight_block_size": [rows, columns]}, quantize, False
+
+
 FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
     "awq": (AWQ, _integers(awq, 4, symmetric=False), True),
     "awq symmetric": ({**AWQ, "zero_point": False}, _integers(awq, 4, symmetric=True), True),
@@ -116,6 +162,49 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
         _integers(gptq, 8, symmetric=True, shuffled=True),
         False,
     ),
+    "pack-quantized 4": _compressed("pack-quantized", num_bits=4, group_size=32),
+    "pack-quantized 4 with zero points": _compressed(
+        "pack-quantized", num_bits=4, group_size=32, symmetric=False
+    ),
+    "pack-quantized 4 with scales in bfloat16": _compressed(
+        "pack-quantized", num_bits=4, group_size=32, scale_dtype=torch.bfloat16
+    ),
+    "pack-quantized 4 of outputs": _compressed(
+        "pack-quantized", num_bits=4, group_size=-1, symmetric=False
+    ),
+    "pack-quantized 8": _compressed("pack-quantized", num_bits=8, group_size=32),
+    "pack-quantized 8 with zero points": _compressed(
+        "pack-quantized", num_bits=8, group_size=16, symmetric=False
+    ),
+    "pack-quantized 8 of tensors": _compressed("pack-quantized", num_bits=8),
+    "int-quantized of outputs": _compressed("int-quantized", strategy="channel"),
+    "int-quantized of outputs with zero points": _compressed(
+        "int-quantized", strategy="channel", symmetric=False
+    ),
+    "int-quantized of groups": _compressed("int-quantized", group_size=16),
+    "int-quantized of tensors": _compressed("int-quantized", strategy="tensor"),
+    "naive-quantized": _compressed("naive-quantized", strategy="channel"),
+    "float-quantized of tensors": _compressed("float-quantized", type="float", strategy="tensor"),
+    "float-quantized of outputs": _compressed("float-quantized", type="float", strategy="channel"),
+    "float-quantized of groups": _compressed("float-quantized", type="float", group_size=16),
+    "float-quantized of blocks": _compressed(
+        "float-quantized", type="float", strategy="block", block_structure=[32, 48]
+    ),
+    "naive-quantized floats": _compressed("naive-quantized", type="float", strategy="channel"),
+    "fp8 of tensors": (
+        FP8,
+        lambda _, weight: fp8(weight, tuple(weight.shape), "weight_scale", []),
+        False,
+    ),
+    "fp8 of outputs": (
+        FP8,
+        lambda _, weight: fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1]),
+        False,
+    ),
+    "fp8 of blocks of 128": _fp8_blocks(128, 128),
+    "fp8 of smaller blocks": _fp8_blocks(32, 40),
+    "nf4": (NF4, lambda _, weight: nf4(weight, nested=False), False),
+    "nf4 with scales that are codes": (NF4, lambda _, weight: nf4(weight, nested=True), False),
 }
 """By name: `quantization_config`, how weights are stored, and whether they have an exact form."""
 
@@ -126,6 +215,107 @@ def test_every_format_computes_as_its_dequantised_weights(name: str, tmp_path: P
     paths = make_quantized(tmp_path, settings, quantize)
     _assert_expressed(*paths, expressed=expressed)
     _assert_same(*paths)
+
+
+def test_words_that_are_not_full_and_groups_of_targets(tmp_path: Path) -> None:
+    """100 codes of 4 bits do not fill whole words. The first group of settings holds for no module
+    that another one names."""
+    all_of = {"num_bits": 8, "group_size": None}
+    outputs = {"num_bits": 4, "group_size": -1, "symmetric": False}
+    floats = {"num_bits": 8, "type": "float", "strategy": "channel"}
+
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        if "mlp" in module:
+            return compressed(weight, "pack-quantized", **outputs)
+        if module == "model.layers.0.self_attn.q_proj":
+            stored, dense = compressed(weight, "float-quantized", **floats)
+            return {**stored, "input_scale": torch.tensor([0.5])}, dense
+        return compressed(weight, "pack-quantized", **all_of)
+
+    activations = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": {
+            "all": {"targets": ["Linear"], "weights": all_of, "format": "pack-quantized"},
+            "mlp": {"targets": [r"re:.*\.mlp\."], "weights": outputs, "format": "pack-quantized"},
+            "one": {
+                "targets": ["model.layers.0.self_attn.q_proj"],
+                "weights": floats,
+                "input_activations": activations,
+                "format": "float-quantized",
+            },
+        },
+    }
+    _assert_same(*make_quantized(tmp_path, settings, quantize, intermediate_size=100))
+
+
+def test_older_forms_of_compressed_tensors_are_read(tmp_path: Path) -> None:
+    """Zero points of a byte each, and groups in the order of activations."""
+
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        rounded = integers(weight, 4, symmetric=False, shuffled="mlp" in module)
+        parts = {
+            "weight_packed": pack(rounded.codes, 4),
+            "weight_scale": torch.from_numpy(rounded.scales),
+            "weight_zero_point": torch.from_numpy(rounded.zeros - 8).char(),
+            "weight_shape": torch.tensor(weight.shape),
+            "weight_g_idx": torch.from_numpy(rounded.groups),
+        }
+        return parts, rounded.values
+
+    settings, _, _ = _compressed("pack-quantized", num_bits=4, group_size=32, symmetric=False)
+    _assert_same(*make_quantized(tmp_path, settings, quantize))
+
+
+def test_scales_that_are_powers_of_two_may_be_exponents(tmp_path: Path) -> None:
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        scales = torch.full((-(-weight.shape[0] // 32), weight.shape[1] // 32), 2.0**-6)
+        codes = (weight * 64).to(torch.float8_e4m3fn)
+        parts = {"weight": codes, "weight_scale_inv": scales.to(torch.float8_e8m0fnu)}
+        return parts, codes.float() / 64
+
+    settings = {**FP8, "weight_block_size": [32, 32], "scale_fmt": "ue8m0"}
+    _assert_same(*make_quantized(tmp_path, settings, quantize))
+
+
+def test_awq_is_dequantised_as_compressed_tensors_does() -> None:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    rounded = integers(torch.randn(48, 96), 4, symmetric=False)
+    parts = {
+        f"m.{suffix}": part.float() if suffix == "scales" else part
+        for suffix, part in awq(rounded, 4).items()
+    }
+    converted = AutoAWQConverter(group_size=GROUP_SIZE).process(parts)
+    weights = QuantizationArgs(num_bits=4, group_size=GROUP_SIZE, symmetric=False)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")
+    local = {name.removeprefix("m."): part.contiguous() for name, part in converted.items()}
+    assert compressor.decompress(local, scheme)["weight"].equal(rounded.values)
+
+
+@pytest.mark.parametrize("name", ["plain", "nested"])
+def test_nf4_is_dequantised_as_bitsandbytes_does(name: str) -> None:
+    """The file has weights that bitsandbytes 0.50.2 quantized on a CPU, and dequantised."""
+    file = DATA / "bitsandbytes.safetensors"
+    schemes = read_schemes(file, {"quantization_config": NF4})
+    with safe_open(file, framework="pt") as opened:
+        weights = find_weights(schemes, {tensor.name: tensor for tensor in describe(file, opened)})
+        tensors = QuantizedTensors(file, opened, weights, safe_open)
+        assert tensors.get_tensor(f"{name}.weight").equal(tensors.get_tensor(f"expected.{name}"))
+
+
+def test_scales_of_the_kv_cache_stay_as_they_are(tmp_path: Path) -> None:
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        stored, dense = fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1])
+        name = module.rpartition(".")[2]
+        more = {"k_proj": "k_scale", "v_proj": "v_scale"}.get(name)
+        return {**stored, **({more: torch.tensor(0.5)} if more else {})}, dense
+
+    _assert_same(*make_quantized(tmp_path, FP8, quantize))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "phi3", "gemma2"])
@@ -200,7 +390,20 @@ def test_ranks_read_their_parts_of_the_dequantised_weights(path: Path) -> None:
         assert torch.cat([rank[name] for rank in ranks], axis).equal(whole[name])
 
 
-KNOWN = "expected awq or gptq"
+KNOWN = "expected awq or gptq or compressed-tensors or fp8 or bitsandbytes"
+PACKED = FORMATS["pack-quantized 4"][0]
+GROUP = PACKED["config_groups"]["group_0"]
+
+
+def _group(**changes: Any) -> dict[str, Any]:
+    return {**PACKED, "config_groups": {"g": {**GROUP, **changes}}}
+
+
+def _weights(**changes: Any) -> dict[str, Any]:
+    return _group(weights={**GROUP["weights"], **changes})
+
+
+INT8 = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
 
 
 @pytest.mark.parametrize(
@@ -221,6 +424,28 @@ KNOWN = "expected awq or gptq"
         ({**GPTQ, "dynamic": ["a"]}, r"dynamic: expected an object, got \['a'\]"),
         ({**GPTQ, "dynamic": {"a": {"bits": 5}}}, r"dynamic\.a\.bits: expected 4 or 8, got 5"),
         ({**GPTQ, "dynamic": {"(": {}}}, r"'\(' is no regular expression"),
+        ({**PACKED, "format": "marlin-24"}, "format: expected pack-quantized or int-quantized or"),
+        ({**PACKED, "format": None}, "format: expected pack-quantized .*, got None"),
+        (_group(format="nvfp4-pack-quantized"), r"config_groups\.g\.format: expected pack"),
+        (_group(format="float-quantized"), r"g\.weights\.type: expected float, got 'int'"),
+        (_group(input_activations=INT8), r"g\.input_activations: expected none: activations are"),
+        (_group(output_activations=INT8), r"g\.output_activations: expected none"),
+        (_group(targets=["re:("]), r"'\(' is no regular expression"),
+        (_group(weights=[4]), r"g\.weights: expected an object, got \[4\]"),
+        (_weights(num_bits=3), r"weights\.num_bits: expected 4 or 8, got 3"),
+        (_weights(type="float"), r"weights\.type: expected int, got 'float'"),
+        (_weights(strategy="block"), r"strategy: expected tensor or channel or group, got 'block'"),
+        (_weights(strategy="group", group_size=None), r"group_size: expected a positive number"),
+        (_weights(symmetric="no"), r"symmetric: expected True or False, got 'no'"),
+        ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16: expected an object"),
+        ({**PACKED, "transform_config": {"config_groups": {"r": 1}}}, "transforms are not applied"),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "format: expected dense"),
+        ({**FP8, "fmt": "e5m2"}, "fmt: expected e4m3, got 'e5m2'"),
+        ({**FP8, "weight_block_size": [128, 0]}, "weight_block_size: expected two positive"),
+        ({**FP8, "weight_block_size": 128}, "weight_block_size: expected two positive"),
+        ({**NF4, "load_in_4bit": False}, "load_in_4bit: expected True, got False"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: expected nf4, got 'fp4'"),
+        ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage: expected uint8"),
     ],
 )
 def test_unknown_settings_are_refused_with_what_is_known(
@@ -289,4 +514,101 @@ def test_settings_without_quantized_tensors_are_refused(path: Path, shared: Path
     dense = shared.with_name("source") / "model.safetensors"
     (path / "model.safetensors").write_bytes(dense.read_bytes())
     with pytest.raises(BadCheckpoint, match=r"no tensor is quantized: expected \*\.qweight"):
+        _load(path)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("formats")
+
+
+DAMAGED = (
+    "awq",
+    "gptq 8",
+    "pack-quantized 4 with zero points",
+    "int-quantized of outputs with zero points",
+    "float-quantized of outputs",
+    "fp8 of blocks of 128",
+    "nf4",
+    "nf4 with scales that are codes",
+)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda part: None,
+        lambda part: torch.cat([part.flatten(), part.flatten()[:1]]),
+        lambda part: torch.zeros(part.shape, dtype=torch.int16),
+        lambda part: torch.zeros(part.shape, dtype=torch.float64),
+        lambda part: (
+            torch.full(part.shape, torch.nan).to(part.dtype)
+            if part.is_floating_point()
+            else torch.zeros(0, dtype=part.dtype)
+        ),
+    ],
+    ids=["missing", "longer", "integers", "doubles", "not numbers, or empty"],
+)
+@pytest.mark.parametrize("name", DAMAGED)
+def test_no_part_of_a_weight_can_be_damaged(
+    name: str, damage: Callable[[Tensor], Tensor | None], folder: Path, tmp_path: Path
+) -> None:
+    settings, quantize, _ = FORMATS[name]
+    if not (folder / name).is_dir():
+        (folder / name).mkdir()
+        make_quantized(folder / name, settings, quantize)
+    source = folder / name / "quantized"
+    parts = [part for part in load_file(source / "model.safetensors") if LAYER in part]
+    assert len(parts) > 1
+    for part in parts:
+        if part.endswith("g_idx") and damage(torch.zeros(1)) is None:
+            continue  # groups are consecutive without it
+        path = shutil.copytree(source, tmp_path / part)
+        tensors = load_file(path / "model.safetensors")
+        damaged = damage(tensors.pop(part))
+        if part.endswith("down_proj.weight") and damaged is not None and damaged.isnan().all():
+            continue  # codes cannot be wrong
+        if damaged is not None:
+            tensors[part] = damaged
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(WorkerError, match=LAYER):
+            _load(path)
+
+
+STATE = {"shape": [64, 128], "blocksize": 64, "nested_blocksize": 5, "nested_offset": 0.0}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"",
+        b"\xff",
+        b"[" * 100_000,
+        b"[]",
+        *(
+            json.dumps({**STATE, **changes}).encode()
+            for changes in (
+                {"shape": [64]},
+                {"shape": [64, -128]},
+                {"shape": [64, math.inf]},
+                {"shape": None},
+                {"shape": [64, 64]},
+                {"blocksize": 0},
+                {"blocksize": 32},
+                {"blocksize": 1 << 60},
+                {"blocksize": "a"},
+                {"nested_blocksize": 0},
+                {"nested_blocksize": 1 << 60},
+                {"nested_offset": None},
+                {"nested_offset": math.nan},
+            )
+        ),
+    ],
+)
+def test_the_state_of_nf4_is_checked(state: bytes, tmp_path: Path) -> None:
+    settings, quantize, _ = FORMATS["nf4 with scales that are codes"]
+    path, _ = make_quantized(tmp_path, settings, quantize)
+    value = torch.tensor(list(state), dtype=torch.uint8)
+    _edit_tensors(path, _replace("weight.quant_state.bitsandbytes__nf4", value))
+    with pytest.raises(BadCheckpoint, match=rf"model\.safetensors: {LAYER}\.weight"):
         _load(path)
