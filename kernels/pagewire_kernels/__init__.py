@@ -9,6 +9,7 @@ block table says where its tokens lie, `AttentionMetadata` what a step computes.
     select.py      the choice between them, by device and by what a model requires
     self_check.py  a small case, run on the device before a GPU backend is trusted
     batch.py       the metadata of one step's batch; pairs of blocks to copy
+    quantized_weight.py  weights in fewer bits: codes, scales and offsets
     philox.py      counter-based random numbers: the reference and the host's sampler draw with them
     reference/     the definition of every operation in plain torch: the oracle of the tests, and
                    the fallback on a device that has nothing faster

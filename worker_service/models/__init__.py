@@ -6,7 +6,6 @@
     native.py              what they share: construction, forward pass, weights, packing
     layers.py linear.py rotary.py
                            the layers they are made of; packed and sharded linear layers
-    quantized_weight.py    weights in fewer bits, the same for every format of checkpoints
     transformers_backend/  every other model of `transformers`, with its attention replaced
 
 All sequences of a step are flattened to one axis of rows. A model writes the rows' keys and values

@@ -11,6 +11,7 @@ build runs with any torch. If they were not built, or the processor lacks the in
     src/cache_write.cpp  writes new keys and values to their slots
     src/block_copy.cpp   copies whole blocks
     src/linear.h    linear layers with packed weights, and the packing
+    src/quantized.h  weights in fewer bits: their packing, and products with them
     src/share.h     how threads take over the items of one that lost its core
     src/layers.h    embedding, norms, activations, RoPE with the cache write, argmax
     src/program.cpp a list of kernels run by one team, without returning in between

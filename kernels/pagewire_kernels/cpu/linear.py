@@ -12,7 +12,14 @@ from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.checks import require
 from pagewire_kernels.cpu.native_library import Kernel, Library
 from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows
-from pagewire_kernels.cpu.tasks import GatherTask, LinearTask, PackTask, address
+from pagewire_kernels.cpu.tasks import (
+    GatherTask,
+    LinearTask,
+    PackTask,
+    QuantizedPackTask,
+    address,
+)
+from pagewire_kernels.quantized_weight import QuantizedWeight
 
 PAGE_BYTES = 2 << 20
 """What pieces of memory are sized and aligned by."""
@@ -62,34 +69,85 @@ _SERIAL_PRODUCTS = 1 << 17
 """Fewer multiply-adds than this finish before other threads have woken up."""
 
 
+_GROUP_INPUTS = 16
+_MAX_GROUP_INPUTS = 256
+"""Groups are of a multiple of 16 inputs; a scale that more than 256 share is repeated."""
+
+
+def can_pack_codes(weight: QuantizedWeight) -> bool:
+    """Whether the kernels have products with weights of such groups."""
+    return weight.group_size % _GROUP_INPUTS == 0
+
+
 class _Packed:
     """A weight in panels."""
 
     def __init__(
-        self, weight: Tensor, library: Library, memory: HugeMemory, num_parts: int
+        self,
+        weight: Tensor | QuantizedWeight,
+        library: Library,
+        memory: HugeMemory,
+        dtype: torch.dtype | None,
+        num_parts: int,
     ) -> None:
-        """weight: copied into `memory`; num_parts: 2 if it is a gate's, then what it gates."""
+        """weight: copied into `memory`; dtype: of the rows, if the weight is quantized; num_parts:
+        2 if it is a gate's, then what it gates."""
+        self.out_features, self.in_features = weight.shape
+        self._library, self._memory, self._num_parts = library, memory, num_parts
+        self._quantization: dict[str, int] = {}
+        self._suffix = ""
+        if isinstance(weight, QuantizedWeight):
+            assert dtype is not None
+            self.dtype = dtype
+            self._pack_codes(weight)
+        else:
+            self.dtype = weight.dtype
+            self._pack_dense(weight)
+        require(self.dtype in DTYPES, "float32 or bfloat16")
+
+    def _pack_dense(self, weight: Tensor) -> None:
         require(weight.dtype in DTYPES, "a float32 or bfloat16 weight")
         require(weight.device.type == "cpu", "a weight in the host's memory")
-        self.dtype = weight.dtype
-        self.out_features, self.in_features = weight.shape
-        self._name = DTYPES[weight.dtype]
-        row_bytes = -(-self.in_features * weight.element_size() // _STEP_BYTES) * _STEP_BYTES
-        panel = _PANEL_OUTPUTS // num_parts
-        num_padded = -(-self.out_features // num_parts // panel) * _PANEL_OUTPUTS
-        self._packed = memory.take(num_padded * row_bytes)
         if weight.stride(1) != 1:
             weight = weight.contiguous()
-        task = PackTask(
-            weight=weight.data_ptr(),
-            weight_stride=weight.stride(0),
-            packed=self.address,
-            in_features=self.in_features,
-            out_features=self.out_features,
-            num_parts=num_parts,
+        row_bytes = -(-self.in_features * weight.element_size() // _STEP_BYTES) * _STEP_BYTES
+        task = PackTask(weight=weight.data_ptr(), weight_stride=weight.stride(0))
+        self._pack(f"pack_{DTYPES[weight.dtype]}", task, row_bytes)
+
+    def _pack_codes(self, weight: QuantizedWeight) -> None:
+        require(can_pack_codes(weight), f"groups of a multiple of {_GROUP_INPUTS} inputs")
+        self._suffix = f"_int{weight.bits}"
+        scales, offsets, group_size = _small_groups(weight)
+        is_wide = not all(torch.equal(each, each.half().float()) for each in (scales, offsets))
+        has_offsets = offsets.numel() > 0
+        self._table = torch.tensor(weight.table or [0] * 16, dtype=torch.int8)
+        self._quantization = {
+            "group_size": group_size,
+            "wide_scales": int(is_wide),
+            "has_offsets": int(has_offsets),
+            "table": self._table.data_ptr(),
+        }
+        codes = weight.codes.contiguous()
+        task = QuantizedPackTask(
+            codes=codes.data_ptr(),
+            scales=scales.data_ptr(),
+            offsets=offsets.data_ptr(),
+            **self._quantization,
         )
-        kernel = library.kernel(f"pack_{self._name}")
-        threads.run(kernel, ctypes.addressof(task), torch.get_num_threads())
+        scale_bytes = (4 if is_wide else 2) * (2 if has_offsets else 1)
+        row_bytes = self.in_features * weight.bits // 8 + scales.shape[1] * scale_bytes
+        self._pack(f"pack{self._suffix}", task, row_bytes)
+
+    def _pack(self, kernel: str, task: PackTask | QuantizedPackTask, row_bytes: int) -> None:
+        panel = _PANEL_OUTPUTS // self._num_parts
+        num_padded = -(-self.out_features // self._num_parts // panel) * _PANEL_OUTPUTS
+        self._packed = self._memory.take(num_padded * row_bytes)
+        task.packed, task.num_parts = self.address, self._num_parts
+        task.in_features, task.out_features = self.in_features, self.out_features
+        threads.run(self._library.kernel(kernel), ctypes.addressof(task), torch.get_num_threads())
+
+    def _kernel(self, name: str) -> Kernel:
+        return self._library.kernel(f"{name}{self._suffix}")
 
     @property
     def address(self) -> int:
@@ -118,6 +176,7 @@ class _Packed:
             in_features=self.in_features,
             out_features=self.out_features,
             activation=activation,
+            **self._quantization,
         )
         launch(kernel, task, num_threads)
 
@@ -128,21 +187,29 @@ class NativeWeight(_Packed):
     Batch-invariant: a row's bits depend neither on the other rows nor on the number of threads.
     """
 
-    def __init__(self, weight: Tensor, library: Library, memory: HugeMemory) -> None:
-        """weight: [out_features, in_features], float32 or bfloat16, copied into `memory`."""
-        super().__init__(weight, library, memory, num_parts=1)
+    def __init__(
+        self,
+        weight: Tensor | QuantizedWeight,
+        library: Library,
+        memory: HugeMemory,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """weight: [out_features, in_features], float32 or bfloat16 or quantized, copied into
+        `memory`; dtype: of inputs and outputs of a quantized weight, float32 or bfloat16."""
+        super().__init__(weight, library, memory, dtype, num_parts=1)
+        name = DTYPES[self.dtype]
         self._kernels = {
-            weight.dtype: library.kernel(f"linear_{self._name}"),
-            torch.float32: library.kernel(_to_float32(self._name)),
+            self.dtype: self._kernel(f"linear_{name}"),
+            torch.float32: self._kernel(_to_float32(name)),
         }
-        self._gather = library.kernel(f"gather_{self._name}")
+        self._gather = self._kernel(f"gather_{name}")
 
     def apply(
         self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """rows: [num_rows, in_features] of the weight's dtype; returns [num_rows, out_features].
+        """rows: [num_rows, in_features] of `dtype`; returns [num_rows, out_features].
 
-        output_dtype: the weight's, or float32, which leaves the sums unrounded.
+        output_dtype: the same, or float32, which leaves the sums unrounded.
         """
         y = new_rows(rows.shape[0], self.out_features, output_dtype or self.dtype)
         self._multiply(self._kernels[y.dtype], rows, bias, y)
@@ -164,6 +231,7 @@ class NativeWeight(_Packed):
             y_stride=y.stride(0),
             in_features=self.in_features,
             out_features=self.out_features,
+            **self._quantization,
         )
         launch(self._gather, task, max(1, min(torch.get_num_threads(), num_rows)))
         return y
@@ -176,18 +244,37 @@ class NativeGatedWeight(_Packed):
     """
 
     def __init__(
-        self, weight: Tensor, activation: str, library: Library, memory: HugeMemory
+        self,
+        weight: Tensor | QuantizedWeight,
+        activation: str,
+        library: Library,
+        memory: HugeMemory,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        """weight: G, then U, [2 * size, in_features]; activation: see `reference.ACTIVATIONS`."""
-        super().__init__(weight, library, memory, num_parts=2)
-        self._kernel = library.kernel(f"gated_linear_{self._name}")
+        """weight: G, then U, [2 * size, in_features]; activation: see `reference.ACTIVATIONS`;
+        dtype: as `NativeWeight` has it."""
+        super().__init__(weight, library, memory, dtype, num_parts=2)
+        self._product = self._kernel(f"gated_linear_{DTYPES[self.dtype]}")
         self._activation = reference.ACTIVATIONS.index(activation)
 
     def apply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
         """rows: [num_rows, in_features]; bias: [2 * size]; returns [num_rows, size]."""
         y = new_rows(rows.shape[0], self.out_features // 2, self.dtype)
-        self._multiply(self._kernel, rows, bias, y, self._activation)
+        self._multiply(self._product, rows, bias, y, self._activation)
         return y
+
+
+def _small_groups(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
+    """(scales, offsets or nothing, inputs that share one); of large groups, they are repeated."""
+    size = weight.group_size
+    sizes = range(_GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, _GROUP_INPUTS)
+    small = max(each for each in sizes if size % each == 0)
+    none = torch.empty(0)
+    scales, offsets = (
+        none if each is None else each.repeat_interleave(size // small, dim=1).contiguous()
+        for each in (weight.scales, weight.offsets)
+    )
+    return scales, offsets, small
 
 
 def _to_float32(name: str) -> str:

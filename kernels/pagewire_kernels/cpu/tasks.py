@@ -136,16 +136,28 @@ class PackTask(NativeStruct):
     _fields_ = int64s("next_item weight weight_stride packed in_features out_features num_parts")
 
 
+_QUANTIZATION = " group_size wide_scales has_offsets table"
+"""The fields of `Quantization` of src/linear.h."""
+
+
 class LinearTask(NativeStruct):
     """`LinearTask` of src/linear.h."""
 
     _fields_ = int64s(
         "next_item num_threads num_rows x x_stride weight bias y y_stride in_features out_features "
-        "activation"
+        "activation" + _QUANTIZATION
     )
 
 
 class GatherTask(NativeStruct):
     """`GatherTask` of src/linear.h."""
 
-    _fields_ = int64s("next_item batch packed y y_stride in_features out_features")
+    _fields_ = int64s("next_item batch packed y y_stride in_features out_features" + _QUANTIZATION)
+
+
+class QuantizedPackTask(NativeStruct):
+    """`QuantizedPackTask` of src/linear.h."""
+
+    _fields_ = int64s(
+        "next_item codes scales offsets packed in_features out_features num_parts" + _QUANTIZATION
+    )

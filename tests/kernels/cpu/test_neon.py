@@ -21,6 +21,7 @@ from pagewire_kernels.cpu.native_library import Library
 from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
+from tests.support.quantized_weights import random_weight
 
 CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSTEM = "/usr/aarch64-linux-gnu"
@@ -87,6 +88,20 @@ def test_products(neon: Library, avx2: Library, shape: tuple[int, int], dtype: t
     assert torch.equal(packed.apply(rows, bias)[[0, 7, 12]], alone)
     twin = NativeWeight(weight, avx2, HugeMemory())
     assert torch.equal(sums, twin.apply(rows, bias, output_dtype=torch.float32))
+
+
+@each_dtype
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_products(neon: Library, avx2: Library, bits: int, dtype: torch.dtype) -> None:
+    weight = random_weight(70, 96, bits, 32, offsets=True, wide=False)
+    rows = _random(5, 96, dtype=dtype)
+    mine, twin = (NativeWeight(weight, each, HugeMemory(), dtype) for each in (neon, avx2))
+    sums = mine.apply(rows, output_dtype=torch.float32)
+    torch.testing.assert_close(sums, rows.float() @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+    assert torch.equal(sums, twin.apply(rows, output_dtype=torch.float32))
+    assert torch.equal(mine.apply(rows[:1]), mine.apply(rows)[:1])
+    tokens = torch.tensor([69, 0])
+    assert torch.equal(mine.gather(tokens), twin.gather(tokens))
 
 
 @each_dtype

@@ -118,4 +118,36 @@ inline void interleave(Words a, Words b, Floats& low, Floats& high) {
   high = as_floats(_mm512_permutex2var_epi16(a, later, b));
 }
 
+struct CodeTable {
+  Floats values;
+  Words pairs;  // bfloat16, each twice
+};
+
+inline CodeTable load_table(const int8_t* values) {
+  const Words whole = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+  const Floats table = to_floats(whole);
+  const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(as_words(table), 16));
+  return {table, _mm512_inserti64x4(_mm512_castsi256_si512(halves), halves, 1)};
+}
+
+template <int kBit>
+inline Floats look_up(Words codes, const CodeTable& table) {
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, kBit), table.values);
+}
+
+// Of the codes at `kBit` and at `kBit` + 16, as a pair of bfloat16.
+template <int kBit>
+inline Words look_up_pair(Words codes, const CodeTable& table) {
+  return _mm512_permutexvar_epi16(_mm512_srli_epi32(codes, kBit), table.pairs);
+}
+
+template <int kBit>
+inline Floats signed_byte(Words x) {
+  return to_floats(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - kBit), 24));
+}
+
+inline Words join_pairs(Floats first, Floats second) {
+  return _mm512_or_si512(_mm512_srli_epi32(as_words(first), 16), as_words(second));
+}
+
 }  // namespace pagewire

@@ -23,6 +23,14 @@ constexpr int64_t kPanelVectors = 2;
 constexpr int64_t kPanel = kPanelVectors * kLanes;
 constexpr int64_t kStepBytes = kPanel * 4;
 
+// Of a weight in fewer bits; see quantized.h.
+struct Quantization {
+  int64_t group_size;  // inputs that share a scale
+  int64_t wide_scales;  // whether scales and offsets are float32, not float16
+  int64_t has_offsets;
+  const int8_t* table;  // the values of 16 codes of 4 bits
+};
+
 struct LinearTask : Task {
   int64_t num_threads;
   const int64_t* num_rows;
@@ -35,6 +43,7 @@ struct LinearTask : Task {
   int64_t in_features;
   int64_t out_features;  // of a gated layer those of G and U, twice as many as y has
   Activation activation;  // of a gated layer
+  Quantization quantization;
 };
 
 struct PackTask : Task {
@@ -46,6 +55,26 @@ struct PackTask : Task {
   int64_t num_parts;  // 1, or 2 of a gated layer
 };
 
+// A weight in fewer bits, to be packed.
+struct QuantizedPackTask : Task {
+  const uint8_t* codes;  // [out_features, in_features]
+  const float* scales;  // [out_features, in_features / group_size]
+  const float* offsets;  // as the scales, or null
+  void* packed;
+  int64_t in_features;
+  int64_t out_features;
+  int64_t num_parts;  // as in PackTask
+  Quantization quantization;
+};
+
+// Which row of a weight is output `n` of a panel; negative where it has none.
+template <class AnyPackTask>
+inline int64_t row_of(const AnyPackTask& task, int64_t panel, int64_t n) {
+  const int64_t width = kPanel / task.num_parts, size = task.out_features / task.num_parts;
+  const int64_t in_part = panel * width + n % width;
+  return in_part < size ? n / width * size + in_part : -1;
+}
+
 // Rows of a packed weight by token: an embedding whose table is also the head's weight.
 struct GatherTask : Task {
   const Batch* batch;  // tokens beyond the table give zeros
@@ -54,6 +83,7 @@ struct GatherTask : Task {
   int64_t y_stride;
   int64_t in_features;
   int64_t out_features;
+  Quantization quantization;
 };
 
 }  // namespace pagewire

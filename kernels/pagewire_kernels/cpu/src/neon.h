@@ -172,4 +172,40 @@ inline void interleave(Words a, Words b, Floats& low, Floats& high) {
   high = zip(a.high, b.high);
 }
 
+using CodeTable = int8x16_t;
+
+inline CodeTable load_table(const int8_t* values) { return vld1q_s8(values); }
+
+template <int kBit>
+inline int32x4_t signed_byte(int32x4_t x) {
+  return vshrq_n_s32(vshlq_n_s32(x, 24 - kBit), 24);
+}
+
+template <int kBit>
+inline Floats signed_byte(Words x) {
+  return to_floats({signed_byte<kBit>(x.low), signed_byte<kBit>(x.high)});
+}
+
+template <int kBit>
+inline int32x4_t look_up(int32x4_t codes, CodeTable table) {
+  uint8x16_t low = vreinterpretq_u8_s32(codes);
+  if constexpr (kBit % 8 != 0) low = vshrq_n_u8(low, 4);
+  low = vandq_u8(low, vdupq_n_u8(15));
+  return signed_byte<kBit / 8 * 8>(vreinterpretq_s32_s8(vqtbl1q_s8(table, low)));
+}
+
+template <int kBit>
+inline Floats look_up(Words codes, const CodeTable& table) {
+  return to_floats({look_up<kBit>(codes.low, table), look_up<kBit>(codes.high, table)});
+}
+
+inline int32x4_t join_pairs(float32x4_t first, float32x4_t second) {
+  const uint32x4_t low = vshrq_n_u32(vreinterpretq_u32_f32(first), 16);
+  return vreinterpretq_s32_u32(vorrq_u32(low, vreinterpretq_u32_f32(second)));
+}
+
+inline Words join_pairs(Floats first, Floats second) {
+  return {join_pairs(first.low, second.low), join_pairs(first.high, second.high)};
+}
+
 }  // namespace pagewire

@@ -6,13 +6,6 @@ namespace {
 
 constexpr int64_t kStepsAtOnce = 16;  // a cache line of each row
 
-// Which row of the weight is a panel's output `n`; negative where it has none.
-inline int64_t row_of(const PackTask& task, int64_t panel, int64_t n) {
-  const int64_t width = kPanel / task.num_parts, size = task.out_features / task.num_parts;
-  const int64_t in_part = panel * width + n % width;
-  return in_part < size ? n / width * size + in_part : -1;
-}
-
 // Outputs and inputs that the weight does not have are zeros.
 template <class Dot>
 void pack_panel(const PackTask& task, int64_t panel) {

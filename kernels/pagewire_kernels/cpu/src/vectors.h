@@ -12,6 +12,9 @@
 //                            it after `finish_stores_past_caches`
 //   transpose(x)             a square of 32-bit words, one row in each register
 //   interleave(a, b, low, high)  the 16-bit numbers of `a` and `b`, alternating
+//   look_up<bit>(codes, table)   the values of the 4-bit codes that begin at a bit of each word
+//   signed_byte<bit>(x)      the 8-bit numbers that begin there
+//   join_pairs(a, b)         pairs of bfloat16, which `a` and `b` must be without rounding
 //
 // Results with NEON are those with AVX2, bit by bit.
 #pragma once

@@ -1,11 +1,13 @@
 """Weights in fewer bits: whole numbers, and for each group of inputs a scale and an offset."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-LINEAR_TABLE = tuple(range(-8, 8))
+SIGNED_TABLE = tuple(range(-8, 8))
 """What the codes of a symmetric 4-bit weight mean."""
 
 UNSIGNED_TABLE = tuple(range(16))
@@ -81,3 +83,40 @@ class QuantizedWeight:
             scales=self.scales[:, first:last],
             offsets=offsets,
         )
+
+    def padded(self, num_rows: int) -> "QuantizedWeight":
+        """With outputs of zeros after its own, `num_rows` in all."""
+        more = (0, 0, 0, num_rows - self.codes.shape[0])
+        offsets = None if self.offsets is None else nn.functional.pad(self.offsets, more)
+        return replace(
+            self,
+            codes=nn.functional.pad(self.codes, more),
+            scales=nn.functional.pad(self.scales, more),
+            offsets=offsets,
+        )
+
+
+def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """The outputs of several weights with the same inputs, one after the other.
+
+    Without rounding: of different groups, the smaller ones are taken, and codes become numbers of
+    8 bits where the parts' codes mean different values.
+    """
+    table = parts[0].table
+    if any(part.table != table for part in parts):
+        table = None
+    codes = [part.values().view(torch.uint8) if table is None else part.codes for part in parts]
+    group_size = math.gcd(*(part.group_size for part in parts))
+    scales, offsets = [], []
+    for part in parts:
+        times = part.group_size // group_size
+        scales.append(part.scales.repeat_interleave(times, dim=1))
+        found = torch.zeros_like(part.scales) if part.offsets is None else part.offsets
+        offsets.append(found.repeat_interleave(times, dim=1))
+    has_offsets = any(part.offsets is not None for part in parts)
+    return QuantizedWeight(
+        codes=torch.cat(codes),
+        scales=torch.cat(scales),
+        offsets=torch.cat(offsets) if has_offsets else None,
+        table=table,
+    )

@@ -1,0 +1,139 @@
+"""Products with weights in fewer bits are those of the dequantized weights, and batch-invariant."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from pagewire_kernels import reference
+from pagewire_kernels.cpu.build import INSTRUCTION_SETS, compiler, library_path
+from pagewire_kernels.cpu.linear import (
+    HugeMemory,
+    NativeGatedWeight,
+    NativeWeight,
+    can_pack_codes,
+)
+from pagewire_kernels.cpu.native_library import Library, instruction_sets
+from pagewire_kernels.quantized_weight import QuantizedWeight, stack
+from tests.support.quantized_weights import random_weight
+
+DTYPES = [torch.float32, torch.bfloat16]
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Of the format IQ4_NL, which is not linear."""
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="nothing to build the kernels with")
+
+
+@pytest.fixture(scope="module", params=[*INSTRUCTION_SETS])
+def kernels(request: pytest.FixtureRequest) -> Library:
+    if request.param not in instruction_sets():
+        pytest.skip(f"this processor lacks {request.param}")
+    return Library(library_path(request.param), request.param)
+
+
+def _rows(num_rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    return torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(
+        dtype
+    )
+
+
+CASES = [
+    (bits, group_size, offsets, wide)
+    for (bits, group_size), offsets, wide in itertools.product(
+        [(4, 16), (4, 32), (4, 128), (4, 1152), (8, 16), (8, 32), (8, 288)], [False, True], [0, 1]
+    )
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "group_size", "offsets", "wide"), CASES)
+def test_products_agree_with_float64(
+    kernels: Library, bits: int, group_size: int, offsets: bool, wide: int, dtype: torch.dtype
+) -> None:
+    weight = random_weight(70, 1152, bits, group_size, offsets=offsets, wide=bool(wide))
+    packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
+    rows = _rows(205, weight, dtype)
+    bias = _rows(1, weight, dtype)[0, :70]
+    sums = packed.apply(rows, bias, output_dtype=torch.float32)
+    dense = weight.dequantize().double()
+    exact = rows.double() @ dense.T + bias.double()
+    spread = rows.double().abs() @ dense.abs().T + bias.double().abs()
+    if weight.offsets is not None:  # which may cancel what the codes give
+        offsets_of = weight.offsets.double().abs().repeat_interleave(group_size, dim=1)
+        spread = spread + 2 * rows.double().abs() @ offsets_of.T
+    assert ((sums - exact).abs() <= 1e-6 * spread).all()
+    for num_rows in (1, 2, 3, 5, 6, 7, 12, 13, 64, 193):
+        alone = packed.apply(rows[:num_rows], bias, output_dtype=torch.float32)
+        assert torch.equal(alone, sums[:num_rows])
+    rounded = packed.apply(rows, bias)
+    assert torch.equal(rounded, sums.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_by_token(kernels: Library, bits: int, dtype: torch.dtype) -> None:
+    weight = random_weight(70, 96, bits, 32, offsets=True, wide=True)
+    packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
+    found = packed.gather(torch.tensor([0, 33, 69, -1, 70]))
+    assert torch.equal(found[:3], weight.dequantize()[[0, 33, 69]].to(dtype))
+    assert not found[3:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_gated_products(kernels: Library, bits: int, activation: str, dtype: torch.dtype) -> None:
+    weight = random_weight(2 * 37, 192, bits, 64, offsets=True, wide=False)
+    packed = NativeGatedWeight(weight, activation, kernels, HugeMemory(), dtype)
+    rows = _rows(65, weight, dtype)
+    products = packed.apply(rows)
+    exact = reference.act_and_mul(rows.float() @ weight.dequantize().T, activation)
+    tolerance = {torch.float32: 1e-4, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(products.float(), exact, rtol=tolerance, atol=tolerance)
+    assert torch.equal(packed.apply(rows[:1]), products[:1])
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_values_of_a_table_and_any_number_of_threads(kernels: Library, num_threads: int) -> None:
+    weight = random_weight(256, 512, 4, 32, offsets=False, wide=False, table=TABLE)
+    packed = NativeWeight(weight, kernels, HugeMemory(), torch.float32)
+    rows = _rows(9, weight, torch.float32)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        products = packed.apply(rows)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(products, rows @ weight.dequantize().T, rtol=1e-4, atol=1e-2)
+    assert torch.equal(products, packed.apply(rows))
+
+
+def test_groups_that_the_kernels_lack_are_refused(kernels: Library) -> None:
+    weight = random_weight(32, 24, 4, 8, offsets=False, wide=False)
+    assert not can_pack_codes(weight)
+    with pytest.raises(ValueError, match="groups of a multiple of 16 inputs"):
+        NativeWeight(weight, kernels, HugeMemory(), torch.float32)
+
+
+def test_parts_of_a_weight() -> None:
+    weight = random_weight(70, 128, 4, 32, offsets=True, wide=True)
+    dense = weight.dequantize()
+    assert torch.equal(weight.rows(slice(3, 9)).dequantize(), dense[3:9])
+    assert torch.equal(weight.columns(32, 96).dequantize(), dense[:, 32:96])
+    with pytest.raises(ValueError, match="inputs 32 to 80 are not whole groups of 32"):
+        weight.columns(32, 80)
+    assert torch.equal(weight.padded(80).dequantize()[:70], dense)
+    assert not weight.padded(80).dequantize()[70:].any()
+
+
+def test_stacks_of_different_weights_are_exact() -> None:
+    parts = [
+        random_weight(5, 128, 4, 32, offsets=False, wide=False),
+        random_weight(6, 128, 8, 16, offsets=True, wide=True),
+        random_weight(7, 128, 4, 64, offsets=False, wide=False, table=TABLE),
+    ]
+    dense = torch.cat([part.dequantize() for part in parts])
+    assert torch.equal(stack(parts).dequantize(), dense)
+    assert stack(parts).bits == 8
+    assert stack(parts[:1] * 2).bits == 4
