@@ -100,6 +100,7 @@ class SimulationConfig:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("safetensors", "dummy")
+QUANTIZATIONS = ("int8", "int4")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +121,9 @@ class ModelConfig:
 
     load_format: str = "safetensors"
     """safetensors, or dummy for random weights."""
+
+    quantization: str | None = None
+    """On a CPU, round the weights of linear layers to int8 or int4 while they are loaded."""
 
     max_model_len: int | None = None
     """Most tokens of prompt and output together."""
@@ -153,6 +157,8 @@ class ModelConfig:
         _expect(bool(self.model), "model", "a directory or a hub id", "an empty string")
         _expect_one_of(DTYPES, "dtype", self.dtype)
         _expect_one_of(LOAD_FORMATS, "load_format", self.load_format)
+        if self.quantization is not None:
+            _expect_one_of(QUANTIZATIONS, "quantization", self.quantization)
         for name in ("max_model_len", "threads"):
             got = getattr(self, name)
             _expect(got is None or got >= 1, name, "at least 1", got)

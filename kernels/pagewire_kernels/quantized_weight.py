@@ -120,3 +120,42 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
         offsets=torch.cat(offsets) if has_offsets else None,
         table=table,
     )
+
+
+GROUP_SIZES = (128, 64, 32)
+"""Of weights that are rounded here, the largest that divides the inputs."""
+
+
+def quantize(weight: Tensor, quantization: str) -> QuantizedWeight:
+    """A weight rounded to the nearest of `int8` or `int4` numbers, in groups of its inputs.
+
+    weight: [out_features, in_features]. Numbers of 8 bits are multiples of the scale; those of 4
+    bits begin at the group's least number. Scales and offsets are float16 numbers. Raises
+    ValueError if no group divides the inputs.
+    """
+    in_features = weight.shape[1]
+    size = next((size for size in GROUP_SIZES if in_features % size == 0), None)
+    if size is None:
+        raise ValueError(
+            f"expected layers with a multiple of {GROUP_SIZES[-1]} inputs, got {in_features}"
+        )
+    groups = weight.float().unflatten(1, (-1, size))
+    least, most = groups.amin(dim=2), groups.amax(dim=2)
+    if quantization == "int8":
+        scales = _above_zero(torch.maximum(-least, most) / 127)
+        codes = (groups / scales.unsqueeze(2)).round_().clamp_(-127, 127)
+        return QuantizedWeight(
+            codes=codes.flatten(1).to(torch.int8).view(torch.uint8), scales=scales
+        )
+    offsets = least.half().float()
+    scales = _above_zero((most - offsets) / 15)
+    codes = ((groups - offsets.unsqueeze(2)) / scales.unsqueeze(2)).round_().clamp_(0, 15)
+    return QuantizedWeight(
+        codes=codes.flatten(1).to(torch.uint8), scales=scales, offsets=offsets, table=UNSIGNED_TABLE
+    )
+
+
+def _above_zero(scales: Tensor) -> Tensor:
+    """Rounded to float16; of a group of equal numbers, the least positive one."""
+    least = torch.finfo(torch.float16).smallest_normal
+    return scales.clamp(min=least).half().float()

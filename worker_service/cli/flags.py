@@ -45,6 +45,7 @@ MODEL = ConfigFlags(
     ModelConfig,
     settings={
         "max_model_len": {"show_default": "the model's own"},
+        "quantization": {"show_default": "as the checkpoint has them"},
         "attention_backend": {"show_default": "by device and model"},
         "threads": {"show_default": "as many as it keeps busy of the physical cores there are"},
     },

@@ -1,4 +1,4 @@
-"""Reading GGUF files: metadata, and tensors dequantised one at a time.
+"""Reading GGUF files: metadata, and tensors one at a time, dequantised or in their own bits.
 
 The header is read here and not by `gguf.GGUFReader`, which takes seconds for a large vocabulary and
 trusts the lengths in the file. Block formats and their arithmetic are those of the `gguf` package.
@@ -14,13 +14,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.errors import BadCheckpoint
 
+_DENSE_TYPES = ("F32", "F16", "BF16")
 KNOWN_TYPES = (
-    *("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
+    *_DENSE_TYPES,
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
 )
 _MAGIC = b"GGUF"
@@ -55,11 +59,7 @@ class GgufTensor:
         """The tensor's numbers, dequantised; float32, but float16 and bfloat16 as they are."""
         import gguf
 
-        with self.file.open("rb") as stream:
-            stream.seek(self.offset)
-            data = np.fromfile(stream, np.uint8, self.num_bytes)
-        if len(data) < self.num_bytes:
-            raise BadCheckpoint(f"{self.file} has become shorter while it was read")
+        data = self._bytes()
         if self.type in ("F32", "F16"):
             values = torch.from_numpy(data.view(np.float32 if self.type == "F32" else np.float16))
         elif self.type == "BF16":
@@ -69,6 +69,22 @@ class GgufTensor:
             rows = data.reshape(*self.shape[:-1], -1)
             values = torch.from_numpy(gguf.quants.dequantize(rows, kind))
         return values.reshape(self.shape)
+
+    def read_quantized(self) -> QuantizedWeight | None:
+        """A weight [out_features, in_features] in its own bits; None if it is dense."""
+        from worker_service.loader.gguf_blocks import quantized_weight
+
+        if len(self.shape) != 2 or self.type in _DENSE_TYPES:
+            return None
+        return quantized_weight(self._bytes(), self.type, self.shape)
+
+    def _bytes(self) -> npt.NDArray[np.uint8]:
+        with self.file.open("rb") as stream:
+            stream.seek(self.offset)
+            data = np.fromfile(stream, np.uint8, self.num_bytes)
+        if len(data) < self.num_bytes:
+            raise BadCheckpoint(f"{self.file} has become shorter while it was read")
+        return data
 
 
 @dataclass(frozen=True, slots=True)

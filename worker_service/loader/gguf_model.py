@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
+from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import Gguf, GgufTensor, open_gguf
 
@@ -65,11 +67,21 @@ class GgufTensors:
     def get_tensor(self, name: str) -> Tensor:
         """A tensor, dequantised, its rows in the order of `transformers`."""
         values = self.tensors[name].read()
+        order = self._order(name, values.shape[0])
+        return values if order is None else values[order]
+
+    def get_quantized(self, name: str) -> QuantizedWeight | None:
+        """A weight as the file has it; None if it has it dense."""
+        weight = self.tensors[name].read_quantized()
+        order = None if weight is None else self._order(name, weight.shape[0])
+        return weight if weight is None or order is None else weight.rows(order)
+
+    def _order(self, name: str, num_rows: int) -> Tensor | None:
+        """Which rows of the file's tensor the rows of `transformers` are, if the order differs."""
         heads = next((num for part, num in self.heads.items() if f".{part}." in name), None)
         if heads is None:
-            return values
-        pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
-        return pairs.swapaxes(1, 2).reshape(values.shape)
+            return None
+        return torch.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ from worker_service.loader.weights import (
     open_checkpoint,
 )
 from worker_service.models.interface import Model, ModelContext
-from worker_service.models.linear import cpu_arithmetic
+from worker_service.models.linear import cpu_arithmetic, has_quantized_products
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import NATIVE_MODELS, build_native_model
 
@@ -112,6 +112,8 @@ def arithmetic_of(loaded: LoadedModel) -> str:
         parts.append(f"tp{config.layout.tensor_parallel_size}")
     if loaded.model.kv_cache_spec.dtype == FP8:
         parts.append("kv-fp8")
+    if config.quantization is not None:
+        parts.append(config.quantization)
     return "/".join([*parts, str(ARITHMETIC_VERSION)])
 
 
@@ -152,6 +154,15 @@ def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
     yield window is not None and config.get("use_sliding_window", True)
 
 
+def _refuse_quantization(quantization: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise InvalidOption where there are no products with weights in fewer bits."""
+    if not has_quantized_products(dtype, device):
+        raise InvalidOption(
+            f"quantization: expected none, got {quantization}: it needs the compiled CPU kernels,"
+            f" for bfloat16 or float32; this is {str(dtype).removeprefix('torch.')} on {device}"
+        )
+
+
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
     """Load the model that `config` names, with its weights on its device, ready to run.
 
@@ -187,12 +198,15 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         batch_invariant=config.batch_invariant,
     )
     kernels = _kernels(device, needs, config.attention_backend)
+    if config.quantization is not None:
+        _refuse_quantization(config.quantization, dtype, device)
 
     context = ModelContext(
         dtype=dtype,
         device=device,
         cache_dtype=cache_dtype,
         batch_invariant=config.batch_invariant,
+        quantization=config.quantization,
         communicator=Communicator(config.layout),
     )
     with freed_memory_returns():
@@ -223,7 +237,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         hf_config=hf_config,
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
-        fingerprint=fingerprint(model_dir, config.load_format),
+        fingerprint=fingerprint(model_dir, config.load_format, config.quantization),
         communicator=context.communicator,
         batch_invariant=same_bits and is_guaranteed,
     )

@@ -181,13 +181,18 @@ _MAX_HEADER_BYTES = 100_000_000
 """As safetensors itself limits it."""
 
 
-def fingerprint(model_dir: Path, load_format: str = "safetensors") -> str:
-    """A hash over configuration, tokenizer and the headers of the weight files.
+def fingerprint(
+    model_dir: Path, load_format: str = "safetensors", quantization: str | None = None
+) -> str:
+    """A hash over configuration, tokenizer, the headers of the weight files, and what these are
+    rounded to.
 
     The weights themselves are not read: two fine-tunings with the same shapes and the same other
     files have the same fingerprint unless their headers' metadata or their files' sizes differ.
     """
     digest = hashlib.sha256(load_format.encode())
+    if quantization is not None:
+        _add(digest, quantization.encode())
     for name, content in iter_assets(model_dir):
         _add(digest, name.encode())
         _add(digest, content)

@@ -28,9 +28,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker_service.errors import BadCheckpoint
+from worker_service.errors import BadCheckpoint, InvalidOption
 from worker_service.loader.gguf_file import is_gguf, split_files
-from worker_service.loader.gguf_model import gguf_tensors
+from worker_service.loader.gguf_model import GgufTensors, gguf_tensors
 from worker_service.loader.model_files import read_json
 from worker_service.loader.quantized_checkpoint import (
     QuantizedTensors,
@@ -212,12 +212,25 @@ def _fill_some(
     with checkpoint.open(file) as tensors:
         while wanted and num_read < _MAX_MAPPED_BYTES:
             name, weight = wanted.popleft()
-            part = tensors.get_slice(name)[weight.source_index or ...]
-            weight.target.copy_(part)
-            num_read += part.nbytes
+            num_read += _fill(tensors, name, weight)
             advance(weight.target.nbytes)
             on_filled(weight)
     return num_read
+
+
+def _fill(tensors: Any, name: str, weight: WeightTarget) -> int:
+    """Returns the bytes of what was read."""
+    if weight.keep is not None and isinstance(tensors, GgufTensors):
+        quantized = tensors.get_quantized(name)
+        if quantized is not None:
+            try:
+                weight.keep(weight.part_of(quantized))
+            except ValueError as error:
+                raise InvalidOption(f"tensor_parallel_size: {name}: {error}") from error
+            return quantized.codes.nbytes
+    part = tensors.get_slice(name)[weight.source_index or ...]
+    weight.target.copy_(part)
+    return int(part.nbytes)
 
 
 def _check_names(

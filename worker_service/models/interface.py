@@ -1,5 +1,6 @@
 """The interface of models, and what they are built with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Computed
+from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout, Shard
 
@@ -87,6 +89,9 @@ class ModelContext:
     batch_invariant: bool = False
     """Whether GPUs, too, must compute a row to the same bits in any batch."""
 
+    quantization: str | None = None
+    """`int8` or `int4`: what dense weights of linear layers are rounded to."""
+
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
 
     @property
@@ -118,6 +123,10 @@ class WeightTarget:
     shard: Shard | None = None
     """The part of the checkpoint's tensor, along `axis`; None: all of it."""
 
+    keep: Callable[[QuantizedWeight], None] | None = None
+    """Takes the part instead of `target`, if the checkpoint has it in fewer bits; None: it must be
+    dequantized."""
+
     @property
     def source_shape(self) -> list[int]:
         """Of the checkpoint's tensor."""
@@ -133,3 +142,10 @@ class WeightTarget:
             return ()
         part = slice(self.shard.start, self.shard.start + self.shard.size)
         return (slice(None),) * self.axis + (part,)
+
+    def part_of(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """The part of the checkpoint's tensor. Raises ValueError if its groups would be divided."""
+        if self.shard is None:
+            return weight
+        start, stop = self.shard.start, self.shard.start + self.shard.size
+        return weight.columns(start, stop) if self.axis else weight.rows(slice(start, stop))

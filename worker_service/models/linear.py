@@ -1,5 +1,9 @@
 """Linear layers: packed for a CPU's vector units; plain, or in a fixed order, on GPUs.
 
+A weight that the checkpoint has in fewer bits is packed as it is where there are kernels for it.
+The memory of its dense form is allocated, but not touched, so that it takes up none. Elsewhere it
+is dequantized.
+
 Packed weights are laid out once, after loading. The native kernels take float32, and bfloat16 where
 they were built; oneDNN takes the rest. Both compute a row to the same bits whatever the other rows
 are; torch's own `linear` does not.
@@ -22,7 +26,7 @@ rank each of these layers computes exactly what its ordinary counterpart does.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -32,7 +36,9 @@ from pagewire_kernels.cpu import linear as native
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
+from pagewire_kernels.quantized_weight import QuantizedWeight, quantize, stack
 from worker_service.distributed.layout import Shard
+from worker_service.errors import InvalidOption
 from worker_service.models.interface import ModelContext, WeightTarget
 
 MIN_ROWS = 2
@@ -117,21 +123,36 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return _native_library(dtype) is not None or OneDNNWeight.can_pack(dtype)
 
 
-def pack(weight: Tensor) -> PackedWeight:
-    """A packed copy of a weight that can be packed."""
-    native_library = _native_library(weight.dtype)
-    if native_library is None:
-        return OneDNNWeight(weight)
-    return NativeWeight(weight, native_library, _memory())
+def has_quantized_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this machine has products of rows of `dtype` with weights in fewer bits."""
+    return device.type == "cpu" and _native_library(dtype) is not None
 
 
-def pack_gated(weight: Tensor, activation: str) -> NativeGatedWeight | None:
+def _can_pack_codes(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
+    return has_quantized_products(dtype, device) and native.can_pack_codes(weight)
+
+
+def pack(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> PackedWeight:
+    """A packed copy of a weight that can be packed; dtype: of a quantized one's rows."""
+    if isinstance(weight, Tensor):
+        dtype = weight.dtype
+    assert dtype is not None
+    native_library = _native_library(dtype)
+    if native_library is not None:
+        return NativeWeight(weight, native_library, _memory(), dtype)
+    assert isinstance(weight, Tensor)
+    return OneDNNWeight(weight)
+
+
+def pack_gated(
+    weight: Tensor | QuantizedWeight, dtype: torch.dtype, activation: str
+) -> NativeGatedWeight | None:
     """A packed copy of the stacked weights of gate and up projection, if this machine has a fused
     product of both with the activation."""
-    native_library = _native_library(weight.dtype) if weight.device.type == "cpu" else None
-    if native_library is None:
+    native_library = _native_library(dtype)
+    if native_library is None or (isinstance(weight, Tensor) and weight.device.type != "cpu"):
         return None
-    return NativeGatedWeight(weight, activation, native_library, _memory())
+    return NativeGatedWeight(weight, activation, native_library, _memory(), dtype)
 
 
 def _native_library(dtype: torch.dtype) -> Library | None:
@@ -173,6 +194,9 @@ class Linear(nn.Module):
         self.weight = context.empty(num_outputs, inputs.size) if weight is None else weight
         self.bias = context.empty(num_outputs) if bias else None
         self.packed: PackedWeight | None = None
+        self._dtype = context.dtype
+        self._quantization = context.quantization
+        self._kept: dict[int, QuantizedWeight] = {}
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Where a checkpoint's tensors go; names: of the stacked layers, in their order.
@@ -182,11 +206,12 @@ class Linear(nn.Module):
         assert self.weight is not None
         sizes = [shard.size for shard in self._outputs]
         parts = self.weight.split(sizes)
-        for name, part, outputs in zip(names, parts, self._outputs, strict=True):
+        for i, (name, part, outputs) in enumerate(zip(names, parts, self._outputs, strict=True)):
             axis, shard = (0, outputs) if self._inputs.is_whole else (1, self._inputs)
+            keep = None if transposed else partial(self._kept.__setitem__, i)
             if transposed:
                 axis, part = 1 - axis, part.t()
-            yield WeightTarget(f"{name}.weight", part, axis, shard)
+            yield WeightTarget(f"{name}.weight", part, axis, shard, keep)
         if self.bias is not None:
             biases = self.bias.split(sizes)
             for name, part, outputs in zip(names, biases, self._outputs, strict=True):
@@ -194,9 +219,31 @@ class Linear(nn.Module):
 
     def pack(self) -> None:
         """Lay the weight out for this machine, once it is loaded; the original is freed."""
-        if self.weight is not None and can_pack(self.weight.dtype, self.weight.device):
-            self.packed = pack(self.weight)
+        weight = self._loaded()
+        if weight is None:
+            return
+        if isinstance(weight, QuantizedWeight) or can_pack(weight.dtype, weight.device):
+            self.packed = pack(weight, self._dtype)
             self.weight = None
+
+    def _loaded(self) -> Tensor | QuantizedWeight | None:
+        """The whole weight, in fewer bits if there are kernels for that; None once it is packed."""
+        if self.weight is None:
+            return None
+        parts = list(self.weight.split([shard.size for shard in self._outputs]))
+        kept, self._kept = self._kept, {}
+        if len(kept) == len(parts):
+            whole = stack([kept[i] for i in range(len(parts))])
+            if _can_pack_codes(whole, self._dtype, self.weight.device):
+                return whole
+        for i, part in kept.items():
+            parts[i].copy_(part.dequantize())
+        if self._quantization is None:
+            return self.weight
+        try:
+            return quantize(self.weight, self._quantization)
+        except ValueError as error:
+            raise InvalidOption(f"quantization: {error}") from error
 
     def fix_order(self) -> None:
         """On a GPU: sum each row's products in one order, whatever the number of rows."""
@@ -242,8 +289,10 @@ class GatedLinear(Linear):
         self._gated: NativeGatedWeight | None = None
 
     def pack(self) -> None:
-        if self.weight is not None:
-            self._gated = pack_gated(self.weight, self._activation)
+        weight = self._loaded()
+        if weight is None:
+            return
+        self._gated = pack_gated(weight, self._dtype, self._activation)
         if self._gated is not None:
             self.weight = None
         else:
@@ -285,13 +334,30 @@ class VocabEmbedding(nn.Module):
         self.weight: Tensor | None = context.empty(num_rows, size)
         self.weight[self.shard.size :] = 0
         self.packed: NativeWeight | None = None
+        self.kept: QuantizedWeight | None = None
+        """The table in fewer bits, until it is packed."""
+
+        self.is_shared = False
+        """Whether a head has the same table, and packs it for both."""
+
+        self._dtype = context.dtype
         self._kernels = kernels
         self._communicator = context.communicator
 
     def table_target(self, name: str) -> WeightTarget:
         """Where the table called `name` goes."""
         assert self.weight is not None
-        return WeightTarget(name, self.weight[: self.shard.size], shard=self.shard)
+        table = self.weight[: self.shard.size]
+        return WeightTarget(name, table, shard=self.shard, keep=self._keep)
+
+    def _keep(self, part: QuantizedWeight) -> None:
+        assert self.weight is not None
+        if self.is_shared:
+            self.kept = part.padded(self.weight.shape[0])
+        elif _can_pack_codes(part, self._dtype, self.weight.device):
+            self.share_packed(pack(part, self._dtype))
+        else:
+            self.weight[: self.shard.size] = part.dequantize()
 
     def share_packed(self, packed: PackedWeight) -> None:
         """Use the head's packed copy of the table, if rows can be read from it; ours is freed."""
@@ -327,22 +393,35 @@ class VocabHead(Linear):
         table = None if tied_to is None else tied_to.weight
         super().__init__(Shard.whole(size), [rows], bias=False, context=context, weight=table)
         self.shard = layout.vocab_shard(vocab_size)
-        self._share_packed = None if tied_to is None else tied_to.share_packed
-        if tied_to is None:
+        self._tied_to = [] if tied_to is None else [tied_to]  # in a list: not a module of its own
+        if tied_to is not None:
+            tied_to.is_shared = True
+        else:
             assert self.weight is not None
             self.weight[self.shard.size :] = 0
+        if self._quantization is not None:
+            self._quantization = "int8"
         self._communicator = context.communicator
 
     def pack(self) -> None:
         """As `Linear.pack`; a tied embedding uses the packed table, too."""
+        for embedding in self._tied_to:
+            if embedding.kept is not None:
+                self._kept[0], embedding.kept = embedding.kept, None
         super().pack()
-        if self.packed is not None and self._share_packed is not None:
-            self._share_packed(self.packed)
+        for embedding in self._tied_to:
+            if self.packed is not None:
+                embedding.share_packed(self.packed)
 
     def table_target(self, name: str) -> WeightTarget:
         """Where the weight called `name` goes."""
         assert self.weight is not None
-        return WeightTarget(name, self.weight[: self.shard.size], shard=self.shard)
+        num_rows = self.weight.shape[0]
+
+        def keep(part: QuantizedWeight) -> None:
+            self._kept[0] = part.padded(num_rows)
+
+        return WeightTarget(name, self.weight[: self.shard.size], shard=self.shard, keep=keep)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""
