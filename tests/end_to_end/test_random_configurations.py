@@ -58,8 +58,12 @@ KINDS = (
 
 @cache
 def model(name: str) -> Model:
+    name, _, quantization = name.partition("-")
     path = EMBEDDED if name == "embedded" else checkpoint(name)
-    return load_model(ModelConfig(model=str(path), device="cpu", dtype="float32")).model
+    config = ModelConfig(
+        model=str(path), device="cpu", dtype="float32", quantization=quantization or None
+    )
+    return load_model(config).model
 
 
 @cache

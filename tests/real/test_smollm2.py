@@ -78,7 +78,7 @@ def client(cluster: Cluster) -> Iterator[Client]:
 
 @pytest.fixture(scope="session")
 def reference(reader: gguf.GGUFReader) -> Any:
-    """The model of `transformers` with the dequantised weights, float32."""
+    """The model of `transformers` with the dequantized weights, float32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     def number(key: str) -> Any:

@@ -1,4 +1,4 @@
-"""GGUF files made from tiny checkpoints, beside checkpoints with the same dequantised weights."""
+"""GGUF files made from tiny checkpoints, beside checkpoints with the same dequantized weights."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ _SCALES = {
     "IQ4_NL": (0,),
     "IQ4_XS": (0,),
 }
-"""Offsets of the float16 numbers in blocks of types that the library only dequantises."""
+"""Offsets of the float16 numbers in blocks of types that the library only dequantizes."""
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
@@ -52,7 +52,7 @@ def make_gguf(
     _add_tokenizer(writer)
     metadata(writer)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    dequantised = {}
+    dequantized = {}
     for tensor_name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
         order = np.arange(len(values))
@@ -60,23 +60,23 @@ def make_gguf(
             query = ".q_proj." in tensor_name
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
             order = order.reshape(num_heads, 2, -1).swapaxes(1, 2).ravel()
-        data, result, data_type = _quantised(values[order], kind)
+        data, result, data_type = _quantized(values[order], kind)
         stored_name = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
-        dequantised[tensor_name] = torch.from_numpy(result[np.argsort(order)].copy())
+        dequantized[tensor_name] = torch.from_numpy(result[np.argsort(order)].copy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     reference = Path(shutil.copytree(source, folder / "reference"))
-    save_file(dequantised, reference / "model.safetensors", metadata={"format": "pt"})
+    save_file(dequantized, reference / "model.safetensors", metadata={"format": "pt"})
     if parts:
         file = next(folder.glob("*-00001-of-*.gguf"))
     return file, reference
 
 
-def _quantised(values: Any, kind: str) -> tuple[Any, Any, gguf.GGMLQuantizationType]:
+def _quantized(values: Any, kind: str) -> tuple[Any, Any, gguf.GGMLQuantizationType]:
     """(as stored, the same as float32, its type)"""
     if values.ndim == 1:
         return values, values, gguf.GGMLQuantizationType.F32

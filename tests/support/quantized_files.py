@@ -1,4 +1,4 @@
-"""Quantized checkpoints made from tiny ones, beside checkpoints with the same dequantised weights.
+"""Quantized checkpoints made from tiny ones, beside checkpoints with the same dequantized weights.
 
 Tensors are packed word by word, as the specifications of the formats describe it; nothing is shared
 with the code that reads them.
@@ -106,7 +106,7 @@ def gptq(weight: Integers, bits: int, *, version: int = 1) -> dict[str, Tensor]:
 def compressed(
     weight: Tensor, kind: str, *, scale_dtype: torch.dtype = torch.float32, **arguments: Any
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """What the package compressed-tensors makes of a weight, and how it dequantises that.
+    """What the package compressed-tensors makes of a weight, and how it dequantizes that.
 
     kind: the format; arguments: of `QuantizationArgs`.
     """
@@ -203,7 +203,7 @@ def make_quantized(
     """(a quantized checkpoint, one with the same weights in float32)
 
     settings: its `quantization_config`. quantize: from the name of a module and its weight, the
-    stored tensors by suffix, and the dequantised weight. It gets the weights of linear layers but
+    stored tensors by suffix, and the dequantized weight. It gets the weights of linear layers but
     the head and the routers of experts.
     """
     source = make_checkpoint(family, folder / "source", **{**SHAPE, **shape})

@@ -14,8 +14,18 @@ from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
 from tests.support import vocabularies
 
-MODELS = ("embedded", "llama", "mistral", "qwen3", "opt", "gpt2", "gemma2", "qwen3_moe")
-"""The embedded model, and families of tests/support/checkpoints.py."""
+MODELS = (
+    "embedded",
+    "llama",
+    "mistral",
+    "qwen3",
+    "opt",
+    "gpt2",
+    "gemma2",
+    "qwen3_moe",
+    "embedded-int4",
+)
+"""The embedded model, as it is and rounded, and families of tests/support/checkpoints.py."""
 
 FIRST_TOKEN_ID, END_TOKEN_ID = 5, 250
 """Tokens of prompts, stops and biases are from here; all vocabularies are larger."""

@@ -1,4 +1,4 @@
-"""Reading GGUF files: metadata, and tensors one at a time, dequantised or in their own bits.
+"""Reading GGUF files: metadata, and tensors one at a time, dequantized or in their own bits.
 
 The header is read here and not by `gguf.GGUFReader`, which takes seconds for a large vocabulary and
 trusts the lengths in the file. Block formats and their arithmetic are those of the `gguf` package.
@@ -56,7 +56,7 @@ class GgufTensor:
     num_bytes: int
 
     def read(self) -> Tensor:
-        """The tensor's numbers, dequantised; float32, but float16 and bfloat16 as they are."""
+        """The tensor's numbers, dequantized; float32, but float16 and bfloat16 as they are."""
         import gguf
 
         data = self._bytes()

@@ -65,7 +65,7 @@ class GgufTensors:
         return _Slice(self, name)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor, dequantised, its rows in the order of `transformers`."""
+        """A tensor, dequantized, its rows in the order of `transformers`."""
         values = self.tensors[name].read()
         order = self._order(name, values.shape[0])
         return values if order is None else values[order]

@@ -276,6 +276,11 @@ def _build(
     model = build_native_model(hf_config, config.max_model_len, context, kernels)
     if model is None:
         _refuse_ranks(config.layout, hf_config)
+        if config.quantization is not None:
+            raise InvalidOption(
+                f"quantization: {hf_config['architectures'][0]} cannot be rounded; models that can:"
+                f" {', '.join(NATIVE_MODELS)}"
+            )
         return _build_through_transformers(config, hf_config, model_dir, schemes, context, kernels)
     whole = model
     if config.layout.world_size > 1:

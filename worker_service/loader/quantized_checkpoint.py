@@ -1,7 +1,7 @@
 """Quantized checkpoints, presented under the names that their dense weights would have.
 
 A quantized layer is stored as several tensors: codes, scales, zero points, and so on. Here they are
-one, `….weight`, that is dequantised when it is read, or given as a `QuantizedWeight`. Which layers
+one, `….weight`, that is dequantized when it is read, or given as a `QuantizedWeight`. Which layers
 are quantized is decided by the tensors that are there, so that lists of ignored modules are not
 needed. What headers and `quantization_config` show to be wrong is refused before a weight is read.
 """
@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.quantized_formats import (
     FACTS,
@@ -31,7 +32,6 @@ from worker_service.loader.quantized_formats import (
     StoredTensor,
     StoredWeight,
 )
-from worker_service.models.quantized_weight import QuantizedWeight
 
 Formats = Mapping[str, type[StoredWeight]]
 
@@ -309,12 +309,12 @@ class QuantizedTensors:
         return _Slice(self, name, self._weights[name].shape)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor; a quantized one is dequantised to float32."""
+        """A tensor; a quantized one is dequantized to float32."""
         found = self._read(name)
         return found.dequantize() if isinstance(found, QuantizedWeight) else found
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """A quantized weight without rounding; None if it is dense, or can only be dequantised."""
+        """A quantized weight without rounding; None if it is dense, or can only be dequantized."""
         found = self._read(name) if name in self._weights else None
         return found if isinstance(found, QuantizedWeight) and found.group_size > 1 else None
 

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pagewire_kernels.quantized_weight import SIGNED_TABLE, QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
-from worker_service.models.quantized_weight import LINEAR_TABLE, QuantizedWeight
 
 Shape = list[int]
 Types = tuple[str, ...]
@@ -162,7 +162,7 @@ class _Integers(StoredWeight):
                 offsets = None if offsets is None else offsets[:, group_of]
         if self.scheme.bits == 8:
             return QuantizedWeight(codes=codes ^ middle, scales=scales, offsets=offsets)
-        return QuantizedWeight(codes=codes, scales=scales, offsets=offsets, table=LINEAR_TABLE)
+        return QuantizedWeight(codes=codes, scales=scales, offsets=offsets, table=SIGNED_TABLE)
 
 
 class Awq(_Integers):

@@ -5,7 +5,7 @@ Quantized tensors are read under the names of dense ones: all that follows sees 
 A linear layer is packed as soon as its weight is complete, and its original is freed: the peak of
 memory is the packed model and one layer.
 
-Scales of an fp8 KV cache: quantisation tools measure per layer how large keys and values get and
+Scales of an fp8 KV cache: quantization tools measure per layer how large keys and values get and
 store one number for each, `self_attn.k_scale` and `self_attn.v_scale`, or the same below `k_proj`
 and `v_proj`. Without them the scale is 1, which suits models whose keys and values stay well below
 448.
@@ -220,7 +220,7 @@ def _fill_some(
 
 def _fill(tensors: Any, name: str, weight: WeightTarget) -> int:
     """Returns the bytes of what was read."""
-    if weight.keep is not None and isinstance(tensors, GgufTensors):
+    if weight.keep is not None and isinstance(tensors, GgufTensors | QuantizedTensors):
         quantized = tensors.get_quantized(name)
         if quantized is not None:
             try:

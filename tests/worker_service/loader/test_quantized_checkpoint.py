@@ -1,4 +1,4 @@
-"""Quantized checkpoints compute as transformers do with the dequantised weights."""
+"""Quantized checkpoints compute as transformers do with the dequantized weights."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def _assert_same(path: Path, reference: Path) -> None:
 
 
 def _assert_expressed(path: Path, reference: Path, *, expressed: bool) -> None:
-    """Every quantized weight is dequantised as in the reference, and given without rounding."""
+    """Every quantized weight is dequantized as in the reference, and given without rounding."""
     checkpoint = open_checkpoint(path, read_schemes(path / "config.json", read_config(path)))
     dense = load_file(reference / "model.safetensors")
     assert checkpoint.file_of.keys() == dense.keys()
@@ -118,7 +118,7 @@ def _compressed(kind: str, **arguments: Any) -> tuple[dict[str, Any], Quantize, 
 
 
 def _fp8_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantize, bool]:
-    """Dequantised by compressed-tensors."""
+    """Dequantized by compressed-tensors."""
 
     def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         from compressed_tensors.entrypoints.convert.converters import FP8BlockDequantizer
@@ -210,7 +210,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_computes_as_its_dequantised_weights(name: str, tmp_path: Path) -> None:
+def test_every_format_computes_as_its_dequantized_weights(name: str, tmp_path: Path) -> None:
     settings, quantize, expressed = FORMATS[name]
     paths = make_quantized(tmp_path, settings, quantize)
     _assert_expressed(*paths, expressed=expressed)
@@ -279,7 +279,7 @@ def test_scales_that_are_powers_of_two_may_be_exponents(tmp_path: Path) -> None:
     _assert_same(*make_quantized(tmp_path, settings, quantize))
 
 
-def test_awq_is_dequantised_as_compressed_tensors_does() -> None:
+def test_awq_is_dequantized_as_compressed_tensors_does() -> None:
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.entrypoints.convert.converters import AutoAWQConverter
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -298,8 +298,8 @@ def test_awq_is_dequantised_as_compressed_tensors_does() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "nested"])
-def test_nf4_is_dequantised_as_bitsandbytes_does(name: str) -> None:
-    """The file has weights that bitsandbytes 0.50.2 quantized on a CPU, and dequantised."""
+def test_nf4_is_dequantized_as_bitsandbytes_does(name: str) -> None:
+    """The file has weights that bitsandbytes 0.50.2 quantized on a CPU, and dequantized."""
     file = DATA / "bitsandbytes.safetensors"
     schemes = read_schemes(file, {"quantization_config": NF4})
     with safe_open(file, framework="pt") as opened:
@@ -377,7 +377,7 @@ def test_settings_of_some_modules_take_precedence(tmp_path: Path) -> None:
     _assert_same(*make_quantized(tmp_path, {**GPTQ, "dynamic": dynamic}, quantize))
 
 
-def test_ranks_read_their_parts_of_the_dequantised_weights(path: Path) -> None:
+def test_ranks_read_their_parts_of_the_dequantized_weights(path: Path) -> None:
     def filled(layout: Layout) -> dict[str, Tensor]:
         model = empty_model(path, layout)
         schemes = read_schemes(path / "config.json", read_config(path))

@@ -1,0 +1,81 @@
+"""Time of products with weights in fewer bits, against dense weights and the memory's bandwidth.
+
+    python -m benchmarks.quantized_weights --dtype bfloat16
+
+The weights of a run are many, more than the caches hold, as a model's layers are. For one row the
+limit is reading them: `floor` is the share of the bandwidth that was measured in the same run.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks.ceilings import Measurer
+from benchmarks.tables import print_table, script_parser
+from pagewire_kernels.quantized_weight import SIGNED_TABLE, UNSIGNED_TABLE, QuantizedWeight
+from worker_service.models.linear import PackedWeight, pack
+
+OUT_FEATURES, IN_FEATURES = 3072, 1024
+NUM_WEIGHTS = 64
+NUM_ROWS = (1, 2, 4, 8, 16, 64, 256)
+ROUNDS = 5
+
+
+def _quantized(bits: int, group_size: int, offsets: bool) -> QuantizedWeight:
+    scales = torch.rand(OUT_FEATURES, IN_FEATURES // group_size).half().float()
+    table = UNSIGNED_TABLE if offsets else SIGNED_TABLE
+    return QuantizedWeight(
+        codes=torch.randint(0, 1 << bits, (OUT_FEATURES, IN_FEATURES), dtype=torch.uint8),
+        scales=scales,
+        offsets=-scales if offsets else None,
+        table=table if bits == 4 else None,
+    )
+
+
+def _weights(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    yield "dense", torch.randn(OUT_FEATURES, IN_FEATURES).to(dtype)
+    yield "int8, groups of 128", _quantized(8, 128, offsets=False)
+    yield "Q8_0 (8 bits, 32)", _quantized(8, 32, offsets=False)
+    yield "int4, groups of 128, offsets", _quantized(4, 128, offsets=True)
+    yield "Q4_0 (4 bits, 32)", _quantized(4, 32, offsets=False)
+    yield "Q4_1 (4 bits, 32, offsets)", _quantized(4, 32, offsets=True)
+
+
+def _seconds(weights: Sequence[PackedWeight], rows: torch.Tensor) -> float:
+    """Of one product, the best of some rounds over all weights."""
+    found = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        for weight in weights:
+            weight.apply(rows)
+        found.append(time.perf_counter() - began)
+    return min(found) / len(weights)
+
+
+@torch.inference_mode()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print a table: a row for each kind of weight, a column for each number of rows."""
+    parser = script_parser(__doc__)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    dtype = getattr(torch, parser.parse_args(arguments).dtype)
+    measurer = Measurer(dtype, torch.device("cpu"))
+    dense: dict[int, float] = {}
+    table = []
+    for name, weight in _weights(dtype):
+        weights = [pack(weight, dtype) for _ in range(NUM_WEIGHTS)]
+        times = {n: _seconds(weights, torch.randn(n, IN_FEATURES).to(dtype)) for n in NUM_ROWS}
+        dense = dense or times
+        if isinstance(weight, QuantizedWeight):
+            num_scales = weight.scales.numel() * (1 if weight.offsets is None else 2)
+            num_bytes = weight.codes.numel() * weight.bits / 8 + 2 * num_scales
+        else:
+            num_bytes = weight.nbytes
+        floor = num_bytes / measurer.measure().read_bytes_per_s / times[1]
+        row: dict[str, object] = {"weight": name, "floor": f"{floor:.2f}"}
+        table.append(row | {f"{n} rows": f"{dense[n] / times[n]:.2f}" for n in NUM_ROWS})
+    print_table(table, f"speed over dense {dtype}, {IN_FEATURES} inputs, {OUT_FEATURES} outputs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""`--quantization`: dense weights are rounded while they are loaded, each as far as it says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from pagewire_kernels.quantized_weight import quantize
+from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.paged_driver import PagedDriver
+from tests.support.transformers_oracle import Oracle
+from worker_service.config import ModelConfig
+from worker_service.errors import InvalidOption
+from worker_service.loader import LoadedModel, load_model
+from worker_service.loader.load import arithmetic_of
+
+TOKENS = list(range(3, 40))
+SHAPES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "ffn_dim": 96, "head_dim": 16}
+"""Whose inputs are whole groups."""
+
+
+def _load(path: Path, quantization: str | None, dtype: str = "float32") -> LoadedModel:
+    config = ModelConfig(model=str(path), device="cpu", dtype=dtype, quantization=quantization)
+    return load_model(config)
+
+
+@pytest.fixture(params=["int8", "int4"])
+def quantization(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("bias", [0.0, 3.0])
+def test_numbers_are_rounded_to_the_nearest_of_their_group(quantization: str, bias: float) -> None:
+    weight = torch.randn(9, 192, generator=torch.Generator().manual_seed(0)) + bias
+    rounded = quantize(weight, quantization)
+    assert rounded.group_size == 64
+    assert rounded.bits == int(quantization.removeprefix("int"))
+    errors = (rounded.dequantize() - weight).abs().unflatten(1, (-1, 64))
+    steps = rounded.scales.unsqueeze(2)
+    assert (errors <= 0.52 * steps).all()
+    widths = weight.unflatten(1, (-1, 64))
+    span = widths.amax(2) - widths.amin(2) if quantization == "int4" else widths.abs().amax(2)
+    assert torch.allclose(rounded.scales, span / (15 if quantization == "int4" else 127), rtol=3e-3)
+
+
+def test_groups_of_equal_numbers_stay_as_they_are(quantization: str) -> None:
+    weight = torch.tensor([[0.0] * 32, [0.5] * 32, [-2.0] * 32])
+    found = quantize(weight, quantization).dequantize()
+    assert torch.allclose(found, weight, rtol=1e-3, atol=1e-6)
+    assert not found[0].any()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **SHAPES)
+
+
+@pytest.fixture(params=["llama", "llama_tied", "qwen3", "gpt2", "opt"])
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def _round(model: Any, quantization: str) -> None:
+    """Round the linear layers of a model of `transformers`."""
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, Conv1D)):
+            weight = module.weight.data
+            weight = weight.t() if isinstance(module, Conv1D) else weight
+            weight.copy_(quantize(weight, "int8" if module is head else quantization).dequantize())
+
+
+def test_logits_are_those_of_the_rounded_weights(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(family, tmp_path, **SHAPES)
+    found = PagedDriver(_load(path, quantization).model).run([(0, 0, TOKENS)])[0]
+    oracle = Oracle(path)
+    dense = oracle.logits(TOKENS)
+    _round(oracle.model, quantization)
+    expected = oracle.logits(TOKENS)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+    assert (dense - expected).abs().max() > 0.01 * dense.std()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_do_not_depend_on_the_batch(llama: Path, quantization: str, dtype: str) -> None:
+    loaded = _load(llama, quantization, dtype)
+    assert loaded.batch_invariant
+    driver = PagedDriver(loaded.model)
+    whole = driver.run([(0, 0, TOKENS)])[0]
+    parts = [driver.run([(1, i, [token]), (2, i, [token])]) for i, token in enumerate(TOKENS)]
+    assert torch.equal(torch.cat([first for first, _ in parts]), whole)
+    assert torch.equal(torch.cat([second for _, second in parts]), whole)
+
+
+def test_workers_with_other_bits_serve_another_model(llama: Path, quantization: str) -> None:
+    dense, rounded = _load(llama, None), _load(llama, quantization)
+    assert dense.fingerprint != rounded.fingerprint
+    assert arithmetic_of(rounded) != arithmetic_of(dense)
+    assert quantization in arithmetic_of(rounded)
+
+
+def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, hidden_size=40)
+    with pytest.raises(InvalidOption, match="quantization: expected layers with a multiple of 32"):
+        _load(path, "int4")
+    with pytest.raises(InvalidOption, match=r"quantization: expected none, got int8.*float16"):
+        _load(checkpoint("llama"), "int8", "float16")
+    with pytest.raises(InvalidOption, match="quantization: expected one of int8, int4, got 'fp4'"):
+        _load(checkpoint("llama"), "fp4")
+    with pytest.raises(InvalidOption, match=r"quantization: .*Gemma2ForCausalLM"):
+        _load(checkpoint("gemma2"), "int8")
