@@ -69,20 +69,18 @@ class QuantizedWeight:
         return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
 
     def columns(self, start: int, stop: int) -> "QuantizedWeight":
-        """Some of the inputs. Raises ValueError unless they are whole groups."""
-        first, last = start // self.group_size, -(-stop // self.group_size)
-        if first * self.group_size != start or last * self.group_size != stop:
-            raise ValueError(
-                f"inputs {start} to {stop} are not whole groups of {self.group_size}; expected"
-                " shares that are multiples of it"
-            )
-        offsets = None if self.offsets is None else self.offsets[:, first:last]
-        return replace(
-            self,
-            codes=self.codes[:, start:stop],
-            scales=self.scales[:, first:last],
-            offsets=offsets,
-        )
+        """Some of the inputs; their groups are smaller if `start` or `stop` is within one."""
+        whole = self.regrouped(math.gcd(self.group_size, start, stop))
+        groups = slice(start // whole.group_size, stop // whole.group_size)
+        offsets = None if whole.offsets is None else whole.offsets[:, groups]
+        codes, scales = whole.codes[:, start:stop], whole.scales[:, groups]
+        return replace(whole, codes=codes, scales=scales, offsets=offsets)
+
+    def regrouped(self, group_size: int) -> "QuantizedWeight":
+        """The same with smaller groups; group_size: divides the weight's."""
+        times = self.group_size // group_size
+        offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, dim=1)
+        return replace(self, scales=self.scales.repeat_interleave(times, dim=1), offsets=offsets)
 
     def padded(self, num_rows: int) -> "QuantizedWeight":
         """With outputs of zeros after its own, `num_rows` in all."""
@@ -105,21 +103,16 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     table = parts[0].table
     if any(part.table != table for part in parts):
         table = None
-    codes = [part.values().view(torch.uint8) if table is None else part.codes for part in parts]
     group_size = math.gcd(*(part.group_size for part in parts))
-    scales, offsets = [], []
-    for part in parts:
-        times = part.group_size // group_size
-        scales.append(part.scales.repeat_interleave(times, dim=1))
-        found = torch.zeros_like(part.scales) if part.offsets is None else part.offsets
-        offsets.append(found.repeat_interleave(times, dim=1))
-    has_offsets = any(part.offsets is not None for part in parts)
-    return QuantizedWeight(
-        codes=torch.cat(codes),
-        scales=torch.cat(scales),
-        offsets=torch.cat(offsets) if has_offsets else None,
-        table=table,
-    )
+    parts = [part.regrouped(group_size) for part in parts]
+    codes = [part.values().view(torch.uint8) if table is None else part.codes for part in parts]
+    offsets = None
+    if any(part.offsets is not None for part in parts):
+        offsets = torch.cat(
+            [torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts]
+        )
+    scales = torch.cat([part.scales for part in parts])
+    return QuantizedWeight(codes=torch.cat(codes), scales=scales, offsets=offsets, table=table)
 
 
 GROUP_SIZES = (128, 64, 32)

@@ -28,7 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from worker_service.errors import BadCheckpoint, InvalidOption
+from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import is_gguf, split_files
 from worker_service.loader.gguf_model import GgufTensors, gguf_tensors
 from worker_service.loader.model_files import read_json
@@ -223,10 +223,7 @@ def _fill(tensors: Any, name: str, weight: WeightTarget) -> int:
     if weight.keep is not None and isinstance(tensors, GgufTensors | QuantizedTensors):
         quantized = tensors.get_quantized(name)
         if quantized is not None:
-            try:
-                weight.keep(weight.part_of(quantized))
-            except ValueError as error:
-                raise InvalidOption(f"tensor_parallel_size: {name}: {error}") from error
+            weight.keep(weight.part_of(quantized))
             return quantized.codes.nbytes
     part = tensors.get_slice(name)[weight.source_index or ...]
     weight.target.copy_(part)

@@ -144,7 +144,7 @@ class WeightTarget:
         return (slice(None),) * self.axis + (part,)
 
     def part_of(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """The part of the checkpoint's tensor. Raises ValueError if its groups would be divided."""
+        """The part of the checkpoint's tensor."""
         if self.shard is None:
             return weight
         start, stop = self.shard.start, self.shard.start + self.shard.size

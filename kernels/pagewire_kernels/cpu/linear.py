@@ -266,15 +266,10 @@ class NativeGatedWeight(_Packed):
 
 def _small_groups(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
     """(scales, offsets or nothing, inputs that share one); of large groups, they are repeated."""
-    size = weight.group_size
     sizes = range(_GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, _GROUP_INPUTS)
-    small = max(each for each in sizes if size % each == 0)
-    none = torch.empty(0)
-    scales, offsets = (
-        none if each is None else each.repeat_interleave(size // small, dim=1).contiguous()
-        for each in (weight.scales, weight.offsets)
-    )
-    return scales, offsets, small
+    small = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
+    offsets = torch.empty(0) if small.offsets is None else small.offsets.contiguous()
+    return small.scales.contiguous(), offsets, small.group_size
 
 
 def _to_float32(name: str) -> str:

@@ -42,6 +42,7 @@ from worker_service.loader.quantized_checkpoint import (
     read_schemes,
 )
 from worker_service.loader.weights import load_weights, open_checkpoint
+from worker_service.models.linear import Linear
 
 DATA = Path(__file__).parent / "data"
 TOKENS = list(range(3, 30))
@@ -378,16 +379,24 @@ def test_settings_of_some_modules_take_precedence(tmp_path: Path) -> None:
 
 
 def test_ranks_read_their_parts_of_the_dequantized_weights(path: Path) -> None:
-    def filled(layout: Layout) -> dict[str, Tensor]:
+    def weights(layout: Layout) -> dict[str, Tensor]:
+        """What the packed layers multiply by, from their products with unit vectors."""
         model = empty_model(path, layout)
         schemes = read_schemes(path / "config.json", read_config(path))
         load_weights(model, open_checkpoint(path, schemes), show_progress=False)
-        return {weight.name: weight.target for weight in model.weight_targets()}
+        model.finish_loading()
+        linears = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+        found = {}
+        for name in ("layers.1.output", "layers.0.down"):
+            packed = linears[name].packed
+            assert packed is not None
+            found[name] = packed.apply(torch.eye(packed.in_features))
+        return found
 
-    whole = filled(Layout())
-    ranks = [filled(layout) for layout in layouts(tensor=2, pipeline=1)]
-    for name, axis in ((f"{LAYER}.weight", 1), ("model.layers.1.self_attn.q_proj.weight", 0)):
-        assert torch.cat([rank[name] for rank in ranks], axis).equal(whole[name])
+    whole = weights(Layout())
+    ranks = [weights(layout) for layout in layouts(tensor=2, pipeline=1)]
+    for name, weight in whole.items():
+        assert torch.cat([rank[name] for rank in ranks]).equal(weight)
 
 
 KNOWN = "expected awq or gptq or compressed-tensors or fp8 or bitsandbytes"
