@@ -129,7 +129,8 @@ def read_schemes(config_file: Path, hf_config: Mapping[str, Any]) -> Schemes:
     if values is None:
         return ()
     settings = _Settings(f"{config_file}: quantization_config", values)
-    if values.get("kv_cache_scheme") and not values.get("config_groups"):
+    is_compressed = values.get("quant_method") in (None, "compressed-tensors")
+    if is_compressed and values.get("kv_cache_scheme") and not values.get("config_groups"):
         return ()
     method = settings.one_of("quant_method", _FORMATS)
     return tuple(_READERS[method](settings, _FORMATS[method]))

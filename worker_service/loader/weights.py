@@ -85,6 +85,14 @@ class Checkpoint:
                 tensors = QuantizedTensors(file, tensors, self.quantized, _open)
             yield tensors
 
+    def is_empty_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros, which tools of GPTQ add to layers without one."""
+        module, _, kind = name.rpartition(".")
+        if kind != "bias" or f"{module}.weight" not in self.quantized:
+            return False
+        with self.open(self.file_of[name]) as tensors:
+            return not tensors.get_tensor(name).any()
+
     def tensors(self, files: ExitStack) -> dict[str, Any]:
         """All tensors, each read once it is indexed, while the opened files are not closed."""
         opened = {file: files.enter_context(self.open(file)) for file in self.files}
@@ -168,7 +176,7 @@ def load_weights(
     for weight in model.weight_targets():
         targets.setdefault(weight.name, []).append(weight)
     sources = {model.canonical_name(name): name for name in checkpoint.file_of}
-    _check_names(model, targets, sources, others)
+    _check_names(model, checkpoint, targets, sources, others)
     by_file: dict[Path, deque[Wanted]] = {file: deque() for file in checkpoint.files}
     for name, same_named in targets.items():
         wanted = by_file[checkpoint.file_of[sources[name]]]
@@ -232,13 +240,18 @@ def _fill(tensors: Any, name: str, weight: WeightTarget) -> int:
 
 def _check_names(
     model: NativeModel,
+    checkpoint: Checkpoint,
     targets: Mapping[str, list[WeightTarget]],
     sources: Mapping[str, str],
     others: Container[str],
 ) -> None:
     missing = [name for name in targets if name not in sources]
     unknown = [name for name in sources if name not in targets and name not in others]
-    unexpected = [name for name in unknown if not model.optional_names.fullmatch(name)]
+    unexpected = [
+        name
+        for name in unknown
+        if not model.optional_names.fullmatch(name) and not checkpoint.is_empty_bias(sources[name])
+    ]
     faults = []
     if missing:
         faults.append(f"missing tensors: {_listed(missing)}")

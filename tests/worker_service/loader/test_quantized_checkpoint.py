@@ -316,13 +316,39 @@ def test_scales_of_the_kv_cache_stay_as_they_are(tmp_path: Path) -> None:
         more = {"k_proj": "k_scale", "v_proj": "v_scale"}.get(name)
         return {**stored, **({more: torch.tensor(0.5)} if more else {})}, dense
 
-    _assert_same(*make_quantized(tmp_path, FP8, quantize))
+    for scheme in (None, "static"):
+        (tmp_path / str(scheme)).mkdir()
+        settings = {**FP8, "kv_cache_scheme": scheme}
+        _assert_same(*make_quantized(tmp_path / str(scheme), settings, quantize))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mixtral", "phi3", "gemma2"])
-def test_other_families_and_models_of_transformers_read_them(family: str, tmp_path: Path) -> None:
+FAMILIES = ["qwen2", "qwen3", "opt", "mixtral", "phi3", "gemma2"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ["gptq 4", "fp8 of blocks of 128"])
+def test_other_families_and_models_of_transformers_read_them(
+    name: str, family: str, tmp_path: Path
+) -> None:
+    settings, quantize, _ = FORMATS[name]
+    shape = {"ffn_dim": 128} if family == "opt" else {}
+    _assert_same(*make_quantized(tmp_path, settings, quantize, family=family, **shape))
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_biases_of_zeros_may_be_there(family: str, tmp_path: Path) -> None:
     settings, quantize, _ = FORMATS["gptq 4"]
-    _assert_same(*make_quantized(tmp_path, settings, quantize, family=family))
+
+    def with_bias(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        stored, dense = quantize(module, weight)
+        return {**stored, "bias": torch.zeros(weight.shape[0])}, dense
+
+    path, reference = make_quantized(tmp_path, settings, with_bias, family=family)
+    _assert_same(path, reference)
+    name = f"{LAYER}.bias"
+    _edit_tensors(path, lambda tensors: tensors[name].add_(1.0))
+    with pytest.raises(BadCheckpoint, match=f"unexpected tensors: {name}"):
+        _load(path)
 
 
 @pytest.fixture(scope="module")

@@ -188,9 +188,16 @@ def _load(
         )
     except (RuntimeError, OSError) as error:
         raise BadCheckpoint(f"{model_dir} cannot be loaded: {error}") from error
+    # Tools of GPTQ add biases of zeros to layers without one.
+    biases = {name for name in tensors or () if name.endswith(".bias")}
+    unexpected = [
+        name
+        for name in info["unexpected_keys"]
+        if name not in biases or (tensors and tensors[name][...].any())
+    ]
     faults = {
         "missing tensors": info["missing_keys"],
-        "unexpected tensors": info["unexpected_keys"],
+        "unexpected tensors": unexpected,
         "misshapen tensors": info["mismatched_keys"],
     }
     found = [
