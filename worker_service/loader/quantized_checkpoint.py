@@ -8,7 +8,7 @@ needed. What headers and `quantization_config` show to be wrong is refused befor
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -325,12 +325,14 @@ class QuantizedTensors:
         tensor: Tensor = self._tensors.get_tensor(name)
         return tensor
 
-    def _part(self, name: str, suffix: str) -> Any:
-        part = self._weights[name].parts.get(suffix)
-        if part is None or part.file == self._file:
-            return part and self._tensors.get_tensor(part.name)
-        with self._open(part.file) as tensors:
-            return tensors.get_tensor(part.name)
+    def _part(self, name: str, suffix: str) -> Tensor | None:
+        weight = self._weights[name]
+        part = weight.parts.get(suffix)
+        if part is None:
+            return None
+        with self._open(part.file) if part.file != self._file else nullcontext() as other:
+            tensor: Tensor = (other or self._tensors).get_tensor(part.name)
+        return tensor.reshape(weight.shapes[suffix])
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ Types = tuple[str, ...]
 """Of a stored tensor's numbers, as safetensors names them: any of these."""
 
 Read = Callable[[str], Any]
-"""Reads a part of a weight; None if it is not there."""
+"""Reads a part of a weight, in its expected shape; None if it is not there."""
 
 FLOATS = ("F16", "BF16", "F32")
 _INTEGERS = ("I32", "I64")
@@ -83,19 +83,20 @@ class StoredWeight(ABC):
         if missing:
             raise self._fault(f"{self.name} is quantized; missing tensors: {', '.join(missing)}")
         self.parts = {suffix: part for suffix, part in found.items() if part is not None}
-        shapes = self._shapes()
-        self.shape: Shape = shapes.pop("weight.dense")
+        self.shapes = self._shapes()
+        """Of the parts, up to dimensions of size 1."""
+        self.shape = self.shapes.pop("weight.dense")
         """[out_features, in_features]"""
         for suffix, part in self.parts.items():
-            if _significant(part.shape) != _significant(shapes[suffix]):
-                raise self._fault(f"{part.name} is {part.shape}, expected {shapes[suffix]}")
+            if _significant(part.shape) != _significant(self.shapes[suffix]):
+                raise self._fault(f"{part.name} is {part.shape}, expected {self.shapes[suffix]}")
             if part.type not in known[suffix]:
                 types = " or ".join(known[suffix])
                 raise self._fault(f"{part.name} is stored as {part.type}, expected {types}")
 
     @abstractmethod
     def _shapes(self) -> dict[str, Shape]:
-        """Expected shapes of the parts, up to dimensions of size 1, and of `weight.dense`."""
+        """Expected shapes of the parts and of `weight.dense`."""
 
     @abstractmethod
     def read(self, read: Read) -> QuantizedWeight | Tensor:
@@ -242,13 +243,12 @@ class _Compressed(_Integers):
         return [rows, self._num_groups(in_features)]
 
     def _finish(self, read: Read, codes: Tensor) -> QuantizedWeight:
-        shape = self._scale_shape(*self.shape)
-        scales = self._scales(read, "weight_scale").reshape(shape).expand(self.shape[0], -1)
+        scales = self._scales(read, "weight_scale").expand(self.shape[0], -1)
         zeros = read("weight_zero_point")
         if zeros is not None and zeros.dtype == torch.int32:
             zeros = _unpack(zeros.t(), self.scheme.bits)[:, : self.shape[0]].t()
         elif zeros is not None:
-            zeros = zeros.reshape(shape).float() + (1 << (self.scheme.bits - 1))
+            zeros = zeros.float() + (1 << (self.scheme.bits - 1))
         return self._weight(codes, scales.contiguous(), zeros, read("weight_g_idx"))
 
 
@@ -265,7 +265,7 @@ class Packed(_Compressed):
 
     def _shapes(self) -> dict[str, Shape]:
         stored = self.parts["weight_shape"]
-        shape = [] if stored.fact is None else stored.fact.tolist()
+        shape = [] if stored.fact is None else stored.fact.flatten().tolist()
         if stored.type not in _INTEGERS or len(shape) != 2 or min(shape) < 1:
             raise self._fault(f"{stored.name}: expected two positive numbers, got {shape}")
         out_features, in_features = shape
@@ -350,7 +350,7 @@ class Fp8(StoredWeight):
 
     def read(self, read: Read) -> Tensor:
         weight: Tensor = read("weight").float()
-        scales = self._scales(read, self._scale).reshape(self._grid)
+        scales = self._scales(read, self._scale)
         for axis, block in enumerate(self._block):
             if 1 < self._grid[axis] < self.shape[axis]:
                 scales = scales.repeat_interleave(block, axis).narrow(axis, 0, self.shape[axis])

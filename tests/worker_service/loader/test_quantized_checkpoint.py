@@ -1,9 +1,11 @@
 """Quantized checkpoints compute as transformers do with the dequantized weights."""
 
+import copy
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,19 @@ def test_every_format_computes_as_its_dequantized_weights(name: str, tmp_path: P
     paths = make_quantized(tmp_path, settings, quantize)
     _assert_expressed(*paths, expressed=expressed)
     _assert_same(*paths)
+
+
+@pytest.mark.parametrize("name", ["awq, one group", "int-quantized of outputs", "fp8 of outputs"])
+def test_scales_may_lack_dimensions_of_size_one(name: str, tmp_path: Path) -> None:
+    settings, quantize, expressed = FORMATS[name]
+    paths = make_quantized(tmp_path, settings, quantize)
+
+    def flatten(tensors: dict[str, Tensor]) -> None:
+        for part, tensor in tensors.items():
+            tensors[part] = tensor.squeeze() if "scale" in part else tensor
+
+    _edit_tensors(paths[0], flatten)
+    _assert_expressed(*paths, expressed=expressed)
 
 
 def test_words_that_are_not_full_and_groups_of_targets(tmp_path: Path) -> None:
@@ -610,6 +625,15 @@ def test_no_part_of_a_weight_can_be_damaged(
             _load(path)
 
 
+@pytest.mark.parametrize("shape", [7, [7], [64, 0], [64, -128], [64, 1 << 62], [64, 64], [1, 1, 1]])
+def test_the_stored_shape_of_packed_weights_is_checked(shape: Any, tmp_path: Path) -> None:
+    settings, quantize, _ = FORMATS["pack-quantized 4"]
+    path, _ = make_quantized(tmp_path, settings, quantize)
+    _edit_tensors(path, _replace("weight_shape", torch.tensor(shape)))
+    with pytest.raises(BadCheckpoint, match=rf"model\.safetensors: {LAYER}\.weight_"):
+        _load(path)
+
+
 STATE = {"shape": [64, 128], "blocksize": 64, "nested_blocksize": 5, "nested_offset": 0.0}
 
 
@@ -647,3 +671,31 @@ def test_the_state_of_nf4_is_checked(state: bytes, tmp_path: Path) -> None:
     _edit_tensors(path, _replace("weight.quant_state.bitsandbytes__nf4", value))
     with pytest.raises(BadCheckpoint, match=rf"model\.safetensors: {LAYER}\.weight"):
         _load(path)
+
+
+JUNK: tuple[Any, ...] = (
+    *(None, 0, -1, 3, 1 << 70, 1.5, math.nan, True, "", "x", "re:(", "("),
+    *([], [1], ["x", 2], [[]], [-1, -1], [1 << 70, 1 << 70], {}, {"a": 1}, {"a": {}}),
+)
+RARE = ("dynamic", "transform_config", "sparsity_config", "kv_cache_scheme", "version")
+
+
+def _fields(values: Any, *outer: str) -> Iterator[tuple[str, ...]]:
+    if isinstance(values, dict):
+        for key, value in values.items():
+            yield (*outer, key)
+            yield from _fields(value, *outer, key)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_setting_causes_another_error(name: str) -> None:
+    settings = {**dict.fromkeys(RARE), **FORMATS[name][0]}
+    for *outer, key in _fields(settings):
+        for junk in JUNK:
+            changed = copy.deepcopy(settings)
+            inner = changed
+            for part in outer:
+                inner = inner[part]
+            inner[key] = junk
+            with suppress(UnsupportedModel):  # nothing else may be raised
+                read_schemes(Path("config.json"), {"quantization_config": changed})
