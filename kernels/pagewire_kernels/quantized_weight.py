@@ -1,8 +1,9 @@
 """Weights in fewer bits: whole numbers, and for each group of inputs a scale and an offset."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,8 @@ class QuantizedWeight:
     """A weight [out_features, in_features]: value(code) * scale + offset, in groups of inputs.
 
     Every format of checkpoints becomes this when it is read, without rounding: the scales and the
-    offsets are those of the format's own arithmetic in float32.
+    offsets are those of the format's own arithmetic in float32. Formats of two levels have them as
+    whole numbers of a unit, which some groups share.
     """
 
     codes: Tensor
@@ -30,6 +32,13 @@ class QuantizedWeight:
 
     offsets: Tensor | None = None
     """float32 [out_features, num_groups]; None: zeros"""
+
+    units: Tensor | None = None
+    """Of the scales: float32 [out_features, num_units], float16 numbers; the scales, and the
+    offsets if there are any, are numbers of int8 then. None: all are 1."""
+
+    offset_units: Tensor | None = None
+    """Of the offsets, likewise."""
 
     table: tuple[int, ...] | None = None
     """The values, -128 to 127, of codes 0 to 15; None: codes are the bytes of int8 numbers"""
@@ -57,24 +66,38 @@ class QuantizedWeight:
 
     def dequantize(self) -> Tensor:
         """float32 [out_features, in_features]"""
-        groups = self.values().float().unflatten(1, (-1, self.group_size))
-        groups *= self.scales.unsqueeze(2)
-        if self.offsets is not None:
-            groups += self.offsets.unsqueeze(2)
+        whole = self.without_units()
+        groups = whole.values().float().unflatten(1, (-1, whole.group_size))
+        groups *= whole.scales.unsqueeze(2)
+        if whole.offsets is not None:
+            groups += whole.offsets.unsqueeze(2)
         return groups.flatten(1)
+
+    def without_units(self) -> "QuantizedWeight":
+        """The same with the products of numbers and units."""
+        if self.units is None:
+            return self
+        times = self.scales.shape[1] // self.units.shape[1]
+        scales, offsets = self.scales * self.units.repeat_interleave(times, dim=1), self.offsets
+        if offsets is not None and self.offset_units is not None:
+            offsets = offsets * self.offset_units.repeat_interleave(times, dim=1)
+        return replace(self, scales=scales, offsets=offsets, units=None, offset_units=None)
 
     def rows(self, index: slice | Tensor) -> "QuantizedWeight":
         """Some of the outputs."""
-        offsets = None if self.offsets is None else self.offsets[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
+        return self._changed(lambda tensor: tensor[index])
 
     def columns(self, start: int, stop: int) -> "QuantizedWeight":
         """Some of the inputs; their groups are smaller if `start` or `stop` is within one."""
-        whole = self.regrouped(math.gcd(self.group_size, start, stop))
-        groups = slice(start // whole.group_size, stop // whole.group_size)
-        offsets = None if whole.offsets is None else whole.offsets[:, groups]
-        codes, scales = whole.codes[:, start:stop], whole.scales[:, groups]
-        return replace(whole, codes=codes, scales=scales, offsets=offsets)
+        in_features = self.codes.shape[1]
+        if self.units is not None and math.gcd(start, stop) % (in_features // self.units.shape[1]):
+            return self.without_units().columns(start, stop)
+
+        def cut(tensor: Tensor) -> Tensor:
+            inputs = in_features // tensor.shape[1]
+            return tensor[:, start // inputs : stop // inputs]
+
+        return self.regrouped(math.gcd(self.group_size, start, stop))._changed(cut)
 
     def regrouped(self, group_size: int) -> "QuantizedWeight":
         """The same with smaller groups; group_size: divides the weight's."""
@@ -85,13 +108,13 @@ class QuantizedWeight:
     def padded(self, num_rows: int) -> "QuantizedWeight":
         """With outputs of zeros after its own, `num_rows` in all."""
         more = (0, 0, 0, num_rows - self.codes.shape[0])
-        offsets = None if self.offsets is None else nn.functional.pad(self.offsets, more)
-        return replace(
-            self,
-            codes=nn.functional.pad(self.codes, more),
-            scales=nn.functional.pad(self.scales, more),
-            offsets=offsets,
-        )
+        return self._changed(lambda tensor: nn.functional.pad(tensor, more))
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """With the same done to all tensors."""
+        found = {name: getattr(self, name) for name in _TENSORS}
+        changed: dict[str, Any] = {n: None if t is None else change(t) for n, t in found.items()}
+        return replace(self, **changed)
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -100,19 +123,31 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     Without rounding: of different groups, the smaller ones are taken, and codes become numbers of
     8 bits where the parts' codes mean different values.
     """
-    table = parts[0].table
-    if any(part.table != table for part in parts):
-        table = None
-    group_size = math.gcd(*(part.group_size for part in parts))
-    parts = [part.regrouped(group_size) for part in parts]
-    codes = [part.values().view(torch.uint8) if table is None else part.codes for part in parts]
-    offsets = None
-    if any(part.offsets is not None for part in parts):
-        offsets = torch.cat(
-            [torch.zeros_like(p.scales) if p.offsets is None else p.offsets for p in parts]
-        )
-    scales = torch.cat([part.scales for part in parts])
-    return QuantizedWeight(codes=torch.cat(codes), scales=scales, offsets=offsets, table=table)
+    if len({_layout(part) for part in parts}) > 1:
+        parts = [part.without_units() for part in parts]
+        group_size = math.gcd(*(part.group_size for part in parts))
+        parts = [part.regrouped(group_size) for part in parts]
+        if any(part.offsets is not None for part in parts):
+            zeros = torch.zeros_like
+            parts = [replace(p, offsets=zeros(p.scales)) if p.offsets is None else p for p in parts]
+        if len({part.table for part in parts}) > 1:
+            parts = [replace(p, codes=p.values().view(torch.uint8), table=None) for p in parts]
+    first, rest = parts[0], parts[1:]
+    names = [name for name in _TENSORS if getattr(first, name) is not None]
+    joined: dict[str, Any] = {
+        name: torch.cat([getattr(first, name), *(getattr(part, name) for part in rest)])
+        for name in names
+    }
+    return replace(first, **joined)
+
+
+_TENSORS = ("codes", "scales", "offsets", "units", "offset_units")
+
+
+def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
+    """The same of weights whose tensors can be joined."""
+    tensors = (getattr(weight, name) for name in _TENSORS)
+    return weight.table, *(None if tensor is None else tensor.shape[1] for tensor in tensors)
 
 
 GROUP_SIZES = (128, 64, 32)

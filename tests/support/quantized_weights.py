@@ -12,20 +12,31 @@ def random_weight(
     group_size: int,
     *,
     offsets: bool,
-    wide: bool,
+    scales: str = "float16",
     table: tuple[int, ...] = SIGNED_TABLE,
 ) -> QuantizedWeight:
-    """wide: whether its scales need float32."""
+    """scales: float16, float32, or units, of which an output has two."""
     generator = torch.Generator().manual_seed(out_features + in_features + bits)
 
+    def random(spread: float, columns: int) -> torch.Tensor:
+        found = torch.randn(out_features, columns, generator=generator) * spread
+        return found if scales == "float32" else found.half().float()
+
     def numbers(spread: float) -> torch.Tensor:
-        found = torch.randn(out_features, in_features // group_size, generator=generator) * spread
-        return found if wide else found.half().float()
+        columns = in_features // group_size
+        if scales != "units":
+            return random(spread, columns)
+        return torch.randint(-128, 128, (out_features, columns), generator=generator).float()
+
+    def units(spread: float) -> torch.Tensor | None:
+        return random(spread, 2) if scales == "units" else None
 
     codes = torch.randint(0, 2**bits, (out_features, in_features), generator=generator)
     return QuantizedWeight(
         codes=codes.to(torch.uint8),
         scales=numbers(0.02),
         offsets=numbers(0.1) if offsets else None,
+        units=units(0.001),
+        offset_units=units(0.005) if offsets else None,
         table=table if bits == 4 else None,
     )

@@ -6,6 +6,7 @@ whole numbers in units of the block's own. What comes out here are the numbers t
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,8 +17,12 @@ from pagewire_kernels.quantized_weight import SIGNED_TABLE, UNSIGNED_TABLE, Quan
 from worker_service.array_types import Float32Array
 
 Bytes = npt.NDArray[np.uint8]
-Parts = tuple[Bytes, Float32Array, Float32Array | None]
-"""Of n blocks: codes or int8 numbers [n, block], scales and offsets [n, parts of a block]."""
+Numbers = tuple[Float32Array, npt.NDArray[Any] | None]
+"""Of n blocks: a scale or an offset each [n, 1], and how many of these each part of a block has
+[n, parts]; None: the block has one part."""
+
+Parts = tuple[Bytes, Numbers, Numbers | None]
+"""Of n blocks: codes or int8 numbers [n, block], scales, and offsets."""
 
 
 def _spread(field: Bytes, width: int, bits: int) -> Bytes:
@@ -42,12 +47,12 @@ def _signed(values: Bytes, zero: int) -> Bytes:
 
 def _scale_and_codes(blocks: Bytes) -> Parts:  # Q4_0, IQ4_NL
     scale, codes = _cut(blocks, 2)
-    return _spread(codes, 16, 4), _half(scale), None
+    return _spread(codes, 16, 4), (_half(scale), None), None
 
 
 def _q4_1(blocks: Bytes) -> Parts:
     scale, least, codes = _cut(blocks, 2, 2)
-    return _spread(codes, 16, 4), _half(scale), _half(least)
+    return _spread(codes, 16, 4), (_half(scale), None), (_half(least), None)
 
 
 def _fifth_bits(field: Bytes) -> Bytes:
@@ -56,35 +61,36 @@ def _fifth_bits(field: Bytes) -> Bytes:
 
 def _q5_0(blocks: Bytes) -> Parts:
     scale, high, low = _cut(blocks, 2, 4)
-    return _signed(_spread(low, 16, 4) | _fifth_bits(high), 16), _half(scale), None
+    return _signed(_spread(low, 16, 4) | _fifth_bits(high), 16), (_half(scale), None), None
 
 
 def _q5_1(blocks: Bytes) -> Parts:
     scale, least, high, low = _cut(blocks, 2, 2, 4)
-    return _spread(low, 16, 4) | _fifth_bits(high), _half(scale), _half(least)
+    codes = _spread(low, 16, 4) | _fifth_bits(high)
+    return codes, (_half(scale), None), (_half(least), None)
 
 
 def _q8_0(blocks: Bytes) -> Parts:
     scale, values = _cut(blocks, 2)
-    return values, _half(scale), None
+    return values, (_half(scale), None), None
 
 
 def _q2_k(blocks: Bytes) -> Parts:
     parts, codes, scale, least = _cut(blocks, 16, 64, 2)
-    return _spread(codes, 32, 2), _half(scale) * (parts & 15), -(_half(least) * (parts >> 4))
+    return _spread(codes, 32, 2), (_half(scale), parts & 15), (-_half(least), parts >> 4)
 
 
 def _q3_k(blocks: Bytes) -> Parts:
     high, low, parts, scale = _cut(blocks, 32, 64, 12)
     sixths = _spread(parts[:, :8], 8, 4) | _spread(parts[:, 8:], 4, 2) << np.uint8(4)
     codes = _spread(low, 32, 2) + 4 * _spread(high, 32, 1) + 4  # of SIGNED_TABLE
-    return codes, _half(scale) * _signed(sixths, 32).view(np.int8), None
+    return codes, (_half(scale), _signed(sixths, 32).view(np.int8)), None
 
 
 def _q4_k(blocks: Bytes) -> Parts:
     scale, least, parts, codes = _cut(blocks, 2, 2, 12)
     scales, mins = gguf.quants.Q4_K.get_scale_min(np.ascontiguousarray(parts))
-    return _spread(codes, 32, 4), _half(scale) * scales, -(_half(least) * mins)
+    return _spread(codes, 32, 4), (_half(scale), scales), (-_half(least), mins)
 
 
 def _q5_k(blocks: Bytes) -> Parts:
@@ -96,14 +102,14 @@ def _q5_k(blocks: Bytes) -> Parts:
 def _q6_k(blocks: Bytes) -> Parts:
     low, high, parts, scale = _cut(blocks, 128, 64, 16)
     codes = _spread(low, 64, 4) | _spread(high, 32, 2) << np.uint8(4)
-    return _signed(codes, 32), _half(scale) * np.ascontiguousarray(parts).view(np.int8), None
+    return _signed(codes, 32), (_half(scale), np.ascontiguousarray(parts).view(np.int8)), None
 
 
 def _iq4_xs(blocks: Bytes) -> Parts:
     scale, high, low, codes = _cut(blocks, 2, 2, 4)
     pairs = np.ascontiguousarray(high).view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16)
     sixths = _spread(low, 1, 4) | (pairs.astype(np.uint8) & np.uint8(3)) << np.uint8(4)
-    return _spread(codes, 16, 4), _half(scale) * _signed(sixths, 32).view(np.int8), None
+    return _spread(codes, 16, 4), (_half(scale), _signed(sixths, 32).view(np.int8)), None
 
 
 _FORMATS: dict[str, tuple[Callable[[Bytes], Parts], tuple[int, ...] | None]] = {
@@ -132,12 +138,22 @@ def quantized_weight(data: Bytes, kind: str, shape: Sequence[int]) -> QuantizedW
     _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     codes, scales, offsets = read(data.reshape(-1, block_bytes))
 
-    def tensor(numbers: Bytes | Float32Array) -> torch.Tensor:
+    def tensor(numbers: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers).reshape(shape[0], -1))
 
+    def numbers(found: Numbers | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """(scales or offsets, their units)"""
+        if found is None or found[1] is None:
+            return found and tensor(found[0]), None
+        return tensor(found[1].astype(np.float32)), tensor(found[0])
+
+    (of_scales, units), (of_offsets, offset_units) = numbers(scales), numbers(offsets)
+    assert of_scales is not None
     return QuantizedWeight(
         codes=tensor(codes),
-        scales=tensor(scales.astype(np.float32, copy=False)),
-        offsets=None if offsets is None else tensor(offsets),
+        scales=of_scales,
+        offsets=of_offsets,
+        units=units,
+        offset_units=offset_units,
         table=table,
     )

@@ -117,25 +117,30 @@ class _Packed:
     def _pack_codes(self, weight: QuantizedWeight) -> None:
         require(can_pack_codes(weight), f"groups of a multiple of {_GROUP_INPUTS} inputs")
         self._suffix = f"_int{weight.bits}"
-        scales, offsets, group_size = _small_groups(weight)
-        is_wide = not all(torch.equal(each, each.half().float()) for each in (scales, offsets))
-        has_offsets = offsets.numel() > 0
+        sizes = range(_GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, _GROUP_INPUTS)
+        weight = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
+        numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
+        num_groups = weight.scales.shape[1]
+        scale_bytes, num_units = 1, 0
+        if weight.units is not None:
+            num_units = weight.units.shape[1]
+        else:
+            scale_bytes = 2 if all(each.half().float().equal(each) for each in numbers) else 4
         self._table = torch.tensor(weight.table or [0] * 16, dtype=torch.int8)
         self._quantization = {
-            "group_size": group_size,
-            "wide_scales": int(is_wide),
-            "has_offsets": int(has_offsets),
+            "group_size": weight.group_size,
+            "scale_bytes": scale_bytes,
+            "has_offsets": int(weight.offsets is not None),
+            "unit_groups": num_groups // num_units if num_units else 0,
             "table": self._table.data_ptr(),
         }
-        codes = weight.codes.contiguous()
-        task = QuantizedPackTask(
-            codes=codes.data_ptr(),
-            scales=scales.data_ptr(),
-            offsets=offsets.data_ptr(),
-            **self._quantization,
-        )
-        scale_bytes = (4 if is_wide else 2) * (2 if has_offsets else 1)
-        row_bytes = self.in_features * weight.bits // 8 + scales.shape[1] * scale_bytes
+        names = ("codes", "scales", "offsets", "units", "offset_units")
+        tensors = {name: getattr(weight, name) for name in names}
+        dense = {name: None if t is None else t.contiguous() for name, t in tensors.items()}
+        addresses = {name: address(tensor) for name, tensor in dense.items()}
+        task = QuantizedPackTask(**addresses, **self._quantization)
+        row_bytes = self.in_features * weight.bits // 8
+        row_bytes += (num_groups * scale_bytes + num_units * 2) * len(numbers)
         self._pack(f"pack{self._suffix}", task, row_bytes)
 
     def _pack(self, kernel: str, task: PackTask | QuantizedPackTask, row_bytes: int) -> None:
@@ -262,14 +267,6 @@ class NativeGatedWeight(_Packed):
         y = new_rows(rows.shape[0], self.out_features // 2, self.dtype)
         self._multiply(self._product, rows, bias, y, self._activation)
         return y
-
-
-def _small_groups(weight: QuantizedWeight) -> tuple[Tensor, Tensor, int]:
-    """(scales, offsets or nothing, inputs that share one); of large groups, they are repeated."""
-    sizes = range(_GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, _GROUP_INPUTS)
-    small = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
-    offsets = torch.empty(0) if small.offsets is None else small.offsets.contiguous()
-    return small.scales.contiguous(), offsets, small.group_size
 
 
 def _to_float32(name: str) -> str:

@@ -136,7 +136,7 @@ class PackTask(NativeStruct):
     _fields_ = int64s("next_item weight weight_stride packed in_features out_features num_parts")
 
 
-_QUANTIZATION = " group_size wide_scales has_offsets table"
+_QUANTIZATION = " group_size scale_bytes has_offsets unit_groups table"
 """The fields of `Quantization` of src/linear.h."""
 
 
@@ -159,5 +159,6 @@ class QuantizedPackTask(NativeStruct):
     """`QuantizedPackTask` of src/linear.h."""
 
     _fields_ = int64s(
-        "next_item codes scales offsets packed in_features out_features num_parts" + _QUANTIZATION
+        "next_item codes scales offsets units offset_units packed in_features out_features "
+        "num_parts" + _QUANTIZATION
     )

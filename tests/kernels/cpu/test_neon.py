@@ -91,10 +91,12 @@ def test_products(neon: Library, avx2: Library, shape: tuple[int, int], dtype: t
 
 
 @each_dtype
-@pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_products(neon: Library, avx2: Library, bits: int, dtype: torch.dtype) -> None:
-    weight = random_weight(70, 96, bits, 32, offsets=True, wide=False)
-    rows = _random(5, 96, dtype=dtype)
+@pytest.mark.parametrize(("bits", "scales"), [(4, "float16"), (4, "units"), (8, "float32")])
+def test_quantized_products(
+    neon: Library, avx2: Library, bits: int, scales: str, dtype: torch.dtype
+) -> None:
+    weight = random_weight(70, 64, bits, 32, offsets=True, scales=scales)
+    rows = _random(5, 64, dtype=dtype)
     mine, twin = (NativeWeight(weight, each, HugeMemory(), dtype) for each in (neon, avx2))
     sums = mine.apply(rows, output_dtype=torch.float32)
     torch.testing.assert_close(sums, rows.float() @ weight.dequantize().T, rtol=1e-4, atol=1e-4)

@@ -38,20 +38,21 @@ def _rows(num_rows: int, weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     )
 
 
+SIZES = [(4, 16), (4, 32), (4, 96), (4, 576), (8, 16), (8, 32), (8, 288)]
 CASES = [
-    (bits, group_size, offsets, wide)
-    for (bits, group_size), offsets, wide in itertools.product(
-        [(4, 16), (4, 32), (4, 128), (4, 1152), (8, 16), (8, 32), (8, 288)], [False, True], [0, 1]
+    (bits, group_size, offsets, scales)
+    for (bits, group_size), offsets, scales in itertools.product(
+        SIZES, [False, True], ["float16", "float32", "units"]
     )
 ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "group_size", "offsets", "wide"), CASES)
+@pytest.mark.parametrize(("bits", "group_size", "offsets", "scales"), CASES)
 def test_products_agree_with_float64(
-    kernels: Library, bits: int, group_size: int, offsets: bool, wide: int, dtype: torch.dtype
+    kernels: Library, bits: int, group_size: int, offsets: bool, scales: str, dtype: torch.dtype
 ) -> None:
-    weight = random_weight(70, 1152, bits, group_size, offsets=offsets, wide=bool(wide))
+    weight = random_weight(70, 1152, bits, group_size, offsets=offsets, scales=scales)
     packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
     rows = _rows(205, weight, dtype)
     bias = _rows(1, weight, dtype)[0, :70]
@@ -60,7 +61,9 @@ def test_products_agree_with_float64(
     exact = rows.double() @ dense.T + bias.double()
     spread = rows.double().abs() @ dense.abs().T + bias.double().abs()
     if weight.offsets is not None:  # which may cancel what the codes give
-        offsets_of = weight.offsets.double().abs().repeat_interleave(group_size, dim=1)
+        whole = weight.without_units().offsets
+        assert whole is not None
+        offsets_of = whole.double().abs().repeat_interleave(group_size, dim=1)
         spread = spread + 2 * rows.double().abs() @ offsets_of.T
     assert ((sums - exact).abs() <= 1e-6 * spread).all()
     for num_rows in (1, 2, 3, 5, 6, 7, 12, 13, 64, 193):
@@ -71,9 +74,9 @@ def test_products_agree_with_float64(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rows_by_token(kernels: Library, bits: int, dtype: torch.dtype) -> None:
-    weight = random_weight(70, 96, bits, 32, offsets=True, wide=True)
+@pytest.mark.parametrize(("bits", "scales"), [(4, "units"), (8, "float32"), (8, "units")])
+def test_rows_by_token(kernels: Library, bits: int, scales: str, dtype: torch.dtype) -> None:
+    weight = random_weight(70, 64, bits, 32, offsets=True, scales=scales)
     packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
     found = packed.gather(torch.tensor([0, 33, 69, -1, 70]))
     assert torch.equal(found[:3], weight.dequantize()[[0, 33, 69]].to(dtype))
@@ -84,7 +87,7 @@ def test_rows_by_token(kernels: Library, bits: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_gated_products(kernels: Library, bits: int, activation: str, dtype: torch.dtype) -> None:
-    weight = random_weight(2 * 37, 192, bits, 64, offsets=True, wide=False)
+    weight = random_weight(2 * 37, 192, bits, 64, offsets=True, scales="float16")
     packed = NativeGatedWeight(weight, activation, kernels, HugeMemory(), dtype)
     rows = _rows(65, weight, dtype)
     products = packed.apply(rows)
@@ -96,7 +99,7 @@ def test_gated_products(kernels: Library, bits: int, activation: str, dtype: tor
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_values_of_a_table_and_any_number_of_threads(kernels: Library, num_threads: int) -> None:
-    weight = random_weight(256, 512, 4, 32, offsets=False, wide=False, table=TABLE)
+    weight = random_weight(256, 512, 4, 32, offsets=False, scales="float16", table=TABLE)
     packed = NativeWeight(weight, kernels, HugeMemory(), torch.float32)
     rows = _rows(9, weight, torch.float32)
     before = torch.get_num_threads()
@@ -110,17 +113,20 @@ def test_values_of_a_table_and_any_number_of_threads(kernels: Library, num_threa
 
 
 def test_groups_that_the_kernels_lack_are_refused(kernels: Library) -> None:
-    weight = random_weight(32, 24, 4, 8, offsets=False, wide=False)
+    weight = random_weight(32, 24, 4, 8, offsets=False, scales="float16")
     assert not can_pack_codes(weight)
     with pytest.raises(ValueError, match="groups of a multiple of 16 inputs"):
         NativeWeight(weight, kernels, HugeMemory(), torch.float32)
 
 
-def test_parts_of_a_weight() -> None:
-    weight = random_weight(70, 128, 4, 32, offsets=True, wide=True)
+@pytest.mark.parametrize("scales", ["float32", "units"])
+def test_parts_of_a_weight(scales: str) -> None:
+    weight = random_weight(70, 128, 4, 32, offsets=True, scales=scales)
     dense = weight.dequantize()
     assert torch.equal(weight.rows(slice(3, 9)).dequantize(), dense[3:9])
     assert torch.equal(weight.columns(32, 96).dequantize(), dense[:, 32:96])
+    assert torch.equal(weight.columns(64, 128).dequantize(), dense[:, 64:])
+    assert (weight.columns(64, 128).units is None) == (scales != "units")
     assert torch.equal(weight.columns(32, 80).dequantize(), dense[:, 32:80])
     assert weight.columns(32, 80).group_size == 16
     assert torch.equal(weight.padded(80).dequantize()[:70], dense)
@@ -129,11 +135,16 @@ def test_parts_of_a_weight() -> None:
 
 def test_stacks_of_different_weights_are_exact() -> None:
     parts = [
-        random_weight(5, 128, 4, 32, offsets=False, wide=False),
-        random_weight(6, 128, 8, 16, offsets=True, wide=True),
-        random_weight(7, 128, 4, 64, offsets=False, wide=False, table=TABLE),
+        random_weight(5, 128, 4, 32, offsets=False),
+        random_weight(6, 128, 8, 16, offsets=True, scales="float32"),
+        random_weight(7, 128, 4, 64, offsets=False, table=TABLE),
+        random_weight(8, 128, 4, 32, offsets=True, scales="units"),
     ]
     dense = torch.cat([part.dequantize() for part in parts])
     assert torch.equal(stack(parts).dequantize(), dense)
     assert stack(parts).bits == 8
-    assert stack(parts[:1] * 2).bits == 4
+    for part in parts:
+        joined = stack([part, part])
+        assert torch.equal(joined.dequantize(), torch.cat([part.dequantize()] * 2))
+        assert (joined.bits, joined.group_size) == (part.bits, part.group_size)
+        assert (joined.units is None) == (part.units is None)

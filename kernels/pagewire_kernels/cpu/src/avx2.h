@@ -96,6 +96,10 @@ inline void interleave(Words a, Words b, Floats& low, Floats& high) {
   high = as_floats(_mm256_permute2x128_si256(even, odd, 0x31));
 }
 
+inline Floats widen(const int8_t* from) {
+  return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+}
+
 using CodeTable = __m256i;
 
 inline CodeTable load_table(const int8_t* values) {

@@ -118,14 +118,17 @@ inline void interleave(Words a, Words b, Floats& low, Floats& high) {
   high = as_floats(_mm512_permutex2var_epi16(a, later, b));
 }
 
+inline Floats widen(const int8_t* from) {
+  return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+
 struct CodeTable {
   Floats values;
   Words pairs;  // bfloat16, each twice
 };
 
 inline CodeTable load_table(const int8_t* values) {
-  const Words whole = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
-  const Floats table = to_floats(whole);
+  const Floats table = widen(values);
   const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(as_words(table), 16));
   return {table, _mm512_inserti64x4(_mm512_castsi256_si512(halves), halves, 1)};
 }

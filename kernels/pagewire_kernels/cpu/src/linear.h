@@ -26,8 +26,9 @@ constexpr int64_t kStepBytes = kPanel * 4;
 // Of a weight in fewer bits; see quantized.h.
 struct Quantization {
   int64_t group_size;  // inputs that share a scale
-  int64_t wide_scales;  // whether scales and offsets are float32, not float16
+  int64_t scale_bytes;  // of float32, of float16, or 1 of whole numbers of units
   int64_t has_offsets;
+  int64_t unit_groups;  // groups that share a unit; 0 without units
   const int8_t* table;  // the values of 16 codes of 4 bits
 };
 
@@ -60,6 +61,8 @@ struct QuantizedPackTask : Task {
   const uint8_t* codes;  // [out_features, in_features]
   const float* scales;  // [out_features, in_features / group_size]
   const float* offsets;  // as the scales, or null
+  const float* units;  // [out_features, in_features / group_size / unit_groups], or null
+  const float* offset_units;
   void* packed;
   int64_t in_features;
   int64_t out_features;

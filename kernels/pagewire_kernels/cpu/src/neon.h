@@ -172,6 +172,11 @@ inline void interleave(Words a, Words b, Floats& low, Floats& high) {
   high = zip(a.high, b.high);
 }
 
+inline Floats widen(const int8_t* from) {
+  const int16x8_t wide = vmovl_s8(vld1_s8(from));
+  return to_floats({vmovl_s16(vget_low_s16(wide)), vmovl_high_s16(wide)});
+}
+
 using CodeTable = int8x16_t;
 
 inline CodeTable load_table(const int8_t* values) { return vld1q_s8(values); }

@@ -58,19 +58,6 @@ constexpr int64_t bytes_of() {
   return std::is_same_v<Source, Unpacked> ? Unpacked::kSteps * kStepBytes : kStepBytes;
 }
 
-struct Group {
-  const char* weights;  // codes or steps
-  int64_t num_inputs;
-  const char* scales;
-  const char* offsets;  // or null
-  bool wide_scales;
-};
-
-inline Floats load_scales(const char* scales, bool wide, int64_t vector) {
-  return wide ? widen(reinterpret_cast<const float*>(scales) + vector * kLanes)
-              : widen(reinterpret_cast<const Float16*>(scales) + vector * kLanes);
-}
-
 template <class Dot, int kRows, class Source, int... kStep>
 inline __attribute__((always_inline)) void add_word(
     const TileRows<typename Dot::Input, kRows>& rows, const Source& low, const Source& high,
@@ -90,11 +77,12 @@ inline __attribute__((always_inline)) void add_word(
   (add_step(std::integral_constant<int, kStep>()), ...);
 }
 
-// Add a group's products to the sums of `kRows` rows, [kRows, kPanel]; input_sums: of the group's
-// inputs, one for each row, `sums_stride` apart.
+// Add a group's products to the sums of `kRows` rows, [kRows, kPanel]; the group's codes may be
+// unpacked; input_sums: of the group's inputs, one for each row, `sums_stride` apart.
 template <class Dot, class Source, int kRows>
-void add_group(const typename Dot::Input* x, int64_t x_stride, const Group& group,
-               const CodeTable& table, const float* input_sums, int64_t sums_stride, float* kept) {
+void add_group(const typename Dot::Input* x, int64_t x_stride, int64_t num_inputs,
+               const Group& group, const CodeTable& table, const float* input_sums,
+               int64_t sums_stride, float* kept) {
   constexpr int kSteps = steps_of<Dot, Source>();
   static_assert(kPanelVectors == 2 && kSteps % kChains == 0, "the same order for all sources");
   Floats sums[kRows][kPanelVectors][kChains];
@@ -103,8 +91,8 @@ void add_group(const typename Dot::Input* x, int64_t x_stride, const Group& grou
   }
   TileRows<typename Dot::Input, kRows> rows(x, x_stride);
   constexpr int64_t kInputs = kSteps * Dot::kInputsPerStep;
-  const char* weights = group.weights;
-  for (int64_t i = 0; i < group.num_inputs; i += kInputs) {
+  const char* weights = group.codes;
+  for (int64_t i = 0; i < num_inputs; i += kInputs) {
     fetch(weights + kFetchDistance);
     fetch(weights + kFetchDistance + 64);
     const Source low(weights, table), high(weights + kLanes * 4, table);
@@ -113,13 +101,13 @@ void add_group(const typename Dot::Input* x, int64_t x_stride, const Group& grou
     weights += bytes_of<Dot, Source>();
   }
   _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
-    const Floats scale = load_scales(group.scales, group.wide_scales, v);
+    const Floats scale = group.scales.load(v * kLanes);
     _Pragma("GCC unroll 16") for (int r = 0; r < kRows; ++r) {
       float* at = kept + r * kPanel + v * kLanes;
       store_floats(at, multiply_add(scale, add(sums[r][v][0], sums[r][v][1]), load_floats(at)));
     }
-    if (group.offsets == nullptr) continue;
-    const Floats offset = load_scales(group.offsets, group.wide_scales, v);
+    if (group.offsets.numbers == nullptr) continue;
+    const Floats offset = group.offsets.load(v * kLanes);
     _Pragma("GCC unroll 16") for (int r = 0; r < kRows; ++r) {
       float* at = kept + r * kPanel + v * kLanes;
       const Floats inputs = broadcast(input_sums[r * sums_stride]);
@@ -162,34 +150,31 @@ struct Block {
   const typename Dot::Input* x;
   int64_t x_stride, num_rows;
   const float* input_sums;  // [num_rows, num_groups]
-  int64_t num_groups;
 };
 
 // sums: [num_rows, kPanel]
 template <class Dot, class Codes>
-void multiply_panel(const Block<Dot>& block, const Quantization& q, const char* panel,
-                    const CodeTable& table, float* sums) {
+void multiply_panel(const Block<Dot>& block, const GroupLayout<Codes>& layout, int64_t group_size,
+                    const char* panel, const CodeTable& table, float* sums) {
   memset(sums, 0, block.num_rows * kPanel * sizeof(float));
-  const GroupLayout<Codes> layout(q);
   const int64_t num_tiles = divide_up(block.num_rows, kTileRows);
   const auto few = group_tile_of<Dot, Codes>(block.num_rows);
   alignas(64) char steps[kMaxGroup / Dot::kInputsPerStep * kStepBytes];
-  for (int64_t g = 0; g < block.num_groups; ++g, panel += layout.bytes) {
-    const char* offsets = q.has_offsets ? panel + layout.scale_bytes : nullptr;
-    Group group = {panel + layout.codes_at, q.group_size, panel, offsets, q.wide_scales != 0};
-    const auto* x = block.x + g * q.group_size;
+  for (int64_t g = 0; g < layout.num_groups; ++g) {
+    Group group = layout.at(panel, g);
+    const auto* x = block.x + g * group_size;
     const float* input_sums = block.input_sums + g;
     if (num_tiles == 1) {
-      few(x, block.x_stride, group, table, input_sums, block.num_groups, sums);
+      few(x, block.x_stride, group_size, group, table, input_sums, layout.num_groups, sums);
       continue;
     }
-    unpack_group<Dot, Codes>(group.weights, layout.num_words, table, steps);
-    group.weights = steps;
+    unpack_group<Dot, Codes>(group.codes, layout.num_words, table, steps);
+    group.codes = steps;
     for (int64_t row = 0; row < block.num_rows; row += kTileRows) {
       const int64_t left = block.num_rows - row;
       const auto add = group_tile_of<Dot, Unpacked>(left < kTileRows ? left : kTileRows);
-      add(x + row * block.x_stride, block.x_stride, group, table,
-          input_sums + row * block.num_groups, block.num_groups, sums + row * kPanel);
+      add(x + row * block.x_stride, block.x_stride, group_size, group, table,
+          input_sums + row * layout.num_groups, layout.num_groups, sums + row * kPanel);
     }
   }
 }
@@ -223,9 +208,8 @@ void multiply(LinearTask& task, Finish finish) {
   const int64_t num_rows = *task.num_rows;
   if (num_rows == 0) return;
   const Quantization& q = task.quantization;
-  const int64_t num_groups = task.in_features / q.group_size;
-  const int64_t panel_bytes = num_groups * GroupLayout<Codes>(q).bytes;
-  const int64_t block = rows_per_block<Dot>(task, num_groups);
+  const GroupLayout<Codes> layout(q, task.in_features);
+  const int64_t block = rows_per_block<Dot>(task, layout.num_groups);
   const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block) * num_panels;
   const CodeTable table = load_table(q.table);
@@ -237,12 +221,12 @@ void multiply(LinearTask& task, Finish finish) {
     const int64_t count = num_rows - row < block ? num_rows - row : block;
     const auto* x = static_cast<const Input*>(task.x) + row * task.x_stride;
     if (q.has_offsets && row != summed_row) {
-      sum_inputs(x, task.x_stride, count, num_groups, q.group_size, input_sums);
+      sum_inputs(x, task.x_stride, count, layout.num_groups, q.group_size, input_sums);
       summed_row = row;
     }
-    const Block<Dot> rows = {x, task.x_stride, count, input_sums, num_groups};
-    const char* weights = static_cast<const char*>(task.weight) + panel * panel_bytes;
-    multiply_panel<Dot, Codes>(rows, q, weights, table, sums);
+    const Block<Dot> rows = {x, task.x_stride, count, input_sums};
+    const char* weights = static_cast<const char*>(task.weight) + panel * layout.panel_bytes;
+    multiply_panel<Dot, Codes>(rows, layout, q.group_size, weights, table, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }
@@ -255,13 +239,17 @@ void multiply_gated(LinearTask& task) {
   });
 }
 
-inline void store_scale(char* scales, int64_t n, float scale, bool wide) {
-  if (wide) {
-    memcpy(scales + n * 4, &scale, 4);
-  } else {
+// A number into the place of output `n`.
+inline void store_number(char* numbers, int64_t n, float number, int64_t bytes) {
+  char* to = numbers + n * bytes;
+  if (bytes == 4) {
+    memcpy(to, &number, 4);
+  } else if (bytes == 2) {
     alignas(64) Float16 rounded[kLanes];
-    store_rounded(rounded, broadcast(scale));
-    memcpy(scales + n * 2, rounded, 2);
+    store_rounded(rounded, broadcast(number));
+    memcpy(to, rounded, 2);
+  } else {
+    *to = static_cast<char>(static_cast<int8_t>(number));
   }
 }
 
@@ -269,27 +257,33 @@ inline void store_scale(char* scales, int64_t n, float scale, bool wide) {
 template <class Codes>
 void pack_panel(const QuantizedPackTask& task, int64_t panel) {
   const Quantization& q = task.quantization;
-  const GroupLayout<Codes> layout(q);
-  const int64_t num_groups = task.in_features / q.group_size;
-  char* packed = static_cast<char*>(task.packed) + panel * num_groups * layout.bytes;
-  memset(packed, 0, num_groups * layout.bytes);
+  const GroupLayout<Codes> layout(q, task.in_features);
+  const int64_t num_units = q.unit_groups ? layout.num_groups / q.unit_groups : 0;
+  char* packed = static_cast<char*>(task.packed) + panel * layout.panel_bytes;
+  memset(packed, 0, layout.panel_bytes);
+  const auto store = [&](const Scales& scales, int64_t n, const float* numbers, const float* units,
+                         int64_t row, int64_t g) {
+    if (scales.numbers == nullptr) return;
+    const float number = numbers[row * layout.num_groups + g];
+    store_number(const_cast<char*>(scales.numbers), n, number, q.scale_bytes);
+    if (num_units == 0) return;
+    const float unit = units[row * num_units + g / q.unit_groups];
+    store_number(const_cast<char*>(scales.units), n, unit, 2);
+  };
   for (int64_t n = 0; n < kPanel; ++n) {
     const int64_t row = row_of(task, panel, n);
     if (row < 0) continue;
     const uint8_t* codes = task.codes + row * task.in_features;
-    for (int64_t g = 0; g < num_groups; ++g) {
-      char* group = packed + g * layout.bytes;
-      store_scale(group, n, task.scales[row * num_groups + g], q.wide_scales);
-      if (q.has_offsets) {
-        const float offset = task.offsets[row * num_groups + g];
-        store_scale(group + layout.scale_bytes, n, offset, q.wide_scales);
-      }
+    for (int64_t g = 0; g < layout.num_groups; ++g) {
+      const Group group = layout.at(packed, g);
+      store(group.scales, n, task.scales, task.units, row, g);
+      store(group.offsets, n, task.offsets, task.offset_units, row, g);
       for (int64_t w = 0; w < layout.num_words; ++w) {
         uint32_t word = 0;
         for (int64_t i = 0; i < Codes::kInputsPerWord; ++i) {
           word |= static_cast<uint32_t>(*codes++) << bit_of(i, Codes::kBits);
         }
-        memcpy(group + layout.codes_at + w * kStepBytes + n * 4, &word, 4);
+        memcpy(const_cast<char*>(group.codes) + w * kStepBytes + n * 4, &word, 4);
       }
     }
   }
@@ -303,26 +297,21 @@ void pack(QuantizedPackTask& task) {
   }
 }
 
-inline float load_scale(const char* scales, int64_t n, bool wide) {
-  float scale;
-  if (wide) {
-    memcpy(&scale, scales + n * 4, 4);
-  } else {
-    alignas(64) Float16 one[kLanes] = {};
-    memcpy(one, scales + n * 2, 2);
-    scale = first_lane(widen(one));
-  }
-  return scale;
-}
+inline void store_rounded_number(float* to, float x) { *to = x; }
+inline void store_rounded_number(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
 
-inline void store_number(float* to, float x) { *to = x; }
-inline void store_number(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
+// The number of one output.
+inline float load_one(const Scales& scales, int64_t n) {
+  if (scales.numbers == nullptr) return 0.0f;
+  alignas(64) float numbers[kLanes];
+  store_floats(numbers, scales.load(n / kLanes * kLanes));
+  return numbers[n % kLanes];
+}
 
 template <class Codes, class Number>
 void gather(GatherTask& task) {
   const Quantization& q = task.quantization;
-  const GroupLayout<Codes> layout(q);
-  const int64_t num_groups = task.in_features / q.group_size;
+  const GroupLayout<Codes> layout(q, task.in_features);
   constexpr uint32_t kMask = (1u << Codes::kBits) - 1;
   for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
     const int64_t id = task.batch->token_ids[i], n = id % kPanel;
@@ -331,18 +320,16 @@ void gather(GatherTask& task) {
       memset(y, 0, task.in_features * sizeof(Number));
       continue;
     }
-    const char* group = static_cast<const char*>(task.packed) +
-                        id / kPanel * num_groups * layout.bytes;
-    for (int64_t g = 0; g < num_groups; ++g, group += layout.bytes) {
-      const float scale = load_scale(group, n, q.wide_scales);
-      const float offset =
-          q.has_offsets ? load_scale(group + layout.scale_bytes, n, q.wide_scales) : 0.0f;
+    const char* panel = static_cast<const char*>(task.packed) + id / kPanel * layout.panel_bytes;
+    for (int64_t g = 0; g < layout.num_groups; ++g) {
+      const Group group = layout.at(panel, g);
+      const float scale = load_one(group.scales, n), offset = load_one(group.offsets, n);
       for (int64_t w = 0; w < layout.num_words; ++w) {
         uint32_t word;
-        memcpy(&word, group + layout.codes_at + w * kStepBytes + n * 4, 4);
+        memcpy(&word, group.codes + w * kStepBytes + n * 4, 4);
         for (int64_t k = 0; k < Codes::kInputsPerWord; ++k) {
           const float value = Codes::value(word >> bit_of(k, Codes::kBits) & kMask, q.table);
-          store_number(y++, value * scale + offset);
+          store_rounded_number(y++, value * scale + offset);
         }
       }
     }

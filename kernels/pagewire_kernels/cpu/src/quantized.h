@@ -3,11 +3,12 @@
 // A weight is value(code) * scale + offset, where scale and offset are those of a group of inputs.
 // It is packed in panels as dense weights are (linear.h); a panel has, for each group,
 //
-//   scales[kPanel]   float16 or float32
+//   scales[kPanel]   float32, float16, or int8 numbers of units
 //   offsets[kPanel]  the same, if there are any
 //   codes[group_size / Codes::kInputsPerWord][kPanel] words of 32 bits
 //
-// so that it is read once, from its beginning to its end. Of a word's inputs, the even ones are in
+// and before the first of the groups that share units, these: float16 [kPanel], of scales, then of
+// offsets. So a panel is read once, from its beginning to its end. Of a word's inputs, the even ones are in
 // the lower half and the odd ones in the upper half, which suits steps of pairs and single steps.
 #pragma once
 
@@ -77,16 +78,52 @@ struct Codes8 {
   Words codes;
 };
 
-// A group's bytes in a panel.
+// The scales or the offsets of a group's outputs.
+struct Scales {
+  // Of output `first` and those after it.
+  Floats load(int64_t first) const {
+    if (number_bytes == 4) return widen(reinterpret_cast<const float*>(numbers) + first);
+    if (number_bytes == 2) return widen(reinterpret_cast<const Float16*>(numbers) + first);
+    const Floats unit = widen(reinterpret_cast<const Float16*>(units) + first);
+    return multiply(widen(reinterpret_cast<const int8_t*>(numbers) + first), unit);
+  }
+
+  const char* numbers;  // null of offsets that a weight does not have
+  const char* units;
+  int64_t number_bytes;
+};
+
+struct Group {
+  const char* codes;
+  Scales scales, offsets;
+};
+
+// Where a panel's groups are.
 template <class Codes>
 struct GroupLayout {
-  explicit GroupLayout(const Quantization& quantization)
-      : num_words(quantization.group_size / Codes::kInputsPerWord),
-        scale_bytes(kPanel * (quantization.wide_scales ? 4 : 2)),
-        codes_at(scale_bytes * (quantization.has_offsets ? 2 : 1)),
-        bytes(codes_at + num_words * kStepBytes) {}
+  GroupLayout(const Quantization& q, int64_t in_features)
+      : num_words(q.group_size / Codes::kInputsPerWord),
+        num_groups(in_features / q.group_size),
+        groups_per_unit(q.unit_groups ? q.unit_groups : num_groups),
+        number_bytes(q.scale_bytes),
+        offsets_at(q.has_offsets ? kPanel * q.scale_bytes : 0),
+        codes_at(kPanel * q.scale_bytes * (q.has_offsets ? 2 : 1)),
+        group_bytes(codes_at + num_words * kStepBytes),
+        units_bytes(q.unit_groups ? kPanel * 2 * (q.has_offsets ? 2 : 1) : 0),
+        panel_bytes(num_groups * group_bytes + num_groups / groups_per_unit * units_bytes) {}
 
-  const int64_t num_words, scale_bytes, codes_at, bytes;
+  Group at(const char* panel, int64_t g) const {
+    const int64_t unit = g / groups_per_unit;
+    const char* units = panel + unit * (groups_per_unit * group_bytes + units_bytes);
+    const char* group = units + units_bytes + g % groups_per_unit * group_bytes;
+    const char* offsets = offsets_at ? group + offsets_at : nullptr;
+    return {group + codes_at,
+            {group, units, number_bytes},
+            {offsets, units + kPanel * 2, number_bytes}};
+  }
+
+  const int64_t num_words, num_groups, groups_per_unit, number_bytes, offsets_at, codes_at;
+  const int64_t group_bytes, units_bytes, panel_bytes;
 };
 
 }  // namespace pagewire
