@@ -13,6 +13,7 @@
 | `online` | latencies and goodput as requests arrive faster and faster, against `vllm serve` |
 | `offline` | tokens per second of whole workloads, through the services, against other engines |
 | `quantized_weights` | time of products with weights in fewer bits, against dense ones |
+| `gguf_decode` | tokens per second from a GGUF file, in process, against llama.cpp |
 | `startup` | time from launch to first token, and peak memory, against vLLM's |
 
 `report` copies results into docs/benchmarks.md, and draws the pictures there.

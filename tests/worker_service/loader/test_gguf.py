@@ -3,7 +3,9 @@
 import json
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,14 @@ from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint, ModelNotFound, UnsupportedModel, WorkerError
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.gguf_file import KNOWN_TYPES, open_gguf
-from worker_service.loader.gguf_model import gguf_config
+from worker_service.loader.gguf_model import gguf_config, gguf_tensors
 from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_assets
-from worker_service.loader.model_files import fingerprint, iter_assets
+from worker_service.loader.model_files import (
+    fingerprint,
+    iter_assets,
+    read_config,
+    special_tokens,
+)
 
 TOKENS = list(range(3, 30))
 
@@ -194,6 +201,28 @@ def test_a_file_cut_anywhere_is_refused(llama: Path, tmp_path: Path) -> None:
         file.write_bytes(content[:length])
         with pytest.raises(BadCheckpoint, match=r"cut\.gguf: .*truncated"):
             open_gguf(file)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_headers_are_read_or_refused(seed: int, llama: Path, tmp_path: Path) -> None:
+    """Random bytes where the metadata is: whatever they mean, the error is one that names them."""
+    random = Random(seed)
+    content, num_bytes = llama.read_bytes(), open_gguf(llama).header_bytes[0]
+    file = tmp_path / "damaged.gguf"
+    for _ in range(50):
+        damaged = bytearray(content)
+        for _ in range(random.choice([1, 1, 2, 4])):
+            place = random.randrange(24, random.choice([1400, num_bytes]))
+            damaged[place] = random.choice([0, 1, 4, 6, 8, 9, 128, 255, random.randrange(256)])
+        file.write_bytes(damaged)
+        with suppress(WorkerError):
+            config = read_config(file)
+            special_tokens(file, config)
+            dict(iter_assets(file))
+            fingerprint(file)
+            tensors = gguf_tensors(file)
+            for name in tensors.keys():  # noqa: SIM118 (no mapping)
+                tensors.get_slice(name).get_shape()
 
 
 def _without(name: str) -> Callable[[bytes], bytes]:
