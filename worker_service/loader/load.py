@@ -95,7 +95,8 @@ def arithmetic_of(loaded: LoadedModel) -> str:
     """Identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/1`.
 
     It names everything that changes the rounding of a sum: instruction set or GPU architecture,
-    attention backend, model implementation, tensor parallelism, and the dtype of the KV cache.
+    attention backend, model implementation, tensor parallelism, the dtype of the KV cache, and what
+    weights are rounded to.
     """
     config, device = loaded.config, torch.device(loaded.config.device)
     backend = config.attention_backend or "none"
