@@ -341,7 +341,7 @@ def test_a_client_has_a_timeout_for_calls_without_one(
 
 
 def test_a_timeout_of_the_client_bounds_unary_calls(make_client: Any) -> None:
-    client = make_client("127.0.0.1:1", timeout=0.5)
+    client = make_client("127.0.0.1:1", timeout=0.1)
     for call in (client.get_model, client.get_status):
         with pytest.raises(errors.DeadlineExceeded, match="retrying"):
             call()

@@ -19,6 +19,7 @@ constexpr int64_t kBlockRows = 192;  // the most rows of an item
 constexpr int64_t kBlockBytes = 512 << 10;  // of rows, so that they stay in the second-level cache
 constexpr int64_t kMaxGroup = 256;
 constexpr int64_t kMaxSums = 16384;  // of a block's inputs, one for each row and group
+constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache; measured on a Xeon
 constexpr int kChains = 2;  // sums of alternate steps, since an addition waits for the one before
 
 #if defined(__AVX512F__)
@@ -93,8 +94,8 @@ void add_group(const typename Dot::Input* x, int64_t x_stride, int64_t num_input
   constexpr int64_t kInputs = kSteps * Dot::kInputsPerStep;
   const char* weights = group.codes;
   for (int64_t i = 0; i < num_inputs; i += kInputs) {
-    fetch(weights + kFetchDistance);
-    fetch(weights + kFetchDistance + 64);
+    __builtin_prefetch(weights + kFetchedBytes, 0, 3);
+    __builtin_prefetch(weights + kFetchedBytes + 64, 0, 3);
     const Source low(weights, table), high(weights + kLanes * 4, table);
     add_word<Dot, kRows>(rows, low, high, sums, std::make_integer_sequence<int, kSteps>());
     rows.advance(kInputs);
