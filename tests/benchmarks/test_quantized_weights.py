@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gguf_decode, quantized_weights
+from benchmarks import ceilings, gguf_decode, quantized_weights
 from tests.support.gguf_files import make_gguf
 
 PROGRAM = """#!/bin/sh
@@ -18,6 +18,8 @@ def test_products_are_compared_with_dense_ones(
 ) -> None:
     for name, value in (("NUM_WEIGHTS", 1), ("ROUNDS", 1), ("NUM_ROWS", (1, 4))):
         monkeypatch.setattr(quantized_weights, name, value)
+    for name, number in (("READ_BYTES", 2**22), ("TRIAL_S", 1e-4), ("SUSTAINED_S", 1e-4)):
+        monkeypatch.setattr(ceilings, name, number)
     quantized_weights.main(["--dtype", "float32"])
     printed = capsys.readouterr().out
     assert printed.count("Q4_1") == 1
