@@ -47,7 +47,9 @@ def resolve_model(model: str, revision: str | None = None, *, weights: bool = Tr
             f"{directory} is a file; expected a checkpoint's directory or a *.gguf file"
         )
     if not _may_be_hub_id(model):
-        raise ModelNotFound(f"{model}: no such directory, and not of a hub id's form owner/name")
+        raise ModelNotFound(
+            f"{model}: no such directory or file, and not of a hub id's form owner/name"
+        )
     return _download(model, revision, weights)
 
 
@@ -68,7 +70,7 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
 
     patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
     logger.info("looking for the model on the hub model=%s revision=%s", model, revision)
-    tried = f"{model}: no such directory, and the Hugging Face hub"
+    tried = f"{model}: no such directory or file, and the Hugging Face hub"
     try:
         path = snapshot_download(model, revision=revision, allow_patterns=patterns)
     except LocalEntryNotFoundError as error:

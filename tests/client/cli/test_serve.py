@@ -129,7 +129,7 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words() -> No
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "error: worker-0 ended with exit code 1: /no/such/model: no such directory"
+        "error: worker-0 ended with exit code 1: /no/such/model: no such directory or file"
     )
     assert "Traceback" not in done.stderr
 

@@ -47,7 +47,7 @@ def _edit_config(path: Path, **changes: object) -> None:
 
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=f"{tmp_path}/nothing: no such directory"):
+    with pytest.raises(ModelNotFound, match=f"{tmp_path}/nothing: no such directory or file"):
         _load(tmp_path / "nothing")
 
 
@@ -70,7 +70,9 @@ def test_the_error_for_an_unreachable_hub_names_what_was_tried(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound) as caught:
         _load(Path("someone/some-model"))
-    assert str(caught.value).startswith("someone/some-model: no such directory, and the Hugging")
+    assert str(caught.value).startswith(
+        "someone/some-model: no such directory or file, and the Hugging"
+    )
     assert "local cache" in str(caught.value)
 
 
