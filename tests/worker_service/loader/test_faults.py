@@ -129,6 +129,14 @@ def test_misshapen_tensors_are_named_with_both_shapes(llama: Path) -> None:
         _load(llama)
 
 
+def test_misshapen_tensors_of_models_of_transformers_are_named(tmp_path: Path) -> None:
+    path = make_checkpoint("olmo2", tmp_path)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    _edit_weights(path, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
+    with pytest.raises(BadCheckpoint, match=rf"misshapen tensors: .*{name}.*3, 4.*32, 64"):
+        _load(path)
+
+
 def test_many_names_are_cut_short(llama: Path) -> None:
     _edit_weights(
         llama, lambda tensors: [tensors.pop(name) for name in list(tensors) if "layers" in name]

@@ -185,6 +185,7 @@ def _load(
             attn_implementation=NAME,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are reported below, by name
         )
     except (RuntimeError, OSError) as error:
         raise BadCheckpoint(f"{model_dir} cannot be loaded: {error}") from error
