@@ -1,5 +1,7 @@
 """GGUF files made from tiny checkpoints, beside checkpoints with the same dequantized weights."""
 
+import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, VOCAB_SIZE, make_checkpoint
+from tests.support.checkpoints import (
+    BOS_TOKEN_ID,
+    EOS_TOKEN_ID,
+    MAX_POSITIONS,
+    VOCAB_SIZE,
+    make_checkpoint,
+)
 
 SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256}
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -30,7 +38,44 @@ _ARCHITECTURES = {
     "MistralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
     "Qwen2ForCausalLM": ("qwen2", gguf.MODEL_ARCH.QWEN2),
     "Qwen3ForCausalLM": ("qwen3", gguf.MODEL_ARCH.QWEN3),
+    "Gemma2ForCausalLM": ("gemma2", gguf.MODEL_ARCH.GEMMA2),
+    "Gemma3ForCausalLM": ("gemma3", gguf.MODEL_ARCH.GEMMA3),
+    "Phi3ForCausalLM": ("phi3", gguf.MODEL_ARCH.PHI3),
+    "MixtralForCausalLM": ("llama", gguf.MODEL_ARCH.LLAMA),
+    "Qwen2MoeForCausalLM": ("qwen2moe", gguf.MODEL_ARCH.QWEN2MOE),
+    "Qwen3MoeForCausalLM": ("qwen3moe", gguf.MODEL_ARCH.QWEN3MOE),
 }
+
+_GEMMA = {"head_dim": 64, "query_pre_attn_scalar": 64, "tie_word_embeddings": True}
+_EXPERTS = {"moe_intermediate_size": 256, "num_experts": 3}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0 + number / 64 for number in range(32)],
+    "long_factor": [2.0 + number / 8 for number in range(32)],
+}
+_OVERRIDES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64},
+    "qwen3": {"head_dim": 64},
+    "gemma2": {**_GEMMA, "num_hidden_layers": 4},
+    "gemma3": {**_GEMMA, "num_hidden_layers": 7, "layer_types": None},
+    "phi3_long": {
+        "rope_parameters": _LONG,
+        "original_max_position_embeddings": 16,
+        "sliding_window": None,
+    },
+    "phi3_partial": {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "partial_rotary_factor": 0.75,
+        },
+    },
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 512},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 64, "norm_topk_prob": True},
+}
+"""By family; a name may go on after that of the checkpoint's family."""
 
 
 def make_gguf(
@@ -42,8 +87,8 @@ def make_gguf(
     """
     from transformers import AutoConfig
 
-    heads = {"head_dim": 64} if family in ("llama", "qwen3") else {}
-    source = make_checkpoint(family, folder / "source", **SHAPE, **heads)
+    base = family.removesuffix("_long").removesuffix("_partial")
+    source = make_checkpoint(base, folder / "source", **SHAPE, **_OVERRIDES.get(family, {}))
     config = AutoConfig.from_pretrained(source)
     name, number = _ARCHITECTURES[config.architectures[0]]
     file = folder / f"{family}-{kind}.gguf"
@@ -53,23 +98,42 @@ def make_gguf(
     metadata(writer)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     dequantized = {}
+    experts: dict[str, dict[str, Any]] = {}
     for tensor_name, tensor in load_file(source / "model.safetensors").items():
         values = tensor.float().numpy()
+        if ".experts." in tensor_name:
+            stacked_name = re.sub(r"experts\.\d+", "experts", tensor_name)
+            experts.setdefault(stacked_name, {})[tensor_name] = values
+            continue
+        if name.startswith("gemma") and "norm." in tensor_name:
+            values = values + 1
+        if tensor_name.endswith("shared_expert_gate.weight"):
+            values = values[0]
         order = np.arange(len(values))
         if name == "llama" and (".q_proj." in tensor_name or ".k_proj." in tensor_name):
             query = ".q_proj." in tensor_name
             num_heads = config.num_attention_heads if query else config.num_key_value_heads
             order = order.reshape(num_heads, 2, -1).swapaxes(1, 2).ravel()
-        data, result, data_type = _quantized(values[order], kind)
+        is_router = tensor_name.endswith(".gate.weight")
+        data, result, data_type = _quantized(values[order], "F32" if is_router else kind)
         stored_name = names.get_name(tensor_name, try_suffixes=(".weight", ".bias"))
         assert stored_name is not None
         writer.add_tensor(stored_name, data, raw_dtype=data_type)
-        dequantized[tensor_name] = torch.from_numpy(result[np.argsort(order)].copy())
+        if name.startswith("gemma") and "norm." in tensor_name:
+            result = result - 1
+        dequantized[tensor_name] = torch.from_numpy(result[np.argsort(order)].reshape(tensor.shape))
+    for stacked_name, of_each in experts.items():
+        data, result, data_type = _quantized(np.stack(list(of_each.values())), kind)
+        stored_name = names.get_name(stacked_name, try_suffixes=(".weight",))
+        assert stored_name is not None
+        writer.add_tensor(stored_name, data, raw_dtype=data_type)
+        dequantized |= zip(of_each, torch.from_numpy(result).unbind(), strict=True)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     reference = Path(shutil.copytree(source, folder / "reference"))
+    dequantized = {name: tensor.contiguous().clone() for name, tensor in dequantized.items()}
     save_file(dequantized, reference / "model.safetensors", metadata={"format": "pt"})
     if parts:
         file = next(folder.glob("*-00001-of-*.gguf"))
@@ -89,14 +153,15 @@ def _random_blocks(values: Any, kind: str) -> Any:
     """Random blocks of a size that gives the numbers the same deviation as `values`."""
     data_type = gguf.GGMLQuantizationType[kind]
     block, num_bytes = gguf.GGML_QUANT_SIZES[data_type]
-    rows, width = values.shape
+    *outer, width = values.shape
+    rows = math.prod(outer)
     random = np.random.default_rng(rows * width)
     blocks = random.integers(0, 256, (rows * width // block, num_bytes), np.uint8)
     scale = 2.0**-10
     for _ in range(2):
         for offset in _SCALES[kind]:
             blocks[:, offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
-        data = blocks.reshape(rows, -1)
+        data = blocks.reshape(*outer, -1)
         scale *= values.std() / gguf.dequantize(data, data_type).std()
     return data
 
@@ -109,21 +174,53 @@ def _add_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    if getattr(config, "sliding_window", None) and config.model_type == "mistral":
-        writer.add_sliding_window(config.sliding_window)
-    if config.rope_parameters["rope_type"] in ("linear", "yarn"):
-        kind = gguf.RopeScalingType(config.rope_parameters["rope_type"])
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    if config.model_type != "gemma2":  # whose converter leaves it out
+        writer.add_rope_freq_base(rope["rope_theta"])
+    window = getattr(config, "sliding_window", None)
+    if window and config.model_type in ("mistral", "gemma2", "gemma3_text"):
+        writer.add_sliding_window(window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "phi3":
+        writer.add_sliding_window(window or 0)
+        _add_phi3_rope(writer, config)
+    if getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if getattr(config, "moe_intermediate_size", None):
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if rope["rope_type"] in ("linear", "yarn"):
+        kind = gguf.RopeScalingType(rope["rope_type"])
         writer.add_rope_scaling_type(kind)
-        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
-    if config.rope_parameters["rope_type"] == "yarn":
-        original = config.rope_parameters["original_max_position_embeddings"]
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        original = rope["original_max_position_embeddings"]
         writer.add_rope_scaling_orig_ctx_len(original)
     head_dim = getattr(config, "head_dim", None)
     if head_dim:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
         writer.add_rope_dimension_count(head_dim)
+
+
+def _add_phi3_rope(writer: gguf.GGUFWriter, config: Any) -> None:
+    """As `convert_hf_to_gguf.py` of llama.cpp does."""
+    rope = config.rope_parameters
+    head_dim = config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    if rope["rope_type"] != "longrope":
+        return
+    original = rope["original_max_position_embeddings"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    scale = MAX_POSITIONS / original
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+    for kind in ("long", "short"):
+        factors = np.array(rope[f"{kind}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{kind}.weight", factors)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:

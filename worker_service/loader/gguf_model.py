@@ -1,8 +1,8 @@
 """A model in GGUF files as the rest of the worker knows models: configuration, names, tensors."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,21 @@ from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import Gguf, GgufTensor, open_gguf
 
-_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""By `general.architecture`."""
+_CLASSES = {
+    "llama": ("LlamaForCausalLM", "llama"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+    "gemma2": ("Gemma2ForCausalLM", "gemma2"),
+    "gemma3": ("Gemma3ForCausalLM", "gemma3_text"),
+    "phi3": ("Phi3ForCausalLM", "phi3"),
+    "qwen2moe": ("Qwen2MoeForCausalLM", "qwen2_moe"),
+    "qwen3moe": ("Qwen3MoeForCausalLM", "qwen3_moe"),
+}
+"""(class, `model_type`) by `general.architecture`."""
+
+_MISTRAL = ("MistralForCausalLM", "mistral")
+_MIXTRAL = ("MixtralForCausalLM", "mixtral")
+"""What `llama` also stands for: with a sliding window, with experts."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -35,8 +48,54 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_GEMMA_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_QWEN_EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_OTHER_NAMES = {
+    "gemma2": _GEMMA_NAMES,
+    "gemma3_text": _GEMMA_NAMES,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+    "qwen2_moe": _QWEN_EXPERT_NAMES,
+    "qwen3_moe": _QWEN_EXPERT_NAMES,
+    "mixtral": {
+        "ffn_gate_inp": "block_sparse_moe.gate",
+        "ffn_gate_exps": "block_sparse_moe.experts.*.w1",
+        "ffn_up_exps": "block_sparse_moe.experts.*.w3",
+        "ffn_down_exps": "block_sparse_moe.experts.*.w2",
+    },
+}
+"""By `model_type`: names that differ from those above. A `*` is an expert's number."""
+
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FREQUENCIES = "rope_freqs.weight"
+_LONG_ROPE = {
+    "long_factor": "rope_factors_long.weight",
+    "short_factor": "rope_factors_short.weight",
+}
+_END_OF_TURN = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>", "phi3": "<|end|>"}
+"""Tokens that end an answer in a chat; files of these architectures have no key for them."""
+
+_SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
+"""Layers of the 27B models, whose scores are scaled by another number than their head size."""
+
+_WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
+"""The last layer of each period attends to all positions, unless the file says otherwise."""
+
+_SOFTMAX = 1
+"""The number of the only known function that weighs experts."""
+
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -56,6 +115,8 @@ class GgufTensors:
     heads: Mapping[str, int]
     """Heads of the projections whose rows were permuted for GGUF."""
 
+    norms_have_one_added: bool = False
+
     def keys(self) -> list[str]:
         """Names of all tensors."""
         return list(self.tensors)
@@ -67,6 +128,8 @@ class GgufTensors:
     def get_tensor(self, name: str) -> Tensor:
         """A tensor, dequantized, its rows in the order of `transformers`."""
         values = self.tensors[name].read()
+        if self.norms_have_one_added and name.endswith("norm.weight"):
+            return values.float() - 1.0
         order = self._order(name, values.shape[0])
         return values if order is None else values[order]
 
@@ -100,24 +163,49 @@ def gguf_tensors(file: Path) -> GgufTensors:
     """The tensors of one file. Raises BadCheckpoint or UnsupportedModel."""
     gguf = open_gguf(file)
     config = gguf_config(file)
+    kind = config["model_type"]
     heads = {}
     if gguf.metadata["general.architecture"] == "llama":
         heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    names = {**_LAYER_NAMES, **_OTHER_NAMES.get(kind, {})}
+    read_already = _LONG_ROPE.values() if kind == "phi3" else (_ROPE_FREQUENCIES,)
     tensors = {
-        _name(name): tensor
-        for name, tensor in gguf.tensors.items()
-        if tensor.file == file and name != _ROPE_FREQUENCIES
+        name: part
+        for stored_name, tensor in gguf.tensors.items()
+        if tensor.file == file and stored_name not in read_already
+        for name, part in _parts(_name(stored_name, names), tensor)
     }
-    return GgufTensors(file, tensors, heads)
+    return GgufTensors(file, tensors, heads, kind.startswith("gemma"))
 
 
-def _name(name: str) -> str:
+def _name(name: str, layer_names: Mapping[str, str]) -> str:
     """The name in `transformers`; an unknown one as it is, to be refused by it."""
     match = _LAYER.fullmatch(name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    if match and match[2] in layer_names:
+        return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
     stem, _, kind = name.rpartition(".")
     return f"{_NAMES[stem]}.{kind}" if stem in _NAMES else name
+
+
+def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """The tensor, or those of each expert, which lie in it one after another."""
+    if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
+        tensor = replace(tensor, shape=(1, *tensor.shape))
+    if "*" not in name:
+        yield name, tensor
+        return
+    if len(tensor.shape) != 3:
+        raise BadCheckpoint(
+            f"{tensor.file}: {name}: expected 3 dimensions, the first for experts, got"
+            f" {list(tensor.shape)}"
+        )
+    num_bytes = tensor.num_bytes // tensor.shape[0]
+    for expert in range(tensor.shape[0]):
+        offset = tensor.offset + expert * num_bytes
+        yield (
+            name.replace("*", str(expert)),
+            replace(tensor, shape=tensor.shape[1:], offset=offset, num_bytes=num_bytes),
+        )
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
@@ -143,40 +231,40 @@ class _Config:
     def read(self) -> dict[str, Any]:
         """As in `config.json`."""
         tensors, architecture = self._gguf.tensors, self._architecture
-        if self._get("expert_count", 0):
-            raise UnsupportedModel(
-                f"{self._path}: {architecture}.expert_count: models with experts cannot be served"
-                " from GGUF; expected none"
-            )
         hidden_size = self._int("embedding_length")
         num_heads = self._int("attention.head_count")
         head_dim = self._int("attention.key_length", hidden_size // num_heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
-            if (found := self._get(key, head_dim)) != head_dim:
-                raise UnsupportedModel(
-                    f"{self._path}: {architecture}.{key}: expected {head_dim}, the size of a head,"
-                    f" got {found}"
-                )
+        rotary_dim = self._int("rope.dimension_count", head_dim)
+        size = f"{head_dim}, the size of a head"
+        self._require("attention.value_length", head_dim, size)
+        if architecture != "phi3" or rotary_dim > head_dim:
+            self._require("rope.dimension_count", head_dim, size)
         if "token_embd.weight" not in tensors:
             raise BadCheckpoint(f"{self._path}: missing tensor token_embd.weight")
-        window = self._get("attention.sliding_window")
-        name = _CLASSES[architecture]
-        if window and architecture == "llama":
-            name = "MistralForCausalLM"
-        elif window:
-            raise UnsupportedModel(
-                f"{self._path}: {architecture}.attention.sliding_window: expected none, got"
-                f" {window}"
+        num_layers = self._int("block_count")
+        if num_layers > len(tensors):
+            raise BadCheckpoint(
+                f"{self._path}: {architecture}.block_count: expected at most the number of tensors,"
+                f" {len(tensors)}, got {num_layers}"
             )
+        window = self._get("attention.sliding_window") and self._int("attention.sliding_window")
+        num_experts = self._get("expert_count", 0)
+        name, kind = _CLASSES[architecture]
+        if architecture == "llama" and (window or num_experts):
+            name, kind = _MIXTRAL if num_experts else _MISTRAL
+        elif window and architecture not in ("gemma2", "gemma3", "phi3"):
+            self._require("attention.sliding_window", None, "none")
+        if num_experts and kind not in ("mixtral", "qwen2_moe", "qwen3_moe"):
+            self._require("expert_count", 0, "none")
         types = {tensor.type for tensor in tensors.values() if len(tensor.shape) > 1}
-        return {
+        config: dict[str, Any] = {
             "architectures": [name],
-            "model_type": name.removesuffix("ForCausalLM").lower(),
+            "model_type": kind,
             "dtype": _SAVED.get(next(iter(types)), "bfloat16") if len(types) == 1 else "bfloat16",
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "hidden_size": hidden_size,
             "intermediate_size": self._int("feed_forward_length"),
-            "num_hidden_layers": self._int("block_count"),
+            "num_hidden_layers": num_layers,
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._int("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
@@ -185,20 +273,123 @@ class _Config:
             "hidden_act": "silu",
             "attention_bias": "blk.0.attn_q.bias" in tensors,
             "tie_word_embeddings": "output.weight" not in tensors,
-            "sliding_window": window,
-            "rope_parameters": self._rope(head_dim),
-            "bos_token_id": self._gguf.metadata.get("tokenizer.ggml.bos_token_id"),
+            "sliding_window": window or None,
+            "rope_parameters": self._rope(rotary_dim),
+            "bos_token_id": self._token_id("bos_token_id"),
             "eos_token_id": self._eos_token_ids(),
+            "pad_token_id": None,
+        }
+        if kind.startswith("gemma"):
+            config |= self._gemma(config)
+        elif kind == "phi3":
+            config |= self._phi3(config["rope_parameters"], rotary_dim / head_dim, rotary_dim // 2)
+        elif kind in ("mixtral", "qwen2_moe", "qwen3_moe"):
+            config |= self._experts(config["intermediate_size"], kind)
+        return config
+
+    def _gemma(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What only Gemma has."""
+        architecture, num_layers = self._architecture, config["num_hidden_layers"]
+        is_wide = num_layers == _SCALED_BY_WIDTH[architecture]
+        width = config["hidden_size"] // config["num_attention_heads"]
+        is_gemma2 = architecture == "gemma2"
+        caps = {}
+        for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+            stored = self._get(key, default if is_gemma2 else 0.0)
+            caps[key] = self._float(key, default) if stored else None
+        window = config["sliding_window"] or (4096 if is_gemma2 else None)
+        rope = config["rope_parameters"]
+        if not is_gemma2:
+            local = self._float("rope.freq_base_swa", 10000.0)
+            rope = {
+                "full_attention": rope,
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            }
+        return {
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": width if is_wide else config["head_dim"],
+            "sliding_window": window,
+            "layer_types": self._layer_types(num_layers, window),
+            "rope_parameters": rope,
+            **caps,
         }
 
+    def _layer_types(self, num_layers: int, window: int | None) -> list[str]:
+        key = "attention.sliding_window_pattern"
+        pattern = self._get(key, _WINDOW_PERIODS[self._architecture])
+        if isinstance(pattern, int) and pattern > 0:
+            pattern = [layer % pattern < pattern - 1 for layer in range(num_layers)]
+        if not isinstance(pattern, list) or len(pattern) != num_layers:
+            raise BadCheckpoint(
+                f"{self._path}: {self._architecture}.{key}: expected a positive number, or one"
+                f" value for each of {num_layers} layers, got {pattern!r}"
+            )
+        slides = (window is not None and bool(value) for value in pattern)
+        return ["sliding_attention" if each else "full_attention" for each in slides]
+
+    def _phi3(self, rope: dict[str, Any], rotary: float, num_factors: int) -> dict[str, Any]:
+        """What only Phi-3 has: factors for positions beyond the trained length, in some files."""
+        rope = {**rope, "partial_rotary_factor": rotary}
+        if not any(name in self._gguf.tensors for name in _LONG_ROPE.values()):
+            self._require("rope.scaling.type", "none", "none without tensors rope_factors_*")
+            return {"rope_parameters": rope}
+        trained = self._int("rope.scaling.original_context_length")
+        rope |= {"rope_type": "longrope", "original_max_position_embeddings": trained}
+        if self._get("rope.scaling.attn_factor", 0.0):
+            rope["attention_factor"] = self._float("rope.scaling.attn_factor")
+        for key, name in _LONG_ROPE.items():
+            tensor = self._gguf.tensors.get(name)
+            if tensor is None or tensor.shape != (num_factors,):
+                found = "none" if tensor is None else list(tensor.shape)
+                raise BadCheckpoint(
+                    f"{self._path}: {name}: expected {num_factors} numbers, got {found}"
+                )
+            rope[key] = tensor.read().tolist()
+        return {"rope_parameters": rope, "original_max_position_embeddings": trained}
+
+    def _experts(self, intermediate_size: int, kind: str) -> dict[str, Any]:
+        """What only mixtures of experts have."""
+        num_experts, num_used = self._int("expert_count"), self._int("expert_used_count")
+        if num_used > num_experts:
+            raise BadCheckpoint(
+                f"{self._path}: {self._architecture}.expert_used_count: expected at most"
+                f" {num_experts}, the number of experts, got {num_used}"
+            )
+        self._require("expert_gating_func", _SOFTMAX, "1, which is softmax")
+        config: dict[str, Any] = {"num_experts_per_tok": num_used}
+        if kind == "mixtral":
+            return {**config, "num_local_experts": num_experts}
+        size = self._int("expert_feed_forward_length", max(1, intermediate_size // num_used))
+        config |= {"num_experts": num_experts, "moe_intermediate_size": size}
+        config["norm_topk_prob"] = kind == "qwen3_moe"
+        if kind == "qwen2_moe":
+            shared = self._int("expert_shared_feed_forward_length", intermediate_size)
+            config["shared_expert_intermediate_size"] = shared
+        return config
+
     def _eos_token_ids(self) -> list[int]:
-        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-        found = (self._gguf.metadata.get(key) for key in keys)
-        return list(dict.fromkeys(token for token in found if token is not None))
+        found = map(self._token_id, ("eos_token_id", "eot_token_id"))
+        ids = [token for token in found if token is not None]
+        tokens = self._gguf.metadata.get("tokenizer.ggml.tokens")
+        end = _END_OF_TURN.get(self._architecture)
+        if isinstance(tokens, list) and end in tokens:
+            ids.append(tokens.index(end))
+        return list(dict.fromkeys(ids))
+
+    def _token_id(self, key: str) -> int | None:
+        found = self._gguf.metadata.get(f"tokenizer.ggml.{key}")
+        if not isinstance(found, int | None):
+            raise BadCheckpoint(
+                f"{self._path}: tokenizer.ggml.{key}: expected a token's number, got {found!r}"
+            )
+        return found
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         theta = self._float("rope.freq_base", 10000.0)
         kind = self._get("rope.scaling.type", "none")
+        if kind == "longrope" and self._architecture == "phi3":
+            kind = "none"  # read from the tensors
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedModel(
                 f"{self._path}: {self._architecture}.rope.scaling.type: expected none, linear or"
@@ -230,6 +421,13 @@ class _Config:
             )
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
 
+    def _require(self, key: str, expected: Any, meaning: str) -> None:
+        """Raise UnsupportedModel for another value than the one that can be served."""
+        if (found := self._get(key, expected)) != expected:
+            raise UnsupportedModel(
+                f"{self._path}: {self._architecture}.{key}: expected {meaning}, got {found!r}"
+            )
+
     def _int(self, key: str, default: int | None = None) -> int:
         value = self._get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
@@ -252,6 +450,6 @@ class _Config:
 
     def _get(self, key: str, default: Any = None) -> Any:
         value = self._gguf.metadata.get(f"{self._architecture}.{key}", default)
-        if value is None and key not in ("attention.sliding_window",):
+        if value is None and key != "attention.sliding_window":
             raise BadCheckpoint(f"{self._path}: missing metadata {self._architecture}.{key}")
         return value

@@ -98,10 +98,10 @@ class _Vocabulary:
             token_id = self._get(key)
             if token_id is None:
                 continue
-            if not 0 <= token_id < len(self._tokens):
+            if not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
                 raise BadCheckpoint(
                     f"{self._path}: tokenizer.ggml.{key}: expected a number below"
-                    f" {len(self._tokens)}, got {token_id}"
+                    f" {len(self._tokens)}, got {token_id!r}"
                 )
             config[name] = self._tokens[token_id]
         return tokenizer, config
@@ -162,10 +162,11 @@ class _Vocabulary:
         ]
         merges.sort(key=lambda merge: (-merge[2], -normal[merge[0]], -normal[merge[1]]))
         unknown = self._get("unknown_token_id", 0)
+        has_unknown = isinstance(unknown, int) and 0 <= unknown < len(self._tokens)
         model = models.BPE(
             self._ids,
             [(left, right) for left, right, _ in merges],
-            unk_token=self._tokens[unknown] if 0 <= unknown < len(self._tokens) else None,
+            unk_token=self._tokens[unknown] if has_unknown else None,
             fuse_unk=True,
             byte_fallback=_BYTE in self._types,
         )

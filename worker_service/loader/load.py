@@ -29,6 +29,7 @@ from worker_service.loader.device import (
     resolve_dtype,
     set_threads,
 )
+from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import (
     fingerprint,
     read_config,
@@ -344,7 +345,9 @@ def _build_through_transformers(
     from worker_service.models.transformers_backend import build_transformers_model
 
     with ExitStack() as files:
-        tensors = checkpoint.tensors(files) if checkpoint and checkpoint.quantized else None
+        tensors = None
+        if checkpoint and (checkpoint.quantized or is_gguf(model_dir)):
+            tensors = checkpoint.tensors(files)
         return build_transformers_model(
             model_dir,
             hf_config,

@@ -8,6 +8,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -55,7 +56,11 @@ def test_weights_of_every_type_are_those_of_the_library(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "family",
-    ["llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"],
+    [
+        *("llama_tied", "llama_linear", "llama_yarn", "mistral", "mistral_full", "qwen2", "qwen3"),
+        *("gemma2", "gemma3", "phi3", "phi3_long", "phi3_partial"),
+        *("mixtral", "qwen2_moe", "qwen3_moe"),
+    ],
 )
 def test_every_architecture_computes_as_transformers_do(family: str, tmp_path: Path) -> None:
     _assert_same(*make_gguf(family, "Q8_0", tmp_path))
@@ -68,6 +73,157 @@ def test_a_model_in_several_files_is_loaded_by_the_name_of_one(tmp_path: Path) -
     last = open_gguf(file).files[-1]
     last.unlink()
     with pytest.raises(BadCheckpoint, match=rf"missing: {last.name}"):
+        _load(file)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "IQ4_XS", "BF16"])
+def test_experts_are_read_from_tensors_of_every_kind_of_type(kind: str, tmp_path: Path) -> None:
+    _assert_same(*make_gguf("qwen3_moe", kind, tmp_path))
+
+
+def test_a_rope_without_long_factors_and_one_with_them_are_those_of_phi_3(tmp_path: Path) -> None:
+    file, reference = make_gguf("phi3_long", "Q8_0", tmp_path)
+    rope = gguf_config(file)["rope_parameters"]
+    expected = json.loads((reference / "config.json").read_text())["rope_parameters"]
+    assert rope.pop("attention_factor") == pytest.approx((1 + np.log(16) / np.log(16)) ** 0.5)
+    assert rope == expected
+    (tmp_path / "plain").mkdir()
+    file, _ = make_gguf("phi3", "Q8_0", tmp_path / "plain")
+    assert gguf_config(file)["rope_parameters"]["rope_type"] == "default"
+
+
+@pytest.mark.parametrize(("family", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_the_largest_gemma_scales_scores_by_its_width(
+    family: str, num_layers: int, tmp_path: Path
+) -> None:
+    file, _ = make_gguf(family, "Q8_0", tmp_path)
+    assert gguf_config(file)["query_pre_attn_scalar"] == 64
+    (tmp_path / "large").mkdir()
+    file, _ = make_gguf(
+        family,
+        "Q8_0",
+        tmp_path / "large",
+        metadata=lambda w: (w.add_block_count(num_layers), w.add_head_count(2)),
+    )
+    assert gguf_config(file)["query_pre_attn_scalar"] == 128
+
+
+@pytest.mark.parametrize("pattern", [3, [True, True, False, True, True, False, True]])
+def test_a_stored_pattern_says_which_layers_of_gemma_have_a_window(
+    pattern: int | list[bool], tmp_path: Path
+) -> None:
+    file, _ = make_gguf(
+        "gemma3", "Q8_0", tmp_path, metadata=lambda w: w.add_sliding_window_pattern(pattern)
+    )
+    kinds = [kind.removesuffix("_attention") for kind in gguf_config(file)["layer_types"]]
+    assert kinds == [*2 * ["sliding", "sliding", "full"], "sliding"]
+
+
+def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(8.0)
+        writer.add_rope_freq_base_swa(20000.0)
+
+    file, _ = make_gguf("gemma3", "Q8_0", tmp_path, metadata=metadata)
+    assert gguf_config(file)["rope_parameters"] == {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0},
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata", "error", "message"),
+    [
+        (
+            "qwen3",
+            lambda w: w.add_float32("tokenizer.ggml.eos_token_id", 1.5),
+            BadCheckpoint,
+            r"tokenizer\.ggml\.eos_token_id: expected a token's number, got 1\.5",
+        ),
+        (
+            "qwen3",
+            lambda w: w.add_expert_count(4),
+            UnsupportedModel,
+            r"qwen3\.expert_count: expected none, got 4",
+        ),
+        (
+            "qwen3_moe",
+            lambda w: w.add_expert_used_count(9),
+            BadCheckpoint,
+            r"qwen3moe\.expert_used_count: expected at most 3, the number of experts, got 9",
+        ),
+        (
+            "qwen3_moe",
+            lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
+            UnsupportedModel,
+            r"expert_gating_func: expected 1, which is softmax, got 2",
+        ),
+        (
+            "qwen3_moe",
+            lambda w: w.add_expert_count(5),
+            BadCheckpoint,
+            r"weights do not fit Qwen3MoeForCausalLM: misshapen tensors: .*experts\.down_proj",
+        ),
+        (
+            "qwen2_moe",
+            lambda w: w.add_sliding_window(16),
+            UnsupportedModel,
+            r"qwen2moe\.attention\.sliding_window: expected none, got 16",
+        ),
+        (
+            "gemma3",
+            lambda w: w.add_sliding_window_pattern([True, False]),
+            BadCheckpoint,
+            r"sliding_window_pattern: expected a positive number, or one value for each of 7",
+        ),
+        (
+            "gemma2",
+            lambda w: w.add_attn_logit_softcapping(-1.0),
+            BadCheckpoint,
+            r"gemma2\.attn_logit_softcapping: expected a positive number, got -1\.0",
+        ),
+        (
+            "gemma2",
+            lambda w: w.add_block_count(1 << 30),
+            BadCheckpoint,
+            r"gemma2\.block_count: expected at most the number of tensors, 46, got 1073741824",
+        ),
+        (
+            "phi3",
+            lambda w: w.add_tensor("rope_factors_long.weight", np.ones(5, np.float32)),
+            BadCheckpoint,
+            r"missing metadata phi3\.rope\.scaling\.original_context_length",
+        ),
+        (
+            "phi3_long",
+            lambda w: w.add_rope_dimension_count(32),
+            BadCheckpoint,
+            r"rope_factors_long\.weight: expected 16 numbers, got \[32\]",
+        ),
+        (
+            "phi3",
+            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+            UnsupportedModel,
+            r"phi3\.rope\.scaling\.type: expected none without tensors rope_factors_\*, got 'long",
+        ),
+        (
+            "qwen3_moe",
+            lambda w: w.add_tensor("blk.7.ffn_up_exps.weight", np.ones((4, 4), np.float32)),
+            BadCheckpoint,
+            r"experts\.\*\.up_proj\.weight: expected 3 dimensions, the first for experts",
+        ),
+    ],
+)
+def test_what_an_architecture_cannot_have_is_named(
+    family: str,
+    metadata: Callable[[gguf.GGUFWriter], None],
+    error: type[WorkerError],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    file, _ = make_gguf(family, "Q8_0", tmp_path, metadata=metadata)
+    with pytest.raises(error, match=message):
         _load(file)
 
 
@@ -203,11 +359,16 @@ def test_a_file_cut_anywhere_is_refused(llama: Path, tmp_path: Path) -> None:
             open_gguf(file)
 
 
+@pytest.fixture(scope="module", params=["llama", "gemma3", "phi3_long", "qwen2_moe"])
+def any_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gguf(request.param, "Q4_0", tmp_path_factory.mktemp("gguf"))[0]
+
+
 @pytest.mark.parametrize("seed", range(8))
-def test_damaged_headers_are_read_or_refused(seed: int, llama: Path, tmp_path: Path) -> None:
+def test_damaged_headers_are_read_or_refused(seed: int, any_family: Path, tmp_path: Path) -> None:
     """Random bytes where the metadata is: whatever they mean, the error is one that names them."""
     random = Random(seed)
-    content, num_bytes = llama.read_bytes(), open_gguf(llama).header_bytes[0]
+    content, num_bytes = any_family.read_bytes(), open_gguf(any_family).header_bytes[0]
     file = tmp_path / "damaged.gguf"
     for _ in range(50):
         damaged = bytearray(content)
@@ -243,7 +404,7 @@ def _without(name: str) -> Callable[[bytes], bytes]:
         (
             lambda content: content.replace(b"llama", b"mamba", 1).replace(b"llama", b"mamba"),
             UnsupportedModel,
-            "expected one of llama, qwen2, qwen3, got 'mamba'",
+            "expected one of llama, qwen2, .*, qwen3moe, got 'mamba'",
         ),
         (
             lambda content: content.replace(b"gpt-2", b"gpt-9", 1),
@@ -329,3 +490,11 @@ def test_sentence_pieces_merge_by_score_and_fall_back_to_bytes() -> None:
     names = [tokenizer.token_name(token) for token in ids]
     assert names == ["<s>", "▁a", "bc", "▁ab", "</s>", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "abc ab é"
+
+
+def test_a_turn_ends_where_the_chat_template_of_its_family_ends_it(tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list([*(str(number) for number in range(299)), "<end_of_turn>"])
+
+    file, _ = make_gguf("gemma2", "Q8_0", tmp_path, metadata=metadata)
+    assert gguf_config(file)["eos_token_id"] == [EOS_TOKEN_ID, 299]

@@ -1,5 +1,6 @@
 """Loading through `transformers`; models with features that paged attention lacks are refused."""
 
+import copy
 import logging
 import sys
 from collections.abc import Iterator, Mapping
@@ -129,7 +130,7 @@ def build_transformers_model(
     Raises UnsupportedModel, naming the feature, for one that paged attention does not support.
     """
     architecture = hf_config["architectures"][0]
-    config = _read_config(model_dir, architecture, trust_remote_code)
+    config = _read_config(model_dir, hf_config, trust_remote_code)
     refuse_by_config(architecture, config)
     text_config = config.get_text_config()
     length = _model_len(max_model_len, text_config)
@@ -146,13 +147,17 @@ def build_transformers_model(
     return TransformersModel(causal_lm, state, architecture, length, context)
 
 
-def _read_config(model_dir: Path, architecture: str, trust_remote_code: bool) -> Any:
+def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_code: bool) -> Any:
     try:
-        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        if model_dir.is_file():  # a GGUF file, which `hf_config` was read from
+            config = AutoConfig.for_model(**copy.deepcopy(dict(hf_config)))
+        else:
+            config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except (ValueError, OSError, TypeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModel(
-            f"{architecture} cannot be served: transformers does not know it: {reason}"
+            f"{hf_config['architectures'][0]} cannot be served: transformers does not know it:"
+            f" {reason}"
         ) from error
     if hasattr(config, "quantization_config"):  # what our loader reads, the library is not to
         del config.quantization_config
