@@ -19,12 +19,21 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_WORD_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + _WORD_ENDING
+    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + _WORD_ENDING
+    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PRE_TOKENIZERS = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _GPT2),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _LLAMA3),
     **dict.fromkeys(("qwen2",), _QWEN2),
     **dict.fromkeys(("tekken",), _TEKKEN),
+    **dict.fromkeys(("gpt-4o",), _GPT4O),
 }
 """By `tokenizer.ggml.pre`: a kind, or the expression that splits a text."""
 
@@ -32,6 +41,9 @@ _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
 """Words that are tokens are not put together from parts; these also begin texts with a BOS."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+_KEEP_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
+"""The special tokens of Phi-3 after which white space is not dropped."""
+
 _NAMED = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -83,8 +95,15 @@ class _Vocabulary:
             raise UnsupportedModel(
                 f"{self._path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind!r}"
             )
+        # As llama.cpp knows it, too: files do not say which tokens drop white space after them.
+        is_phi3 = kind == "llama" and self._metadata.get("general.architecture") == "phi3"
         added = [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
+            AddedToken(
+                token,
+                special=kind == _CONTROL,
+                normalized=False,
+                rstrip=is_phi3 and token not in _KEEP_SPACE_AFTER,
+            )
             for token, kind in zip(self._tokens, self._types, strict=True)
             if kind in (_CONTROL, _USER_DEFINED)
         ]
@@ -151,7 +170,7 @@ class _Vocabulary:
         normal = {
             token: score
             for token, score, kind in zip(self._tokens, scores, self._types, strict=True)
-            if kind == _NORMAL
+            if kind in (_NORMAL, _USER_DEFINED)  # Gemma's runs of spaces are the latter
         }
         # Sorted stably: by the score of what a merge makes, then by its parts.
         merges = [

@@ -467,6 +467,7 @@ def test_every_pre_tokenizer_splits_as_its_models_do() -> None:
     assert groups["llama-bpe"] == ["Don", "'t", "Ġ", "123", "45", "Ġ", "Ġx", "ĊĊ", "Ġy"]
     assert groups["qwen2"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
     assert groups["tekken"] == ["Don", "'t", "Ġ", *"12345", "Ġ", "Ġx", "ĊĊ", "Ġy"]
+    assert groups["gpt-4o"] == ["Don't", "Ġ", "123", "45", "Ġ", "Ġx", "ĊĊ", "Ġy"]
 
 
 def test_sentence_pieces_merge_by_score_and_fall_back_to_bytes() -> None:
@@ -490,6 +491,41 @@ def test_sentence_pieces_merge_by_score_and_fall_back_to_bytes() -> None:
     names = [tokenizer.token_name(token) for token in ids]
     assert names == ["<s>", "▁a", "bc", "▁ab", "</s>", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(ids, skip_special_tokens=True) == "abc ab é"
+
+
+def _sentence_pieces(words: dict[str, int], **others: Any) -> ModelTokenizer:
+    """words: types by piece; the first are worth the most."""
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", *words],
+        "tokenizer.ggml.scores": [0.0, 0.0, *(-float(rank) for rank in range(len(words)))],
+        "tokenizer.ggml.token_type": [2, 3, *words.values()],
+        "tokenizer.ggml.bos_token_id": 1,
+        **others,
+    }
+    files = tokenizer_assets(Path("x.gguf"), metadata)
+    return ModelTokenizer(files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), None)
+
+
+@pytest.mark.parametrize("spaces", ["  ", "▁▁"])
+def test_runs_of_spaces_are_one_token_of_gemma(spaces: str) -> None:
+    """Whether the file's converter wrote them as spaces or as pieces."""
+    words = {spaces: 4, "\n\n": 4, "▁a": 1, "<start_of_turn>": 3, "\n": 1, "▁": 1, "a": 1}
+    tokenizer = _sentence_pieces(words, **{"tokenizer.ggml.add_space_prefix": False})
+    ids = tokenizer.encode("<start_of_turn>a  a a\n\n")
+    names = [tokenizer.token_name(token) for token in ids]
+    assert names == ["<s>", "<start_of_turn>", "a", spaces, "a", "▁a", "\n\n"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a  a a\n\n"
+
+
+@pytest.mark.parametrize(("architecture", "newline"), [("phi3", []), ("llama", ["▁", "\n"])])
+def test_phi_3_drops_white_space_after_special_tokens(
+    architecture: str, newline: list[str]
+) -> None:
+    words = {"▁a": 1, "\n": 1, "▁": 1, "a": 1, "<|end|>": 3, "<|endoftext|>": 3}
+    tokenizer = _sentence_pieces(words, **{"general.architecture": architecture})
+    names = [tokenizer.token_name(token) for token in tokenizer.encode("<|end|>\n<|endoftext|>\n")]
+    assert names == ["<s>", "<|end|>", *newline, "<|endoftext|>", "▁", "\n"]
 
 
 def test_a_turn_ends_where_the_chat_template_of_its_family_ends_it(tmp_path: Path) -> None:
