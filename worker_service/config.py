@@ -123,7 +123,7 @@ class ModelConfig:
     """safetensors, or dummy for random weights."""
 
     quantization: str | None = None
-    """On a CPU, round the weights of linear layers to int8 or int4 while they are loaded."""
+    """Round the weights of linear layers to int8 or int4 while they are loaded."""
 
     max_model_len: int | None = None
     """Most tokens of prompt and output together."""

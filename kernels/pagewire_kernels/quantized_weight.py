@@ -62,7 +62,8 @@ class QuantizedWeight:
         """What the codes mean: int8 [out_features, in_features]."""
         if self.table is None:
             return self.codes.view(torch.int8)
-        return torch.tensor(self.table, dtype=torch.int8)[self.codes.int()]
+        table = torch.tensor(self.table, dtype=torch.int8, device=self.codes.device)
+        return table[self.codes.int()]
 
     def dequantize(self) -> Tensor:
         """float32 [out_features, in_features]"""
@@ -109,6 +110,10 @@ class QuantizedWeight:
         """With outputs of zeros after its own, `num_rows` in all."""
         more = (0, 0, 0, num_rows - self.codes.shape[0])
         return self._changed(lambda tensor: nn.functional.pad(tensor, more))
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """The same on another device."""
+        return self._changed(lambda tensor: tensor.to(device))
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """With the same done to all tensors."""

@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
+from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
-from pagewire_kernels.self_check import self_check
+from pagewire_kernels.self_check import check_products, self_check
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def choose(
     for backend in offered:
         obstacles = [*backend.abilities.obstacles(needs)]
         if not obstacles and device.type == "cuda" and backend.name != "reference":
-            obstacles = [*_failure(backend, device, needs, check)]
+            obstacles = [*_failure(partial(check, backend, device, needs))]
             if obstacles and name is None:
                 logger.warning(
                     "attention backend failed its check name=%s error=%s",
@@ -73,11 +74,9 @@ def choose(
     raise ValueError(f"{asked}: none can serve this model here: {_listed(passed_over)}")
 
 
-def _failure(
-    backend: AttentionBackend, device: torch.device, needs: AttentionNeeds, check: Check
-) -> Iterator[str]:
+def _failure(check: Callable[[], None]) -> Iterator[str]:
     try:
-        check(backend, device, needs)
+        check()
     except Exception as error:  # whatever a compiler, driver or package raises here
         lines = str(error).strip().splitlines()
         yield f"failed its check: {lines[0] if lines else type(error).__name__}"
@@ -238,3 +237,25 @@ def layer_kernels(
         if found is not None and dtype in DTYPES:
             return NativeLayerKernels(found)
     return TorchLayerKernels()
+
+
+def can_keep_weights_packed(
+    layers: LayerKernels,
+    device: torch.device,
+    dtype: torch.dtype,
+    pack: Callable[[QuantizedWeight], Any] | None = None,
+) -> bool:
+    """Whether the Triton kernels multiply by weights in fewer bits on this GPU.
+
+    If they fail their check, it is logged. pack: see `check_products`; None: as the kernels do.
+    """
+    if layers.name != "triton":
+        return False
+    if pack is None:
+        from pagewire_kernels.triton import TritonQuantizedWeight
+
+        pack = partial(TritonQuantizedWeight, dtype=dtype, device=device, batch_invariant=False)
+    failures = [*_failure(partial(check_products, pack, device, dtype))]
+    for failure in failures:
+        logger.warning("quantized weights are dequantized: the kernels for them %s", failure)
+    return not failures

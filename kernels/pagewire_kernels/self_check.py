@@ -1,17 +1,24 @@
-"""A small paged case, computed by a backend on its device and compared with the reference.
+"""Small cases, computed by GPU kernels on their device and compared with the reference.
 
 A kernel may be proved elsewhere and still fail here: another compiler, driver or package. Wrong
-attention does not crash but serves nonsense, so a GPU backend must pass this first.
+attention and wrong products do not crash but serve nonsense, so they must pass this first.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import FP8, AttentionBackend, AttentionNeeds
+from pagewire_kernels.quantized_weight import QuantizedWeight, quantize
 from pagewire_kernels.reference.backend import ReferenceBackend
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_PRODUCT_TOLERANCE = 1e-4
+"""Of sums in float32, relative to their norm."""
+
 _NUM_KV_HEADS, _GROUP = 2, 2
 _LONG_CONTEXT = 512
 """Tokens from which on a backend may cut a decode's context into splits."""
@@ -37,6 +44,27 @@ def self_check(backend: AttentionBackend, device: torch.device, needs: Attention
         error = float((output.cpu().float() - expected.float()).abs().max())
         if not error <= tolerance:  # false for a NaN, too
             raise ValueError(f"its results differ from the reference by {error:.3g}")
+
+
+def check_products(
+    pack: Callable[[QuantizedWeight], Any], device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise ValueError if products with weights in fewer bits are wrong; others propagate.
+
+    pack: a weight's packed form on the device, whose `apply` takes rows of `dtype`. One row and
+    many are computed, by different kernels.
+    """
+    draw = torch.Generator().manual_seed(0)
+    dense, rows = (torch.randn(count, 1024, generator=draw) for count in (128, 130))
+    rows = rows.to(dtype)
+    for quantization in ("int4", "int8"):
+        weight = quantize(dense, quantization)
+        packed, expected = pack(weight), rows.float() @ weight.dequantize().T
+        for num_rows in (1, len(rows)):
+            output = packed.apply(rows[:num_rows].to(device), output_dtype=torch.float32).cpu()
+            error = float((output - expected[:num_rows]).norm() / expected[:num_rows].norm())
+            if not error <= _PRODUCT_TOLERANCE:  # false for a NaN, too
+                raise ValueError(f"its results differ from the reference by {error:.3g}")
 
 
 class _Case:

@@ -20,10 +20,13 @@ from triton.runtime.jit import JITFunction
 from pagewire_kernels import triton as triton_kernels
 from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
 from pagewire_kernels.reference import ACTIVATIONS
+from tests.support.quantized_weights import random_weight
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY_BYTES = 227 * 1024
-"""What a program can have there."""
+SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+"""What a program can have there, in KiB, by compute capability times ten."""
+
+SHARED_MEMORY_BYTES = SHARED_MEMORY[HOPPER.arch] * 1024
 
 WIDE_COPY = "cp.async.cg.shared.global"
 """The asynchronous copy that takes sixteen bytes and no fewer."""
@@ -40,10 +43,13 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int16: "*i16",
     torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 
 
-def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _compile(
+    kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], target: GPUTarget
+) -> Any:
     """Machine code for a launch with these arguments, specialised as Triton does it."""
     names = set(kernel.arg_names)
     options = {key: kwargs[key] for key in OPTIONS if key in kwargs}
@@ -67,16 +73,22 @@ def _compile(kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any])
             if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(parameter.num,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=HOPPER, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Any]:
+def target() -> GPUTarget:
+    """What is compiled for."""
+    return HOPPER
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: GPUTarget) -> list[Any]:
     """What has been launched since; launches compile and do not run."""
     compiled: list[Any] = []
 
     def run(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
-        compiled.append(_compile(kernel, args, kwargs))
+        compiled.append(_compile(kernel, args, kwargs, target))
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(JITFunction, "run", run)
@@ -162,6 +174,46 @@ def test_attention_of_any_shape_fits_into_shared_memory(case: str, launched: lis
     )
     assert len(launched) == 1 + (num_splits > 1)
     assert launched[0].metadata.shared <= SHARED_MEMORY_BYTES
+
+
+TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
+    "4 bits": ({"bits": 4, "group_size": 128, "offsets": False}, torch.bfloat16),
+    "4 bits of two levels, with a table": (
+        {"bits": 4, "group_size": 32, "offsets": True, "scales": "units", "table": TABLE},
+        torch.float16,
+    ),
+    "8 bits": (
+        {"bits": 8, "group_size": 128, "offsets": True, "scales": "float32"},
+        torch.bfloat16,
+    ),
+    "8 bits in small groups": ({"bits": 8, "group_size": 16, "offsets": False}, torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", QUANTIZED)
+@pytest.mark.parametrize(
+    "target", [GPUTarget("cuda", arch, 32) for arch in SHARED_MEMORY], ids=lambda gpu: gpu.arch
+)
+def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
+    case: str, target: GPUTarget, launched: list[Any]
+) -> None:
+    kind, dtype = QUANTIZED[case]
+    weight = triton_kernels.TritonQuantizedWeight(
+        random_weight(1024, 2048, **kind), dtype, torch.device("cpu"), batch_invariant=False
+    )
+    for num_rows in (1, 40, 300):
+        weight.apply(torch.zeros(num_rows, 2048, dtype=dtype), torch.zeros(1024))
+    weight.gather(torch.zeros(3, dtype=torch.int64))
+    assert [kernel.metadata.name for kernel in launched] == [
+        *("_product", "_sum_splits", "_product", "_sum_splits", "_product", "_gather")
+    ]
+    for kernel in launched:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY[target.arch] * 1024
+        if kernel.metadata.name == "_product":
+            assert "mma" in kernel.asm["ptx"] or dtype == torch.float32
+            assert "cp.async" in kernel.asm["ptx"], "codes are loaded ahead"
 
 
 def _write_kv(cache_dtype: torch.dtype) -> None:

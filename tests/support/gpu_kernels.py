@@ -17,7 +17,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def row_wise_product(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndarray:
-    """a @ b for a of [..., rows, inner], with every row's product computed by itself."""
+    """a @ b for a of [..., rows, inner], with every row's product computed by itself.
+
+    The interpreter has bfloat16 as the upper halves of float32 numbers.
+    """
+    a, b = (
+        (each.astype(np.uint32) << 16).view(np.float32) if each.dtype == np.uint16 else each
+        for each in (a, b)
+    )
     return np.matmul(a[..., :, None, :], b[..., None, :, :], dtype=dtype)[..., 0, :]
 
 

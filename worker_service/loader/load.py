@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pagewire_kernels.interface import AttentionNeeds
-from pagewire_kernels.select import Kernels, select_kernels
+from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_kernels
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
@@ -156,13 +156,28 @@ def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
     yield window is not None and config.get("use_sliding_window", True)
 
 
-def _refuse_quantization(quantization: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise InvalidOption where there are no products with weights in fewer bits."""
-    if not has_quantized_products(dtype, device):
+def _packs_with_triton(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    *,
+    is_quantized: bool,
+) -> bool:
+    """Whether weights in fewer bits stay so on a GPU.
+
+    Raises InvalidOption for `--quantization` where there are no products with them.
+    """
+    if is_quantized and can_keep_weights_packed(kernels.layers, device, dtype):
+        return True
+    if config.quantization is not None and not has_quantized_products(dtype, device):
         raise InvalidOption(
-            f"quantization: expected none, got {quantization}: it needs the compiled CPU kernels,"
-            f" for bfloat16 or float32; this is {str(dtype).removeprefix('torch.')} on {device}"
+            f"quantization: expected none, got {config.quantization}: it needs the compiled CPU"
+            " kernels, for bfloat16 or float32, or on a GPU the Triton kernels; this is"
+            f" {str(dtype).removeprefix('torch.')} on {device} with --attention-backend"
+            f" {kernels.attention.name}"
         )
+    return False
 
 
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
@@ -200,15 +215,16 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         batch_invariant=config.batch_invariant,
     )
     kernels = _kernels(device, needs, config.attention_backend)
-    if config.quantization is not None:
-        _refuse_quantization(config.quantization, dtype, device)
-
+    is_quantized = bool(schemes) or is_gguf(model_dir) or config.quantization is not None
     context = ModelContext(
         dtype=dtype,
         device=device,
         cache_dtype=cache_dtype,
         batch_invariant=config.batch_invariant,
         quantization=config.quantization,
+        packs_with_triton=_packs_with_triton(
+            config, dtype, device, kernels, is_quantized=is_quantized
+        ),
         communicator=Communicator(config.layout),
     )
     with freed_memory_returns():

@@ -92,6 +92,10 @@ class ModelContext:
     quantization: str | None = None
     """`int8` or `int4`: what dense weights of linear layers are rounded to."""
 
+    packs_with_triton: bool = False
+    """Whether weights in fewer bits stay so on a GPU, for the Triton kernels. Memory for their
+    dense forms is then the host's, where it takes up none until it is filled."""
+
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
 
     @property
@@ -107,6 +111,11 @@ class ModelContext:
     def empty(self, *shape: int) -> Tensor:
         """An uninitialised tensor of this dtype on this device."""
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
+
+    def empty_weight(self, *shape: int) -> Tensor:
+        """An uninitialised weight, to be laid out for this device once it is filled."""
+        device = torch.device("cpu") if self.packs_with_triton else self.device
+        return torch.empty(*shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)

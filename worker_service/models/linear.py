@@ -1,8 +1,8 @@
 """Linear layers: packed for a CPU's vector units; plain, or in a fixed order, on GPUs.
 
-A weight that the checkpoint has in fewer bits is packed as it is where there are kernels for it.
-The memory of its dense form is allocated, but not touched, so that it takes up none. Elsewhere it
-is dequantized.
+A weight that the checkpoint has in fewer bits is packed as it is where there are kernels for it, on
+CPUs and on GPUs. The host's memory for its dense form is allocated, but not touched, so that it
+takes up none. Elsewhere it is dequantized.
 
 Packed weights are laid out once, after loading. The native kernels take float32, and bfloat16 where
 they were built; oneDNN takes the rest. Both compute a row to the same bits whatever the other rows
@@ -27,7 +27,7 @@ rank each of these layers computes exactly what its ordinary counterpart does.
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,15 @@ class PackedWeight(Protocol):
         ...
 
 
+@runtime_checkable
+class PackedTable(PackedWeight, Protocol):
+    """A packed weight whose rows can be read."""
+
+    def gather(self, token_ids: Tensor) -> Tensor:
+        """Rows by token: token_ids, int64 [num_rows]; returns [num_rows, in_features]."""
+        ...
+
+
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this machine has a packed product for `dtype`."""
     if device.type != "cpu":
@@ -128,8 +137,22 @@ def has_quantized_products(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and _native_library(dtype) is not None
 
 
-def _can_pack_codes(weight: QuantizedWeight, dtype: torch.dtype, device: torch.device) -> bool:
-    return has_quantized_products(dtype, device) and native.can_pack_codes(weight)
+def _can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
+    if context.packs_with_triton:
+        from pagewire_kernels import triton  # loaded only where it is used
+
+        return triton.can_pack_codes(weight)
+    return has_quantized_products(context.dtype, context.device) and native.can_pack_codes(weight)
+
+
+def _pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
+    if context.packs_with_triton:
+        from pagewire_kernels.triton import TritonQuantizedWeight
+
+        return TritonQuantizedWeight(
+            weight, context.dtype, context.device, batch_invariant=context.batch_invariant
+        )
+    return pack(weight, context.dtype)
 
 
 def pack(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> PackedWeight:
@@ -145,14 +168,18 @@ def pack(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
 
 
 def pack_gated(
-    weight: Tensor | QuantizedWeight, dtype: torch.dtype, activation: str
+    weight: Tensor | QuantizedWeight, context: ModelContext, activation: str
 ) -> NativeGatedWeight | None:
     """A packed copy of the stacked weights of gate and up projection, if this machine has a fused
     product of both with the activation."""
-    native_library = _native_library(dtype)
-    if native_library is None or (isinstance(weight, Tensor) and weight.device.type != "cpu"):
+    native_library = _native_library(context.dtype)
+    if native_library is None or not _is_on_cpu(context):
         return None
-    return NativeGatedWeight(weight, activation, native_library, _memory(), dtype)
+    return NativeGatedWeight(weight, activation, native_library, _memory(), context.dtype)
+
+
+def _is_on_cpu(context: ModelContext) -> bool:
+    return context.device.type == "cpu" and not context.packs_with_triton
 
 
 def _native_library(dtype: torch.dtype) -> Library | None:
@@ -191,10 +218,10 @@ class Linear(nn.Module):
         self.weight: Tensor | None
         self._inputs, self._outputs = inputs, outputs
         num_outputs = sum(shard.size for shard in outputs)
-        self.weight = context.empty(num_outputs, inputs.size) if weight is None else weight
+        self.weight = context.empty_weight(num_outputs, inputs.size) if weight is None else weight
         self.bias = context.empty(num_outputs) if bias else None
         self.packed: PackedWeight | None = None
-        self._dtype = context.dtype
+        self._context = context
         self._quantization = context.quantization
         self._kept: dict[int, QuantizedWeight] = {}
 
@@ -220,11 +247,17 @@ class Linear(nn.Module):
     def pack(self) -> None:
         """Lay the weight out for this machine, once it is loaded; the original is freed."""
         weight = self._loaded()
-        if weight is None:
-            return
-        if isinstance(weight, QuantizedWeight) or can_pack(weight.dtype, weight.device):
-            self.packed = pack(weight, self._dtype)
-            self.weight = None
+        if weight is not None:
+            self._lay_out(weight)
+
+    def _lay_out(self, weight: Tensor | QuantizedWeight) -> None:
+        context, self.weight = self._context, None
+        if isinstance(weight, QuantizedWeight):
+            self.packed = _pack_codes(weight, context)
+        elif _is_on_cpu(context) and can_pack(weight.dtype, context.device):
+            self.packed = pack(weight)
+        else:
+            self.weight = weight.to(context.device)
 
     def _loaded(self) -> Tensor | QuantizedWeight | None:
         """The whole weight, in fewer bits if there are kernels for that; None once it is packed."""
@@ -234,7 +267,7 @@ class Linear(nn.Module):
         kept, self._kept = self._kept, {}
         if len(kept) == len(parts):
             whole = stack([kept[i] for i in range(len(parts))])
-            if _can_pack_codes(whole, self._dtype, self.weight.device):
+            if _can_pack_codes(whole, self._context):
                 return whole
         for i, part in kept.items():
             parts[i].copy_(part.dequantize())
@@ -246,13 +279,16 @@ class Linear(nn.Module):
             raise InvalidOption(f"quantization: {error}") from error
 
     def fix_order(self) -> None:
-        """On a GPU: sum each row's products in one order, whatever the number of rows."""
+        """On a GPU: sum each row's products in one order, whatever the number of rows.
+
+        A weight in fewer bits was packed for that.
+        """
         from pagewire_kernels.triton import (
             InvariantWeight,  # triton is loaded only where it is used
         )
 
-        assert self.weight is not None
-        self.packed = InvariantWeight(self.weight)
+        if self.weight is not None:
+            self.packed = InvariantWeight(self.weight)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
@@ -288,15 +324,12 @@ class GatedLinear(Linear):
         self._kernels = kernels
         self._gated: NativeGatedWeight | None = None
 
-    def pack(self) -> None:
-        weight = self._loaded()
-        if weight is None:
-            return
-        self._gated = pack_gated(weight, self._dtype, self._activation)
+    def _lay_out(self, weight: Tensor | QuantizedWeight) -> None:
+        self._gated = pack_gated(weight, self._context, self._activation)
         if self._gated is not None:
             self.weight = None
         else:
-            super().pack()
+            super()._lay_out(weight)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features]; returns [num_rows, size]."""
@@ -331,16 +364,16 @@ class VocabEmbedding(nn.Module):
         super().__init__()
         self.shard = context.communicator.layout.vocab_shard(vocab_size)
         num_rows = context.communicator.layout.vocab_rows(vocab_size)
-        self.weight: Tensor | None = context.empty(num_rows, size)
+        self.weight: Tensor | None = context.empty_weight(num_rows, size)
         self.weight[self.shard.size :] = 0
-        self.packed: NativeWeight | None = None
+        self.packed: PackedTable | None = None
         self.kept: QuantizedWeight | None = None
         """The table in fewer bits, until it is packed."""
 
         self.is_shared = False
         """Whether a head has the same table, and packs it for both."""
 
-        self._dtype = context.dtype
+        self._context = context
         self._kernels = kernels
         self._communicator = context.communicator
 
@@ -354,15 +387,22 @@ class VocabEmbedding(nn.Module):
         assert self.weight is not None
         if self.is_shared:
             self.kept = part.padded(self.weight.shape[0])
-        elif _can_pack_codes(part, self._dtype, self.weight.device):
-            self.share_packed(pack(part, self._dtype))
+        elif _can_pack_codes(part, self._context):
+            self.share(_pack_codes(part, self._context), None)
         else:
             self.weight[: self.shard.size] = part.dequantize()
 
-    def share_packed(self, packed: PackedWeight) -> None:
-        """Use the head's packed copy of the table, if rows can be read from it; ours is freed."""
-        if isinstance(packed, NativeWeight):
+    def pack(self) -> None:
+        """Lay the table out for this machine, once it is loaded, unless a head does it for both."""
+        if self.weight is not None and not self.is_shared:
+            self.weight = self.weight.to(self._context.device)
+
+    def share(self, packed: PackedWeight | None, weight: Tensor | None) -> None:
+        """Use the head's copy of the table, if rows can be read from it; ours is freed."""
+        if isinstance(packed, PackedTable):
             self.packed, self.weight = packed, None
+        elif weight is not None:
+            self.weight = weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [num_tokens]; returns [num_tokens, size]."""
@@ -410,8 +450,7 @@ class VocabHead(Linear):
                 self._kept[0], embedding.kept = embedding.kept, None
         super().pack()
         for embedding in self._tied_to:
-            if self.packed is not None:
-                embedding.share_packed(self.packed)
+            embedding.share(self.packed, self.weight)
 
     def table_target(self, name: str) -> WeightTarget:
         """Where the weight called `name` goes."""

@@ -224,7 +224,7 @@ class NativeModel(nn.Module, ABC):
     def finish_loading(self) -> None:
         """Lay the weights out for the device. To be called once, with all targets filled."""
         for module in self.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Linear | VocabEmbedding):
                 module.pack()
-                if self._needs_fixed_products:
-                    module.fix_order()
+            if isinstance(module, Linear) and self._needs_fixed_products:
+                module.fix_order()

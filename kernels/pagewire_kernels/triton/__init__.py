@@ -5,6 +5,7 @@ kv_cache.py    cache writes; copies of whole blocks, to and from pinned host mem
 layers.py      norms, fused with the residual addition; activations
 rotary.py      norms of queries and keys, RoPE and the cache write in one kernel
 linear.py      batch-invariant linear layers: one fixed order of summation
+quantized_linear.py  products with weights in fewer bits, and rows of them
 sampling.py    bitmasks, sampling, log probabilities; kernels in `sampling_kernels.py`
 backend.py     `TritonBackend`; `TritonLayerKernels`, the row-wise operations
 checks.py      argument checks of the launchers
@@ -18,6 +19,7 @@ from pagewire_kernels.triton.backend import TritonBackend, TritonLayerKernels, w
 from pagewire_kernels.triton.kv_cache import move_blocks, write_kv
 from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
 from pagewire_kernels.triton.linear import InvariantWeight, linear
+from pagewire_kernels.triton.quantized_linear import TritonQuantizedWeight, can_pack_codes
 from pagewire_kernels.triton.rotary import rotate_and_write_kv
 from pagewire_kernels.triton.sampling import apply_bitmask, gather_logprobs, sample
 
@@ -26,9 +28,11 @@ __all__ = [
     "Launch",
     "TritonBackend",
     "TritonLayerKernels",
+    "TritonQuantizedWeight",
     "act_and_mul",
     "activate",
     "apply_bitmask",
+    "can_pack_codes",
     "choose_launch",
     "gather_logprobs",
     "layer_norm",

@@ -16,11 +16,28 @@ from torch import Tensor
 from pagewire_kernels.triton.checks import FLOATS, expect_dtype, expect_rows
 
 _TILE_ROWS = 64
-_GROUP_ROWS = 8
+GROUP_ROWS = 8
 """Tiles of rows that are taken with one tile of outputs before the next, while it is in cache."""
 
 _NARROW_OUTPUTS = 16384
 """A weight of fewer outputs is cut into narrower tiles, for enough of them to read it fast."""
+
+
+@triton.jit
+def tile_of(
+    num_rows,
+    NUM_OUTPUTS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):
+    """The program's tiles of rows and of outputs, in groups that share a tile of the weight."""
+    num_output_tiles: tl.constexpr = (NUM_OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
+    num_row_tiles = tl.cdiv(num_rows, TILE_ROWS)
+    group = tl.program_id(0) // (GROUP_ROWS * num_output_tiles)
+    in_group = tl.program_id(0) % (GROUP_ROWS * num_output_tiles)
+    group_rows = tl.minimum(num_row_tiles - group * GROUP_ROWS, GROUP_ROWS)
+    return group * GROUP_ROWS + in_group % group_rows, in_group // group_rows
 
 
 # num_rows is never a constant to the compiler: code made for one row might sum otherwise.
@@ -41,15 +58,8 @@ def _linear(
     TILE_INPUTS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
 ):
-    """Program (tile of rows and outputs), in groups that share a tile of the weight."""
-    num_output_tiles: tl.constexpr = (NUM_OUTPUTS + TILE_OUTPUTS - 1) // TILE_OUTPUTS
-    num_row_tiles = tl.cdiv(num_rows, TILE_ROWS)
-    group = tl.program_id(0) // (GROUP_ROWS * num_output_tiles)
-    in_group = tl.program_id(0) % (GROUP_ROWS * num_output_tiles)
-    group_rows = tl.minimum(num_row_tiles - group * GROUP_ROWS, GROUP_ROWS)
-    row_tile = group * GROUP_ROWS + in_group % group_rows
-    output_tile = in_group // group_rows
-
+    """Program (tile of rows and outputs)."""
+    row_tile, output_tile = tile_of(num_rows, NUM_OUTPUTS, TILE_ROWS, TILE_OUTPUTS, GROUP_ROWS)
     row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     out = output_tile * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
     is_row, is_out = row < num_rows, out < NUM_OUTPUTS
@@ -111,7 +121,7 @@ def linear(
         TILE_ROWS=_TILE_ROWS,
         TILE_OUTPUTS=tile_outputs,
         TILE_INPUTS=32 if rows.dtype == torch.float32 else 64,
-        GROUP_ROWS=_GROUP_ROWS,
+        GROUP_ROWS=GROUP_ROWS,
         num_warps=4,
         num_stages=2 if rows.dtype == torch.float32 else 4,
         enable_fp_fusion=False,

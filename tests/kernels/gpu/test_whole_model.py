@@ -1,21 +1,28 @@
 """Models that compute with these kernels alone, against the reference and against themselves."""
 
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pagewire_kernels.quantized_weight import quantize
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
 from pagewire_kernels.select import Kernels
-from pagewire_kernels.triton import TritonBackend, TritonLayerKernels
-from tests.support.checkpoints import checkpoint
+from pagewire_kernels.triton import TritonBackend, TritonLayerKernels, TritonQuantizedWeight
+from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_files import awq, integers, make_quantized
+from worker_service.config import ModelConfig
+from worker_service.loader import load_model
 from worker_service.loader.model_files import read_config
-from worker_service.loader.weights import load_weights, open_checkpoint
+from worker_service.loader.quantized_checkpoint import read_schemes
+from worker_service.loader.weights import EagerPacking, load_weights, open_checkpoint
 from worker_service.models.interface import ModelContext
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Linear, VocabEmbedding
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import build_native_model
 
@@ -25,8 +32,7 @@ OURS = Kernels(TritonBackend(batch_invariant=True), TritonLayerKernels())
 PLAIN = Kernels(ReferenceBackend(), TorchLayerKernels())
 
 
-def _model(family: str, kernels: Kernels) -> NativeModel:
-    folder = checkpoint(family)
+def _model(folder: Path, kernels: Kernels) -> NativeModel:
     place = ModelContext(dtype=torch.float32, device=DEVICE, batch_invariant=True)
     model = build_native_model(read_config(folder), None, place, kernels)
     assert model is not None
@@ -38,19 +44,103 @@ def _model(family: str, kernels: Kernels) -> NativeModel:
     return model
 
 
+def _awq(folder: Path) -> tuple[Path, Path]:
+    """As `make_quantized`."""
+
+    def quantize(module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        rounded = integers(weight, 4, symmetric=False)
+        return awq(rounded, 4), rounded.values
+
+    settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    return make_quantized(folder, settings, quantize)
+
+
+def _gguf(source: str, folder: Path) -> tuple[Path, Path]:
+    gguf_files = pytest.importorskip("tests.support.gguf_files")
+    paths: tuple[Path, Path] = gguf_files.make_gguf(*source.split(), folder)
+    return paths
+
+
+def _packed_model(path: Path, **options: Any) -> NativeModel:
+    """With the weights of a checkpoint as they are on a GPU."""
+    config = read_config(path)
+    place = ModelContext(
+        dtype=torch.float32, device=DEVICE, batch_invariant=True, packs_with_triton=True, **options
+    )
+    model = build_native_model(config, None, place, OURS)
+    assert model is not None
+    files = open_checkpoint(path, read_schemes(path / "config.json", config))
+    load_weights(model, files, on_filled=EagerPacking(model), show_progress=False)
+    model.finish_loading()
+    for linear in _linears(model):
+        linear.fix_order()
+    return model
+
+
+def _linears(model: NativeModel) -> list[Linear]:
+    return [module for module in model.modules() if isinstance(module, Linear)]
+
+
+def _is_packed(module: Linear | VocabEmbedding) -> bool:
+    return module.weight is None and isinstance(module.packed, TritonQuantizedWeight)
+
+
 def _driver(model: NativeModel) -> PagedDriver:
     return PagedDriver(model, device=str(DEVICE))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "opt"])
 def test_a_sequence_has_the_references_logits_and_the_same_bits_in_any_batch(family: str) -> None:
+    folder = checkpoint(family)
+    _assert_same_in_any_batch(_model(folder, OURS), _model(folder, PLAIN))
+
+
+def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> None:
     draw = np.random.default_rng(3)
     prompts = [draw.integers(5, 250, size=length).tolist() for length in (5, 21, 1)]
     batch = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
-    model = _model(family, OURS)
     together = _driver(model).run(batch)
-    for found, expected in zip(together, _driver(_model(family, PLAIN)).run(batch), strict=True):
+    for found, expected in zip(together, _driver(reference).run(batch), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
     driver, prompt = _driver(model), prompts[1]
     pieces = [driver.run([(0, a, prompt[a:b])])[0] for a, b in pairwise((0, 13, 20, 21))]
     assert torch.equal(torch.cat(pieces), together[1])
+
+
+@pytest.mark.parametrize("source", ["awq", "llama_tied Q4_1", "qwen3 Q4_K"])
+def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_ones(
+    source: str, tmp_path: Path
+) -> None:
+    path, reference = _awq(tmp_path) if source == "awq" else _gguf(source, tmp_path)
+    model = _packed_model(path)
+    assert model.embedding is not None
+    of_layers = [linear for linear in _linears(model) if linear is not model.head]
+    assert all(_is_packed(linear) for linear in of_layers)
+    assert _is_packed(model.embedding) == (source != "awq")  # whose files have it dense
+    _assert_same_in_any_batch(model, _model(reference, PLAIN))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2"])
+def test_weights_that_are_rounded_while_loading_are_packed(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path, hidden_size=64, intermediate_size=96, head_dim=16)
+    model = _packed_model(path, quantization="int8")
+    assert model.embedding is not None
+    assert all(_is_packed(linear) for linear in _linears(model))
+    assert _is_packed(model.embedding) == (family != "llama")
+    plain = _model(path, PLAIN)
+    for linear in _linears(plain):
+        assert linear.weight is not None
+        linear.weight.copy_(quantize(linear.weight, "int8").dequantize())
+    _assert_same_in_any_batch(model, plain)
+
+
+@pytest.mark.gpu
+def test_a_worker_keeps_quantized_weights_packed_on_its_gpu(tmp_path: Path) -> None:
+    path, _ = _awq(tmp_path)
+    loaded = load_model(
+        ModelConfig(model=str(path), device="cuda", dtype="float16", batch_invariant=True)
+    )
+    model = loaded.model
+    assert isinstance(model, NativeModel)
+    assert loaded.batch_invariant
+    assert all(_is_packed(linear) for linear in _linears(model) if linear is not model.head)

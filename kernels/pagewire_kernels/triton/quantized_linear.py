@@ -1,0 +1,421 @@
+"""Products with weights in fewer bits, which stay packed on the device.
+
+Decodes are bound by reading the packed weight. The inputs are cut into runs of up to 64, each in
+one group. A run's codes are stored output after output, so that a tile is one piece of memory.
+Codes of 4 bits share a byte with those of the next run, which are the upper bits: unpacking moves
+no number to another place, and codes go from registers into the product as its left operand. A
+code's value is a small whole number, which bfloat16 and float16 hold exactly, so rows are
+multiplied by values, and the sum of a run by its scale, in float32. Nothing but sums is rounded.
+
+Decodes of few outputs are split over the inputs, too. The parts follow from the weight's shape, and
+are added in their order whether one program computes them all or each its own.
+"""
+
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+from pagewire_kernels.quantized_weight import QuantizedWeight
+from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.linear import GROUP_ROWS, tile_of
+
+_GROUP_INPUTS = 16
+"""Groups are of a multiple of this, the shortest run that `tl.dot` takes."""
+
+_MAX_RUN = 64
+_TILE_OUTPUTS = 64
+"""Weights are padded to a multiple of this many outputs."""
+
+_MAX_SPLIT_ROWS = 64
+"""With more rows there are enough programs without a split."""
+
+_WANTED_PROGRAMS = 264
+"""Two for each multiprocessor of an H100."""
+
+_MIN_SPLIT_INPUTS = 512
+_GATHER_TILE = _SUM_TILE = 1024
+
+
+@triton.jit
+def _values(codes, FIRST: tl.constexpr, TABLE: tl.constexpr):
+    """What codes mean, in float32.
+
+    A small whole number becomes a float as the lowest bits of 2^23, which is faster than a
+    conversion.
+    """
+    if TABLE is not None:
+        low = tl.where(codes < 4, TABLE[0], TABLE[1])
+        high = tl.where(codes < 12, TABLE[2], TABLE[3])
+        word = tl.where(codes < 8, low, high)
+        codes = (word >> ((codes & 3) * 8).to(tl.int32)) & 255
+    return (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 - FIRST)
+
+
+@triton.jit
+def _numbers(
+    numbers,
+    units,
+    run,
+    out,
+    NUM_PADDED: tl.constexpr,
+    GROUP_RUNS: tl.constexpr,
+    UNIT_RUNS: tl.constexpr,
+):
+    """Scales or offsets of some outputs for a run of inputs."""
+    found = tl.load(numbers + run // GROUP_RUNS * NUM_PADDED + out).to(tl.float32)
+    if UNIT_RUNS > 0:
+        found *= tl.load(units + run // UNIT_RUNS * NUM_PADDED + out).to(tl.float32)
+    return found
+
+
+@triton.jit
+def _add_run(
+    total,
+    codes,
+    row_at,
+    is_row,
+    run,
+    out,
+    scales,
+    offsets,
+    units,
+    offset_units,
+    NUM_INPUTS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+    NUM_PADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    TABLE: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP_RUNS: tl.constexpr,
+    UNIT_RUNS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+):
+    """The total [outputs, rows] with the products of a run. codes: [outputs, RUN]."""
+    column = run * RUN + tl.arange(0, RUN)
+    is_there = is_row[:, None]
+    if IS_RAGGED:  # the upper half of the last bytes is empty
+        is_there = is_there & (column < NUM_INPUTS)[None, :]
+    x = tl.load(row_at + column[None, :], mask=is_there, other=0.0)
+    values = _values(codes, FIRST, TABLE).to(x.dtype)
+    part = tl.dot(values, tl.trans(x), input_precision="ieee")
+    total += part * _numbers(scales, units, run, out, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)[:, None]
+    if HAS_OFFSETS:
+        offset = _numbers(offsets, offset_units, run, out, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
+        total += offset[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
+    return total
+
+
+# num_rows is never a constant to the compiler: code made for one row might sum otherwise.
+@triton.jit(do_not_specialize=["num_rows"])
+def _product(
+    output,
+    rows,
+    bias,
+    codes,
+    scales,
+    offsets,
+    units,
+    offset_units,
+    num_rows,
+    row_stride,
+    NUM_OUTPUTS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    NUM_PADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    TABLE: tl.constexpr,
+    BITS: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP_RUNS: tl.constexpr,
+    UNIT_RUNS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_STEPS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_OUTPUTS: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+):
+    """Program (tile of rows and outputs, part of the inputs if IS_SPLIT).
+
+    output: of all rows, or if IS_SPLIT [NUM_SPLITS, num_rows, NUM_OUTPUTS].
+    """
+    row_tile, output_tile = tile_of(num_rows, NUM_OUTPUTS, TILE_ROWS, TILE_OUTPUTS, GROUP_ROWS)
+    row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    out = output_tile * TILE_OUTPUTS + tl.arange(0, TILE_OUTPUTS)
+    is_row = row < num_rows
+    row_at = rows + row.to(tl.int64)[:, None] * row_stride
+    split_steps: tl.constexpr = (NUM_STEPS + NUM_SPLITS - 1) // NUM_SPLITS
+    first_split = tl.program_id(1)
+    code_at = codes + (first_split * split_steps).to(tl.int64) * (NUM_PADDED * RUN)
+    code_at += out[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    total = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
+    for split in range(first_split, first_split + 1 if IS_SPLIT else NUM_SPLITS):
+        part = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
+        end = tl.minimum((split + 1) * split_steps, NUM_STEPS)
+        for step in range(split * split_steps, end):
+            packed = tl.load(code_at)
+            code_at += NUM_PADDED * RUN
+            for half in tl.static_range(8 // BITS):
+                part = _add_run(
+                    part,
+                    packed if BITS == 8 else (packed >> 4 if half == 1 else packed & 15),
+                    row_at,
+                    is_row,
+                    step * (8 // BITS) + half,
+                    out,
+                    scales,
+                    offsets,
+                    units,
+                    offset_units,
+                    NUM_INPUTS,
+                    NUM_STEPS * RUN * (8 // BITS) != NUM_INPUTS,
+                    NUM_PADDED,
+                    FIRST,
+                    TABLE,
+                    RUN,
+                    GROUP_RUNS,
+                    UNIT_RUNS,
+                    HAS_OFFSETS,
+                )
+        total += part
+    is_out = out < NUM_OUTPUTS
+    if HAS_BIAS and not IS_SPLIT:
+        total += tl.load(bias + out, mask=is_out, other=0.0).to(tl.float32)[:, None]
+    place = row.to(tl.int64)
+    if IS_SPLIT:
+        place += first_split.to(tl.int64) * num_rows
+    at = output + place[None, :] * NUM_OUTPUTS + out[:, None]
+    tl.store(at, total.to(output.dtype.element_ty), mask=is_out[:, None] & is_row[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _sum_splits(
+    output,
+    parts,
+    bias,
+    num_rows,
+    NUM_OUTPUTS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (row, tile of outputs)."""
+    row = tl.program_id(0).to(tl.int64)
+    out = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = out < NUM_OUTPUTS
+    total = tl.zeros([TILE], tl.float32)
+    for split in range(NUM_SPLITS):
+        total += tl.load(parts + (split * num_rows + row) * NUM_OUTPUTS + out, mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + out, mask, other=0.0).to(tl.float32)
+    tl.store(output + row * NUM_OUTPUTS + out, total.to(output.dtype.element_ty), mask)
+
+
+@triton.jit
+def _gather(
+    output,
+    token_ids,
+    codes,
+    scales,
+    offsets,
+    units,
+    offset_units,
+    NUM_OUTPUTS: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    NUM_PADDED: tl.constexpr,
+    FIRST: tl.constexpr,
+    TABLE: tl.constexpr,
+    BITS: tl.constexpr,
+    RUN: tl.constexpr,
+    GROUP_RUNS: tl.constexpr,
+    UNIT_RUNS: tl.constexpr,
+    HAS_OFFSETS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (token, tile of inputs)."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    token = tl.load(token_ids + row)
+    mask = (column < NUM_INPUTS) & (token >= 0) & (token < NUM_OUTPUTS)
+    run = tl.where(mask, column // RUN, 0)
+    token = tl.where(mask, token, 0)
+    if BITS == 8:
+        found = tl.load(codes + (run * NUM_PADDED + token) * RUN + column % RUN)
+    else:
+        found = tl.load(codes + (run // 2 * NUM_PADDED + token) * RUN + column % RUN)
+        found = tl.where(run % 2 == 1, found >> 4, found & 15)
+    scale = _numbers(scales, units, run, token, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
+    values = _values(found, FIRST, TABLE) * scale
+    if HAS_OFFSETS:
+        values += _numbers(offsets, offset_units, run, token, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
+    values = tl.where(mask, values, 0.0).to(output.dtype.element_ty)
+    tl.store(output + row * NUM_INPUTS + column, values, mask=column < NUM_INPUTS)
+
+
+def can_pack_codes(weight: QuantizedWeight) -> bool:
+    """Whether the kernels have products with weights of such groups."""
+    return weight.group_size % _GROUP_INPUTS == 0
+
+
+class TritonQuantizedWeight:
+    """A weight in fewer bits on a GPU. Implements `PackedWeight`."""
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        batch_invariant: bool,
+    ) -> None:
+        """dtype: of rows; batch_invariant: whether a row's bits must not depend on the others."""
+        expect(can_pack_codes(weight), f"groups: expected a multiple of {_GROUP_INPUTS} inputs")
+        self.out_features, self.in_features = weight.shape
+        self._dtype, self._is_invariant = dtype, batch_invariant
+        run = math.gcd(weight.group_size, _MAX_RUN if dtype.itemsize == 2 else _MAX_RUN // 2)
+        num_padded = -(-self.out_features // _TILE_OUTPUTS) * _TILE_OUTPUTS
+        self._num_padded = num_padded
+        weight = weight.to(device).padded(num_padded)
+        codes = weight.codes ^ 128 if weight.table is None else weight.codes
+        runs = codes.unflatten(1, (-1, run)).transpose(0, 1)
+        if weight.bits == 4:
+            runs = nn.functional.pad(runs, (0, 0, 0, 0, 0, len(runs) % 2))
+            runs = runs[::2] | runs[1::2] << 4
+        self._codes = runs.contiguous()
+        numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
+        stored = torch.float32
+        if weight.units is not None:
+            stored = torch.int8
+        elif all(each.half().float().equal(each) for each in numbers):
+            stored = torch.float16
+        self._tensors = (
+            self._codes,
+            self._by_group(weight.scales, stored),
+            self._by_group(weight.offsets, stored),
+            self._by_group(weight.units, torch.float16),
+            self._by_group(weight.offset_units, torch.float16),
+        )
+        num_units = 0 if weight.units is None else weight.units.shape[1]
+        table = weight.table or range(-128, 128)
+        is_linear = tuple(table) == tuple(range(table[0], table[0] + len(table)))
+        self._constants = {
+            "NUM_OUTPUTS": self.out_features,
+            "NUM_INPUTS": self.in_features,
+            "NUM_PADDED": num_padded,
+            "FIRST": table[0] if is_linear else -128,
+            "TABLE": None if is_linear else _words(table),
+            "BITS": weight.bits,
+            "RUN": run,
+            "GROUP_RUNS": weight.group_size // run,
+            "UNIT_RUNS": self.in_features // num_units // run if num_units else 0,
+            "HAS_OFFSETS": weight.offsets is not None,
+            "enable_fp_fusion": False,
+        }
+        tiles, splits = num_padded // _TILE_OUTPUTS, self.in_features // _MIN_SPLIT_INPUTS
+        self.num_splits = max(1, min(_WANTED_PROGRAMS // tiles, splits))
+        """Parts of the inputs that are summed for themselves."""
+
+    def _by_group(self, numbers: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """[groups, outputs], with one more for a last byte's empty half; if there are none, any
+        tensor, which is not read."""
+        if numbers is None:
+            return self._codes
+        return nn.functional.pad(numbers, (0, 1)).t().to(dtype).contiguous()
+
+    def apply(
+        self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        expect_dtype("rows", rows, self._dtype)
+        expect_rows("rows", rows, None, self.in_features)
+        if bias is not None:
+            expect_dtype("bias", bias, *FLOATS)
+            expect_rows("bias", bias, self.out_features)
+        num_rows, has_bias = len(rows), bias is not None
+        output = rows.new_empty((num_rows, self.out_features), dtype=output_dtype or rows.dtype)
+        if num_rows == 0:
+            return output
+        tiling = self._tiling(num_rows)
+        num_splits = self.num_splits
+        is_split = num_splits > 1 and num_rows <= _MAX_SPLIT_ROWS
+        parts = output
+        if is_split:
+            parts = rows.new_empty((num_splits, *output.shape), dtype=torch.float32)
+        num_tiles = triton.cdiv(num_rows, tiling["TILE_ROWS"])
+        num_tiles *= triton.cdiv(self.out_features, tiling["TILE_OUTPUTS"])
+        _product[(num_tiles, num_splits if is_split else 1)](
+            parts,
+            rows,
+            output if bias is None else bias,
+            *self._tensors,
+            num_rows,
+            rows.stride(0),
+            HAS_BIAS=has_bias and not is_split,
+            NUM_STEPS=len(self._codes),
+            NUM_SPLITS=num_splits,
+            IS_SPLIT=is_split,
+            GROUP_ROWS=GROUP_ROWS,
+            **tiling,
+            **self._constants,
+        )
+        if is_split:
+            _sum_splits[(num_rows, triton.cdiv(self.out_features, _SUM_TILE))](
+                output,
+                parts,
+                output if bias is None else bias,
+                num_rows,
+                NUM_OUTPUTS=self.out_features,
+                NUM_SPLITS=num_splits,
+                HAS_BIAS=has_bias,
+                TILE=_SUM_TILE,
+                num_warps=4,
+                enable_fp_fusion=False,
+            )
+        return output
+
+    def _tiling(self, num_rows: int) -> dict[str, int]:
+        """Tiles by the number of rows; one for all if a row's bits must not depend on it."""
+        tile_rows, tile_outputs, num_warps = _MAX_SPLIT_ROWS, _TILE_OUTPUTS, 4
+        if not self._is_invariant:
+            tile_rows = min(max(16, triton.next_power_of_2(num_rows)), _MAX_SPLIT_ROWS)
+            if num_rows > 2 * _MAX_SPLIT_ROWS and self._num_padded % 128 == 0:
+                tile_outputs, num_warps = 128, 8
+        num_stages = 4 if tile_rows < 64 else 3
+        if tile_outputs > _TILE_OUTPUTS or self._dtype == torch.float32:
+            num_stages = 2  # or it would exceed the shared memory of compute capability 8.9 and 12
+        return {
+            "TILE_ROWS": tile_rows,
+            "TILE_OUTPUTS": tile_outputs,
+            "num_warps": num_warps,
+            "num_stages": num_stages,
+        }
+
+    def gather(self, token_ids: Tensor) -> Tensor:
+        """Rows of the weight: token_ids, int64 [num_rows]; returns [num_rows, in_features].
+
+        Token ids that are out of range give zeros.
+        """
+        expect_dtype("token_ids", token_ids, torch.int64)
+        output = self._codes.new_empty((len(token_ids), self.in_features), dtype=self._dtype)
+        if output.numel():
+            _gather[(len(token_ids), triton.cdiv(self.in_features, _GATHER_TILE))](
+                output,
+                token_ids.contiguous(),
+                *self._tensors,
+                TILE=_GATHER_TILE,
+                num_warps=4,
+                **self._constants,
+            )
+        return output
+
+
+def _words(table: Sequence[int]) -> tuple[int, ...]:
+    """Four values a word, the first in the lowest bits, each as the byte of `value + 128`."""
+    return struct.unpack("<4i", bytes(value + 128 for value in table))
