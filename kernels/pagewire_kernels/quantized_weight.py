@@ -128,6 +128,8 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     Without rounding: of different groups, the smaller ones are taken, and codes become numbers of
     8 bits where the parts' codes mean different values.
     """
+    if len(parts) == 1:
+        return parts[0]
     if len({_layout(part) for part in parts}) > 1:
         parts = [part.without_units() for part in parts]
         group_size = math.gcd(*(part.group_size for part in parts))

@@ -70,11 +70,16 @@ class GgufTensor:
             values = torch.from_numpy(gguf.quants.dequantize(rows, kind))
         return values.reshape(self.shape)
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is a matrix in fewer bits."""
+        return len(self.shape) == 2 and self.type not in _DENSE_TYPES
+
     def read_quantized(self) -> QuantizedWeight | None:
         """A weight [out_features, in_features] in its own bits; None if it is dense."""
         from worker_service.loader.gguf_blocks import quantized_weight
 
-        if len(self.shape) != 2 or self.type in _DENSE_TYPES:
+        if not self.is_quantized:
             return None
         return quantized_weight(self._bytes(), self.type, self.shape)
 

@@ -152,6 +152,10 @@ class _Slice:
     tensors: GgufTensors
     name: str
 
+    @property
+    def is_quantized(self) -> bool:
+        return self.tensors.tensors[self.name].is_quantized
+
     def get_shape(self) -> list[int]:
         return list(self.tensors.tensors[self.name].shape)
 

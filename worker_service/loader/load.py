@@ -39,6 +39,7 @@ from worker_service.loader.model_files import (
 from worker_service.loader.quantized_checkpoint import Schemes, read_schemes
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import (
+    Checkpoint,
     EagerPacking,
     fill_dummy_weights,
     load_kv_scales,
@@ -294,10 +295,10 @@ def _build(
     model = build_native_model(hf_config, config.max_model_len, context, kernels)
     if model is None:
         _refuse_ranks(config.layout, hf_config)
-        if config.quantization is not None:
+        if config.quantization is not None and context.device.type != "cpu":
             raise InvalidOption(
-                f"quantization: {hf_config['architectures'][0]} cannot be rounded; models that can:"
-                f" {', '.join(NATIVE_MODELS)}"
+                f"quantization: {hf_config['architectures'][0]} can be rounded on a CPU only, got"
+                f" {context.device}; models that can on a GPU: {', '.join(NATIVE_MODELS)}"
             )
         return _build_through_transformers(config, hf_config, model_dir, schemes, context, kernels)
     whole = model
@@ -354,16 +355,13 @@ def _build_through_transformers(
     context: ModelContext,
     kernels: Kernels,
 ) -> Model:
-    checkpoint = None
+    checkpoint = Checkpoint((), {})
     if config.load_format != "dummy":  # damaged files are reported before the library reads them
         checkpoint = open_checkpoint(model_dir, schemes)
     # The library takes seconds to import, which native models do not pay for.
     from worker_service.models.transformers_backend import build_transformers_model
 
     with ExitStack() as files:
-        tensors = None
-        if checkpoint and (checkpoint.quantized or is_gguf(model_dir)):
-            tensors = checkpoint.tensors(files)
         return build_transformers_model(
             model_dir,
             hf_config,
@@ -372,5 +370,6 @@ def _build_through_transformers(
             backend=kernels.attention,
             dummy_weights=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code,
-            tensors=tensors,
+            tensors=checkpoint.tensors(files),
+            read=files.enter_context(checkpoint.reader()),
         )

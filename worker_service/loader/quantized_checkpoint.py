@@ -340,6 +340,7 @@ class _Slice:
     tensors: QuantizedTensors
     name: str
     shape: Shape
+    is_quantized = True
 
     def get_shape(self) -> Shape:
         return self.shape

@@ -28,6 +28,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import is_gguf, split_files
 from worker_service.loader.gguf_model import GgufTensors, gguf_tensors
@@ -97,6 +98,37 @@ class Checkpoint:
         """All tensors, each read once it is indexed, while the opened files are not closed."""
         opened = {file: files.enter_context(self.open(file)) for file in self.files}
         return {name: opened[file].get_slice(name) for name, file in self.file_of.items()}
+
+    @contextmanager
+    def reader(self) -> Iterator[Callable[[str], Tensor | QuantizedWeight]]:
+        """Reads tensors by name, those in fewer bits as they are.
+
+        Pages read from a mapped file count as this process's memory until it is closed, so it is
+        opened again after a number of bytes.
+        """
+        with ExitStack() as files:
+            opened: dict[Path, Any] = {}
+            num_read = 0
+
+            def read(name: str) -> Tensor | QuantizedWeight:
+                nonlocal num_read
+                file = self.file_of[name]
+                if file not in opened or num_read > _MAX_MAPPED_BYTES:
+                    files.close()
+                    opened.clear()
+                    opened[file], num_read = files.enter_context(self.open(file)), 0
+                tensor = _read_quantized(opened[file], name)
+                if tensor is None:
+                    tensor = opened[file].get_tensor(name)
+                num_read += tensor.nbytes if isinstance(tensor, Tensor) else tensor.codes.nbytes
+                return tensor
+
+            yield read
+
+
+def _read_quantized(tensors: Any, name: str) -> QuantizedWeight | None:
+    is_ours = isinstance(tensors, GgufTensors | QuantizedTensors)
+    return tensors.get_quantized(name) if is_ours else None
 
 
 def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
@@ -228,8 +260,8 @@ def _fill_some(
 
 def _fill(tensors: Any, name: str, weight: WeightTarget) -> int:
     """Returns the bytes of what was read."""
-    if weight.keep is not None and isinstance(tensors, GgufTensors | QuantizedTensors):
-        quantized = tensors.get_quantized(name)
+    if weight.keep is not None:
+        quantized = _read_quantized(tensors, name)
         if quantized is not None:
             weight.keep(weight.part_of(quantized))
             return quantized.codes.nbytes

@@ -137,7 +137,8 @@ def has_quantized_products(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and _native_library(dtype) is not None
 
 
-def _can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
+def can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
+    """Whether the device has products with this weight in fewer bits."""
     if context.packs_with_triton:
         from pagewire_kernels import triton  # loaded only where it is used
 
@@ -145,7 +146,8 @@ def _can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
     return has_quantized_products(context.dtype, context.device) and native.can_pack_codes(weight)
 
 
-def _pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
+def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
+    """A packed copy of such a weight, for the device."""
     if context.packs_with_triton:
         from pagewire_kernels.triton import TritonQuantizedWeight
 
@@ -153,6 +155,16 @@ def _pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
             weight, context.dtype, context.device, batch_invariant=context.batch_invariant
         )
     return pack(weight, context.dtype)
+
+
+def round_weight(weight: Tensor, quantization: str | None) -> Tensor | QuantizedWeight:
+    """A dense weight rounded to `int8` or `int4`; None: as it is. Raises InvalidOption."""
+    if quantization is None:
+        return weight
+    try:
+        return quantize(weight, quantization)
+    except ValueError as error:
+        raise InvalidOption(f"quantization: {error}") from error
 
 
 def pack(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> PackedWeight:
@@ -253,7 +265,7 @@ class Linear(nn.Module):
     def _lay_out(self, weight: Tensor | QuantizedWeight) -> None:
         context, self.weight = self._context, None
         if isinstance(weight, QuantizedWeight):
-            self.packed = _pack_codes(weight, context)
+            self.packed = pack_codes(weight, context)
         elif _is_on_cpu(context) and can_pack(weight.dtype, context.device):
             self.packed = pack(weight)
         else:
@@ -267,16 +279,11 @@ class Linear(nn.Module):
         kept, self._kept = self._kept, {}
         if len(kept) == len(parts):
             whole = stack([kept[i] for i in range(len(parts))])
-            if _can_pack_codes(whole, self._context):
+            if can_pack_codes(whole, self._context):
                 return whole
         for i, part in kept.items():
             parts[i].copy_(part.dequantize())
-        if self._quantization is None:
-            return self.weight
-        try:
-            return quantize(self.weight, self._quantization)
-        except ValueError as error:
-            raise InvalidOption(f"quantization: {error}") from error
+        return round_weight(self.weight, self._quantization)
 
     def fix_order(self) -> None:
         """On a GPU: sum each row's products in one order, whatever the number of rows.
@@ -387,8 +394,8 @@ class VocabEmbedding(nn.Module):
         assert self.weight is not None
         if self.is_shared:
             self.kept = part.padded(self.weight.shape[0])
-        elif _can_pack_codes(part, self._context):
-            self.share(_pack_codes(part, self._context), None)
+        elif can_pack_codes(part, self._context):
+            self.share(pack_codes(part, self._context), None)
         else:
             self.weight[: self.shard.size] = part.dequantize()
 

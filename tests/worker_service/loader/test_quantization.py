@@ -18,7 +18,14 @@ from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.load import arithmetic_of
 
 TOKENS = list(range(3, 40))
-SHAPES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "ffn_dim": 96, "head_dim": 16}
+SHAPES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "head_dim": 16,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 32,
+}
 """Whose inputs are whole groups."""
 
 
@@ -58,7 +65,13 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("llama", tmp_path_factory.mktemp("llama"), **SHAPES)
 
 
-@pytest.fixture(params=["llama", "llama_tied", "qwen3", "gpt2", "opt"])
+THROUGH_TRANSFORMERS = (
+    *("gemma", "gemma2", "gemma3", "phi3", "cohere", "gpt_neox"),
+    *("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"),
+)
+
+
+@pytest.fixture(params=["llama", "llama_tied", "qwen3", "gpt2", "opt", *THROUGH_TRANSFORMERS])
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -66,8 +79,12 @@ def family(request: pytest.FixtureRequest) -> str:
 def _round(model: Any, quantization: str) -> None:
     """Round the linear layers of a model of `transformers`."""
     head = model.get_output_embeddings()
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, Conv1D)):
+    for name, module in model.named_modules():
+        for part in ("gate_up_proj", "down_proj"):
+            if isinstance(experts := getattr(module, part, None), nn.Parameter):
+                for expert in experts.data.mT if module.is_transposed else experts.data:
+                    expert.copy_(quantize(expert, quantization).dequantize())
+        if isinstance(module, (nn.Linear, Conv1D)) and not name.endswith("shared_expert_gate"):
             weight = module.weight.data
             weight = weight.t() if isinstance(module, Conv1D) else weight
             weight.copy_(quantize(weight, "int8" if module is head else quantization).dequantize())
@@ -76,7 +93,8 @@ def _round(model: Any, quantization: str) -> None:
 def test_logits_are_those_of_the_rounded_weights(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
-    path = make_checkpoint(family, tmp_path, **SHAPES)
+    shapes = {**SHAPES, "head_dim": 32} if family == "gpt_oss" else SHAPES
+    path = make_checkpoint(family, tmp_path, **shapes)
     found = PagedDriver(_load(path, quantization).model).run([(0, 0, TOKENS)])[0]
     oracle = Oracle(path)
     dense = oracle.logits(TOKENS)
@@ -86,9 +104,14 @@ def test_logits_are_those_of_the_rounded_weights(
     assert (dense - expected).abs().max() > 0.01 * dense.std()
 
 
+@pytest.fixture(scope="module", params=["llama", "gemma3", "qwen2_moe"])
+def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), **SHAPES)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_do_not_depend_on_the_batch(llama: Path, quantization: str, dtype: str) -> None:
-    loaded = _load(llama, quantization, dtype)
+def test_rows_do_not_depend_on_the_batch(rounded: Path, quantization: str, dtype: str) -> None:
+    loaded = _load(rounded, quantization, dtype)
     assert loaded.batch_invariant
     driver = PagedDriver(loaded.model)
     whole = driver.run([(0, 0, TOKENS)])[0]
@@ -106,11 +129,11 @@ def test_workers_with_other_bits_serve_another_model(llama: Path, quantization: 
 
 def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, hidden_size=40)
-    with pytest.raises(InvalidOption, match="quantization: expected layers with a multiple of 32"):
+    with pytest.raises(InvalidOption, match=r"quantization: expected layers with a multiple of 32"):
         _load(path, "int4")
     with pytest.raises(InvalidOption, match=r"quantization: expected none, got int8.*float16"):
         _load(checkpoint("llama"), "int8", "float16")
     with pytest.raises(InvalidOption, match="quantization: expected one of int8, int4, got 'fp4'"):
         _load(checkpoint("llama"), "fp4")
-    with pytest.raises(InvalidOption, match=r"quantization: .*Gemma2ForCausalLM"):
+    with pytest.raises(InvalidOption, match=r"quantization: expected layers with .* of 32 .* 88"):
         _load(checkpoint("gemma2"), "int8")

@@ -20,6 +20,7 @@ from worker_service.models.interface import ModelContext
 from worker_service.models.registry import limit_model_len
 from worker_service.models.transformers_backend.attention import NAME, AttentionState, attach
 from worker_service.models.transformers_backend.model import TransformersModel
+from worker_service.models.transformers_backend.packed import Packing, Read
 
 logger = logging.getLogger(__name__)
 
@@ -122,11 +123,12 @@ def build_transformers_model(
     backend: AttentionBackend,
     dummy_weights: bool,
     trust_remote_code: bool,
-    tensors: dict[str, Any] | None = None,
+    tensors: Mapping[str, Any],
+    read: Read,
 ) -> TransformersModel:
-    """The model in `model_dir`, loaded by `transformers` from safetensors.
+    """The model in `model_dir`, built by `transformers`.
 
-    tensors: slices as those of `safe_open`, by name, instead of the files' own.
+    tensors: slices as those of `safe_open`, by name; read: reads one of them.
     Raises UnsupportedModel, naming the feature, for one that paged attention does not support.
     """
     architecture = hf_config["architectures"][0]
@@ -136,15 +138,20 @@ def build_transformers_model(
     length = _model_len(max_model_len, text_config)
     state = AttentionState(backend)
     attach(nn.Module(), state)  # registers the function's name, which loading looks up
-    model_class = _model_class(config, trust_remote_code)
-    refuse_by_class(model_class)
+    outline = _outline(config, trust_remote_code)
+    refuse_by_class(type(outline))
+    packing = Packing(outline, context)
     if dummy_weights:
         causal_lm = _make_dummy(config, context, trust_remote_code)
     else:
-        causal_lm = _load(model_class, model_dir, config, context, tensors)
+        causal_lm = _load(type(outline), model_dir, config, context, packing, tensors)
     causal_lm = causal_lm.eval().to(context.device)
+    packing.fill(causal_lm, read)
     pin_long_rotary(causal_lm, text_config, length)
-    return TransformersModel(causal_lm, state, architecture, length, context)
+    num_parameters = sum(parameter.numel() for parameter in outline.parameters())
+    return TransformersModel(
+        causal_lm, state, architecture, length, context, num_parameters, packing.tables
+    )
 
 
 def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_code: bool) -> Any:
@@ -178,13 +185,23 @@ def _load(
     model_dir: Path,
     config: Any,
     context: ModelContext,
-    tensors: dict[str, Any] | None,
+    packing: Packing,
+    tensors: Mapping[str, Any],
 ) -> Any:
+    """The model, but for the weights that `packing` takes."""
+    left = packing.plan(tensors)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        packing.take_weights(self)
+
+    members = {"__init__": __init__, "__module__": model_class.__module__}
+    packing_class: Any = type(model_class.__name__, (model_class,), members)
     transformers_logging.disable_progress_bar()
     try:
-        causal_lm, info = model_class.from_pretrained(
-            model_dir if tensors is None else None,
-            state_dict=tensors,
+        causal_lm, info = packing_class.from_pretrained(
+            None,
+            state_dict=left,
             config=config,
             dtype=context.dtype,
             attn_implementation=NAME,
@@ -195,11 +212,9 @@ def _load(
     except (RuntimeError, OSError) as error:
         raise BadCheckpoint(f"{model_dir} cannot be loaded: {error}") from error
     # Tools of GPTQ add biases of zeros to layers without one.
-    biases = {name for name in tensors or () if name.endswith(".bias")}
+    biases = {name for name in tensors if name.endswith(".bias")}
     unexpected = [
-        name
-        for name in info["unexpected_keys"]
-        if name not in biases or (tensors and tensors[name][...].any())
+        name for name in info["unexpected_keys"] if name not in biases or tensors[name][...].any()
     ]
     faults = {
         "missing tensors": info["missing_keys"],
@@ -228,13 +243,11 @@ def _make_dummy(config: Any, context: ModelContext, trust_remote_code: bool) -> 
     return causal_lm
 
 
-def _model_class(config: Any, trust_remote_code: bool) -> type:
-    """The class that `AutoModelForCausalLM` will make."""
+def _outline(config: Any, trust_remote_code: bool) -> Any:
+    """The model without memory."""
     try:
         with torch.device("meta"):
-            return type(
-                AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-            )
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a model's own code makes of its configuration
         raise UnsupportedModel(
             f"{config.architectures[0]} cannot be served: transformers cannot build it:"

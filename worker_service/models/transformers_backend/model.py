@@ -18,7 +18,8 @@ from worker_service.models.transformers_backend.attention import (
     attach,
     cache_spec,
 )
-from worker_service.models.transformers_backend.batch_invariant import InvariantOps, pack_model
+from worker_service.models.transformers_backend.batch_invariant import InvariantOps
+from worker_service.models.transformers_backend.packed import Tables
 
 
 class TransformersModel:
@@ -31,21 +32,20 @@ class TransformersModel:
         architecture: str,
         max_model_len: int,
         context: ModelContext,
+        num_parameters: int,
+        tables: Tables,
     ) -> None:
         self.architecture = architecture
         self.max_model_len = max_model_len
         self.vocab_size = int(causal_lm.config.get_text_config().vocab_size)
-        self.num_parameters = sum(parameter.numel() for parameter in causal_lm.parameters())
-        on_cpu = context.device.type == "cpu"
-        if on_cpu:
-            pack_model(causal_lm)
+        self.num_parameters = num_parameters
         attach(causal_lm, state)
         self._state = state
         self._decoder = causal_lm.base_model
         self._head = _head_alone(causal_lm)
         self._ops: AbstractContextManager[Any] = nullcontext()
-        if on_cpu or context.needs_fixed_products:
-            self._ops = InvariantOps(context.device.type)
+        if context.device.type == "cpu" or context.needs_fixed_products:
+            self._ops = InvariantOps(context.device.type, tables)
         self.kv_cache_spec = self._try_out(causal_lm.config.get_text_config(), context)
 
     @torch.inference_mode()

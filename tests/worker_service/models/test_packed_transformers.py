@@ -1,0 +1,195 @@
+"""Models that run through `transformers` keep the bits of their weights on CPUs."""
+
+import json
+import logging
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pagewire_kernels.cpu.linear import NativeWeight
+from tests.support.checkpoints import TRANSFORMERS_FAMILIES, checkpoint, make_checkpoint
+from tests.support.gguf_files import make_gguf
+from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_files import GROUP_SIZE, awq, fp8, integers, make_quantized
+from tests.support.transformers_oracle import Oracle
+from worker_service.config import ModelConfig
+from worker_service.errors import BadCheckpoint
+from worker_service.loader import LoadedModel, load_model
+from worker_service.models.interface import ModelContext
+from worker_service.models.transformers_backend.packed import (
+    PackedExperts,
+    PackedLinear,
+    Packing,
+)
+
+TOKENS = list(range(3, 30))
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
+
+
+def _load(path: Path, **options: Any) -> LoadedModel:
+    return load_model(ModelConfig(model=str(path), device="cpu", **{"dtype": "float32", **options}))
+
+
+def _assert_same(loaded: LoadedModel, reference: Path) -> None:
+    """Logits within rounding, and the same greedy tokens."""
+    oracle = Oracle(reference)
+    driver = PagedDriver(loaded.model)
+    tokens = TOKENS + oracle.generate(TOKENS, 12)
+    found, expected = driver.run([(0, 0, tokens)])[0], oracle.logits(tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()) + 1e-4)
+    assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
+
+
+def _to_awq(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    if module.endswith("shared_expert_gate"):  # one output does not fill a word
+        return {"weight": weight}, weight
+    rounded = integers(weight, 4, size=GROUP_SIZE, symmetric=False)
+    return awq(rounded, 4), rounded.values
+
+
+def _to_fp8(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    return fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1])
+
+
+def _bits(loaded: LoadedModel) -> dict[str, set[str]]:
+    """Of the packed weights, by the last part of their module's name; empty: dense."""
+    found: dict[str, set[str]] = {}
+    model: Any = loaded.model
+    for name, module in (*model._decoder.named_modules(), ("lm_head", model._head.lm_head)):
+        if isinstance(module, PackedLinear):
+            weights = [module.packed]
+        elif isinstance(module, PackedExperts):
+            weights = [weight for part in module.packed.values() for weight in part.values()]
+        else:
+            continue
+        kind = name.rpartition(".")[2]
+        for weight in weights:
+            assert isinstance(weight, NativeWeight)
+            found.setdefault(kind, set()).add(weight._suffix)
+    for table in model._ops._tables.values():
+        found.setdefault("embed_tokens", set()).add(table._suffix)
+    return found
+
+
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "phi3", *MOE])
+def test_all_quantized_weights_stay_packed(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, reference = make_quantized(tmp_path, AWQ, _to_awq, family=family, **SHAPE)
+    with caplog.at_level(logging.INFO):
+        loaded = _load(path)
+    assert "weights dequantized" not in caplog.text
+    bits = _bits(loaded)
+    dense = {"lm_head", "shared_expert_gate", "embed_tokens"}
+    assert all(found == ({""} if kind in dense else {"_int4"}) for kind, found in bits.items())
+    assert ("experts" in bits) == (family in MOE)
+    assert loaded.batch_invariant
+    assert loaded.model.num_parameters == _load(reference).model.num_parameters
+    _assert_same(loaded, reference)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"), [("gemma3", "_int8"), ("phi3", "_int8"), ("qwen2_moe", "_int8")]
+)
+def test_embeddings_and_heads_of_gguf_files_stay_packed_tied_or_not(
+    family: str, head: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, reference = make_gguf(family, "Q8_0", tmp_path)
+    with caplog.at_level(logging.INFO):
+        loaded = _load(file)
+    assert "weights dequantized" not in caplog.text
+    bits = _bits(loaded)
+    assert bits["lm_head"] == bits["embed_tokens"] == {head}
+    model: Any = loaded.model
+    tables = [table.address for table in model._ops._tables.values()]
+    is_tied = AutoModelForCausalLM.from_pretrained(reference).config.tie_word_embeddings
+    assert is_tied == (family == "gemma3")
+    assert (tables == [model._head.lm_head.packed.address]) == is_tied
+    _assert_same(loaded, reference)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_the_log_says_what_is_dequantized(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, reference = make_quantized(tmp_path, FP8, _to_fp8, family=family)
+    with caplog.at_level(logging.INFO):
+        loaded = _load(path)
+    stored = load_file(path / "model.safetensors")
+    codes = [tensor for tensor in stored.values() if tensor.dtype == torch.float8_e4m3fn]
+    message = next(r.getMessage() for r in caplog.records if "weights dequantized" in r.msg)
+    num_bytes = 4 * sum(tensor.numel() for tensor in codes)
+    assert f"num_tensors={len(codes)} num_bytes={num_bytes} names=model.layers.0." in message
+    _assert_same(loaded, reference)
+
+
+@dataclass
+class _Shaped:
+    shape: list[int]
+
+    def get_shape(self) -> list[int]:
+        return self.shape
+
+
+@pytest.mark.parametrize("family", TRANSFORMERS_FAMILIES)
+def test_one_packed_weight_at_a_time_is_in_memory_twice(family: str) -> None:
+    """And the library loads norms, biases and routers only."""
+    config = AutoConfig.from_pretrained(checkpoint(family))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    packing = Packing(model, ModelContext(dtype=torch.float32, device=torch.device("cpu")))
+    stored = load_file(checkpoint(family) / "model.safetensors")
+    tensors = {name: _Shaped(list(tensor.shape)) for name, tensor in stored.items()}
+    left = packing.plan(tensors)
+    has_other_experts = family == "gpt_oss"
+    assert has_other_experts or all(
+        len(tensors[name].shape) == 1 or name.endswith((".gate.weight", "norm.weight"))
+        for name in left
+    )
+    packing.take_weights(model)
+    references: list[weakref.ref[Tensor]] = []
+    most = 0
+
+    def read(name: str) -> Tensor:
+        nonlocal most
+        tensor = stored[name].clone()
+        references.append(weakref.ref(tensor))
+        most = max(most, sum(reference() is not None for reference in references))
+        return tensor
+
+    packing.fill(model, read)
+    assert len(references) == len(tensors) - len(left)
+    assert most == (2 if family in MOE else 1)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe"])
+def test_missing_tensors_are_named(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(family, tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors[next(name for name in tensors if "layers.1" in name and "down_proj" in name)]
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(BadCheckpoint, match=r"(missing|misshapen) tensors: .*layers\.1\."):
+        _load(path)
+
+
+def test_a_head_in_a_tied_checkpoint_is_read(tmp_path: Path) -> None:
+    """Both tensors are there and differ: neither is dropped."""
+    path = make_checkpoint("gemma", tmp_path, tie_word_embeddings=False)
+    config = json.loads((path / "config.json").read_text())
+    oracle = Oracle(path)
+    (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    found = PagedDriver(_load(path).model).run([(0, 0, TOKENS)])[0]
+    torch.testing.assert_close(found, oracle.logits(TOKENS), rtol=1e-4, atol=1e-3)

@@ -1,0 +1,350 @@
+"""Layers of a `transformers` model over packed weights, filled one after the other.
+
+Linear layers, gated experts and the token embedding compute with weights in the layout of our
+kernels, dense or in fewer bits. Of a model that is built without memory, `Packing` takes these
+weights away; the library loads the rest, and each of them is packed as soon as it is read. So the
+peak of memory is the packed model and one tensor.
+
+What it leaves to the library, such as tensors that are split or transposed, is packed after
+loading.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from pagewire_kernels.quantized_weight import QuantizedWeight, stack
+from worker_service.models.interface import ModelContext
+from worker_service.models.linear import (
+    PackedTable,
+    PackedWeight,
+    can_pack,
+    can_pack_codes,
+    has_quantized_products,
+    pack,
+    pack_codes,
+    round_weight,
+)
+
+logger = logging.getLogger(__name__)
+
+Read = Callable[[str], Tensor | QuantizedWeight]
+"""Reads a tensor of the checkpoint, one in fewer bits as it is."""
+
+Tables = dict[Tensor, PackedTable]
+"""The packed tables of embeddings, by what they have as `weight`."""
+
+_JOINS = {2: [("Concatenate", 0)], 3: [("MergeModulelist", 0), ("Concatenate", 1)]}
+"""The library's operations that stack outputs, by the dimensions of the result."""
+
+_EXPERT_PARTS = ("gate_up_proj", "down_proj")
+
+_ROUTERS = {"gate", "router", "shared_expert_gate"}
+"""Modules that choose or weigh experts; they are small, and not rounded."""
+
+_MAX_NAMES = 4
+"""Tensors named in the log at most."""
+
+
+class PackedLinear(nn.Module):
+    """An `nn.Linear` whose weight is packed.
+
+    Its `weight` has shape and dtype, for code that reads them, but no content.
+    """
+
+    packed: PackedWeight
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = _outline(linear.weight)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features)
+        return self.packed.apply(rows, self.bias).view(*x.shape[:-1], self.out_features)
+
+
+class PackedExperts(nn.Module):
+    """A mixture's experts, each with its own packed weights.
+
+    A token's result is the sum over its experts in order of their numbers, so it does not depend on
+    which other tokens chose them.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self._apply_gate = experts._apply_gate  # keeps the module, and what its gate needs, alive
+        self._num_experts = len(experts.down_proj)
+        self.packed: dict[str, dict[int, PackedWeight]] = {"gate_up_proj": {}, "down_proj": {}}
+        """By the name of the library's parameter, then by expert."""
+
+        has_bias = experts.has_bias
+        self._gate_up_bias = experts.gate_up_proj_bias.detach() if has_bias else None
+        self._down_bias = experts.down_proj_bias.detach() if has_bias else None
+        experts.gate_up_proj = experts.down_proj = None
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """hidden_states: [num_tokens, hidden_size]; the others: [num_tokens, top_k]."""
+        output = torch.zeros_like(hidden_states)
+        gate_up, down = self.packed["gate_up_proj"], self.packed["down_proj"]
+        for expert in torch.unique(top_k_index).tolist():
+            if expert >= self._num_experts:  # some routers mark an unused choice so
+                continue
+            token, place = torch.where(top_k_index == expert)
+            up_bias = self._gate_up_bias[expert] if self._gate_up_bias is not None else None
+            down_bias = self._down_bias[expert] if self._down_bias is not None else None
+            inner = self._apply_gate(gate_up[expert].apply(hidden_states[token], up_bias))
+            result = down[expert].apply(inner, down_bias)
+            weighted = result * top_k_weights[token, place, None]
+            output.index_add_(0, token, weighted.to(output.dtype))
+        return output
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear or _is_experts(module)
+
+
+def _take_weight(embedding: Any) -> None:
+    weight = _outline(embedding.weight)
+    del embedding.weight
+    embedding.weight = weight
+
+
+def _outline(weight: Tensor) -> Tensor:
+    """Not a parameter, so that the library does not expect it in a checkpoint."""
+    return torch.empty_like(weight.detach(), device="meta")
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Whether the module follows `transformers`' convention for gated experts."""
+    gated = getattr(module, "has_gate", False) and not getattr(
+        module, "has_post_expert_norm", False
+    )
+    return bool(gated) and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj")
+
+
+def _replace(model: Any, name: str) -> Any:
+    """Replace a linear layer, or experts, by a packed module, which is returned."""
+    module = model.get_submodule(name)
+    replacement = PackedLinear(module) if isinstance(module, nn.Linear) else PackedExperts(module)
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, replacement)
+    return replacement
+
+
+class Packing:
+    """The weights of one model that are packed, and how.
+
+    Only modules of exactly torch's `Linear` are replaced: a subclass may compute something else.
+    """
+
+    def __init__(self, outline: Any, context: ModelContext) -> None:
+        """outline: the model without memory."""
+        self._context = context
+        self._outline = outline
+        self._weights: Mapping[str, Tensor] = outline.state_dict()
+        self._tied: Mapping[str, str] = dict(outline.all_tied_weights_keys)
+        names = {module: name for name, module in outline.named_modules()}
+        self._embedding = f"{names[outline.get_input_embeddings()]}.weight"
+        self._head = f"{names.get(outline.get_output_embeddings())}.weight"
+        self._stacks: dict[str, list[tuple[str, ...]]] = {}
+        """By parameter: of each packed weight, the tensors whose outputs it has."""
+
+        self._sizes: dict[str, int] = {}
+        """Of the tensors that the checkpoint has in fewer bits."""
+
+        self._dequantized: set[str] = set()
+        self.tables: Tables = {}
+
+    def plan(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """Choose what is packed while it is loaded; tensors: slices as those of `safe_open`, by
+        name. Returns those that are left to the library."""
+        quantized = {n: t for n, t in tensors.items() if getattr(t, "is_quantized", False)}
+        self._sizes = {name: prod(tensor.get_shape()) for name, tensor in quantized.items()}
+        sources = {}
+        if has_quantized_products(self._context.dtype, self._context.device):
+            sources = self._sources(tensors)
+        for target, (operations, columns) in sources.items():
+            stacks = list(zip(*columns, strict=False))
+            if self._is_packable(target, operations) and all(
+                self._fits(target, [tensors[name].get_shape() for name in names], columns)
+                for names in stacks
+            ):
+                self._stacks[target] = stacks
+        for target in list(self._stacks):
+            module, _, part = target.rpartition(".")
+            parts = _EXPERT_PARTS if part in _EXPERT_PARTS else (part,)
+            tied = {t: s for t, s in self._tied.items() if target in (t, s)}
+            alone = any(t in sources and s not in sources for t, s in tied.items())
+            is_whole = all(f"{module}.{each}" in self._stacks for each in parts)
+            if not is_whole or alone or not all(map(self._is_linear, tied)):
+                del self._stacks[target]
+        taken = {name for stacks in self._stacks.values() for names in stacks for name in names}
+        left = {name: tensor for name, tensor in tensors.items() if name not in taken}
+        self._dequantized = self._sizes.keys() & left.keys()
+        return left
+
+    def _sources(
+        self, tensors: Mapping[str, Any]
+    ) -> dict[str, tuple[list[tuple[str, int]], list[list[str]]]]:
+        """By parameter: the library's operations, and the tensors that they join: a list for each
+        place in the stack of outputs, with a tensor for each expert."""
+        conversions = get_model_conversion_mapping(self._outline)
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        prefix = self._outline.base_model_prefix
+        found: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for name in sorted(tensors, key=dot_natural_key):
+            target, pattern = rename_source_key(name, renamings, converters, prefix, self._weights)
+            found[target][pattern].append(name)
+        sources = {}
+        for target, by_pattern in found.items():
+            operations, columns = [], list(by_pattern.values())
+            for converter in converters:
+                if not by_pattern.keys().isdisjoint(converter.source_patterns):
+                    columns = [by_pattern[pattern] for pattern in converter.source_patterns]
+                    is_plain = len(converter.target_patterns) == 1
+                    operations = [
+                        (type(op).__name__ if is_plain else "", getattr(op, "dim", -1))
+                        for op in converter.operations
+                    ]
+            sources[target] = operations, columns
+        return sources
+
+    def _is_linear(self, target: str) -> bool:
+        module = self._outline.get_submodule(target.rpartition(".")[0])
+        return type(module) is nn.Linear and target.endswith(".weight")
+
+    def _is_packable(self, target: str, operations: list[tuple[str, int]]) -> bool:
+        if target not in self._weights:
+            return False
+        joins = _JOINS.get(self._weights[target].dim(), [])
+        if operations != joins[: len(operations)]:
+            return False
+        owner, _, part = target.rpartition(".")
+        keeps_float32 = self._outline._keep_in_fp32_modules_strict
+        if self._is_linear(target):
+            return not any(name in owner for name in keeps_float32)
+        if target == self._embedding:
+            return isinstance(self._outline.get_input_embeddings(), nn.Embedding)
+        module = self._outline.get_submodule(owner)
+        is_plain = _is_experts(module) and not (module.is_transposed or module.has_bias)
+        return bool(operations) and is_plain and part in _EXPERT_PARTS
+
+    def _fits(self, target: str, shapes: list[list[int]], columns: list[list[str]]) -> bool:
+        """Whether the tensors of each stack, of which there are as many as experts, have the
+        parameter's shape."""
+        *num_experts, rows, inputs = self._weights[target].shape
+        return (
+            {len(column) for column in columns} == set(num_experts or [1])
+            and all(len(shape) == 2 and shape[1] == inputs for shape in shapes)
+            and sum(shape[0] for shape in shapes) == rows
+        )
+
+    def take_weights(self, model: Any) -> None:
+        """Replace modules of a model without memory; the library no longer expects their weights
+        in a checkpoint."""
+        for target, source in self._tied.items():
+            if target in self._stacks or source in self._stacks:
+                model.all_tied_weights_keys.pop(target)
+        for target in {*self._stacks, *self._shared()}:
+            name = target.rpartition(".")[0]
+            module = model.get_submodule(name)
+            if target == self._embedding:
+                _take_weight(module)
+            elif not isinstance(module, PackedExperts):
+                _replace(model, name)
+
+    def _shared(self) -> list[str]:
+        """Weights of linear layers that are the packed table of the embedding."""
+        return [t for t, s in self._tied.items() if s in self._stacks and t not in self._stacks]
+
+    def fill(self, model: Any, read: Read) -> None:
+        """Read what was planned and pack it, and pack what the library has loaded."""
+        for target, stacks in self._stacks.items():
+            name, _, part = target.rpartition(".")
+            owner = model.get_submodule(name)
+            for i, names in enumerate(stacks):
+                packed = self._pack(target, names, read)
+                if isinstance(owner, PackedExperts):
+                    owner.packed[part][i] = packed
+                elif isinstance(owner, PackedLinear):
+                    owner.packed = packed
+                else:
+                    assert isinstance(packed, PackedTable)
+                    self.tables[owner.weight] = packed
+                    for tied in self._shared():
+                        model.get_submodule(tied.rpartition(".")[0]).packed = packed
+        if self._dequantized:
+            first = sorted(self._dequantized, key=dot_natural_key)[:_MAX_NAMES]
+            logger.info(
+                "weights dequantized num_tensors=%d num_bytes=%d names=%s",
+                len(self._dequantized),
+                sum(self._sizes[name] for name in self._dequantized) * self._context.dtype.itemsize,
+                ", ".join(first),
+            )
+        self.pack_rest(model)
+
+    def _pack(self, target: str, names: Sequence[str], read: Read) -> PackedWeight:
+        parts = [read(name) for name in names]
+        kept = [part for part in parts if isinstance(part, QuantizedWeight)]
+        if len(kept) == len(parts):
+            codes = stack(kept)
+            if can_pack_codes(codes, self._context):
+                return pack_codes(codes, self._context)
+        self._dequantized.update(self._sizes.keys() & set(names))
+        dense = [
+            (p if isinstance(p, Tensor) else p.dequantize()).to(self._context.dtype) for p in parts
+        ]
+        return self._pack_dense(target, dense[0] if len(dense) == 1 else torch.cat(dense))
+
+    def _pack_dense(self, target: str, weight: Tensor) -> PackedWeight:
+        """Rounded if that was asked for, the head to 8 bits; routers, and embeddings that no head
+        shares, are not."""
+        quantization = self._context.quantization
+        if target == self._head or target in self._tied.values():
+            quantization = quantization and "int8"
+        elif target == self._embedding or not _ROUTERS.isdisjoint(target.split(".")):
+            quantization = None
+        rounded = round_weight(weight, quantization)
+        if isinstance(rounded, QuantizedWeight):
+            return pack_codes(rounded, self._context)
+        return pack(rounded)
+
+    def pack_rest(self, model: Any) -> None:
+        """Pack what the library has loaded, where this machine has such products."""
+        embedding = model.get_input_embeddings()
+        names = [name for name, module in model.named_modules() if _is_plain(module)]
+        for name in names:
+            module = model.get_submodule(name)
+            if isinstance(module, nn.Linear):
+                self._pack_linear(model, name, module.weight, embedding)
+            elif can_pack(module.down_proj.dtype, module.down_proj.device):
+                weights = {part: getattr(module, part).detach() for part in _EXPERT_PARTS}
+                is_transposed = module.is_transposed
+                experts = _replace(model, name)
+                for part, stacked in weights.items():
+                    for i, weight in enumerate(stacked.mT if is_transposed else stacked):
+                        experts.packed[part][i] = self._pack_dense(f"{name}.{part}", weight)
+
+    def _pack_linear(self, model: Any, name: str, weight: Tensor, embedding: Any) -> None:
+        if not can_pack(weight.dtype, weight.device):
+            return
+        packed = self._pack_dense(f"{name}.weight", weight.detach())
+        _replace(model, name).packed = packed
+        if embedding.weight is weight and isinstance(packed, PackedTable):
+            _take_weight(embedding)
+            self.tables[embedding.weight] = packed
