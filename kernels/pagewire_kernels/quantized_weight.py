@@ -43,6 +43,9 @@ class QuantizedWeight:
     table: tuple[int, ...] | None = None
     """The values, -128 to 127, of codes 0 to 15; None: codes are the bytes of int8 numbers"""
 
+    is_float: bool = False
+    """Codes are the bytes of float8_e4m3fn numbers; `table` is None."""
+
     @property
     def bits(self) -> int:
         """Of a code: 4 or 8."""
@@ -59,7 +62,9 @@ class QuantizedWeight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def values(self) -> Tensor:
-        """What the codes mean: int8 [out_features, in_features]."""
+        """What the codes mean: int8, or float8_e4m3fn, [out_features, in_features]."""
+        if self.is_float:
+            return self.codes.view(torch.float8_e4m3fn)
         if self.table is None:
             return self.codes.view(torch.int8)
         table = torch.tensor(self.table, dtype=torch.int8, device=self.codes.device)
@@ -125,8 +130,9 @@ class QuantizedWeight:
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The outputs of several weights with the same inputs, one after the other.
 
-    Without rounding: of different groups, the smaller ones are taken, and codes become numbers of
-    8 bits where the parts' codes mean different values.
+    The codes of all must be floats, or those of none. Without rounding: of different groups, the
+    smaller ones are taken, and codes become numbers of 8 bits where the parts' codes mean different
+    values.
     """
     if len(parts) == 1:
         return parts[0]

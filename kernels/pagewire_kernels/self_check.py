@@ -57,8 +57,10 @@ def check_products(
     draw = torch.Generator().manual_seed(0)
     dense, rows = (torch.randn(count, 1024, generator=draw) for count in (128, 130))
     rows = rows.to(dtype)
-    for quantization in ("int4", "int8"):
-        weight = quantize(dense, quantization)
+    floats = dense.to(FP8).view(torch.uint8)
+    weights = [quantize(dense, quantization) for quantization in ("int4", "int8")]
+    weights.append(QuantizedWeight(codes=floats, scales=torch.ones(128, 1), is_float=True))
+    for weight in weights:
         packed, expected = pack(weight), rows.float() @ weight.dequantize().T
         for num_rows in (1, len(rows)):
             output = packed.apply(rows[:num_rows].to(device), output_dtype=torch.float32).cpu()

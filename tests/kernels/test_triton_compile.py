@@ -188,6 +188,10 @@ QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
         torch.bfloat16,
     ),
     "8 bits in small groups": ({"bits": 8, "group_size": 16, "offsets": False}, torch.float32),
+    "floats": (
+        {"bits": 8, "group_size": 128, "offsets": False, "scales": "float32", "is_float": True},
+        torch.bfloat16,
+    ),
 }
 
 
@@ -200,7 +204,11 @@ def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
 ) -> None:
     kind, dtype = QUANTIZED[case]
     weight = triton_kernels.TritonQuantizedWeight(
-        random_weight(1024, 2048, **kind), dtype, torch.device("cpu"), batch_invariant=False
+        random_weight(1024, 2048, **kind),
+        dtype,
+        torch.device("cpu"),
+        batch_invariant=False,
+        has_float8=target.arch >= 89,
     )
     for num_rows in (1, 40, 300):
         weight.apply(torch.zeros(num_rows, 2048, dtype=dtype), torch.zeros(1024))

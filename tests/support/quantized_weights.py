@@ -14,8 +14,10 @@ def random_weight(
     offsets: bool,
     scales: str = "float16",
     table: tuple[int, ...] = SIGNED_TABLE,
+    is_float: bool = False,
 ) -> QuantizedWeight:
-    """scales: float16, float32, or units, of which an output has two."""
+    """scales: float16, float32, or units, of which an output has two; is_float: codes of 8 bits
+    are those of finite numbers of float8_e4m3fn."""
     generator = torch.Generator().manual_seed(out_features + in_features + bits)
 
     def random(spread: float, columns: int) -> torch.Tensor:
@@ -32,6 +34,8 @@ def random_weight(
         return random(spread, 2) if scales == "units" else None
 
     codes = torch.randint(0, 2**bits, (out_features, in_features), generator=generator)
+    if is_float:
+        codes -= ((codes & 127) == 127).long()
     return QuantizedWeight(
         codes=codes.to(torch.uint8),
         scales=numbers(0.02),
@@ -39,4 +43,5 @@ def random_weight(
         units=units(0.001),
         offset_units=units(0.005) if offsets else None,
         table=table if bits == 4 else None,
+        is_float=is_float,
     )

@@ -106,6 +106,8 @@ def arithmetic_of(loaded: LoadedModel) -> str:
         major, minor = torch.cuda.get_device_capability(device)
         invariant = "-invariant" if loaded.batch_invariant else ""
         parts = ["cuda", f"sm{major}{minor}", f"{backend}{invariant}"]
+        if isinstance(loaded.model, NativeModel) and loaded.model.packs_with_triton:
+            parts.append("packed")
     else:
         parts = [device.type, cpu_arithmetic(getattr(torch, config.dtype))]
         parts += [] if backend == "cpu" else [backend]

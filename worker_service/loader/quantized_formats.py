@@ -9,7 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -348,13 +348,13 @@ class Fp8(StoredWeight):
             "activation_scale": [1],
         }
 
-    def read(self, read: Read) -> Tensor:
-        weight: Tensor = read("weight").float()
-        scales = self._scales(read, self._scale)
-        for axis, block in enumerate(self._block):
-            if 1 < self._grid[axis] < self.shape[axis]:
-                scales = scales.repeat_interleave(block, axis).narrow(axis, 0, self.shape[axis])
-        return weight.mul_(scales)
+    def read(self, read: Read) -> QuantizedWeight:
+        (out_features, in_features), (rows, columns) = self.shape, self._block
+        size = gcd(columns, in_features)  # the last block may not be full
+        scales = self._scales(read, self._scale).repeat_interleave(rows, 0)[:out_features]
+        scales = scales.repeat_interleave(columns // size, 1)[:, : in_features // size]
+        codes = read("weight").view(torch.uint8)
+        return QuantizedWeight(codes=codes, scales=scales.contiguous(), is_float=True)
 
 
 class Nf4(StoredWeight):

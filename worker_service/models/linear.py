@@ -277,7 +277,7 @@ class Linear(nn.Module):
             return None
         parts = list(self.weight.split([shard.size for shard in self._outputs]))
         kept, self._kept = self._kept, {}
-        if len(kept) == len(parts):
+        if len(kept) == len(parts) and len({part.is_float for part in kept.values()}) == 1:
             whole = stack([kept[i] for i in range(len(parts))])
             if can_pack_codes(whole, self._context):
                 return whole

@@ -75,8 +75,8 @@ _MAX_GROUP_INPUTS = 256
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
-    """Whether the kernels have products with weights of such groups."""
-    return weight.group_size % _GROUP_INPUTS == 0
+    """Whether the kernels have products with weights of such codes and groups."""
+    return not weight.is_float and weight.group_size % _GROUP_INPUTS == 0
 
 
 class _Packed:
@@ -115,7 +115,7 @@ class _Packed:
         self._pack(f"pack_{DTYPES[weight.dtype]}", task, row_bytes)
 
     def _pack_codes(self, weight: QuantizedWeight) -> None:
-        require(can_pack_codes(weight), f"groups of a multiple of {_GROUP_INPUTS} inputs")
+        require(can_pack_codes(weight), f"groups of a multiple of {_GROUP_INPUTS} whole numbers")
         self._suffix = f"_int{weight.bits}"
         sizes = range(_GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, _GROUP_INPUTS)
         weight = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))

@@ -4,8 +4,9 @@ Decodes are bound by reading the packed weight. The inputs are cut into runs of 
 one group. A run's codes are stored output after output, so that a tile is one piece of memory.
 Codes of 4 bits share a byte with those of the next run, which are the upper bits: unpacking moves
 no number to another place, and codes go from registers into the product as its left operand. A
-code's value is a small whole number, which bfloat16 and float16 hold exactly, so rows are
-multiplied by values, and the sum of a run by its scale, in float32. Nothing but sums is rounded.
+code's value is a small whole number or a float of 8 bits, which bfloat16 and float16 hold exactly,
+so rows are multiplied by values, and the sum of a run by its scale, in float32. Nothing but sums is
+rounded.
 
 Decodes of few outputs are split over the inputs, too. The parts follow from the weight's shape, and
 are added in their order whether one program computes them all or each its own.
@@ -13,12 +14,13 @@ are added in their order whether one program computes them all or each its own.
 
 import math
 import struct
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+from torch.cuda import get_device_capability
 
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
@@ -42,18 +44,29 @@ _GATHER_TILE = _SUM_TILE = 1024
 
 
 @triton.jit
-def _values(codes, FIRST: tl.constexpr, TABLE: tl.constexpr):
-    """What codes mean, in float32.
+def _values(codes, KIND: tl.constexpr, TABLE: tl.constexpr):
+    """What codes mean, in float32. TABLE: the first of consecutive values, or words of all.
 
     A small whole number becomes a float as the lowest bits of 2^23, which is faster than a
     conversion.
     """
-    if TABLE is not None:
-        low = tl.where(codes < 4, TABLE[0], TABLE[1])
-        high = tl.where(codes < 12, TABLE[2], TABLE[3])
-        word = tl.where(codes < 8, low, high)
-        codes = (word >> ((codes & 3) * 8).to(tl.int32)) & 255
-    return (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 - FIRST)
+    if KIND == "e4m3":
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    elif KIND == "bits of e4m3":
+        # In float16 the same bits, moved, are a number that is 2^8 times smaller.
+        bits = codes.to(tl.int16)
+        half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
+        values = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+    else:
+        first: tl.constexpr = TABLE[0] if KIND == "consecutive" else -128
+        if KIND == "table":
+            low = tl.where(codes < 4, TABLE[0], TABLE[1])
+            high = tl.where(codes < 12, TABLE[2], TABLE[3])
+            word = tl.where(codes < 8, low, high)
+            codes = (word >> ((codes & 3) * 8).to(tl.int32)) & 255
+        values = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+        values -= 8388608.0 - first
+    return values
 
 
 @triton.jit
@@ -73,43 +86,6 @@ def _numbers(
     return found
 
 
-@triton.jit
-def _add_run(
-    total,
-    codes,
-    row_at,
-    is_row,
-    run,
-    out,
-    scales,
-    offsets,
-    units,
-    offset_units,
-    NUM_INPUTS: tl.constexpr,
-    IS_RAGGED: tl.constexpr,
-    NUM_PADDED: tl.constexpr,
-    FIRST: tl.constexpr,
-    TABLE: tl.constexpr,
-    RUN: tl.constexpr,
-    GROUP_RUNS: tl.constexpr,
-    UNIT_RUNS: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
-):
-    """The total [outputs, rows] with the products of a run. codes: [outputs, RUN]."""
-    column = run * RUN + tl.arange(0, RUN)
-    is_there = is_row[:, None]
-    if IS_RAGGED:  # the upper half of the last bytes is empty
-        is_there = is_there & (column < NUM_INPUTS)[None, :]
-    x = tl.load(row_at + column[None, :], mask=is_there, other=0.0)
-    values = _values(codes, FIRST, TABLE).to(x.dtype)
-    part = tl.dot(values, tl.trans(x), input_precision="ieee")
-    total += part * _numbers(scales, units, run, out, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)[:, None]
-    if HAS_OFFSETS:
-        offset = _numbers(offsets, offset_units, run, out, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
-        total += offset[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
-    return total
-
-
 # num_rows is never a constant to the compiler: code made for one row might sum otherwise.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
@@ -126,7 +102,7 @@ def _product(
     NUM_OUTPUTS: tl.constexpr,
     NUM_INPUTS: tl.constexpr,
     NUM_PADDED: tl.constexpr,
-    FIRST: tl.constexpr,
+    KIND: tl.constexpr,
     TABLE: tl.constexpr,
     BITS: tl.constexpr,
     RUN: tl.constexpr,
@@ -162,27 +138,22 @@ def _product(
             packed = tl.load(code_at)
             code_at += NUM_PADDED * RUN
             for half in tl.static_range(8 // BITS):
-                part = _add_run(
-                    part,
-                    packed if BITS == 8 else (packed >> 4 if half == 1 else packed & 15),
-                    row_at,
-                    is_row,
-                    step * (8 // BITS) + half,
-                    out,
-                    scales,
-                    offsets,
-                    units,
-                    offset_units,
-                    NUM_INPUTS,
-                    NUM_STEPS * RUN * (8 // BITS) != NUM_INPUTS,
-                    NUM_PADDED,
-                    FIRST,
-                    TABLE,
-                    RUN,
-                    GROUP_RUNS,
-                    UNIT_RUNS,
-                    HAS_OFFSETS,
-                )
+                run = step * (8 // BITS) + half
+                column = run * RUN + tl.arange(0, RUN)
+                is_there = is_row[:, None]
+                if NUM_STEPS * RUN * (8 // BITS) != NUM_INPUTS:  # the last bytes are half empty
+                    is_there = is_there & (column < NUM_INPUTS)[None, :]
+                x = tl.load(row_at + column[None, :], mask=is_there, other=0.0)
+                found = packed if BITS == 8 else (packed >> 4 if half == 1 else packed & 15)
+                values = _values(found, KIND, TABLE).to(x.dtype)
+                sums = tl.dot(values, tl.trans(x), input_precision="ieee")
+                scale = _numbers(scales, units, run, out, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
+                part += sums * scale[:, None]
+                if HAS_OFFSETS:
+                    offset = _numbers(
+                        offsets, offset_units, run, out, NUM_PADDED, GROUP_RUNS, UNIT_RUNS
+                    )
+                    part += offset[:, None] * tl.sum(x.to(tl.float32), axis=1)[None, :]
         total += part
     is_out = out < NUM_OUTPUTS
     if HAS_BIAS and not IS_SPLIT:
@@ -229,7 +200,7 @@ def _gather(
     NUM_OUTPUTS: tl.constexpr,
     NUM_INPUTS: tl.constexpr,
     NUM_PADDED: tl.constexpr,
-    FIRST: tl.constexpr,
+    KIND: tl.constexpr,
     TABLE: tl.constexpr,
     BITS: tl.constexpr,
     RUN: tl.constexpr,
@@ -251,7 +222,7 @@ def _gather(
         found = tl.load(codes + (run // 2 * NUM_PADDED + token) * RUN + column % RUN)
         found = tl.where(run % 2 == 1, found >> 4, found & 15)
     scale = _numbers(scales, units, run, token, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
-    values = _values(found, FIRST, TABLE) * scale
+    values = _values(found, KIND, TABLE) * scale
     if HAS_OFFSETS:
         values += _numbers(offsets, offset_units, run, token, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
     values = tl.where(mask, values, 0.0).to(output.dtype.element_ty)
@@ -273,8 +244,12 @@ class TritonQuantizedWeight:
         device: torch.device,
         *,
         batch_invariant: bool,
+        has_float8: bool | None = None,
     ) -> None:
-        """dtype: of rows; batch_invariant: whether a row's bits must not depend on the others."""
+        """dtype: of rows; batch_invariant: whether a row's bits must not depend on the others;
+        has_float8: whether the device converts such numbers, None to ask it."""
+        if has_float8 is None:
+            has_float8 = device.type != "cuda" or get_device_capability(device) >= (8, 9)
         expect(can_pack_codes(weight), f"groups: expected a multiple of {_GROUP_INPUTS} inputs")
         self.out_features, self.in_features = weight.shape
         self._dtype, self._is_invariant = dtype, batch_invariant
@@ -282,7 +257,8 @@ class TritonQuantizedWeight:
         num_padded = -(-self.out_features // _TILE_OUTPUTS) * _TILE_OUTPUTS
         self._num_padded = num_padded
         weight = weight.to(device).padded(num_padded)
-        codes = weight.codes ^ 128 if weight.table is None else weight.codes
+        is_signed = weight.table is None and not weight.is_float
+        codes = weight.codes ^ 128 if is_signed else weight.codes
         runs = codes.unflatten(1, (-1, run)).transpose(0, 1)
         if weight.bits == 4:
             runs = nn.functional.pad(runs, (0, 0, 0, 0, 0, len(runs) % 2))
@@ -302,14 +278,11 @@ class TritonQuantizedWeight:
             self._by_group(weight.offset_units, torch.float16),
         )
         num_units = 0 if weight.units is None else weight.units.shape[1]
-        table = weight.table or range(-128, 128)
-        is_linear = tuple(table) == tuple(range(table[0], table[0] + len(table)))
         self._constants = {
             "NUM_OUTPUTS": self.out_features,
             "NUM_INPUTS": self.in_features,
             "NUM_PADDED": num_padded,
-            "FIRST": table[0] if is_linear else -128,
-            "TABLE": None if is_linear else _words(table),
+            **_meaning(weight, has_float8),
             "BITS": weight.bits,
             "RUN": run,
             "GROUP_RUNS": weight.group_size // run,
@@ -416,6 +389,12 @@ class TritonQuantizedWeight:
         return output
 
 
-def _words(table: Sequence[int]) -> tuple[int, ...]:
-    """Four values a word, the first in the lowest bits, each as the byte of `value + 128`."""
-    return struct.unpack("<4i", bytes(value + 128 for value in table))
+def _meaning(weight: QuantizedWeight, has_float8: bool) -> dict[str, Any]:
+    """How `_values` finds what codes mean."""
+    if weight.is_float:
+        return {"KIND": "e4m3" if has_float8 else "bits of e4m3", "TABLE": None}
+    table = weight.table or tuple(range(-128, 128))
+    if table == tuple(range(table[0], table[0] + len(table))):
+        return {"KIND": "consecutive", "TABLE": table[:1]}
+    # Four values a word, the first in the lowest bits, each as the byte of `value + 128`.
+    return {"KIND": "table", "TABLE": struct.unpack("<4i", bytes(v + 128 for v in table))}

@@ -112,11 +112,13 @@ def test_values_of_a_table_and_any_number_of_threads(kernels: Library, num_threa
     assert torch.equal(products, packed.apply(rows))
 
 
-def test_groups_that_the_kernels_lack_are_refused(kernels: Library) -> None:
+def test_groups_and_codes_that_the_kernels_lack_are_refused(kernels: Library) -> None:
     weight = random_weight(32, 24, 4, 8, offsets=False, scales="float16")
-    assert not can_pack_codes(weight)
-    with pytest.raises(ValueError, match="groups of a multiple of 16 inputs"):
-        NativeWeight(weight, kernels, HugeMemory(), torch.float32)
+    floats = random_weight(32, 32, 8, 16, offsets=False, is_float=True)
+    for refused in (weight, floats):
+        assert not can_pack_codes(refused)
+        with pytest.raises(ValueError, match="groups of a multiple of 16 whole numbers"):
+            NativeWeight(refused, kernels, HugeMemory(), torch.float32)
 
 
 @pytest.mark.parametrize("scales", ["float32", "units"])

@@ -85,6 +85,35 @@ def test_codes_of_four_bits_mean_what_their_table_says(table: tuple[int, ...], s
     _assert_exact_but_for_sums(sums, rows, weight)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group_size", [16, 96, 384])
+@pytest.mark.parametrize("has_float8", [False, True])
+def test_codes_may_be_floats(has_float8: bool, group_size: int, dtype: torch.dtype) -> None:
+    """Every number of the type is among them."""
+    if has_float8 and not INTERPRETED and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU lacks float8")
+    weight = random_weight(39, 384, 8, group_size, offsets=False, scales="float32", is_float=True)
+    weight.codes[0, :127] = torch.arange(127)
+    weight.codes[1, :127] = torch.arange(128, 255)
+    packed = TritonQuantizedWeight(
+        weight, dtype, DEVICE, batch_invariant=True, has_float8=has_float8
+    )
+    rows = torch.cat([torch.eye(384).to(dtype), _rows(7, weight, dtype)])
+    sums = packed.apply(rows.to(DEVICE), output_dtype=torch.float32)
+    assert torch.equal(sums[:384].cpu(), weight.dequantize().T)
+    _assert_exact_but_for_sums(sums, rows, weight)
+    tokens = torch.tensor([0, 1, 38], device=DEVICE)
+    _assert_rounded(packed.gather(tokens).cpu(), weight.dequantize()[tokens.cpu()])
+    if INTERPRETED and has_float8:
+        return  # it takes the type's NaN for 480
+    weight.codes[1, 5] = 0x7F
+    broken = TritonQuantizedWeight(
+        weight, dtype, DEVICE, batch_invariant=True, has_float8=has_float8
+    )
+    sums = broken.apply(rows[-1:].to(DEVICE), output_dtype=torch.float32)[0]
+    assert sums.isnan().tolist() == [i == 1 for i in range(39)]
+
+
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (130, 144), (64, 80), (129, 32)], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_shapes_that_fill_no_tile(shape: tuple[int, int], bits: int) -> None:

@@ -1,5 +1,6 @@
 """Models that compute with these kernels alone, against the reference and against themselves."""
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,10 @@ from pagewire_kernels.triton import TritonBackend, TritonLayerKernels, TritonQua
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver
-from tests.support.quantized_files import awq, integers, make_quantized
+from tests.support.quantized_files import awq, fp8, integers, make_quantized
 from worker_service.config import ModelConfig
 from worker_service.loader import load_model
+from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import read_config
 from worker_service.loader.quantized_checkpoint import read_schemes
 from worker_service.loader.weights import EagerPacking, load_weights, open_checkpoint
@@ -52,6 +54,17 @@ def _awq(folder: Path) -> tuple[Path, Path]:
         return awq(rounded, 4), rounded.values
 
     settings = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    return make_quantized(folder, settings, quantize)
+
+
+def _fp8(folder: Path) -> tuple[Path, Path]:
+    """As `make_quantized`."""
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+
+    def quantize(module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        grid = [-(-size // 32) for size in weight.shape]
+        return fp8(weight, (32, 32), "weight_scale_inv", grid)
+
     return make_quantized(folder, settings, quantize)
 
 
@@ -107,16 +120,17 @@ def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> Non
     assert torch.equal(torch.cat(pieces), together[1])
 
 
-@pytest.mark.parametrize("source", ["awq", "llama_tied Q4_1", "qwen3 Q4_K"])
+@pytest.mark.parametrize("source", ["awq", "fp8", "llama_tied Q4_1", "qwen3 Q4_K"])
 def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_ones(
     source: str, tmp_path: Path
 ) -> None:
-    path, reference = _awq(tmp_path) if source == "awq" else _gguf(source, tmp_path)
+    make = {"awq": _awq, "fp8": _fp8}.get(source, partial(_gguf, source))
+    path, reference = make(tmp_path)
     model = _packed_model(path)
     assert model.embedding is not None
     of_layers = [linear for linear in _linears(model) if linear is not model.head]
     assert all(_is_packed(linear) for linear in of_layers)
-    assert _is_packed(model.embedding) == (source != "awq")  # whose files have it dense
+    assert _is_packed(model.embedding) == (make not in (_awq, _fp8))  # whose files have it dense
     _assert_same_in_any_batch(model, _model(reference, PLAIN))
 
 
@@ -140,6 +154,7 @@ def test_a_worker_keeps_quantized_weights_packed_on_its_gpu(tmp_path: Path) -> N
     loaded = load_model(
         ModelConfig(model=str(path), device="cuda", dtype="float16", batch_invariant=True)
     )
+    assert "/packed/" in arithmetic_of(loaded)
     model = loaded.model
     assert isinstance(model, NativeModel)
     assert loaded.batch_invariant

@@ -109,7 +109,6 @@ def _compressed(kind: str, **arguments: Any) -> tuple[dict[str, Any], Quantize, 
     """A format of compressed-tensors; arguments: of `compressed`."""
     weights = {name: value for name, value in arguments.items() if name != "scale_dtype"}
     weights.setdefault("num_bits", 8)
-    is_float = weights.get("type") == "float"
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
     settings = {
         "quant_method": "compressed-tensors",
@@ -117,7 +116,7 @@ def _compressed(kind: str, **arguments: Any) -> tuple[dict[str, Any], Quantize, 
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-    return settings, lambda _, weight: compressed(weight, kind, **arguments), not is_float
+    return settings, lambda _, weight: compressed(weight, kind, **arguments), True
 
 
 def _fp8_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantize, bool]:
@@ -133,7 +132,7 @@ def _fp8_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantize, bool
         torch.testing.assert_close(reference.process(named)[f"{module}.weight"], dense)
         return stored, dense
 
-    return {**FP8, "weight_block_size": [rows, columns]}, quantize, False
+    return {**FP8, "weight_block_size": [rows, columns]}, quantize, True
 
 
 FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
@@ -197,12 +196,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
     "fp8 of tensors": (
         FP8,
         lambda _, weight: fp8(weight, tuple(weight.shape), "weight_scale", []),
-        False,
+        True,
     ),
     "fp8 of outputs": (
         FP8,
         lambda _, weight: fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1]),
-        False,
+        True,
     ),
     "fp8 of blocks of 128": _fp8_blocks(128, 128),
     "fp8 of smaller blocks": _fp8_blocks(32, 40),
