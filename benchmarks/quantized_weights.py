@@ -13,8 +13,9 @@ import torch
 
 from benchmarks.ceilings import Measurer
 from benchmarks.tables import print_table, script_parser
+from pagewire_kernels.cpu.linear import HugeMemory, NativeWeight
+from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.quantized_weight import SIGNED_TABLE, UNSIGNED_TABLE, QuantizedWeight
-from worker_service.models.linear import PackedWeight, pack
 
 OUT_FEATURES, IN_FEATURES = 3072, 1024
 NUM_WEIGHTS = 64
@@ -37,12 +38,14 @@ def _weights(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | Quantized
     yield "dense", torch.randn(OUT_FEATURES, IN_FEATURES).to(dtype)
     yield "int8, groups of 128", _quantized(8, 128, offsets=False)
     yield "Q8_0 (8 bits, 32)", _quantized(8, 32, offsets=False)
+    yield "6 bits, groups of 32", _quantized(6, 32, offsets=False)
+    yield "Q5_1 (5 bits, 32, offsets)", _quantized(5, 32, offsets=True)
     yield "int4, groups of 128, offsets", _quantized(4, 128, offsets=True)
     yield "Q4_0 (4 bits, 32)", _quantized(4, 32, offsets=False)
     yield "Q4_1 (4 bits, 32, offsets)", _quantized(4, 32, offsets=True)
 
 
-def _seconds(weights: Sequence[PackedWeight], rows: torch.Tensor) -> float:
+def _seconds(weights: Sequence[NativeWeight], rows: torch.Tensor) -> float:
     """Of one product, the best of some rounds over all weights."""
     found = []
     for _ in range(ROUNDS):
@@ -59,19 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     dtype = getattr(torch, parser.parse_args(arguments).dtype)
+    kernels = library()
+    if kernels is None:
+        raise SystemExit("the compiled kernels are not there")
     measurer = Measurer(dtype, torch.device("cpu"))
     dense: dict[int, float] = {}
     table = []
     for name, weight in _weights(dtype):
-        weights = [pack(weight, dtype) for _ in range(NUM_WEIGHTS)]
+        memory = HugeMemory()
+        weights = [NativeWeight(weight, kernels, memory, dtype) for _ in range(NUM_WEIGHTS)]
         times = {n: _seconds(weights, torch.randn(n, IN_FEATURES).to(dtype)) for n in NUM_ROWS}
         dense = dense or times
-        if isinstance(weight, QuantizedWeight):
-            num_scales = weight.scales.numel() * (1 if weight.offsets is None else 2)
-            num_bytes = weight.codes.numel() * weight.bits / 8 + 2 * num_scales
-        else:
-            num_bytes = weight.nbytes
-        floor = num_bytes / measurer.measure().read_bytes_per_s / times[1]
+        floor = weights[0].num_bytes / measurer.measure().read_bytes_per_s / times[1]
         row: dict[str, object] = {"weight": name, "floor": f"{floor:.2f}"}
         table.append(row | {f"{n} rows": f"{dense[n] / times[n]:.2f}" for n in NUM_ROWS})
     print_table(table, f"speed over dense {dtype}, {IN_FEATURES} inputs, {OUT_FEATURES} outputs")

@@ -23,7 +23,7 @@ INSTRUCTION_SETS_BY_MACHINE: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "avx2": ["-march=x86-64-v3"],
         "avx512": ["-march=x86-64-v4"],
-        "avx512_bf16": ["-march=x86-64-v4", "-mavx512bf16"],
+        "avx512_bf16": ["-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"],
     },
     "aarch64": {"neon": ["-mno-outline-atomics"]},
 }

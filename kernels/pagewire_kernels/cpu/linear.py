@@ -2,7 +2,7 @@
 
 import ctypes
 import mmap
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,10 +73,44 @@ _GROUP_INPUTS = 16
 _MAX_GROUP_INPUTS = 256
 """Groups are of a multiple of 16 inputs; a scale that more than 256 share is repeated."""
 
+_RANGES = ((5, 0), (5, 16), (6, 0), (6, 32))
+"""What codes of 5 and 6 bits may stand for: (bits, what is subtracted from a code)."""
+
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
     """Whether the kernels have products with weights of such codes and groups."""
     return not weight.is_float and weight.group_size % _GROUP_INPUTS == 0
+
+
+class _Codes(NamedTuple):
+    """Codes as the kernels take them: what they mean is above `zero`."""
+
+    kind: str
+    bits: int
+    codes: Tensor
+    """uint8 [out_features, in_features]"""
+
+    zero: int
+    table: Tensor
+    """uint8 [16], of kind `table4`"""
+
+
+def _packed_codes(weight: QuantizedWeight) -> _Codes:
+    """The weight's codes, in the fewest bits that hold its values."""
+    no_table = torch.zeros(16, dtype=torch.uint8)
+    if weight.table is not None:
+        first = weight.table[0]
+        if weight.table == tuple(range(first, first + 16)):
+            return _Codes("int4", 4, weight.codes, -first, no_table)
+        table = torch.tensor(weight.table, dtype=torch.int16) + 128
+        return _Codes("table4", 4, weight.codes, 128, table.to(torch.uint8))
+    values = weight.values()
+    least, most = int(values.min()), int(values.max())
+    for bits, zero in _RANGES:
+        fits = -zero <= least and most < (1 << bits) - zero
+        if fits and weight.group_size % (32 // (bits - 4)) == 0:
+            return _Codes(f"int{bits}", bits, (values + zero).view(torch.uint8), zero, no_table)
+    return _Codes("int8", 8, values.view(torch.uint8) ^ 128, 128, no_table)
 
 
 class _Packed:
@@ -116,9 +150,10 @@ class _Packed:
 
     def _pack_codes(self, weight: QuantizedWeight) -> None:
         require(can_pack_codes(weight), f"groups of a multiple of {_GROUP_INPUTS} whole numbers")
-        self._suffix = f"_int{weight.bits}"
         sizes = range(_GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, _GROUP_INPUTS)
         weight = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
+        packed = _packed_codes(weight)
+        self._suffix, self._table = f"_{packed.kind}", packed.table
         numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
         num_groups = weight.scales.shape[1]
         scale_bytes, num_units = 1, 0
@@ -126,20 +161,20 @@ class _Packed:
             num_units = weight.units.shape[1]
         else:
             scale_bytes = 2 if all(each.half().float().equal(each) for each in numbers) else 4
-        self._table = torch.tensor(weight.table or [0] * 16, dtype=torch.int8)
         self._quantization = {
             "group_size": weight.group_size,
             "scale_bytes": scale_bytes,
             "has_offsets": int(weight.offsets is not None),
             "unit_groups": num_groups // num_units if num_units else 0,
+            "zero": packed.zero,
             "table": self._table.data_ptr(),
         }
-        names = ("codes", "scales", "offsets", "units", "offset_units")
-        tensors = {name: getattr(weight, name) for name in names}
+        names = ("scales", "offsets", "units", "offset_units")
+        tensors = {"codes": packed.codes, **{name: getattr(weight, name) for name in names}}
         dense = {name: None if t is None else t.contiguous() for name, t in tensors.items()}
         addresses = {name: address(tensor) for name, tensor in dense.items()}
         task = QuantizedPackTask(**addresses, **self._quantization)
-        row_bytes = self.in_features * weight.bits // 8
+        row_bytes = self.in_features * packed.bits // 8
         row_bytes += (num_groups * scale_bytes + num_units * 2) * len(numbers)
         self._pack(f"pack{self._suffix}", task, row_bytes)
 
@@ -158,6 +193,11 @@ class _Packed:
     def address(self) -> int:
         """Address of the packed weight, which never moves."""
         return self._packed.data_ptr()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the packed weight."""
+        return self._packed.numel()
 
     def _multiply(
         self, kernel: Kernel, rows: Tensor, bias: Tensor | None, y: Tensor, activation: int = 0

@@ -99,7 +99,8 @@ def instruction_sets() -> list[str]:
         return list(INSTRUCTION_SETS)
     capability = torch.backends.cpu.get_cpu_capability()
     widest = {"AVX2": "avx2", "AVX512": "avx512"}.get(capability)
-    if widest == "avx512" and torch.cpu._is_avx512_bf16_supported():
+    has_more = (torch.cpu._is_vnni_supported, torch.cpu._is_avx512_bf16_supported)
+    if widest == "avx512" and all(each() for each in has_more):
         widest = "avx512_bf16"
     names = list(INSTRUCTION_SETS)
     return names[: names.index(widest) + 1][::-1] if widest is not None else []

@@ -136,7 +136,7 @@ class PackTask(NativeStruct):
     _fields_ = int64s("next_item weight weight_stride packed in_features out_features num_parts")
 
 
-_QUANTIZATION = " group_size scale_bytes has_offsets unit_groups table"
+_QUANTIZATION = " group_size scale_bytes has_offsets unit_groups zero table"
 """The fields of `Quantization` of src/linear.h."""
 
 

@@ -100,25 +100,18 @@ inline Floats widen(const int8_t* from) {
   return to_floats(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
 }
 
-using CodeTable = __m256i;
-
-inline CodeTable load_table(const int8_t* values) {
-  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)));
+template <int kBits>
+inline Words shift_left(Words x) {
+  return _mm256_slli_epi32(x, kBits);
 }
-
-template <int kBit>
-inline Floats signed_byte(Words x) {
-  return to_floats(_mm256_srai_epi32(_mm256_slli_epi32(x, 24 - kBit), 24));
+template <int kBits>
+inline Words shift_right(Words x) {
+  return _mm256_srli_epi32(x, kBits);
 }
-
-template <int kBit>
-inline Floats look_up(Words codes, const CodeTable& table) {
-  const Words low = _mm256_and_si256(_mm256_srli_epi32(codes, kBit % 8), broadcast_word(0x0f0f0f0f));
-  return signed_byte<kBit / 8 * 8>(_mm256_shuffle_epi8(table, low));
-}
-
-inline Words join_pairs(Floats first, Floats second) {
-  return _mm256_or_si256(_mm256_srli_epi32(as_words(first), 16), as_words(second));
+inline Words and_words(Words a, Words b) { return _mm256_and_si256(a, b); }
+inline Words or_words(Words a, Words b) { return _mm256_or_si256(a, b); }
+inline Words look_up(const ByteTable& table, Words bytes) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes);
 }
 
 }  // namespace pagewire

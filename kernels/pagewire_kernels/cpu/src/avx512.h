@@ -122,35 +122,18 @@ inline Floats widen(const int8_t* from) {
   return to_floats(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 }
 
-struct CodeTable {
-  Floats values;
-  Words pairs;  // bfloat16, each twice
-};
-
-inline CodeTable load_table(const int8_t* values) {
-  const Floats table = widen(values);
-  const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(as_words(table), 16));
-  return {table, _mm512_inserti64x4(_mm512_castsi256_si512(halves), halves, 1)};
+template <int kBits>
+inline Words shift_left(Words x) {
+  return _mm512_slli_epi32(x, kBits);
 }
-
-template <int kBit>
-inline Floats look_up(Words codes, const CodeTable& table) {
-  return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, kBit), table.values);
+template <int kBits>
+inline Words shift_right(Words x) {
+  return _mm512_srli_epi32(x, kBits);
 }
-
-// Of the codes at `kBit` and at `kBit` + 16, as a pair of bfloat16.
-template <int kBit>
-inline Words look_up_pair(Words codes, const CodeTable& table) {
-  return _mm512_permutexvar_epi16(_mm512_srli_epi32(codes, kBit), table.pairs);
-}
-
-template <int kBit>
-inline Floats signed_byte(Words x) {
-  return to_floats(_mm512_srai_epi32(_mm512_slli_epi32(x, 24 - kBit), 24));
-}
-
-inline Words join_pairs(Floats first, Floats second) {
-  return _mm512_or_si512(_mm512_srli_epi32(as_words(first), 16), as_words(second));
+inline Words and_words(Words a, Words b) { return _mm512_and_si512(a, b); }
+inline Words or_words(Words a, Words b) { return _mm512_or_si512(a, b); }
+inline Words look_up(const ByteTable& table, Words bytes) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes);
 }
 
 }  // namespace pagewire

@@ -24,7 +24,6 @@ struct Float32Dot {
     return load_floats(static_cast<const float*>(weights));
   }
   static Operand operand(Floats units) { return units; }
-  static void store(void* to, Operand x) { store_floats(static_cast<float*>(to), x); }
   static Operand broadcast(int32_t input) { return as_floats(broadcast_word(input)); }
   static Floats add(Operand row, Operand weights, Floats sum) {
     return multiply_add(row, weights, sum);
@@ -40,7 +39,6 @@ struct BFloat16Dot {
   using Operand = Words;
   static Operand load(const void* weights) { return load_words(weights); }
   static Operand operand(Floats units) { return as_words(units); }
-  static void store(void* to, Operand x) { _mm512_storeu_si512(to, x); }
   static Operand broadcast(int32_t inputs) { return broadcast_word(inputs); }
   static Floats add(Operand row, Operand weights, Floats sum) {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(row),
@@ -57,9 +55,6 @@ struct BFloat16Dot {
   };
   static Operand load(const void* weights) { return split(load_words(weights)); }
   static Operand operand(Floats units) { return split(as_words(units)); }
-  static void store(void* to, const Operand& x) {
-    store_floats(static_cast<float*>(to), as_floats(join_pairs(x.first, x.second)));
-  }
   static Operand broadcast(int32_t inputs) { return split(broadcast_word(inputs)); }
   static Operand split(Words pairs) { return {first_of_pairs(pairs), second_of_pairs(pairs)}; }
   static Floats add(const Operand& row, const Operand& weights, Floats sum) {

@@ -29,7 +29,8 @@ struct Quantization {
   int64_t scale_bytes;  // of float32, of float16, or 1 of whole numbers of units
   int64_t has_offsets;
   int64_t unit_groups;  // groups that share a unit; 0 without units
-  const int8_t* table;  // the values of 16 codes of 4 bits
+  int64_t zero;  // what is subtracted from codes
+  const uint8_t* table;  // of the codes that 4 bits mean, or null
 };
 
 struct LinearTask : Task {
@@ -58,7 +59,7 @@ struct PackTask : Task {
 
 // A weight in fewer bits, to be packed.
 struct QuantizedPackTask : Task {
-  const uint8_t* codes;  // [out_features, in_features]
+  const uint8_t* codes;  // [out_features, in_features], as they are packed
   const float* scales;  // [out_features, in_features / group_size]
   const float* offsets;  // as the scales, or null
   const float* units;  // [out_features, in_features / group_size / unit_groups], or null

@@ -177,40 +177,37 @@ inline Floats widen(const int8_t* from) {
   return to_floats({vmovl_s16(vget_low_s16(wide)), vmovl_high_s16(wide)});
 }
 
-using CodeTable = int8x16_t;
+using ByteTable = uint8x16_t;
 
-inline CodeTable load_table(const int8_t* values) { return vld1q_s8(values); }
+inline ByteTable load_table(const uint8_t* values) { return vld1q_u8(values); }
 
-template <int kBit>
-inline int32x4_t signed_byte(int32x4_t x) {
-  return vshrq_n_s32(vshlq_n_s32(x, 24 - kBit), 24);
+template <int kBits>
+inline int32x4_t shift_left(int32x4_t x) {
+  return kBits == 0 ? x : vshlq_n_s32(x, kBits);
 }
-
-template <int kBit>
-inline Floats signed_byte(Words x) {
-  return to_floats({signed_byte<kBit>(x.low), signed_byte<kBit>(x.high)});
+template <int kBits>
+inline Words shift_left(Words x) {
+  return {shift_left<kBits>(x.low), shift_left<kBits>(x.high)};
 }
-
-template <int kBit>
-inline int32x4_t look_up(int32x4_t codes, CodeTable table) {
-  uint8x16_t low = vreinterpretq_u8_s32(codes);
-  if constexpr (kBit % 8 != 0) low = vshrq_n_u8(low, 4);
-  low = vandq_u8(low, vdupq_n_u8(15));
-  return signed_byte<kBit / 8 * 8>(vreinterpretq_s32_s8(vqtbl1q_s8(table, low)));
+template <int kBits>
+inline int32x4_t shift_right(int32x4_t x) {
+  if constexpr (kBits == 0) return x;
+  else return vreinterpretq_s32_u32(vshrq_n_u32(vreinterpretq_u32_s32(x), kBits));
 }
-
-template <int kBit>
-inline Floats look_up(Words codes, const CodeTable& table) {
-  return to_floats({look_up<kBit>(codes.low, table), look_up<kBit>(codes.high, table)});
+template <int kBits>
+inline Words shift_right(Words x) {
+  return {shift_right<kBits>(x.low), shift_right<kBits>(x.high)};
 }
-
-inline int32x4_t join_pairs(float32x4_t first, float32x4_t second) {
-  const uint32x4_t low = vshrq_n_u32(vreinterpretq_u32_f32(first), 16);
-  return vreinterpretq_s32_u32(vorrq_u32(low, vreinterpretq_u32_f32(second)));
+inline Words and_words(Words a, Words b) {
+  return {vandq_s32(a.low, b.low), vandq_s32(a.high, b.high)};
 }
-
-inline Words join_pairs(Floats first, Floats second) {
-  return {join_pairs(first.low, second.low), join_pairs(first.high, second.high)};
+inline Words or_words(Words a, Words b) {
+  return {vorrq_s32(a.low, b.low), vorrq_s32(a.high, b.high)};
 }
-
+inline int32x4_t look_up(const ByteTable& table, int32x4_t bytes) {
+  return vreinterpretq_s32_u8(vqtbl1q_u8(table, vreinterpretq_u8_s32(bytes)));
+}
+inline Words look_up(const ByteTable& table, Words bytes) {
+  return {look_up(table, bytes.low), look_up(table, bytes.high)};
+}
 }  // namespace pagewire

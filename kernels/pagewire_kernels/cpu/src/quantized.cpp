@@ -1,15 +1,17 @@
 // Products with weights in fewer bits; see quantized.h.
 //
-// A code's value is a small whole number, which bfloat16 holds exactly: the products of a group are
-// summed as those of dense weights are, then multiplied by its scale. What offsets add is the sum of
-// the group's inputs, which all outputs share: it is computed once for a block of rows.
+// A group's products are summed (quantized_dot.h), then multiplied by its scale. What offsets add is
+// the sum of the group's inputs, which all outputs share.
 //
 // Few rows unpack the codes in registers. For more, a group is unpacked into the first-level cache
 // once, and all rows of a block go over it there. Both add the same numbers in the same order.
 #include "quantized.h"
 
+#include <stdlib.h>
+
 #include "linear_finish.h"
 #include "linear_tile.h"
+#include "quantized_dot.h"
 #include "share.h"
 
 namespace pagewire {
@@ -18,225 +20,253 @@ namespace {
 constexpr int64_t kBlockRows = 192;  // the most rows of an item
 constexpr int64_t kBlockBytes = 512 << 10;  // of rows, so that they stay in the second-level cache
 constexpr int64_t kMaxGroup = 256;
-constexpr int64_t kMaxSums = 16384;  // of a block's inputs, one for each row and group
 constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache; measured on a Xeon
-constexpr int kChains = 2;  // sums of alternate steps, since an addition waits for the one before
+constexpr int kTileRows = QuantizedDot::kTileRows;
+constexpr int64_t kOperandBytes = sizeof(QuantizedDot::Operand);
 
-#if defined(__AVX512F__)
-constexpr int kTileRows = 6;
-#elif defined(__aarch64__)
-constexpr int kTileRows = 2;
-#else
-constexpr int kTileRows = 3;
-#endif
-
-// Codes that were unpacked: steps as `Dot` loads them.
-struct Unpacked {
-  static constexpr int64_t kSteps = 4;
-  using Table = CodeTable;
-
-  Unpacked(const char* steps, const Table&) : steps(steps) {}
-
-  template <class Dot, int kStep>
-  typename Dot::Operand operand() const {
-    return Dot::load(steps + kStep * kStepBytes);
-  }
-
-  const char* steps;
+// A block of rows, turned into what `QuantizedDot` takes.
+struct Block {
+  const char* inputs;  // [num_rows][in_features] of kTurnedBytes
+  const QuantizedDot::Inputs* groups;  // [num_rows][num_groups]
+  int64_t num_rows, row_bytes, num_groups;
 };
 
-// How many steps one word of a source has, and how far the next one is.
-template <class Dot, class Source>
-constexpr int steps_of() {
-  if constexpr (std::is_same_v<Source, Unpacked>) {
-    return Unpacked::kSteps;
-  } else {
-    return Source::kInputsPerWord / Dot::kInputsPerStep;
+// Codes in registers of bytes.
+template <class Codes>
+struct Packed {
+  static constexpr int64_t kInputs = Codes::kInputs;
+  static constexpr int64_t kBytes = Codes::kWords * kStepBytes;
+
+  template <int kRegister>
+  static QuantizedDot::Operand operand(const char* words, int v, const ByteTable& table) {
+    return QuantizedDot::operand(
+        Codes::template bytes<kRegister>(words + v * kLanes * 4, table));
+  }
+};
+
+// Codes that were unpacked.
+struct Unpacked {
+  static constexpr int64_t kInputs = 8;
+  static constexpr int64_t kBytes = 2 * kPanelVectors * kOperandBytes;
+
+  template <int kRegister>
+  static QuantizedDot::Operand operand(const char* operands, int v, const ByteTable&) {
+    return QuantizedDot::load(operands + (kRegister * kPanelVectors + v) * kOperandBytes);
+  }
+};
+
+// Sums of alternate registers, since an addition waits for the one before.
+template <int kRows>
+using Sums = QuantizedDot::Sum[kRows][kPanelVectors][2];
+
+template <class Source, int kRows, int kRegister>
+inline __attribute__((always_inline)) void add_register(
+    const TileRows<char, kRows>& inputs, const char* codes, const ByteTable& table,
+    Sums<kRows>& sums) {
+  // One of exact sums is enough where the registers are scarce.
+  constexpr int kChain = QuantizedDot::kIsExact && kRows > 2 ? 0 : kRegister % 2;
+  QuantizedDot::Operand weights[kPanelVectors];
+  _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+    weights[v] = Source::template operand<kRegister>(codes, v, table);
+  }
+  _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
+    const auto step = QuantizedDot::load_step(inputs[r] + kRegister * 4 * kTurnedBytes);
+    _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+      QuantizedDot::add(step, weights[v], sums[r][v][kChain]);
+    }
   }
 }
-template <class Dot, class Source>
-constexpr int64_t bytes_of() {
-  return std::is_same_v<Source, Unpacked> ? Unpacked::kSteps * kStepBytes : kStepBytes;
+
+template <class Source, int kRows, int... kRegister>
+inline __attribute__((always_inline)) void add_registers(
+    const TileRows<char, kRows>& inputs, const char* codes, const ByteTable& table,
+    Sums<kRows>& sums, std::integer_sequence<int, kRegister...>) {
+  (add_register<Source, kRows, kRegister>(inputs, codes, table, sums), ...);
 }
 
-template <class Dot, int kRows, class Source, int... kStep>
-inline __attribute__((always_inline)) void add_word(
-    const TileRows<typename Dot::Input, kRows>& rows, const Source& low, const Source& high,
-    Floats (&sums)[kRows][kPanelVectors][kChains], std::integer_sequence<int, kStep...>) {
-  const auto add_step = [&](auto step) __attribute__((always_inline)) {
-    constexpr int kAt = decltype(step)::value;
-    const typename Dot::Operand w[] = {low.template operand<Dot, kAt>(),
-                                       high.template operand<Dot, kAt>()};
-    _Pragma("GCC unroll 16") for (int r = 0; r < kRows; ++r) {
-      const auto inputs = Dot::broadcast(load_step(rows[r] + kAt * Dot::kInputsPerStep));
-      _Pragma("GCC unroll 16") for (int v = 0; v < kPanelVectors; ++v) {
-        Floats& sum = sums[r][v][kAt % kChains];
-        sum = Dot::add(inputs, w[v], sum);
+// Add a group's products to the sums of `kRows` rows from `row` on, [kRows, kPanel].
+template <class Source, int kRows>
+inline __attribute__((always_inline)) void add_group(const Block& block, int64_t row, int64_t g, int64_t num_inputs, const Group& group,
+               const ByteTable& table, float* kept) {
+  const QuantizedDot::Inputs* turned = block.groups + row * block.num_groups + g;
+  Sums<kRows> sums;
+  _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
+    _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+      sums[r][v][0] = QuantizedDot::first_sum(turned[r * block.num_groups]);
+      sums[r][v][1] = QuantizedDot::no_sum();
+    }
+  }
+  const char* first = block.inputs + row * block.row_bytes + g * num_inputs * kTurnedBytes;
+  TileRows<char, kRows> inputs(first, block.row_bytes);
+  const char* codes = group.codes;
+  for (int64_t i = 0; i < num_inputs; i += Source::kInputs) {
+    if constexpr (!std::is_same_v<Source, Unpacked>) {
+      _Pragma("GCC unroll 16") for (int64_t at = 0; at < Source::kBytes; at += 64) {
+        __builtin_prefetch(codes + kFetchedBytes + at, 0, 3);
       }
     }
-  };
-  (add_step(std::integral_constant<int, kStep>()), ...);
-}
-
-// Add a group's products to the sums of `kRows` rows, [kRows, kPanel]; the group's codes may be
-// unpacked; input_sums: of the group's inputs, one for each row, `sums_stride` apart.
-template <class Dot, class Source, int kRows>
-void add_group(const typename Dot::Input* x, int64_t x_stride, int64_t num_inputs,
-               const Group& group, const CodeTable& table, const float* input_sums,
-               int64_t sums_stride, float* kept) {
-  constexpr int kSteps = steps_of<Dot, Source>();
-  static_assert(kPanelVectors == 2 && kSteps % kChains == 0, "the same order for all sources");
-  Floats sums[kRows][kPanelVectors][kChains];
-  _Pragma("GCC unroll 32") for (int i = 0; i < kRows * kPanelVectors * kChains; ++i) {
-    sums[i / kChains / kPanelVectors][i / kChains % kPanelVectors][i % kChains] = zeros();
-  }
-  TileRows<typename Dot::Input, kRows> rows(x, x_stride);
-  constexpr int64_t kInputs = kSteps * Dot::kInputsPerStep;
-  const char* weights = group.codes;
-  for (int64_t i = 0; i < num_inputs; i += kInputs) {
-    __builtin_prefetch(weights + kFetchedBytes, 0, 3);
-    __builtin_prefetch(weights + kFetchedBytes + 64, 0, 3);
-    const Source low(weights, table), high(weights + kLanes * 4, table);
-    add_word<Dot, kRows>(rows, low, high, sums, std::make_integer_sequence<int, kSteps>());
-    rows.advance(kInputs);
-    weights += bytes_of<Dot, Source>();
+    add_registers<Source, kRows>(inputs, codes, table, sums,
+                                 std::make_integer_sequence<int, Source::kInputs / 4>());
+    inputs.advance(Source::kInputs * kTurnedBytes);
+    codes += Source::kBytes;
   }
   _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
     const Floats scale = group.scales.load(v * kLanes);
-    _Pragma("GCC unroll 16") for (int r = 0; r < kRows; ++r) {
+    const bool has_offsets = group.offsets.numbers != nullptr;
+    const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
+    _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
+      const QuantizedDot::Inputs& of_row = turned[r * block.num_groups];
       float* at = kept + r * kPanel + v * kLanes;
-      store_floats(at, multiply_add(scale, add(sums[r][v][0], sums[r][v][1]), load_floats(at)));
-    }
-    if (group.offsets.numbers == nullptr) continue;
-    const Floats offset = group.offsets.load(v * kLanes);
-    _Pragma("GCC unroll 16") for (int r = 0; r < kRows; ++r) {
-      float* at = kept + r * kPanel + v * kLanes;
-      const Floats inputs = broadcast(input_sums[r * sums_stride]);
-      store_floats(at, multiply_add(offset, inputs, load_floats(at)));
+      const Floats total = QuantizedDot::total(sums[r][v][0], sums[r][v][1], of_row);
+      const Floats scaled = multiply_add(scale, total, load_floats(at));
+      store_floats(at, has_offsets ? multiply_add(offset, broadcast(of_row.sum), scaled) : scaled);
     }
   }
 }
 
-template <class Dot, class Source, int kRows = kTileRows>
-inline auto group_tile_of(int64_t num_rows) {
-  if constexpr (kRows > 1) {
-    if (num_rows < kRows) return group_tile_of<Dot, Source, kRows - 1>(num_rows);
-  }
-  return add_group<Dot, Source, kRows>;
-}
-
-template <class Dot, class Codes, int... kStep>
-void unpack_word(const Codes& low, const Codes& high, char* to,
-                 std::integer_sequence<int, kStep...>) {
-  const auto store_step = [&](auto step) {
-    constexpr int kAt = decltype(step)::value;
-    Dot::store(to + kAt * kStepBytes, low.template operand<Dot, kAt>());
-    Dot::store(to + kAt * kStepBytes + kLanes * 4, high.template operand<Dot, kAt>());
+template <class Codes, int... kRegister>
+void unpack_words(const char* words, const ByteTable& table, char* to,
+                  std::integer_sequence<int, kRegister...>) {
+  const auto store = [&](auto number) {
+    constexpr int kAt = decltype(number)::value;
+    _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
+      QuantizedDot::store(to + (kAt * kPanelVectors + v) * kOperandBytes,
+                          Packed<Codes>::template operand<kAt>(words, v, table));
+    }
   };
-  (store_step(std::integral_constant<int, kStep>()), ...);
+  (store(std::integral_constant<int, kRegister>()), ...);
 }
 
-template <class Dot, class Codes>
-void unpack_group(const char* words, int64_t num_words, const CodeTable& table, char* to) {
-  constexpr int kSteps = steps_of<Dot, Codes>();
-  for (int64_t i = 0; i < num_words; ++i, words += kStepBytes, to += kSteps * kStepBytes) {
-    const Codes low(words, table), high(words + kLanes * 4, table);
-    unpack_word<Dot>(low, high, to, std::make_integer_sequence<int, kSteps>());
+template <class Codes>
+void unpack_group(const char* words, int64_t num_inputs, const ByteTable& table, char* to) {
+  constexpr int kRegisters = Codes::kInputs / 4;
+  for (int64_t i = 0; i < num_inputs; i += Codes::kInputs) {
+    unpack_words<Codes>(words, table, to, std::make_integer_sequence<int, kRegisters>());
+    words += Packed<Codes>::kBytes;
+    to += kRegisters * kPanelVectors * kOperandBytes;
   }
 }
 
-// A block of rows, and the sums of its inputs.
-template <class Dot>
-struct Block {
-  const typename Dot::Input* x;
-  int64_t x_stride, num_rows;
-  const float* input_sums;  // [num_rows, num_groups]
-};
+// What multiplies a panel; sums: [block.num_rows, kPanel].
+template <class Codes>
+using MultiplyPanel = void (*)(const Block& block, const GroupLayout<Codes>& layout,
+                               int64_t group_size, const char* panel, const ByteTable& table,
+                               float* sums);
 
-// sums: [num_rows, kPanel]
-template <class Dot, class Codes>
-void multiply_panel(const Block<Dot>& block, const GroupLayout<Codes>& layout, int64_t group_size,
-                    const char* panel, const CodeTable& table, float* sums) {
-  memset(sums, 0, block.num_rows * kPanel * sizeof(float));
-  const int64_t num_tiles = divide_up(block.num_rows, kTileRows);
-  const auto few = group_tile_of<Dot, Codes>(block.num_rows);
-  alignas(64) char steps[kMaxGroup / Dot::kInputsPerStep * kStepBytes];
-  for (int64_t g = 0; g < layout.num_groups; ++g) {
-    Group group = layout.at(panel, g);
-    const auto* x = block.x + g * group_size;
-    const float* input_sums = block.input_sums + g;
-    if (num_tiles == 1) {
-      few(x, block.x_stride, group_size, group, table, input_sums, layout.num_groups, sums);
-      continue;
+template <class Codes, int kRows>
+void multiply_few(const Block& block, const GroupLayout<Codes>& layout, int64_t group_size,
+                  const char* panel, const ByteTable& table, float* sums) {
+  layout.for_each_group(panel, [&](int64_t g, const Group& group) {
+    add_group<Packed<Codes>, kRows>(block, 0, g, group_size, group, table, sums);
+  });
+}
+
+template <int kRows>
+void add_unpacked(const Block& block, int64_t row, int64_t g, int64_t group_size,
+                  const Group& group, float* sums) {
+  if constexpr (kRows > 1) {
+    if (block.num_rows - row < kRows) {
+      return add_unpacked<kRows - 1>(block, row, g, group_size, group, sums);
     }
-    unpack_group<Dot, Codes>(group.codes, layout.num_words, table, steps);
-    group.codes = steps;
+  }
+  add_group<Unpacked, kRows>(block, row, g, group_size, group, ByteTable(), sums + row * kPanel);
+}
+
+template <class Codes>
+void multiply_many(const Block& block, const GroupLayout<Codes>& layout, int64_t group_size,
+                   const char* panel, const ByteTable& table, float* sums) {
+  alignas(64) char operands[kMaxGroup / 4 * kPanelVectors * kOperandBytes];
+  layout.for_each_group(panel, [&](int64_t g, Group group) {
+    unpack_group<Codes>(group.codes, group_size, table, operands);
+    group.codes = operands;
     for (int64_t row = 0; row < block.num_rows; row += kTileRows) {
-      const int64_t left = block.num_rows - row;
-      const auto add = group_tile_of<Dot, Unpacked>(left < kTileRows ? left : kTileRows);
-      add(x + row * block.x_stride, block.x_stride, group_size, group, table,
-          input_sums + row * layout.num_groups, layout.num_groups, sums + row * kPanel);
+      add_unpacked<kTileRows>(block, row, g, group_size, group, sums);
     }
+  });
+}
+
+template <class Codes, int kRows = kTileRows>
+MultiplyPanel<Codes> panel_product_of(int64_t num_rows) {
+  if (num_rows > kTileRows) return multiply_many<Codes>;
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return panel_product_of<Codes, kRows - 1>(num_rows);
   }
+  return multiply_few<Codes, kRows>;
+}
+
+// The calling thread's working memory, which grows as needed and is kept; 64 bytes aligned.
+inline char* working_memory(int64_t num_bytes) {
+  static thread_local char* memory = nullptr;
+  static thread_local int64_t size = 0;
+  if (size < num_bytes) {
+    free(memory);
+    size = num_bytes + num_bytes / 4;
+    size += -size & 63;
+    memory = static_cast<char*>(aligned_alloc(64, size));
+    if (memory == nullptr) abort();
+  }
+  return memory;
 }
 
 template <class Input>
-void sum_inputs(const Input* x, int64_t x_stride, int64_t num_rows, int64_t num_groups,
-                int64_t group_size, float* sums) {
+Block turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t num_groups) {
+  const Quantization& q = task.quantization;
+  const int64_t row_bytes = task.in_features * kTurnedBytes;
+  const int64_t group_bytes = num_groups * static_cast<int64_t>(sizeof(QuantizedDot::Inputs));
+  char* inputs = working_memory(num_rows * (row_bytes + group_bytes));
+  auto* groups = reinterpret_cast<QuantizedDot::Inputs*>(inputs + num_rows * row_bytes);
   for (int64_t r = 0; r < num_rows; ++r) {
+    const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
     for (int64_t g = 0; g < num_groups; ++g) {
-      const Input* from = x + r * x_stride + g * group_size;
-      Floats sum = zeros();
-      for (int64_t i = 0; i < group_size; i += kLanes) sum = add(sum, widen(from + i));
-      sums[r * num_groups + g] = sum_lanes(sum);
+      char* to = inputs + r * row_bytes + g * q.group_size * kTurnedBytes;
+      groups[r * num_groups + g] =
+          QuantizedDot::turn(x + g * q.group_size, q.group_size, q.zero, to);
     }
   }
+  return {inputs, groups, num_rows, row_bytes, num_groups};
 }
 
 // Blocks are of about the same size.
-template <class Dot>
-int64_t rows_per_block(const LinearTask& task, int64_t num_groups) {
-  int64_t most = kBlockBytes / (task.in_features * sizeof(typename Dot::Input));
+inline int64_t rows_per_block(const LinearTask& task) {
+  int64_t most = kBlockBytes / (task.in_features * kTurnedBytes);
   if (most < kTileRows) most = kTileRows;
   if (most > kBlockRows) most = kBlockRows;
-  if (most > kMaxSums / num_groups) most = kMaxSums / num_groups;
   return divide_up(*task.num_rows, divide_up(*task.num_rows, most));
 }
 
-template <class Dot, class Codes, class Finish>
+template <class Input, class Codes, class Finish>
 void multiply(LinearTask& task, Finish finish) {
-  using Input = typename Dot::Input;
   const int64_t num_rows = *task.num_rows;
   if (num_rows == 0) return;
   const Quantization& q = task.quantization;
   const GroupLayout<Codes> layout(q, task.in_features);
-  const int64_t block = rows_per_block<Dot>(task, layout.num_groups);
+  const int64_t block_rows = rows_per_block(task);
   const int64_t num_panels = Finish::num_panels(task);
-  const int64_t num_items = divide_up(num_rows, block) * num_panels;
-  const CodeTable table = load_table(q.table);
-  alignas(64) float sums[kBlockRows * kPanel], input_sums[kMaxSums];
-  int64_t summed_row = -1;
+  const int64_t num_items = divide_up(num_rows, block_rows) * num_panels;
+  const ByteTable table = load_table(q.table);
+  alignas(64) float sums[kBlockRows * kPanel];
+  int64_t turned_row = -1;
+  Block block;
   SharedItems items(task, num_items, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
-    const int64_t row = item / num_panels * block, panel = item % num_panels;
-    const int64_t count = num_rows - row < block ? num_rows - row : block;
-    const auto* x = static_cast<const Input*>(task.x) + row * task.x_stride;
-    if (q.has_offsets && row != summed_row) {
-      sum_inputs(x, task.x_stride, count, layout.num_groups, q.group_size, input_sums);
-      summed_row = row;
+    const int64_t row = item / num_panels * block_rows, panel = item % num_panels;
+    const int64_t count = num_rows - row < block_rows ? num_rows - row : block_rows;
+    if (row != turned_row) {
+      block = turn_rows<Input>(task, row, count, layout.num_groups);
+      turned_row = row;
     }
-    const Block<Dot> rows = {x, task.x_stride, count, input_sums};
     const char* weights = static_cast<const char*>(task.weight) + panel * layout.panel_bytes;
-    multiply_panel<Dot, Codes>(rows, layout, q.group_size, weights, table, sums);
+    memset(sums, 0, count * kPanel * sizeof(float));
+    panel_product_of<Codes>(count)(block, layout, q.group_size, weights, table, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }
 }
 
-template <class Dot, class Codes>
+template <class Input, class Codes>
 void multiply_gated(LinearTask& task) {
   with_activation(task.activation, [&](auto function) {
-    multiply<Dot, Codes>(task, FinishGated<typename Dot::Input, decltype(function)>());
+    multiply<Input, Codes>(task, FinishGated<Input, decltype(function)>());
   });
 }
 
@@ -275,16 +305,16 @@ void pack_panel(const QuantizedPackTask& task, int64_t panel) {
     const int64_t row = row_of(task, panel, n);
     if (row < 0) continue;
     const uint8_t* codes = task.codes + row * task.in_features;
+    uint8_t words[4 * Codes::kWords];
     for (int64_t g = 0; g < layout.num_groups; ++g) {
       const Group group = layout.at(packed, g);
       store(group.scales, n, task.scales, task.units, row, g);
       store(group.offsets, n, task.offsets, task.offset_units, row, g);
-      for (int64_t w = 0; w < layout.num_words; ++w) {
-        uint32_t word = 0;
-        for (int64_t i = 0; i < Codes::kInputsPerWord; ++i) {
-          word |= static_cast<uint32_t>(*codes++) << bit_of(i, Codes::kBits);
-        }
-        memcpy(const_cast<char*>(group.codes) + w * kStepBytes + n * 4, &word, 4);
+      char* to = const_cast<char*>(group.codes) + n * 4;
+      for (int64_t i = 0; i < q.group_size; i += Codes::kInputs, codes += Codes::kInputs) {
+        memset(words, 0, sizeof(words));
+        for (int k = 0; k < Codes::kInputs; ++k) Codes::put(words, k, codes[k]);
+        for (int64_t w = 0; w < Codes::kWords; ++w, to += kStepBytes) memcpy(to, words + 4 * w, 4);
       }
     }
   }
@@ -313,7 +343,7 @@ template <class Codes, class Number>
 void gather(GatherTask& task) {
   const Quantization& q = task.quantization;
   const GroupLayout<Codes> layout(q, task.in_features);
-  constexpr uint32_t kMask = (1u << Codes::kBits) - 1;
+  uint8_t words[4 * Codes::kWords];
   for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
     const int64_t id = task.batch->token_ids[i], n = id % kPanel;
     Number* y = static_cast<Number*>(task.y) + i * task.y_stride;
@@ -325,11 +355,11 @@ void gather(GatherTask& task) {
     for (int64_t g = 0; g < layout.num_groups; ++g) {
       const Group group = layout.at(panel, g);
       const float scale = load_one(group.scales, n), offset = load_one(group.offsets, n);
-      for (int64_t w = 0; w < layout.num_words; ++w) {
-        uint32_t word;
-        memcpy(&word, group.codes + w * kStepBytes + n * 4, 4);
-        for (int64_t k = 0; k < Codes::kInputsPerWord; ++k) {
-          const float value = Codes::value(word >> bit_of(k, Codes::kBits) & kMask, q.table);
+      const char* from = group.codes + n * 4;
+      for (int64_t i = 0; i < q.group_size; i += Codes::kInputs) {
+        for (int64_t w = 0; w < Codes::kWords; ++w, from += kStepBytes) memcpy(words + 4 * w, from, 4);
+        for (int k = 0; k < Codes::kInputs; ++k) {
+          const auto value = static_cast<float>(Codes::code(words, k, q.table) - q.zero);
           store_rounded_number(y++, value * scale + offset);
         }
       }
@@ -344,23 +374,26 @@ using namespace pagewire;
 
 #define PAGEWIRE_QUANTIZED(codes, Codes) \
   PAGEWIRE_KERNEL pw_linear_float32_##codes(LinearTask* task) { \
-    multiply<Float32Dot, Codes>(*task, Finish<float, float>()); \
+    multiply<float, Codes>(*task, Finish<float, float>()); \
   } \
   PAGEWIRE_KERNEL pw_linear_bfloat16_##codes(LinearTask* task) { \
-    multiply<BFloat16Dot, Codes>(*task, Finish<BFloat16, BFloat16>()); \
+    multiply<BFloat16, Codes>(*task, Finish<BFloat16, BFloat16>()); \
   } \
   PAGEWIRE_KERNEL pw_linear_bfloat16_float32_##codes(LinearTask* task) { \
-    multiply<BFloat16Dot, Codes>(*task, Finish<BFloat16, float>()); \
+    multiply<BFloat16, Codes>(*task, Finish<BFloat16, float>()); \
   } \
   PAGEWIRE_KERNEL pw_gated_linear_float32_##codes(LinearTask* task) { \
-    multiply_gated<Float32Dot, Codes>(*task); \
+    multiply_gated<float, Codes>(*task); \
   } \
   PAGEWIRE_KERNEL pw_gated_linear_bfloat16_##codes(LinearTask* task) { \
-    multiply_gated<BFloat16Dot, Codes>(*task); \
+    multiply_gated<BFloat16, Codes>(*task); \
   } \
   PAGEWIRE_KERNEL pw_pack_##codes(QuantizedPackTask* task) { pack<Codes>(*task); } \
   PAGEWIRE_KERNEL pw_gather_float32_##codes(GatherTask* task) { gather<Codes, float>(*task); } \
   PAGEWIRE_KERNEL pw_gather_bfloat16_##codes(GatherTask* task) { gather<Codes, BFloat16>(*task); }
 
 PAGEWIRE_QUANTIZED(int4, Codes4)
+PAGEWIRE_QUANTIZED(table4, TableCodes4)
+PAGEWIRE_QUANTIZED(int5, Codes5)
+PAGEWIRE_QUANTIZED(int6, Codes6)
 PAGEWIRE_QUANTIZED(int8, Codes8)

@@ -1,15 +1,18 @@
 // Weights in fewer bits, packed and unpacked.
 //
-// A weight is value(code) * scale + offset, where scale and offset are those of a group of inputs.
+// A weight is (code - zero) * scale + offset, where scale and offset are those of a group of inputs.
 // It is packed in panels as dense weights are (linear.h); a panel has, for each group,
 //
 //   scales[kPanel]   float32, float16, or int8 numbers of units
 //   offsets[kPanel]  the same, if there are any
-//   codes[group_size / Codes::kInputsPerWord][kPanel] words of 32 bits
+//   codes[group_size / Codes::kInputs][Codes::kWords][kPanel] words of 32 bits
 //
 // and before the first of the groups that share units, these: float16 [kPanel], of scales, then of
-// offsets. So a panel is read once, from its beginning to its end. Of a word's inputs, the even ones are in
-// the lower half and the odd ones in the upper half, which suits steps of pairs and single steps.
+// offsets. So a panel is read once, from its beginning to its end.
+//
+// A register of bytes has the codes of four inputs, one output in each word. The words of four bits
+// have two such registers, first the lower halves of the bytes. Codes of 5 or 6 bits have their
+// upper bits in a word after those of the lower four; of each byte, register after register.
 #pragma once
 
 #include <utility>
@@ -18,64 +21,77 @@
 
 namespace pagewire {
 
-// Where input `i` of a word begins.
-constexpr int bit_of(int i, int bits) { return i % 2 * 16 + i / 2 * bits; }
+// The lower halves of the words' bytes, or the upper ones.
+template <int kRegister>
+inline Words half_bytes(const char* words) {
+  const Words both = load_words(words + kRegister / 2 * kStepBytes);
+  return and_words(shift_right<kRegister % 2 * 4>(both), broadcast_word(0x0f0f0f0f));
+}
 
-// Four bits, with a table of their values.
+inline int half_byte(const uint8_t* codes, int i) {
+  return codes[i / 8 * 4 + i % 4] >> (i / 4 % 2 * 4) & 15;
+}
+
 struct Codes4 {
-  static constexpr int kBits = 4;
-  static constexpr int64_t kInputsPerWord = 8;
-  using Table = CodeTable;
+  static constexpr int64_t kInputs = 8, kWords = 1;  // of what is unpacked at a time
 
-  static float value(uint32_t code, const int8_t* table) { return table[code]; }
-
-  Codes4(const char* words, const Table& table) : codes(load_words(words)), table(table) {}
-
-  // The weights of a step, as `Dot` takes them.
-  template <class Dot, int kStep>
-  typename Dot::Operand operand() const {
-    if constexpr (Dot::kInputsPerStep == 1) {
-      return look_up<bit_of(kStep, kBits)>(codes, table);
-    } else {
-#if defined(__AVX512BF16__)
-      return look_up_pair<kStep * kBits>(codes, table);
-#else
-      return {look_up<bit_of(2 * kStep, kBits)>(codes, table),
-              look_up<bit_of(2 * kStep + 1, kBits)>(codes, table)};
-#endif
-    }
+  template <int kRegister>
+  static Words bytes(const char* words, const ByteTable&) {
+    return half_bytes<kRegister>(words);
   }
-
-  Words codes;
-  const Table& table;
+  // The code of input `i`, of an output's words one after the other.
+  static int code(const uint8_t* words, int i, const uint8_t*) { return half_byte(words, i); }
+  static void put(uint8_t* words, int i, int code) {
+    words[i / 8 * 4 + i % 4] |= static_cast<uint8_t>((code & 15) << (i / 4 % 2 * 4));
+  }
 };
 
-// Eight bits: whole numbers from -128 to 127.
-struct Codes8 {
-  static constexpr int kBits = 8;
-  static constexpr int64_t kInputsPerWord = 4;
-  using Table = CodeTable;
-
-  static float value(uint32_t code, const int8_t*) { return static_cast<int8_t>(code); }
-
-  Codes8(const char* words, const Table&) : codes(load_words(words)) {}
-
-  template <class Dot, int kStep>
-  typename Dot::Operand operand() const {
-    if constexpr (Dot::kInputsPerStep == 1) {
-      return signed_byte<bit_of(kStep, kBits)>(codes);
-    } else {
-      const Floats first = signed_byte<bit_of(2 * kStep, kBits)>(codes);
-      const Floats second = signed_byte<bit_of(2 * kStep + 1, kBits)>(codes);
-#if defined(__AVX512BF16__)
-      return join_pairs(first, second);
-#else
-      return {first, second};
-#endif
-    }
+// Four bits, with a table of the codes that they mean.
+struct TableCodes4 : Codes4 {
+  template <int kRegister>
+  static Words bytes(const char* words, const ByteTable& table) {
+    return look_up(table, half_bytes<kRegister>(words));
   }
+  static int code(const uint8_t* words, int i, const uint8_t* table) {
+    return table[half_byte(words, i)];
+  }
+};
 
-  Words codes;
+// Four bits and `kUpper` more, whose word has those of `kInputs` inputs.
+template <int kUpper>
+struct LongCodes {
+  static constexpr int64_t kInputs = 32 / kUpper, kWords = kInputs / 8 + 1;
+
+  template <int kRegister>
+  static Words bytes(const char* words, const ByteTable&) {
+    constexpr int kLeft = 4 - kRegister * kUpper;
+    constexpr int kMask = 0x01010101 * (((1 << kUpper) - 1) << 4);
+    const Words upper = load_words(words + (kWords - 1) * kStepBytes);
+    const Words shifted = shift_right<(kLeft < 0 ? -kLeft : 0)>(
+        shift_left<(kLeft > 0 ? kLeft : 0)>(upper));
+    return or_words(half_bytes<kRegister>(words), and_words(shifted, broadcast_word(kMask)));
+  }
+  static int code(const uint8_t* words, int i, const uint8_t*) {
+    const int upper = words[(kWords - 1) * 4 + i % 4] >> (i / 4 * kUpper) & ((1 << kUpper) - 1);
+    return half_byte(words, i) | upper << 4;
+  }
+  static void put(uint8_t* words, int i, int code) {
+    Codes4::put(words, i, code);
+    words[(kWords - 1) * 4 + i % 4] |= static_cast<uint8_t>(code >> 4 << (i / 4 * kUpper));
+  }
+};
+using Codes5 = LongCodes<1>;
+using Codes6 = LongCodes<2>;
+
+struct Codes8 {
+  static constexpr int64_t kInputs = 8, kWords = 2;
+
+  template <int kRegister>
+  static Words bytes(const char* words, const ByteTable&) {
+    return load_words(words + kRegister * kStepBytes);
+  }
+  static int code(const uint8_t* words, int i, const uint8_t*) { return words[i]; }
+  static void put(uint8_t* words, int i, int code) { words[i] = static_cast<uint8_t>(code); }
 };
 
 // The scales or the offsets of a group's outputs.
@@ -102,7 +118,7 @@ struct Group {
 template <class Codes>
 struct GroupLayout {
   GroupLayout(const Quantization& q, int64_t in_features)
-      : num_words(q.group_size / Codes::kInputsPerWord),
+      : num_words(q.group_size / Codes::kInputs * Codes::kWords),
         num_groups(in_features / q.group_size),
         groups_per_unit(q.unit_groups ? q.unit_groups : num_groups),
         number_bytes(q.scale_bytes),
@@ -115,11 +131,26 @@ struct GroupLayout {
   Group at(const char* panel, int64_t g) const {
     const int64_t unit = g / groups_per_unit;
     const char* units = panel + unit * (groups_per_unit * group_bytes + units_bytes);
-    const char* group = units + units_bytes + g % groups_per_unit * group_bytes;
+    return group_at(units + units_bytes + g % groups_per_unit * group_bytes, units);
+  }
+
+  Group group_at(const char* group, const char* units) const {
     const char* offsets = offsets_at ? group + offsets_at : nullptr;
     return {group + codes_at,
             {group, units, number_bytes},
             {offsets, units + kPanel * 2, number_bytes}};
+  }
+
+  // Calls `visit` with a number and a group, one after the other.
+  template <class Visit>
+  inline __attribute__((always_inline)) void for_each_group(const char* panel, Visit visit) const {
+    for (int64_t g = 0; g < num_groups;) {
+      const char* units = panel;
+      panel += units_bytes;
+      for (const int64_t end = g + groups_per_unit; g < end; ++g, panel += group_bytes) {
+        visit(g, group_at(panel, units));
+      }
+    }
   }
 
   const int64_t num_words, num_groups, groups_per_unit, number_bytes, offsets_at, codes_at;

@@ -12,9 +12,8 @@
 //                            it after `finish_stores_past_caches`
 //   transpose(x)             a square of 32-bit words, one row in each register
 //   interleave(a, b, low, high)  the 16-bit numbers of `a` and `b`, alternating
-//   look_up<bit>(codes, table)   the values of the 4-bit codes that begin at a bit of each word
-//   signed_byte<bit>(x)      the 8-bit numbers that begin there
-//   join_pairs(a, b)         pairs of bfloat16, which `a` and `b` must be without rounding
+//   shift_left<bits>, shift_right<bits>  of each word, zeros come in
+//   look_up(table, x)        for each byte below 16, the table's
 //
 // Results with NEON are those with AVX2, bit by bit.
 #pragma once

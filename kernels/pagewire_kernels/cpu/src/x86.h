@@ -26,4 +26,10 @@ inline float greatest_lane_of_8(__m256 a) {
   return _mm_cvtss_f32(_mm_max_ss(c, _mm_movehdup_ps(c)));
 }
 
+using ByteTable = __m128i;
+
+inline ByteTable load_table(const uint8_t* values) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(values));
+}
+
 }  // namespace pagewire

@@ -1,0 +1,194 @@
+// How a row's products with codes grow, from what the row's inputs were turned into beforehand.
+//
+// A step is four inputs: a register of bytes has their codes, one output in each word. Codes are
+// `zero` larger than what they mean, so sums begin at as much less.
+#pragma once
+
+#include "vectors.h"
+
+namespace pagewire {
+
+constexpr int64_t kTurnedBytes = 4;  // that an input becomes
+
+inline float from_bits(uint32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
+
+#if defined(__AVX512VNNI__)
+
+// Inputs are rounded to multiples of a power of two, 2^-23 to 2^-22 of their group's largest, so
+// they are whole numbers of three digits of 8 bits, whose products the processor sums exactly, four
+// at a time. What is rounded away is about what sums of float32 lose. The result does not depend on
+// the order.
+struct QuantizedDot {
+  static constexpr bool kIsExact = true;
+  static constexpr int kDigits = 3;
+  static constexpr int kTileRows = 4;
+  using Operand = Words;
+  struct Sum {
+    Words of_digits[kDigits];
+  };
+
+  // A row's group of inputs, turned.
+  struct Inputs {
+    float unit;  // of the whole numbers; NaN if an input is NaN or infinite
+    float sum;
+    int32_t start[kDigits];
+  };
+
+  template <class Input>
+  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, char* digits) {
+    Floats most = zeros(), nothing = zeros();
+    for (int64_t i = 0; i < num_inputs; i += kLanes) {
+      const Floats values = widen(x + i);
+      most = greater_of(most, _mm512_abs_ps(values));
+      nothing = multiply_add(values, zeros(), nothing);  // NaN for what is not finite
+    }
+    const float largest = greatest_lane(most);
+    uint32_t exponent;
+    memcpy(&exponent, &largest, 4);
+    constexpr uint32_t kNearPowerOfTwo = 65793;  // digits are at most 127: no room for more than
+    exponent = (exponent + kNearPowerOfTwo) >> 23;  // 127 * (1 + 256 + 65536)
+    if (exponent < 23) exponent = 23;
+    const Floats units_per_one = broadcast(from_bits((276 - exponent) << 23));
+    const Words bias = broadcast_word(0x00808080);
+    const __m128i by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    Words sums = broadcast_word(0), total = broadcast_word(0);
+    for (int64_t i = 0; i < num_inputs; i += kLanes) {
+      const Words numbers = _mm512_cvtps_epi32(multiply(widen(x + i), units_per_one));
+      const Words bytes = _mm512_xor_si512(add_words(numbers, bias), bias);
+      const Words of_fours = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(by_digit));
+      _mm512_storeu_si512(digits + i * kTurnedBytes, of_fours);
+      sums = _mm512_dpbusd_epi32(sums, broadcast_word(0x01010101), of_fours);
+      total = add_words(total, numbers);
+    }
+    alignas(64) int32_t of_lanes[kLanes];
+    _mm512_store_si512(of_lanes, sums);
+    Inputs turned;
+    turned.unit = from_bits((exponent - 22) << 23) + sum_lanes(nothing);
+    turned.sum = static_cast<float>(_mm512_reduce_add_epi32(total)) * turned.unit;
+    for (int d = 0; d < kDigits; ++d) {
+      turned.start[d] = -zero * (of_lanes[d] + of_lanes[4 + d] + of_lanes[8 + d] + of_lanes[12 + d]);
+    }
+    return turned;
+  }
+
+  static Sum first_sum(const Inputs& inputs) {
+    return {broadcast_word(inputs.start[0]), broadcast_word(inputs.start[1]),
+            broadcast_word(inputs.start[2])};
+  }
+  static Sum no_sum() { return {}; }
+
+  static Operand operand(Words bytes) { return bytes; }
+  static void store(char* to, Operand x) { _mm512_store_si512(to, x); }
+  static Operand load(const char* from) { return load_words(from); }
+
+  struct Step {
+    Words of_digits[kDigits];
+  };
+  static Step load_step(const char* turned) {
+    const auto word = [turned](int d) {
+      int32_t four;
+      memcpy(&four, turned + 4 * d, 4);
+      return broadcast_word(four);
+    };
+    return {word(0), word(1), word(2)};
+  }
+  // As assembly, since GCC 12 copies the sums for its intrinsic.
+  static void add(const Step& step, Operand weights, Sum& sum) {
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d) {
+      asm("vpdpbusd %2, %1, %0" : "+v"(sum.of_digits[d]) : "v"(weights), "v"(step.of_digits[d]));
+    }
+  }
+
+  static Floats total(const Sum& a, const Sum& b, const Inputs& inputs) {
+    Words sums[kDigits];
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d) sums[d] = add_words(a.of_digits[d], b.of_digits[d]);
+    const Floats low = to_floats(add_words(sums[0], shift_left<8>(sums[1])));
+    const Floats all = multiply_add(to_floats(sums[2]), broadcast(65536.0f), low);
+    return multiply(all, broadcast(inputs.unit));
+  }
+};
+
+#else
+
+// Products of float32. Bytes become numbers where they are in their words, which makes them 1, 2^8 or
+// 2^16 times too large; the inputs are as much smaller, and nothing is rounded by that.
+struct QuantizedDot {
+  static constexpr bool kIsExact = false;
+#if defined(__AVX512F__)
+  static constexpr int kTileRows = 6;
+#elif defined(__aarch64__)
+  static constexpr int kTileRows = 2;
+#else
+  static constexpr int kTileRows = 3;
+#endif
+  struct Operand {
+    Floats of_inputs[4];
+  };
+  using Sum = Floats;
+
+  struct Inputs {
+    float sum, start;
+  };
+
+  template <class Input>
+  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, char* scaled) {
+    alignas(64) float factors[kLanes];
+    for (int64_t i = 0; i < kLanes; i += 4) {
+      factors[i] = factors[i + 3] = 1.0f;
+      factors[i + 1] = 1.0f / (1 << 8);
+      factors[i + 2] = 1.0f / (1 << 16);
+    }
+    Floats sums = zeros();
+    for (int64_t i = 0; i < num_inputs; i += kLanes) {
+      const Floats values = widen(x + i);
+      sums = pagewire::add(sums, values);
+      store_floats(reinterpret_cast<float*>(scaled) + i, multiply(values, load_floats(factors)));
+    }
+    const float sum = sum_lanes(sums);
+    return {sum, -static_cast<float>(zero) * sum};
+  }
+
+  static Sum first_sum(const Inputs& inputs) { return broadcast(inputs.start); }
+  static Sum no_sum() { return zeros(); }
+
+  static Operand operand(Words bytes) {
+    return {to_floats(and_words(bytes, broadcast_word(0xff))),
+            to_floats(and_words(bytes, broadcast_word(0xff00))),
+            to_floats(and_words(bytes, broadcast_word(0xff0000))),
+            to_floats(shift_right<24>(bytes))};
+  }
+  static void store(char* to, const Operand& x) {
+    for (int i = 0; i < 4; ++i) store_floats(reinterpret_cast<float*>(to) + i * kLanes, x.of_inputs[i]);
+  }
+  static Operand load(const char* from) {
+    const auto* floats = reinterpret_cast<const float*>(from);
+    return {load_floats(floats), load_floats(floats + kLanes), load_floats(floats + 2 * kLanes),
+            load_floats(floats + 3 * kLanes)};
+  }
+
+  struct Step {
+    Floats of_inputs[4];
+  };
+  static Step load_step(const char* turned) {
+    const auto* x = reinterpret_cast<const float*>(turned);
+    return {broadcast(x[0]), broadcast(x[1]), broadcast(x[2]), broadcast(x[3])};
+  }
+  static void add(const Step& step, const Operand& weights, Sum& sum) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      sum = multiply_add(step.of_inputs[i], weights.of_inputs[i], sum);
+    }
+  }
+
+  static Floats total(Sum a, Sum b, const Inputs&) { return pagewire::add(a, b); }
+};
+
+#endif
+
+}  // namespace pagewire
