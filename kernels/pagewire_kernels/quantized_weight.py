@@ -46,6 +46,10 @@ class QuantizedWeight:
     is_float: bool = False
     """Codes are the bytes of float8_e4m3fn numbers; `table` is None."""
 
+    order: Tensor | None = None
+    """The input that each column stands for: int64 [in_features]; None: they stand in order.
+    Formats whose groups are not of consecutive inputs have their columns sorted by group."""
+
     @property
     def bits(self) -> int:
         """Of a code: 4 or 8."""
@@ -77,7 +81,8 @@ class QuantizedWeight:
         groups *= whole.scales.unsqueeze(2)
         if whole.offsets is not None:
             groups += whole.offsets.unsqueeze(2)
-        return groups.flatten(1)
+        dense = groups.flatten(1)
+        return dense if self.order is None else dense[:, self.order.argsort()]
 
     def without_units(self) -> "QuantizedWeight":
         """The same with the products of numbers and units."""
@@ -89,12 +94,24 @@ class QuantizedWeight:
             offsets = offsets * self.offset_units.repeat_interleave(times, dim=1)
         return replace(self, scales=scales, offsets=offsets, units=None, offset_units=None)
 
+    def in_order(self) -> "QuantizedWeight":
+        """The same with its columns in the order of the inputs; if they are not, each input becomes
+        a group, which no kernel takes."""
+        if self.order is None:
+            return self
+        places = self.order.argsort()
+        single = replace(self.without_units().regrouped(1), order=None)
+        return single._changed(lambda tensor: tensor[:, places])
+
     def rows(self, index: slice | Tensor) -> "QuantizedWeight":
         """Some of the outputs."""
         return self._changed(lambda tensor: tensor[index])
 
     def columns(self, start: int, stop: int) -> "QuantizedWeight":
-        """Some of the inputs; their groups are smaller if `start` or `stop` is within one."""
+        """Some of the inputs; their groups are smaller if `start` or `stop` is within one, and of
+        one input each if columns do not stand in order."""
+        if self.order is not None:
+            return self.in_order().columns(start, stop)
         in_features = self.codes.shape[1]
         if self.units is not None and math.gcd(start, stop) % (in_features // self.units.shape[1]):
             return self.without_units().columns(start, stop)
@@ -132,10 +149,12 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
     The codes of all must be floats, or those of none. Without rounding: of different groups, the
     smaller ones are taken, and codes become numbers of 8 bits where the parts' codes mean different
-    values.
+    values. Where the orders of columns differ, each input becomes a group.
     """
     if len(parts) == 1:
         return parts[0]
+    if not all(_have_same_order(parts[0], part) for part in parts):
+        parts = [part.in_order() for part in parts]
     if len({_layout(part) for part in parts}) > 1:
         parts = [part.without_units() for part in parts]
         group_size = math.gcd(*(part.group_size for part in parts))
@@ -154,6 +173,12 @@ def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     return replace(first, **joined)
 
 
+def _have_same_order(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return one.order.equal(other.order)
+
+
 _TENSORS = ("codes", "scales", "offsets", "units", "offset_units")
 
 
@@ -162,6 +187,9 @@ def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
     tensors = (getattr(weight, name) for name in _TENSORS)
     return weight.table, *(None if tensor is None else tensor.shape[1] for tensor in tensors)
 
+
+GROUP_INPUTS = 16
+"""Kernels take groups of a multiple of as many inputs."""
 
 GROUP_SIZES = (128, 64, 32)
 """Of weights that are rounded here, the largest that divides the inputs."""

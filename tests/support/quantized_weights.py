@@ -15,9 +15,11 @@ def random_weight(
     scales: str = "float16",
     table: tuple[int, ...] = SIGNED_TABLE,
     is_float: bool = False,
+    ordered: bool = True,
 ) -> QuantizedWeight:
     """scales: float16, float32, or units, of which an output has two; is_float: codes of 8 bits
-    are those of finite numbers of float8_e4m3fn."""
+    are those of finite numbers of float8_e4m3fn; ordered: whether columns are in the order of the
+    inputs."""
     generator = torch.Generator().manual_seed(out_features + in_features + bits)
 
     def random(spread: float, columns: int) -> torch.Tensor:
@@ -44,4 +46,5 @@ def random_weight(
         offset_units=units(0.005) if offsets else None,
         table=table if bits == 4 else None,
         is_float=is_float,
+        order=None if ordered else torch.randperm(in_features, generator=generator),
     )

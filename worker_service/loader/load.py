@@ -323,6 +323,8 @@ def _build(
         if context.cache_dtype == FP8:
             load_kv_scales(model, checkpoint)
     model.finish_loading()
+    for reason, num_bytes in model.dequantized.items():
+        logger.info("weights dequantized num_bytes=%d reason=%s", num_bytes, reason)
     return model
 
 

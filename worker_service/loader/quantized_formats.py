@@ -147,8 +147,10 @@ class _Integers(StoredWeight):
     ) -> QuantizedWeight:
         """codes: uint8 [out, in]; scales, zeros: [out, groups]; no zeros: the middle code.
 
-        group_of: the group of each input. If they are not consecutive, each input becomes one.
+        group_of: the group of each input. If they are not consecutive, columns are sorted by group;
+        if groups differ in size, each input becomes one.
         """
+        order = None
         middle = 1 << (self.scheme.bits - 1)
         offsets = None
         if zeros is not None and (zeros != middle).any():
@@ -158,12 +160,19 @@ class _Integers(StoredWeight):
             if not 0 <= int(group_of.min()) <= int(group_of.max()) < num_groups:
                 raise self._fault(f"{self.name}: g_idx: expected groups 0 to {num_groups - 1}")
             in_order = torch.arange(num_groups).repeat_interleave(codes.shape[1] // num_groups)
-            if not group_of.equal(in_order):
+            if group_of.sort().values.equal(in_order):
+                order = None if group_of.equal(in_order) else group_of.argsort(stable=True)
+                codes = codes if order is None else codes[:, order]
+            else:
                 scales = scales[:, group_of]
                 offsets = None if offsets is None else offsets[:, group_of]
         if self.scheme.bits == 8:
-            return QuantizedWeight(codes=codes ^ middle, scales=scales, offsets=offsets)
-        return QuantizedWeight(codes=codes, scales=scales, offsets=offsets, table=SIGNED_TABLE)
+            return QuantizedWeight(
+                codes=codes ^ middle, scales=scales, offsets=offsets, order=order
+            )
+        return QuantizedWeight(
+            codes=codes, scales=scales, offsets=offsets, table=SIGNED_TABLE, order=order
+        )
 
 
 class Awq(_Integers):

@@ -232,7 +232,7 @@ def load_weights(
         for file, wanted in by_file.items():
             while wanted:
                 advance = partial(progress.advance, bar)
-                num_read += _fill_some(checkpoint, file, wanted, on_filled, advance)
+                num_read += _fill_some(checkpoint, file, wanted, on_filled, advance, model)
     return num_read
 
 
@@ -242,6 +242,7 @@ def _fill_some(
     wanted: deque[Wanted],
     on_filled: OnFilled,
     advance: Callable[[int], None],
+    model: NativeModel,
 ) -> int:
     """Fill the next targets that a file has tensors for; returns the bytes read.
 
@@ -252,20 +253,23 @@ def _fill_some(
     with checkpoint.open(file) as tensors:
         while wanted and num_read < _MAX_MAPPED_BYTES:
             name, weight = wanted.popleft()
-            num_read += _fill(tensors, name, weight)
+            num_read += _fill(tensors, name, weight, model)
             advance(weight.target.nbytes)
             on_filled(weight)
     return num_read
 
 
-def _fill(tensors: Any, name: str, weight: WeightTarget) -> int:
+def _fill(tensors: Any, name: str, weight: WeightTarget, model: NativeModel) -> int:
     """Returns the bytes of what was read."""
     if weight.keep is not None:
         quantized = _read_quantized(tensors, name)
         if quantized is not None:
             weight.keep(weight.part_of(quantized))
             return quantized.codes.nbytes
-    part = tensors.get_slice(name)[weight.source_index or ...]
+    tensor = tensors.get_slice(name)
+    if getattr(tensor, "is_quantized", False):
+        model.dequantized["the format has no groups of whole numbers"] += weight.target.nbytes
+    part = tensor[weight.source_index or ...]
     weight.target.copy_(part)
     return int(part.nbytes)
 

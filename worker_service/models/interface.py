@@ -1,5 +1,6 @@
 """The interface of models, and what they are built with."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -95,6 +96,9 @@ class ModelContext:
     packs_with_triton: bool = False
     """Whether weights in fewer bits stay so on a GPU, for the Triton kernels. Memory for their
     dense forms is then the host's, where it takes up none until it is filled."""
+
+    dequantized: Counter[str] = field(default_factory=Counter)
+    """Bytes of the weights that could not stay in fewer bits, by reason; added to while loading."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
 

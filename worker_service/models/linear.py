@@ -36,7 +36,7 @@ from pagewire_kernels.cpu import linear as native
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
-from pagewire_kernels.quantized_weight import QuantizedWeight, quantize, stack
+from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
 from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption
 from worker_service.models.interface import ModelContext, WeightTarget
@@ -144,6 +144,15 @@ def can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
 
         return triton.can_pack_codes(weight)
     return has_quantized_products(context.dtype, context.device) and native.can_pack_codes(weight)
+
+
+def _obstacle(weight: QuantizedWeight) -> str:
+    """Why the device has no products with this weight."""
+    if weight.group_size == 1:
+        return "scattered groups that ranks share, or that differ in one product"
+    if weight.group_size % GROUP_INPUTS:
+        return f"groups of {weight.group_size} inputs"
+    return "no products with FP8 here" if weight.is_float else "no kernels for this dtype"
 
 
 def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
@@ -281,6 +290,9 @@ class Linear(nn.Module):
             whole = stack([kept[i] for i in range(len(parts))])
             if can_pack_codes(whole, self._context):
                 return whole
+            self._context.dequantized[_obstacle(whole)] += self.weight.nbytes
+        elif kept:
+            self._context.dequantized["other layers of the product differ"] += self.weight.nbytes
         for i, part in kept.items():
             parts[i].copy_(part.dequantize())
         return round_weight(self.weight, self._quantization)
@@ -392,11 +404,13 @@ class VocabEmbedding(nn.Module):
 
     def _keep(self, part: QuantizedWeight) -> None:
         assert self.weight is not None
+        part = part.in_order()
         if self.is_shared:
             self.kept = part.padded(self.weight.shape[0])
         elif can_pack_codes(part, self._context):
             self.share(pack_codes(part, self._context), None)
         else:
+            self._context.dequantized[_obstacle(part)] += self.weight.nbytes
             self.weight[: self.shard.size] = part.dequantize()
 
     def pack(self) -> None:

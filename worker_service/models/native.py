@@ -121,6 +121,7 @@ class NativeModel(nn.Module, ABC):
         if layout.world_size == 1:
             self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
         self._needs_fixed_products = context.needs_fixed_products
+        self.dequantized = context.dequantized
         self.packs_with_triton = context.packs_with_triton
         self._hidden_like = context.empty(s.hidden_size)
 

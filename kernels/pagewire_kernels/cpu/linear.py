@@ -16,10 +16,11 @@ from pagewire_kernels.cpu.tasks import (
     GatherTask,
     LinearTask,
     PackTask,
+    PermuteTask,
     QuantizedPackTask,
     address,
 )
-from pagewire_kernels.quantized_weight import QuantizedWeight
+from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight
 
 PAGE_BYTES = 2 << 20
 """What pieces of memory are sized and aligned by."""
@@ -66,12 +67,12 @@ _STEP_BYTES = 4
 """Inputs are padded to a multiple of this."""
 
 _SERIAL_PRODUCTS = 1 << 17
-"""Fewer multiply-adds than this finish before other threads have woken up."""
+_SERIAL_NUMBERS = 1 << 14
+"""Fewer multiply-adds, or numbers moved, than this finish before other threads have woken up."""
 
 
-_GROUP_INPUTS = 16
 _MAX_GROUP_INPUTS = 256
-"""Groups are of a multiple of 16 inputs; a scale that more than 256 share is repeated."""
+"""A scale that more inputs share is repeated."""
 
 _RANGES = ((5, 0), (5, 16), (6, 0), (6, 32))
 """What codes of 5 and 6 bits may stand for: (bits, what is subtracted from a code)."""
@@ -79,7 +80,7 @@ _RANGES = ((5, 0), (5, 16), (6, 0), (6, 32))
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
     """Whether the kernels have products with weights of such codes and groups."""
-    return not weight.is_float and weight.group_size % _GROUP_INPUTS == 0
+    return not weight.is_float and weight.group_size % GROUP_INPUTS == 0
 
 
 class _Codes(NamedTuple):
@@ -130,6 +131,7 @@ class _Packed:
         self._library, self._memory, self._num_parts = library, memory, num_parts
         self._quantization: dict[str, int] = {}
         self._suffix = ""
+        self._order: Tensor | None = None
         if isinstance(weight, QuantizedWeight):
             assert dtype is not None
             self.dtype = dtype
@@ -149,8 +151,10 @@ class _Packed:
         self._pack(f"pack_{DTYPES[weight.dtype]}", task, row_bytes)
 
     def _pack_codes(self, weight: QuantizedWeight) -> None:
-        require(can_pack_codes(weight), f"groups of a multiple of {_GROUP_INPUTS} whole numbers")
-        sizes = range(_GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, _GROUP_INPUTS)
+        require(can_pack_codes(weight), f"groups of a multiple of {GROUP_INPUTS} whole numbers")
+        if weight.order is not None:
+            self._order = weight.order.int().contiguous()
+        sizes = range(GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, GROUP_INPUTS)
         weight = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
         packed = _packed_codes(weight)
         self._suffix, self._table = f"_{packed.kind}", packed.table
@@ -207,6 +211,8 @@ class _Packed:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         num_rows = rows.shape[0]
+        if self._order is not None:
+            rows = self._permute(rows, self._order)
         num_products = num_rows * self.in_features * self.out_features
         num_threads = torch.get_num_threads() if num_products > _SERIAL_PRODUCTS else 1
         task = LinearTask(
@@ -224,6 +230,23 @@ class _Packed:
             **self._quantization,
         )
         launch(kernel, task, num_threads)
+
+    def _permute(self, rows: Tensor, order: Tensor) -> Tensor:
+        """The columns of the rows in another order."""
+        num_rows, size = rows.shape
+        y = new_rows(num_rows, size, rows.dtype)
+        task = PermuteTask(
+            num_rows=count_address(num_rows),
+            x=rows.data_ptr(),
+            x_stride=rows.stride(0),
+            order=order.data_ptr(),
+            y=y.data_ptr(),
+            y_stride=y.stride(0),
+            size=size,
+        )
+        num_threads = torch.get_num_threads() if rows.numel() > _SERIAL_NUMBERS else 1
+        launch(self._library.kernel(f"permute_{DTYPES[rows.dtype]}"), task, num_threads)
+        return y
 
 
 class NativeWeight(_Packed):
@@ -266,6 +289,7 @@ class NativeWeight(_Packed):
         Token ids that are out of range give zeros.
         """
         require(token_ids.dtype == torch.int64, "int64 token ids")
+        require(self._order is None, "a table with its columns in their order")
         num_rows = token_ids.shape[0]
         token_ids = token_ids.contiguous()
         y = new_rows(num_rows, self.in_features, self.dtype)

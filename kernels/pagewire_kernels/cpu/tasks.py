@@ -110,6 +110,12 @@ class TakeTask(NativeStruct):
     )
 
 
+class PermuteTask(NativeStruct):
+    """`PermuteTask` of src/layers.h."""
+
+    _fields_ = int64s("next_item num_rows x x_stride order y y_stride size")
+
+
 class LargestTask(NativeStruct):
     """`LargestTask` of src/layers.h."""
 

@@ -253,6 +253,7 @@ class TritonQuantizedWeight:
         expect(can_pack_codes(weight), f"groups: expected a multiple of {_GROUP_INPUTS} inputs")
         self.out_features, self.in_features = weight.shape
         self._dtype, self._is_invariant = dtype, batch_invariant
+        self._order = None if weight.order is None else weight.order.to(device)
         run = math.gcd(weight.group_size, _MAX_RUN if dtype.itemsize == 2 else _MAX_RUN // 2)
         num_padded = -(-self.out_features // _TILE_OUTPUTS) * _TILE_OUTPUTS
         self._num_padded = num_padded
@@ -311,6 +312,8 @@ class TritonQuantizedWeight:
         if bias is not None:
             expect_dtype("bias", bias, *FLOATS)
             expect_rows("bias", bias, self.out_features)
+        if self._order is not None:
+            rows = rows[:, self._order]
         num_rows, has_bias = len(rows), bias is not None
         output = rows.new_empty((num_rows, self.out_features), dtype=output_dtype or rows.dtype)
         if num_rows == 0:

@@ -1,6 +1,7 @@
 """Products with weights in fewer bits are those of the dequantized weights, and batch-invariant."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -123,6 +124,33 @@ def test_codes_take_the_fewest_bits(
     assert torch.equal(packed.gather(torch.arange(64)), numbers.float())
     identity = packed.apply(torch.eye(256))
     assert torch.equal(identity.T, numbers.float())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", ["float16", "units"])
+def test_columns_may_stand_in_another_order_than_inputs(
+    kernels: Library, scales: str, dtype: torch.dtype
+) -> None:
+    """The same bits as of inputs that are sorted before."""
+    weight = random_weight(70, 1152, 4, 64, offsets=True, scales=scales, ordered=False)
+    assert weight.order is not None
+    packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
+    plain = NativeWeight(replace(weight, order=None), kernels, HugeMemory(), dtype)
+    gated = NativeGatedWeight(weight, "silu", kernels, HugeMemory(), dtype)
+    plain_gated = NativeGatedWeight(
+        replace(weight, order=None), "silu", kernels, HugeMemory(), dtype
+    )
+    rows = _rows(205, weight, dtype)
+    dense = weight.dequantize()
+    assert dense[:, weight.order].equal(replace(weight, order=None).dequantize())
+    assert weight.in_order().dequantize().equal(dense)
+    assert weight.columns(32, 500).dequantize().equal(dense[:, 32:500])
+    for part in (rows, rows[:1], rows[::2], rows[:, ::1][7:9]):
+        ordered = part[:, weight.order]
+        assert packed.apply(part).equal(plain.apply(ordered))
+        assert gated.apply(part).equal(plain_gated.apply(ordered))
+    with pytest.raises(ValueError, match="columns in their order"):
+        packed.gather(torch.zeros(1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -76,6 +76,14 @@ def test_products_are_those_of_the_dequantized_weight(
     _assert_rounded(packed.apply(rows.to(DEVICE), bias.to(DEVICE)), sums)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_columns_may_stand_in_another_order_than_inputs(dtype: torch.dtype) -> None:
+    weight = random_weight(39, 384, 4, 64, offsets=True, ordered=False)
+    rows = _rows(5, weight, dtype)
+    sums = _packed(weight, dtype).apply(rows.to(DEVICE), output_dtype=torch.float32)
+    _assert_exact_but_for_sums(sums, rows, weight)
+
+
 @pytest.mark.parametrize("scales", ["float16", "units"])
 @pytest.mark.parametrize("table", [NOT_LINEAR, UNSIGNED_TABLE, tuple(range(15, -1, -1))])
 def test_codes_of_four_bits_mean_what_their_table_says(table: tuple[int, ...], scales: str) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pagewire_kernels.cpu.linear import NativeWeight
 from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_files import (
     GROUP_SIZE,
@@ -157,12 +159,12 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
     "gptq with ordered groups": (
         {**GPTQ, "desc_act": True},
         _integers(gptq, 4, symmetric=False, shuffled=True),
-        False,
+        True,
     ),
     "gptq with ordered symmetric groups of 8 bits": (
         {**GPTQ, "bits": 8, "desc_act": True},
         _integers(gptq, 8, symmetric=True, shuffled=True),
-        False,
+        True,
     ),
     "pack-quantized 4": _compressed("pack-quantized", num_bits=4, group_size=32),
     "pack-quantized 4 with zero points": _compressed(
@@ -416,6 +418,85 @@ def test_settings_of_some_modules_take_precedence(tmp_path: Path) -> None:
         r".*up_proj": {"group_size": 64},
     }
     _assert_same(*make_quantized(tmp_path, {**GPTQ, "dynamic": dynamic}, quantize))
+
+
+ACT_ORDER = FORMATS["gptq with ordered groups"]
+
+
+def _linears(
+    path: Path, layout: Layout | None = None, expected: Mapping[str, int] | None = None
+) -> dict[str, Linear]:
+    """expected: what is dequantized, in bytes, by reason."""
+    model = empty_model(path, layout or Layout())
+    schemes = read_schemes(path / "config.json", read_config(path))
+    load_weights(model, open_checkpoint(path, schemes), show_progress=False)
+    model.finish_loading()
+    assert model.dequantized == (expected or {})
+    return {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+
+
+def _columns(linear: Linear) -> tuple[Tensor, bool]:
+    """(what a packed layer multiplies by, whether its inputs are gathered)"""
+    packed = linear.packed
+    assert isinstance(packed, NativeWeight)
+    return packed.apply(torch.eye(packed.in_features)), packed._order is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_scattered_groups_stay_packed(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, quantize, _ = ACT_ORDER
+    shape = {"moe_intermediate_size": 64}
+    path, reference = make_quantized(tmp_path, settings, quantize, family=family, **shape)
+    with caplog.at_level(logging.INFO):
+        _assert_same(path, reference)
+    assert "weights dequantized" not in caplog.text
+    if family == "llama":
+        assert all(_columns(linear)[1] for name, linear in _linears(path).items() if ".qkv" in name)
+
+
+def test_rows_of_scattered_groups_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    path, _ = make_quantized(tmp_path, *ACT_ORDER[:2])
+    config = ModelConfig(model=str(path), device="cpu", dtype="bfloat16")
+    loaded = load_model(config)
+    assert loaded.batch_invariant
+    driver = PagedDriver(loaded.model)
+    whole = driver.run([(0, 0, TOKENS)])[0]
+    parts = [driver.run([(1, i, [token])])[0] for i, token in enumerate(TOKENS)]
+    assert torch.cat(parts).equal(whole)
+
+
+def test_ranks_keep_scattered_groups_where_they_share_no_inputs(tmp_path: Path) -> None:
+    path, _ = make_quantized(tmp_path, *ACT_ORDER[:2])
+    whole = _linears(path)
+    num_bytes = 4 * 2 * (64 * 48 + 64 * 64)  # of a rank's half of `output` and `down`
+    dense = {"scattered groups that ranks share, or that differ in one product": num_bytes}
+    ranks = [_linears(path, layout, dense) for layout in layouts(tensor=2, pipeline=1)]
+    for name in ("layers.1.output", "layers.0.down"):
+        halves = [_columns(rank[name]) for rank in ranks]
+        expected, is_gathered = _columns(whole[name])
+        assert is_gathered
+        assert not any(gathered for _, gathered in halves)
+        assert torch.cat([columns for columns, _ in halves]).equal(expected)
+    for rank in ranks:
+        assert _columns(rank["layers.1.qkv"])[1]
+
+
+def test_layers_of_one_product_with_other_groups_are_dequantized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        is_shuffled = not module.endswith(("k_proj", "up_proj"))
+        rounded = integers(weight, 4, symmetric=False, shuffled=is_shuffled)
+        return gptq(rounded, 4), rounded.values
+
+    path, reference = make_quantized(tmp_path, ACT_ORDER[0], quantize)
+    with caplog.at_level(logging.INFO):
+        _assert_same(path, reference)
+    num_bytes = 4 * 2 * (64 * (96 + 48 + 48) + 64 * 256)  # of `qkv` and `gate_up`
+    reason = "scattered groups that ranks share, or that differ in one product"
+    assert f"weights dequantized num_bytes={num_bytes} reason={reason}" in caplog.text
 
 
 def test_ranks_read_their_parts_of_the_dequantized_weights(path: Path) -> None:

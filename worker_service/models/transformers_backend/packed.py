@@ -301,7 +301,9 @@ class Packing:
     def _pack(self, target: str, names: Sequence[str], read: Read) -> PackedWeight:
         parts = [read(name) for name in names]
         kept = [part for part in parts if isinstance(part, QuantizedWeight)]
-        if len(kept) == len(parts):
+        if target == self._embedding:
+            kept = [part.in_order() for part in kept]
+        if len(kept) == len(parts) and len({part.is_float for part in kept}) == 1:
             codes = stack(kept)
             if can_pack_codes(codes, self._context):
                 return pack_codes(codes, self._context)

@@ -69,6 +69,17 @@ struct TakeTask : Task {
   int64_t table_rows;
 };
 
+// The numbers of each row in another order.
+struct PermuteTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, size]
+  int64_t x_stride;
+  const int32_t* order;  // [size]: where each number of y is in x
+  void* y;               // [*num_rows, size]
+  int64_t y_stride;
+  int64_t size;
+};
+
 // The largest number of each row and, of its places, the first; a NaN counts as largest.
 struct LargestTask : Task {
   const int64_t* num_rows;

@@ -1,4 +1,4 @@
-// Embedding rows, and the argmax of logits: see layers.h.
+// Embedding rows, numbers in another order, and the argmax of logits: see layers.h.
 #include "layers.h"
 #include "rows.h"
 
@@ -49,6 +49,16 @@ void take_row(const TakeTask& task, int64_t row) {
   }
 }
 
+// Number: an integer of as many bytes.
+template <class Number>
+void permute(PermuteTask& task) {
+  for_each_row(task, *task.num_rows, task.size, [&](int64_t row) {
+    const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+    Number* y = static_cast<Number*>(task.y) + row * task.y_stride;
+    for (int64_t i = 0; i < task.size; ++i) y[i] = x[task.order[i]];
+  });
+}
+
 }  // namespace
 }  // namespace pagewire
 
@@ -57,6 +67,9 @@ using namespace pagewire;
 PAGEWIRE_KERNEL pw_take(TakeTask* task) {
   for_each_row(*task, *task->num_rows, task->row_bytes, [&](int64_t row) { take_row(*task, row); });
 }
+
+PAGEWIRE_KERNEL pw_permute_float32(PermuteTask* task) { permute<uint32_t>(*task); }
+PAGEWIRE_KERNEL pw_permute_bfloat16(PermuteTask* task) { permute<uint16_t>(*task); }
 
 PAGEWIRE_KERNEL pw_largest(LargestTask* task) {
   for_each_row(*task, *task->num_rows, task->size, [&](int64_t row) { find_largest(*task, row); });
