@@ -100,7 +100,7 @@ class SimulationConfig:
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("safetensors", "dummy")
-QUANTIZATIONS = ("int8", "int4")
+QUANTIZATIONS = ("int8", "int4", "fp8")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,7 @@ class ModelConfig:
     """safetensors, or dummy for random weights."""
 
     quantization: str | None = None
-    """Round the weights of linear layers to int8 or int4 while they are loaded."""
+    """Round the weights of linear layers to int8, int4 or, on a GPU, fp8 while they are loaded."""
 
     max_model_len: int | None = None
     """Most tokens of prompt and output together."""

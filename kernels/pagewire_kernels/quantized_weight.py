@@ -194,13 +194,15 @@ GROUP_INPUTS = 16
 GROUP_SIZES = (128, 64, 32)
 """Of weights that are rounded here, the largest that divides the inputs."""
 
+_LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
+
 
 def quantize(weight: Tensor, quantization: str) -> QuantizedWeight:
-    """A weight rounded to the nearest of `int8` or `int4` numbers, in groups of its inputs.
+    """A weight rounded to the nearest of `int8`, `int4` or `fp8` numbers, in groups of its inputs.
 
-    weight: [out_features, in_features]. Numbers of 8 bits are multiples of the scale; those of 4
-    bits begin at the group's least number. Scales and offsets are float16 numbers. Raises
-    ValueError if no group divides the inputs.
+    weight: [out_features, in_features]. Numbers of 8 bits are multiples of the scale, and fp8 those
+    of type float8_e4m3fn; those of 4 bits begin at the group's least number. Scales and offsets are
+    float16 numbers. Raises ValueError if no group divides the inputs.
     """
     in_features = weight.shape[1]
     size = next((size for size in GROUP_SIZES if in_features % size == 0), None)
@@ -210,6 +212,11 @@ def quantize(weight: Tensor, quantization: str) -> QuantizedWeight:
         )
     groups = weight.float().unflatten(1, (-1, size))
     least, most = groups.amin(dim=2), groups.amax(dim=2)
+    if quantization == "fp8":
+        scales = _above_zero(torch.maximum(-least, most) / _LARGEST_FP8)
+        multiples = (groups / scales.unsqueeze(2)).clamp_(-_LARGEST_FP8, _LARGEST_FP8)
+        codes = multiples.flatten(1).to(torch.float8_e4m3fn).view(torch.uint8)
+        return QuantizedWeight(codes=codes, scales=scales, is_float=True)
     if quantization == "int8":
         scales = _above_zero(torch.maximum(-least, most) / 127)
         codes = (groups / scales.unsqueeze(2)).round_().clamp_(-127, 127)

@@ -91,7 +91,7 @@ class ModelContext:
     """Whether GPUs, too, must compute a row to the same bits in any batch."""
 
     quantization: str | None = None
-    """`int8` or `int4`: what dense weights of linear layers are rounded to."""
+    """`int8`, `int4` or `fp8`: what dense weights of linear layers are rounded to."""
 
     packs_with_triton: bool = False
     """Whether weights in fewer bits stay so on a GPU, for the Triton kernels. Memory for their

@@ -167,7 +167,7 @@ def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
 
 
 def round_weight(weight: Tensor, quantization: str | None) -> Tensor | QuantizedWeight:
-    """A dense weight rounded to `int8` or `int4`; None: as it is. Raises InvalidOption."""
+    """A dense weight rounded to `int8`, `int4` or `fp8`; None: as it is. Raises InvalidOption."""
     if quantization is None:
         return weight
     try:

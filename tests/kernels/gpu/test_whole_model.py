@@ -134,17 +134,23 @@ def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_on
     _assert_same_in_any_batch(model, _model(reference, PLAIN))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "gpt2"])
-def test_weights_that_are_rounded_while_loading_are_packed(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("llama", "int8"), ("llama_tied", "int8"), ("gpt2", "int8"), ("llama_tied", "fp8")],
+)
+def test_weights_that_are_rounded_while_loading_are_packed(
+    family: str, quantization: str, tmp_path: Path
+) -> None:
     path = make_checkpoint(family, tmp_path, hidden_size=64, intermediate_size=96, head_dim=16)
-    model = _packed_model(path, quantization="int8")
+    model = _packed_model(path, quantization=quantization)
     assert model.embedding is not None
     assert all(_is_packed(linear) for linear in _linears(model))
     assert _is_packed(model.embedding) == (family != "llama")
     plain = _model(path, PLAIN)
     for linear in _linears(plain):
         assert linear.weight is not None
-        linear.weight.copy_(quantize(linear.weight, "int8").dequantize())
+        kind = "int8" if linear is plain.head else quantization
+        linear.weight.copy_(quantize(linear.weight, kind).dequantize())
     _assert_same_in_any_batch(model, plain)
 
 

@@ -53,6 +53,18 @@ def test_numbers_are_rounded_to_the_nearest_of_their_group(quantization: str, bi
     assert torch.allclose(rounded.scales, span / (15 if quantization == "int4" else 127), rtol=3e-3)
 
 
+def test_floats_of_8_bits_are_the_nearest_ones() -> None:
+    weight = torch.randn(9, 192, generator=torch.Generator().manual_seed(0))
+    weight[3, :64] = 0.0
+    rounded = quantize(weight, "fp8")
+    assert rounded.is_float
+    assert rounded.group_size == 64
+    assert torch.allclose(rounded.dequantize(), weight, rtol=1 / 16, atol=1e-4)
+    largest = weight.unflatten(1, (-1, 64)).abs().amax(2)
+    found = rounded.dequantize().unflatten(1, (-1, 64)).abs().amax(2)
+    torch.testing.assert_close(found, largest, rtol=1e-3, atol=1e-9)
+
+
 def test_groups_of_equal_numbers_stay_as_they_are(quantization: str) -> None:
     weight = torch.tensor([[0.0] * 32, [0.5] * 32, [-2.0] * 32])
     found = quantize(weight, quantization).dequantize()
@@ -133,7 +145,11 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
         _load(path, "int4")
     with pytest.raises(InvalidOption, match=r"quantization: expected none, got int8.*float16"):
         _load(checkpoint("llama"), "int8", "float16")
-    with pytest.raises(InvalidOption, match="quantization: expected one of int8, int4, got 'fp4'"):
+    with pytest.raises(InvalidOption, match=r"quantization: expected one of int8, .*, got 'fp4'"):
         _load(checkpoint("llama"), "fp4")
+    with pytest.raises(
+        InvalidOption, match="quantization: expected int8 or int4 on a CPU, got fp8"
+    ):
+        _load(checkpoint("llama"), "fp8")
     with pytest.raises(InvalidOption, match=r"quantization: expected layers with .* of 32 .* 88"):
         _load(checkpoint("gemma2"), "int8")
