@@ -30,7 +30,7 @@ def _ours(loaded: LoadedModel, num_sequences: int) -> float:
     spec, size = loaded.model.kv_cache_spec, loaded.block_size
     width = -(-(PROMPT + STEPS) // size)
     blocks = torch.arange(num_sequences * width).view(num_sequences, width)
-    shape = (blocks.numel(), spec.num_layers, 2, size, spec.num_kv_heads, spec.head_dim)
+    shape = (blocks.numel(), *spec.block_shape(size))
     kv_cache = torch.zeros(shape, dtype=spec.dtype)
     rows = torch.arange(num_sequences)
     began = time.perf_counter()

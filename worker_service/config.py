@@ -169,7 +169,7 @@ class ModelConfig:
 
 
 DEFAULT_LISTEN = "127.0.0.1:7620"
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 
 
 def _random_id() -> str:
@@ -184,9 +184,9 @@ class CacheConfig:
     block_size: int | None = None
     """Tokens per KV block, a power of two."""
 
-    # fp8 is e4m3, with a scale per layer from the checkpoint, or 1.
+    # fp8 is e4m3, with a scale per layer; int8 has one per token and head.
     kv_cache_dtype: str = "auto"
-    """auto, or fp8 for keys and values in a byte each (GPUs)."""
+    """auto; fp8 (GPUs) or int8 (CPUs) for keys and values in a byte each."""
 
     # Both in bytes. None: `kv_cache/memory_budget.py` decides.
     kv_cache_memory: int | None = None

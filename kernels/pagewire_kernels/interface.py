@@ -89,19 +89,28 @@ class LayerKernels(Protocol):
         """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache.
 
         query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim],
-        of which key is undefined afterwards. key_cache, value_cache: a layer's views,
-        [num_blocks, block_size, num_kv_heads, head_dim], of the rows' type, or of float8_e4m3fn,
-        for which keys and values are divided by their scale. slot_mapping: int64 [num_tokens]; a
-        negative slot is not written. positions: int64 [num_tokens], rows of the tables cos and sin,
-        [num_positions, rotary_dim // 2]: the first half of a head's first rotary_dim elements is
-        rotated against the second (Su et al. 2021). query_norm, key_norm: [head_dim], weights of an
-        RMS norm of each head before that (Qwen3), or None; eps is theirs.
+        of which key is undefined afterwards. key_cache, value_cache: a layer's views, [num_blocks,
+        block_size, num_kv_heads, head_dim], of the rows' type, or of float8_e4m3fn, for which keys
+        and values are divided by their scale, or of int8, whose last axis is `stored_head_size`.
+        slot_mapping: int64 [num_tokens]; a negative slot is not written. positions: int64
+        [num_tokens], rows of the tables cos and sin, [num_positions, rotary_dim // 2]: the first
+        half of a head's first rotary_dim elements is rotated against the second (Su et al. 2021).
+        query_norm, key_norm: [head_dim], weights of an RMS norm of each head before that (Qwen3),
+        or None; eps is theirs.
         """
         ...
 
 
 FP8 = torch.float8_e4m3fn
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+SCALE_BYTES = 4
+"""Of a head in an int8 cache: its codes are followed by their scale, a float32."""
+
+
+def stored_head_size(head_dim: int, cache_dtype: torch.dtype) -> int:
+    """Elements that one head of a token takes in a cache of this dtype."""
+    return head_dim + SCALE_BYTES if cache_dtype == torch.int8 else head_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +123,7 @@ class AttentionNeeds:
     head_dim: int
 
     cache_dtype: torch.dtype | None = None
-    """`float8_e4m3fn`, or None for that of the keys."""
+    """`float8_e4m3fn`, `int8`, or None for that of the keys."""
 
     block_size: int | None = None
     """Tokens per block; None takes the backend's own choice."""
@@ -137,6 +146,7 @@ class Abilities:
 
     dtypes: tuple[torch.dtype, ...] = FLOATS
     fp8_cache: bool = False
+    int8_cache: bool = False
     sliding_window: bool = True
     soft_cap: bool = True
     sinks: bool = True
@@ -158,6 +168,8 @@ class Abilities:
             yield f"does not compute in {_name(needs.dtype)}"
         if needs.cache_dtype == FP8 and not self.fp8_cache:
             yield "has no fp8 cache (--kv-cache-dtype)"
+        if needs.cache_dtype == torch.int8 and not self.int8_cache:
+            yield "has no int8 cache (--kv-cache-dtype)"
         if self.max_head_dim is not None and needs.head_dim > self.max_head_dim:
             yield f"takes heads of at most {self.max_head_dim} elements, not {needs.head_dim}"
         if needs.head_dim % self.head_dim_multiple:

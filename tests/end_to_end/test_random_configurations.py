@@ -19,7 +19,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.deployment import Deployment, Received
 from tests.support.in_process import AheadWorker, InProcessWorker
 from tests.support.random_configurations import MODELS, Configuration, draw_configuration
-from worker_service.config import ModelConfig
+from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
 
@@ -58,12 +58,12 @@ KINDS = (
 
 @cache
 def model(name: str) -> Model:
-    name, _, quantization = name.partition("-")
+    name, _, rounded = name.partition("-")
     path = EMBEDDED if name == "embedded" else checkpoint(name)
-    config = ModelConfig(
-        model=str(path), device="cpu", dtype="float32", quantization=quantization or None
-    )
-    return load_model(config).model
+    quantization = rounded if rounded in QUANTIZATIONS else None
+    config = ModelConfig(model=str(path), device="cpu", dtype="float32", quantization=quantization)
+    cache = CacheConfig(kv_cache_dtype="int8" if rounded == "kv" else "auto")
+    return load_model(config, cache).model
 
 
 @cache

@@ -70,6 +70,7 @@ def test_the_reference_promises_no_batch_invariance() -> None:
     [
         ({"dtype": torch.float32}, {"dtypes": (torch.bfloat16,)}, "does not compute in float32"),
         ({"cache_dtype": torch.float8_e4m3fn}, {}, "has no fp8 cache (--kv-cache-dtype)"),
+        ({"cache_dtype": torch.int8}, {}, "has no int8 cache (--kv-cache-dtype)"),
         ({"head_dim": 320}, {"max_head_dim": 256}, "takes heads of at most 256 elements, not 320"),
         (
             {"head_dim": 20},

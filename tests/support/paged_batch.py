@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import stored_head_size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,6 +18,15 @@ class Shape:
     head_dim: int = 32
     block_size: int = 8
     dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    """None: `dtype`."""
+
+
+def unwritten(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A cache of NaN; one of int8 has them as scales."""
+    if dtype == torch.int8:
+        return torch.full(shape, -1, dtype=dtype)
+    return torch.full(shape, float("nan")).to(dtype)
 
 
 class PagedSequences:
@@ -37,10 +47,9 @@ class PagedSequences:
         self.tables = torch.full((len(lengths), max(per_sequence)), -1, dtype=torch.int32)
         for row, blocks in zip(self.tables, order.split([*per_sequence, 2]), strict=False):
             row[: len(blocks)] = blocks
-        cache = torch.full(
-            (num_blocks, 3, 2, s.block_size, s.num_kv_heads, s.head_dim), float("nan")
-        )
-        self.cache = cache.to(s.dtype)
+        dtype = s.cache_dtype or s.dtype
+        head_size = stored_head_size(s.head_dim, dtype)
+        self.cache = unwritten((num_blocks, 3, 2, s.block_size, s.num_kv_heads, head_size), dtype)
         self.key_cache, self.value_cache = self.cache[:, 1, 0], self.cache[:, 1, 1]
 
         def rows(num_heads: int) -> list[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
+from tests.support.paged_batch import unwritten
 from worker_service.models.interface import Model
 
 
@@ -27,9 +28,9 @@ class PagedDriver:
         spec = model.kv_cache_spec
         per_sequence = -(-max_tokens // block_size)
         num_blocks = per_sequence * max_seqs
-        shape = (num_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
+        shape = (num_blocks, *spec.block_shape(block_size))
         self._device = torch.device(device)
-        self.kv_cache = torch.full(shape, float("nan")).to(self._device, spec.dtype)
+        self.kv_cache = unwritten(shape, spec.dtype).to(self._device)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self._tables = order.view(max_seqs, per_sequence)
 

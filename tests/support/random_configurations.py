@@ -24,8 +24,11 @@ MODELS = (
     "gemma2",
     "qwen3_moe",
     "embedded-int4",
+    "embedded-kv",
+    "gemma2-kv",
 )
-"""The embedded model, as it is and rounded, and families of tests/support/checkpoints.py."""
+"""The embedded model, as it is, with rounded weights and with keys and values in int8, and families
+of tests/support/checkpoints.py."""
 
 FIRST_TOKEN_ID, END_TOKEN_ID = 5, 250
 """Tokens of prompts, stops and biases are from here; all vocabularies are larger."""

@@ -2,7 +2,8 @@
 
 The layout is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`: one
 block, all layers, keys and values, is one contiguous piece of memory, so swapping it out, swapping
-it in and copying it move one piece each.
+it in and copying it move one piece each. In int8, a head's codes are followed by their scale, so
+that these operations move scales without knowing of them.
 
 On a GPU the operations run on a stream of their own. Swap-outs and copies finish before the step's
 forward pass, which may write to their sources and read their targets. Swap-ins overlap it: their
@@ -270,7 +271,7 @@ def _no_time() -> int:
 
 def _allocate(spec: KVCacheSpec, block_size: int, num_blocks: int, device: torch.device) -> Tensor:
     """A zeroed cache. Pages of host memory are allocated when they are first written to."""
-    shape = (num_blocks, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
+    shape = (num_blocks, *spec.block_shape(block_size))
     if device.type != "cpu":
         return torch.zeros(shape, dtype=spec.dtype, device=device)
     num_bytes = num_blocks * spec.block_bytes(block_size)

@@ -109,8 +109,7 @@ def run_batch(
 ) -> None:
     """Compute one batch of synthetic sequences, over a cache of a single block that all share."""
     spec = model.kv_cache_spec
-    shape = (1, spec.num_layers, 2, block_size, spec.num_kv_heads, spec.head_dim)
-    cache = torch.zeros(shape, dtype=spec.dtype, device=device)
+    cache = torch.zeros(1, *spec.block_shape(block_size), dtype=spec.dtype, device=device)
     lengths = _spread(num_seqs, num_tokens, model.max_model_len)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     block_tables_shape = (len(lengths), -(-max(lengths) // block_size))

@@ -55,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 FP8 = torch.float8_e4m3fn
+_CACHE_DTYPES = {"auto": None, "fp8": FP8, "int8": torch.int8}
 
 _SOFT_CAP_KEYS = ("attn_logit_softcapping", "attention_logit_cap")
 _MODELS_WITH_SINKS = ("gpt_oss",)
@@ -115,8 +116,8 @@ def arithmetic_of(loaded: LoadedModel) -> str:
         parts.append("transformers")
     if config.layout.tensor_parallel_size > 1:
         parts.append(f"tp{config.layout.tensor_parallel_size}")
-    if loaded.model.kv_cache_spec.dtype == FP8:
-        parts.append("kv-fp8")
+    stored = {FP8: "kv-fp8", torch.int8: "kv-int8"}.get(loaded.model.kv_cache_spec.dtype)
+    parts += [] if stored is None else [stored]
     if config.quantization is not None:
         parts.append(config.quantization)
     return "/".join([*parts, str(ARITHMETIC_VERSION)])
@@ -197,6 +198,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     started = time.monotonic()
     is_alone = config.layout.world_size == 1
     device = resolve_device(config.device, config.local_rank, is_alone=is_alone)
+    cache = cache or CacheConfig()
+    require_cache_dtype(cache.kv_cache_dtype, device, config.attention_backend)
     if config.batch_invariant and device.type == "cuda" and config.layout.world_size > 1:
         raise InvalidOption(
             "batch_invariant: on GPUs only with one rank, since several add up their parts in an"
@@ -212,8 +215,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu" and config.cpus is not None:
         pin_threads(config.cpus)
-    cache = cache or CacheConfig()
-    cache_dtype = FP8 if cache.kv_cache_dtype == "fp8" else None
+    cache_dtype = _CACHE_DTYPES[cache.kv_cache_dtype]
     needs = attention_needs(
         hf_config,
         dtype,
@@ -279,11 +281,18 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     return loaded
 
 
-def _kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
-    if needs.cache_dtype == FP8 and device.type == "cpu" and attention != "reference":
+def require_cache_dtype(dtype: str, device: torch.device, attention: str | None) -> None:
+    """Raise InvalidOption if no attention backend on this device has a KV cache of this dtype."""
+    if dtype == "fp8" and device.type == "cpu" and attention != "reference":
         raise InvalidOption(
-            "kv_cache_dtype: fp8 is for GPUs; on a CPU only --attention-backend reference has it"
+            "kv_cache_dtype: fp8 is for GPUs; on a CPU expected auto or int8, or fp8 with"
+            " --attention-backend reference"
         )
+    if dtype == "int8" and device.type != "cpu":
+        raise InvalidOption("kv_cache_dtype: int8 is for CPUs; on a GPU expected auto or fp8")
+
+
+def _kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
     try:
         return select_kernels(device, needs, attention)
     except ValueError as error:

@@ -67,10 +67,8 @@ class _Trial:
         self.lengths = lengths
         spec = model.kv_cache_spec
         self._blocks = [-(-length // block_size) for length in lengths]
-        shape = (sum(self._blocks), spec.num_layers, 2, block_size)
-        self._kv_cache = torch.zeros(
-            *shape, spec.num_kv_heads, spec.head_dim, dtype=spec.dtype, device=device
-        )
+        shape = (sum(self._blocks), *spec.block_shape(block_size))
+        self._kv_cache = torch.zeros(shape, dtype=spec.dtype, device=device)
         generator = torch.Generator().manual_seed(0)
         self._tokens = [
             torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths

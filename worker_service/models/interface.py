@@ -1,5 +1,6 @@
 """The interface of models, and what they are built with."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.interface import Computed
+from pagewire_kernels.interface import Computed, stored_head_size
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout, Shard
@@ -24,10 +25,14 @@ class KVCacheSpec:
     head_dim: int
     dtype: torch.dtype
 
+    def block_shape(self, block_size: int) -> tuple[int, ...]:
+        """Of one block of `block_size` tokens: all layers, keys and values, any scales included."""
+        head_size = stored_head_size(self.head_dim, self.dtype)
+        return self.num_layers, 2, block_size, self.num_kv_heads, head_size
+
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of `block_size` tokens: all layers, keys and values."""
-        per_token = self.num_layers * 2 * self.num_kv_heads * self.head_dim
-        return per_token * block_size * self.dtype.itemsize
+        """Bytes of one block."""
+        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
 
 
 class Model(Protocol):
@@ -48,9 +53,9 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Last hidden states of all rows; also writes the rows' KV into the cache.
 
-        token_ids, positions: int64 [num_tokens]; kv_cache: block-major [num_blocks, num_layers, 2,
-        block_size, num_kv_heads, head_dim]. Returns [num_tokens, hidden_size], which the next call
-        may overwrite.
+        token_ids, positions: int64 [num_tokens]; kv_cache: block-major [num_blocks,
+        *kv_cache_spec.block_shape(block_size)]. Returns [num_tokens, hidden_size], which the next
+        call may overwrite.
         """
         ...
 

@@ -61,7 +61,7 @@ FLAGS = (
     Flag("tensor_parallel_size", int, "worker", "Ranks that share each layer of the model."),
     Flag("pipeline_parallel_size", int, "worker", "Stages that the layers are spread over."),
     Flag("attention_backend", str, "worker", "Attention kernels to use."),
-    Flag("kv_cache_dtype", str, "worker", "auto, or fp8 for a byte per key and value."),
+    Flag("kv_cache_dtype", str, "worker", "auto; fp8 (GPUs) or int8 (CPUs) for a byte each."),
     Flag("batch_invariant", bool, "worker", "Make tokens independent of the batch, on GPUs too."),
     Flag("cuda_graphs", bool, "worker", "Record decode steps at start (GPUs).", True),
     Flag("max_graph_batch_size", int, "worker", "Largest batch of decodes recorded."),

@@ -9,6 +9,7 @@ build runs with any torch. If they were not built, or the processor lacks the in
     src/batch.h     the layout of one step's batch, as kernels see it
     src/attention*  paged attention; attention.h explains the algorithm
     src/cache_write.cpp  writes new keys and values to their slots
+    src/int8_head.h  a key or value in int8: codes and their scale
     src/block_copy.cpp   copies whole blocks
     src/linear.h    linear layers with packed weights, and the packing
     src/quantized.h  weights in fewer bits: their packing, and products with them

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.cpu.checks import ABILITIES, check_cache, refuse_scales, with_dense_heads
+from pagewire_kernels.cpu.checks import (
+    ABILITIES,
+    check_cache,
+    kernel_over,
+    refuse_scales,
+    with_dense_heads,
+)
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import batch_of, launch, new_rows, recording
 from pagewire_kernels.cpu.tasks import AttentionTask, Batch, CacheWriteTask, address, describe_batch
@@ -59,7 +65,7 @@ def describe_attention(
 
     `query` has a dense last axis, `output` dense rows, `sinks` and `alibi_slopes` are float32.
     """
-    size = query.element_size()
+    size, stored = query.element_size(), key_cache.element_size()
     num_kv_heads = key_cache.shape[2]
     group = query.shape[1] // num_kv_heads
     return AttentionTask(
@@ -71,9 +77,9 @@ def describe_attention(
         output_token_bytes=output.stride(0) * size,
         key_cache=key_cache.data_ptr(),
         value_cache=value_cache.data_ptr(),
-        block_bytes=key_cache.stride(0) * size,
-        token_bytes=key_cache.stride(1) * size,
-        head_bytes=key_cache.stride(2) * size,
+        block_bytes=key_cache.stride(0) * stored,
+        token_bytes=key_cache.stride(1) * stored,
+        head_bytes=key_cache.stride(2) * stored,
         block_size=key_cache.shape[1],
         num_kv_heads=num_kv_heads,
         group=group,
@@ -91,7 +97,7 @@ def describe_cache_write(
     batch: Batch, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
 ) -> CacheWriteTask:
     """The task of `reference.write_kv`; a row's heads lie one after the other."""
-    size = key.element_size()
+    size, stored = key.element_size(), key_cache.element_size()
     return CacheWriteTask(
         batch=ctypes.addressof(batch),
         key=key.data_ptr(),
@@ -100,9 +106,11 @@ def describe_cache_write(
         value_row_bytes=value.stride(0) * size,
         key_cache=key_cache.data_ptr(),
         value_cache=value_cache.data_ptr(),
-        block_bytes=key_cache.stride(0) * size,
-        token_bytes=key_cache.stride(1) * size,
+        block_bytes=key_cache.stride(0) * stored,
+        token_bytes=key_cache.stride(1) * stored,
         block_size=key_cache.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=key.shape[2],
         copied_bytes=key.shape[1] * key.shape[2] * size,
     )
 
@@ -148,7 +156,10 @@ class NativeBackend:
         task = describe_cache_write(batch, key, value, key_cache, value_cache)
         is_small = key.shape[0] * task.copied_bytes < _SERIAL_BYTES
         num_threads = 1 if is_small else torch.get_num_threads()
-        launch(self._library.kernel("cache_write"), task, num_threads)
+        name = "cache_write"
+        if key_cache.dtype != key.dtype:
+            name = f"{kernel_over(key_cache, name)}_{_NAMES[key.dtype]}"
+        launch(self._library.kernel(name), task, num_threads)
 
     def paged_attention(
         self,
@@ -189,8 +200,8 @@ class NativeBackend:
         is_small = work < _SERIAL_WORK and recording() is None
         num_threads = 1 if is_small else torch.get_num_threads()
         self._scratch.give(self._library, task, num_threads)
-        kernel = self._library.kernel(_KERNELS[query.dtype])
-        launch(kernel, task, num_threads)
+        name = f"{kernel_over(key_cache, 'attention')}_{_NAMES[query.dtype]}"
+        launch(self._library.kernel(name), task, num_threads)
         return output
 
     def _batch_of(self, metadata: AttentionMetadata, num_rows: int) -> Batch:
@@ -204,8 +215,4 @@ class NativeBackend:
         return self._last[1]
 
 
-_KERNELS = {
-    torch.float32: "attention_float32",
-    torch.bfloat16: "attention_bfloat16",
-    torch.float16: "attention_float16",
-}
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

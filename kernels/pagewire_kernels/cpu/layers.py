@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from pagewire_kernels.cpu.checks import require
+from pagewire_kernels.cpu.checks import kernel_over, require
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import batch_of, count_address, launch, new_rows, new_tensor
 from pagewire_kernels.cpu.tasks import (
@@ -19,6 +19,7 @@ from pagewire_kernels.cpu.tasks import (
     TakeTask,
     address,
 )
+from pagewire_kernels.interface import stored_head_size
 
 
 class Largest(NamedTuple):
@@ -197,7 +198,7 @@ class NativeLayerKernels:
     ) -> None:
         """Apply norms and RoPE to `query` in place; write such keys, and raw values, to the cache.
 
-        The cache has the rows' dtype, so scales do not apply.
+        The cache has the rows' dtype or is of int8, so scales do not apply.
         """
         num_rows, num_heads, head_dim = query.shape
         dtype, num_kv_heads = query.dtype, key.shape[1]
@@ -253,7 +254,7 @@ class NativeLayerKernels:
             eps=eps,
         )
         num_numbers = num_rows * (num_heads + 2 * num_kv_heads) * head_dim
-        self._launch("rotate_and_write", task, dtype, num_numbers)
+        self._launch(kernel_over(key_cache, "rotate_and_write"), task, dtype, num_numbers)
 
     def _launch(
         self, name: str, task: ctypes.Structure, dtype: torch.dtype, num_numbers: int
@@ -278,4 +279,6 @@ def _is_table(table: Tensor, shape: torch.Size, dtype: torch.dtype) -> bool:
 
 
 def _is_cache(cache: Tensor, rows: Tensor) -> bool:
-    return cache.dtype == rows.dtype and cache.shape[2:] == rows.shape[1:] and cache.stride(3) == 1
+    heads = (rows.shape[1], stored_head_size(rows.shape[2], cache.dtype))
+    is_known = cache.dtype in (rows.dtype, torch.int8)
+    return is_known and cache.shape[2:] == heads and cache.stride(3) == 1

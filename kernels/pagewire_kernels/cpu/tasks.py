@@ -75,7 +75,7 @@ class CacheWriteTask(NativeStruct):
 
     _fields_ = int64s(
         "next_item batch key value key_row_bytes value_row_bytes key_cache value_cache block_bytes "
-        "token_bytes block_size copied_bytes"
+        "token_bytes block_size num_kv_heads head_dim copied_bytes"
     )
 
 

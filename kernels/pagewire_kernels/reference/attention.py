@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.reference.kv_cache import dequantize_heads
 
 _TILE_TOKENS = 16
 """Tokens of a sequence that are computed together, counted from the sequence's first."""
@@ -34,8 +35,8 @@ def paged_attention(
     soft_cap c turns a score s into c * tanh(s / c). sinks: [num_heads], a logit per head that takes
     part in the softmax's denominator alone. alibi_slopes: [num_heads], taken times the distance
     between query and key from each score, after the cap (Press et al. 2022). What the cache holds
-    stands for its value times key_scale or value_scale (fp8 caches). Returns query's shape and
-    dtype; sums in float32.
+    stands for its value times key_scale or value_scale (fp8 caches); a head of an int8 cache is as
+    `quantize_heads` returns it. Returns query's shape and dtype; sums in float32.
 
     All sequences are computed at once, in tiles of queries and steps of keys (online softmax,
     Milakov and Gimelshein 2018). Every tile of every batch is a product of the same shape, so that
@@ -115,4 +116,6 @@ def _gather(cache: Tensor, tables: Tensor, first: int) -> Tensor:
     columns = torch.arange(first // block_size, -(-(first + _STEP_KEYS) // block_size))
     blocks = tables[:, columns.clamp(max=tables.shape[1] - 1).to(tables.device)].clamp(min=0)
     rows = cache.index_select(0, blocks.flatten()).unflatten(0, blocks.shape).flatten(1, 2)
-    return rows.narrow(1, first % block_size, _STEP_KEYS).transpose(1, 2).float().contiguous()
+    rows = rows.narrow(1, first % block_size, _STEP_KEYS).transpose(1, 2)
+    rows = dequantize_heads(rows) if rows.dtype == torch.int8 else rows.float()
+    return rows.contiguous()

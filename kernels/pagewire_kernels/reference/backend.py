@@ -8,7 +8,7 @@ class ReferenceBackend:
     """Plain torch, on any device; several times slower than kernels made for one."""
 
     name = "reference"
-    abilities = Abilities(devices=(), fp8_cache=True)
+    abilities = Abilities(devices=(), fp8_cache=True, int8_cache=True)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
 

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from pagewire_kernels.interface import SCALE_BYTES
+
 FP8 = torch.float8_e4m3fn
 
 
@@ -20,7 +22,7 @@ def write_kv(
 
     key, value: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens]. A cache of
     float8_e4m3fn takes them divided by their scale and clamped to its finite range; the scales have
-    no meaning for others.
+    no meaning for others. A cache of int8 takes what `quantize_heads` returns.
     """
     kept = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[kept]
@@ -36,7 +38,30 @@ def _put(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, scale: floa
         limit = torch.finfo(FP8).max
         rows = (rows.float() / scale).clamp(-limit, limit).to(FP8)
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)  # fp8 has no index_put
+    elif cache.dtype == torch.int8:
+        rows = quantize_heads(rows)
     cache[block, offset] = rows
+
+
+def quantize_heads(heads: Tensor) -> Tensor:
+    """Codes and scale of each head, int8 [..., head_dim + SCALE_BYTES].
+
+    heads: [..., head_dim]. An element is code * scale, rounded to the nearest code, ties to even;
+    the largest has the code 127. The scale is NaN if an element is not finite, and 0 if it would be
+    less than the least normal number.
+    """
+    heads = heads.float()
+    scale = heads.abs().amax(-1, keepdim=True) / 127
+    scale = scale.where(scale.isfinite(), torch.nan)
+    scale = scale.where(~(scale < torch.finfo(torch.float32).tiny), 0.0)
+    codes = (heads / scale).round().where(scale > 0, 0.0).to(torch.int8)
+    return torch.cat([codes, scale.view(torch.int8)], dim=-1)
+
+
+def dequantize_heads(stored: Tensor) -> Tensor:
+    """The float32 [..., head_dim] that heads of an int8 cache stand for."""
+    codes, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
+    return codes.float() * scale.contiguous().view(torch.float32)
 
 
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:

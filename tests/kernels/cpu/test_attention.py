@@ -19,6 +19,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 BACKENDS = {each.instruction_set: NativeBackend(each) for each in native_libraries()}
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
+each_cache = pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)
 
 
 def _both(
@@ -49,6 +50,7 @@ def _both(
 
 
 @each_backend
+@each_cache
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(
     "options",
@@ -68,9 +70,12 @@ def _both(
     ids=["plain", "window", "cap", "sinks", "alibi", "all"],
 )
 def test_a_ragged_batch_agrees_with_the_reference(
-    backend: AttentionBackend, dtype: torch.dtype, options: dict[str, Any]
+    backend: AttentionBackend,
+    cache_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    options: dict[str, Any],
 ) -> None:
-    sequences = PagedSequences(Shape(dtype=dtype), [33, 1, 190, 17])
+    sequences = PagedSequences(Shape(dtype=dtype, cache_dtype=cache_dtype), [33, 1, 190, 17])
     parts = [(0, 32, 33), (1, 0, 1), (2, 20, 190), (3, 0, 17)]
     output, expected = _both(backend, sequences, parts, scale=0.3, **options)
     tolerance = TOLERANCE[dtype]
@@ -78,6 +83,7 @@ def test_a_ragged_batch_agrees_with_the_reference(
 
 
 @each_backend
+@each_cache
 @given(
     num_kv_heads=st.integers(1, 3),
     group=st.integers(1, 5),
@@ -91,6 +97,7 @@ def test_a_ragged_batch_agrees_with_the_reference(
 @settings(max_examples=60, deadline=None)
 def test_any_shape_agrees_with_the_reference(
     backend: AttentionBackend,
+    cache_dtype: torch.dtype | None,
     num_kv_heads: int,
     group: int,
     head_dim: int,
@@ -105,6 +112,7 @@ def test_any_shape_agrees_with_the_reference(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         block_size=block_size,
+        cache_dtype=cache_dtype,
     )
     sequences = PagedSequences(shape, ends, seed)
     parts = [(i, int(share * (end - 1)), end) for i, end in enumerate(ends)]
@@ -127,8 +135,11 @@ def test_large_scores_do_not_overflow(backend: AttentionBackend) -> None:
 
 
 @each_backend
-def test_a_nan_spoils_its_own_sequence_only(backend: AttentionBackend) -> None:
-    sequences = PagedSequences(Shape(), [30, 30])
+@each_cache
+def test_a_nan_spoils_its_own_sequence_only(
+    backend: AttentionBackend, cache_dtype: torch.dtype | None
+) -> None:
+    sequences = PagedSequences(Shape(cache_dtype=cache_dtype), [30, 30])
     sequences.keys[0][11] = float("nan")
     output, expected = _both(backend, sequences, [(0, 0, 30), (1, 0, 30)], scale=0.3)
     assert bool(output[:11].isfinite().all())
@@ -137,11 +148,20 @@ def test_a_nan_spoils_its_own_sequence_only(backend: AttentionBackend) -> None:
 
 
 @each_backend
+@each_cache
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [32, 39])
 def test_keys_and_values_are_stored_bit_by_bit(
-    backend: AttentionBackend, dtype: torch.dtype
+    backend: AttentionBackend, cache_dtype: torch.dtype | None, dtype: torch.dtype, head_dim: int
 ) -> None:
-    sequences = PagedSequences(Shape(dtype=dtype), [150])
+    sequences = PagedSequences(
+        Shape(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim), [150]
+    )
+    sequences.keys[0][5] = 0.0
+    sequences.keys[0][6] = torch.tensor(1e-37).to(dtype)  # less than a scale may be
+    sequences.keys[0][7, 0, 3] = float("-inf")
+    sequences.values[0][8, 1, 31] = float("nan")
+    sequences.values[0][9] = torch.arange(-head_dim, head_dim).view(2, -1).to(dtype) / 2
     twin = sequences.cache.clone()
     parts = [(0, 0, 150)]
     slots = sequences.metadata(parts).slot_mapping
@@ -157,8 +177,7 @@ def test_keys_and_values_are_stored_bit_by_bit(
         slots,
     )
     reference.write_kv(keys, values, twin[:, 1, 0], twin[:, 1, 1], slots)
-    bits = torch.int32 if dtype == torch.float32 else torch.int16
-    assert torch.equal(sequences.cache.view(bits), twin.view(bits))
+    assert torch.equal(sequences.cache.view(torch.int8), twin.view(torch.int8))
 
 
 @each_backend

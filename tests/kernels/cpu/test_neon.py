@@ -18,6 +18,7 @@ from pagewire_kernels.cpu.block_copy import move_blocks
 from pagewire_kernels.cpu.layers import NativeLayerKernels, find_largest
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
+from pagewire_kernels.interface import stored_head_size
 from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
@@ -128,6 +129,11 @@ def test_gated_products(neon: Library, avx2: Library, activation: str, dtype: to
         ({"num_heads": 3, "num_kv_heads": 3, "head_dim": 39, "block_size": 5}, {"soft_cap": 3.0}),
         ({}, {"sinks": torch.tensor([0.5, -3.0, 40.0, 0.0])}),
         ({}, {"alibi_slopes": torch.tensor([0.5, 0.25, 0.0, 0.0625])}),
+        ({"cache_dtype": torch.int8}, {}),
+        (
+            {"num_heads": 12, "head_dim": 72, "cache_dtype": torch.int8},
+            {"sliding_window": 70, "sinks": torch.zeros(12)},
+        ),
     ],
 )
 def test_attention(
@@ -184,11 +190,16 @@ def test_layers(neon: Library, avx2: Library, layer: Layer, dtype: torch.dtype) 
 
 
 @each_dtype
-def test_rotary_embedding_and_cache_write(neon: Library, avx2: Library, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_rotary_embedding_and_cache_write(
+    neon: Library, avx2: Library, dtype: torch.dtype, in_int8: bool
+) -> None:
+    cache_dtype = torch.int8 if in_int8 else dtype
+    head_size = stored_head_size(36, cache_dtype)
     results = []
     for library in (neon, avx2):
         query, key = _random(5, 4, 36, dtype=dtype), _random(5, 2, 36, dtype=dtype, seed=1)
-        key_cache, value_cache = caches = torch.zeros(2, 3, 4, 2, 36, dtype=dtype)
+        key_cache, value_cache = caches = torch.zeros(2, 3, 4, 2, head_size, dtype=cache_dtype)
         cos, sin = _random(2, 10, 17, dtype=dtype, seed=2)
         NativeLayerKernels(library).rotate_and_write_kv(
             query,

@@ -1,8 +1,10 @@
 """The oracle itself, against torch's own attention and against index arithmetic by hand."""
 
+import pytest
 import torch
 
 from pagewire_kernels import reference
+from pagewire_kernels.reference.kv_cache import dequantize_heads, quantize_heads
 from tests.support.paged_batch import PagedSequences, Shape
 
 
@@ -128,3 +130,31 @@ def test_swapped_blocks_come_back_unchanged() -> None:
     reference.swap_blocks(host, device, torch.tensor([[5, 3], [0, 1]]))
     assert torch.equal(device[3], before[1])
     assert torch.equal(device[1], before[2])
+
+
+def test_a_code_of_an_int8_cache_is_within_half_a_step() -> None:
+    heads = torch.randn(200, 3, 64) * 10.0 ** torch.randint(-30, 30, (200, 3, 1))
+    stored = quantize_heads(heads)
+    step = heads.abs().amax(-1, keepdim=True) / 127
+    assert ((dequantize_heads(stored) - heads).abs() <= 0.5001 * step).all()
+    assert stored[..., :64].abs().amax(-1).eq(127).all()
+    assert torch.equal(quantize_heads(heads[7:8]), stored[7:8])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_an_int8_cache_moves_an_output_by_less_than_a_hundredth(head_dim: int) -> None:
+    """Of normally distributed keys and values, against a cache of float32."""
+    outputs = []
+    for cache_dtype in (torch.float32, torch.int8):
+        sequences = PagedSequences(Shape(head_dim=head_dim, cache_dtype=cache_dtype), [300])
+        parts = [(0, 0, 300)]
+        _fill(sequences, parts)
+        arguments = (
+            sequences.rows(sequences.queries, parts),
+            sequences.key_cache,
+            sequences.value_cache,
+            sequences.metadata(parts),
+        )
+        outputs.append(reference.paged_attention(*arguments, scale=head_dim**-0.5))
+    error = (outputs[1] - outputs[0]).norm() / outputs[0].norm()
+    assert 0.002 < error < 0.01

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 
 from pagewire_kernels.cpu.native_library import library
-from pagewire_kernels.reference import swap_blocks
+from pagewire_kernels.reference import swap_blocks, write_kv
+from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
 from tests.support.plans import moving_plan
 from worker_service.errors import InvalidPlan
@@ -22,19 +23,41 @@ from worker_service.kv_cache.cache_engine import (
 from worker_service.models.interface import KVCacheSpec
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_block_is_one_aligned_contiguous_piece_of_zeros(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "head_size"),
+    [(torch.float32, 8), (torch.bfloat16, 8), (torch.float16, 8), (torch.int8, 8 + 4)],
+    ids=str,
+)
+def test_a_block_is_one_aligned_contiguous_piece_of_zeros(
+    dtype: torch.dtype, head_size: int
+) -> None:
     spec = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=dtype)
     engine = CacheEngine(
         spec, block_size=4, num_gpu_blocks=5, num_cpu_blocks=2, device=torch.device("cpu")
     )
     for cache, num_blocks in ((engine.device_cache, 5), (engine.host_cache, 2)):
-        assert cache.shape == (num_blocks, 3, 2, 4, 2, 8)
+        assert cache.shape == (num_blocks, 3, 2, 4, 2, head_size)
         assert cache.dtype == dtype
         assert cache[1].is_contiguous()
         assert cache[1].nbytes == spec.block_bytes(4)
         assert cache.data_ptr() % 64 == 0
         assert not cache.any()
+
+
+def test_swaps_and_copies_move_scales_with_their_codes() -> None:
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=2, head_dim=8, dtype=torch.int8)
+    cpu = torch.device("cpu")
+    engine = CacheEngine(spec, block_size=4, num_gpu_blocks=4, num_cpu_blocks=1, device=cpu)
+    rows = torch.randn(4, 2, 8)
+    write_kv(rows, rows * 50, *engine.device_cache[:, 0].unbind(1), torch.arange(4))
+    written = engine.device_cache[0].clone()
+    engine.execute(moving_plan(swap_out=[(0, 0)], copy=[(0, 2)]))
+    engine.device_cache[:2] = 0
+    engine.execute(moving_plan(swap_in=[(0, 3)]))
+    for block in (2, 3):
+        assert torch.equal(engine.device_cache[block], written)
+        values = dequantize_heads(engine.device_cache[block, 0, 1])
+        torch.testing.assert_close(values, rows * 50, atol=1.0, rtol=0.0)
 
 
 def test_sizes_are_compared_exactly() -> None:

@@ -1,16 +1,21 @@
 """The KV cache of a loaded model: block size, dtype, scales."""
 
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
+import worker_service
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import BadCheckpoint, InvalidOption
+from worker_service.kv_cache.memory_budget import profile_blocks
 from worker_service.loader import LoadedModel, load_model
+from worker_service.loader.load import arithmetic_of, require_cache_dtype
 from worker_service.models.llama import LlamaModel
 
 FP8 = torch.float8_e4m3fn
@@ -57,9 +62,93 @@ def test_an_fp8_cache_goes_through_transformers_too() -> None:
 @pytest.mark.parametrize("backend", [None, "cpu"])
 def test_on_a_cpu_fp8_is_refused(backend: str | None) -> None:
     with pytest.raises(
-        InvalidOption, match=r"kv_cache_dtype: fp8 is for GPUs.*--attention-backend"
+        InvalidOption,
+        match=r"kv_cache_dtype: fp8 is for GPUs.*expected auto or int8.*--attention-backend",
     ):
         _load(checkpoint("llama"), backend=backend, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize("backend", [None, "triton", "reference"])
+def test_on_a_gpu_int8_is_refused(backend: str | None) -> None:
+    with pytest.raises(
+        InvalidOption, match="kv_cache_dtype: int8 is for CPUs; on a GPU expected auto or fp8"
+    ):
+        require_cache_dtype("int8", torch.device("cuda"), backend)
+    require_cache_dtype("fp8", torch.device("cuda"), backend)
+
+
+@pytest.mark.parametrize(("head_dim", "gain"), [(64, 1.87), (128, 1.93)])
+def test_the_same_memory_holds_about_twice_the_blocks_in_int8(
+    tmp_path: Path, head_dim: int, gain: float
+) -> None:
+    path = make_checkpoint("llama", tmp_path, head_dim=head_dim)
+
+    def num_blocks(dtype: str, kv_cache_dtype: str) -> int:
+        config = ModelConfig(model=str(path), device="cpu", dtype=dtype)
+        cache = CacheConfig(kv_cache_memory=2**24, kv_cache_dtype=kv_cache_dtype)
+        loaded = load_model(config, cache)
+        return profile_blocks(
+            loaded.model,
+            cache,
+            torch.device("cpu"),
+            block_size=loaded.block_size,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+        ).num_gpu_blocks
+
+    in_int8 = num_blocks("bfloat16", "int8")
+    assert in_int8 == num_blocks("float32", "int8")
+    assert in_int8 >= gain * num_blocks("bfloat16", "auto")
+    assert in_int8 >= 2 * gain * num_blocks("float32", "auto") - 2
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_an_int8_cache_keeps_the_logits_within_two_hundredths(
+    family: str, backend: str | None
+) -> None:
+    """Gemma 2 runs through transformers."""
+    small = _load(checkpoint(family), backend=backend, kv_cache_dtype="int8")
+    assert small.model.kv_cache_spec.dtype == torch.int8
+    expected, found = _logits(_load(checkpoint(family), backend=backend)), _logits(small)
+    assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_with_an_int8_cache_a_batch_of_32_has_the_bits_of_each_sequence_alone(dtype: str) -> None:
+    config = ModelConfig(model=str(checkpoint("llama")), device="cpu", dtype=dtype)
+    loaded = load_model(config, CacheConfig(kv_cache_dtype="int8"))
+    assert loaded.batch_invariant
+    prompts = [[3 + (i * j) % 200 for j in range(1, 10 + i)] for i in range(32)]
+    parts = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
+    together = PagedDriver(loaded.model, max_seqs=32).run(parts)
+    for i, prompt in enumerate(prompts):
+        driver = PagedDriver(loaded.model, max_seqs=1)
+        alone = [driver.run([(0, at, [token])])[0] for at, token in enumerate(prompt)]
+        assert torch.equal(torch.cat(alone), together[i])
+
+
+def test_the_embedded_models_greedy_answers_are_the_same_from_an_int8_cache() -> None:
+    path = Path(worker_service.__file__).parent / "embedded_model"
+    draw = Random(0)
+    questions = [f"{draw.randint(2, 60)} + {draw.randint(2, 39)} =" for _ in range(24)]
+    questions += ["The days of the week are Monday,", "Count from 3 to 19:", "January, February,"]
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    prompts = [tokenizer.encode(question).ids for question in questions]
+    answers = []
+    for kind in ("auto", "int8"):
+        loaded = _load(path, backend=None, kv_cache_dtype=kind)
+        driver, end = PagedDriver(loaded.model, max_seqs=len(prompts)), loaded.eos_token_ids[0]
+        outputs = driver.generate(prompts, 40)
+        answers.append([output[: output.index(end)] for output in outputs if end in output])
+    assert answers[0] == answers[1]
+    assert len(answers[0]) >= 24
+
+
+def test_the_arithmetic_is_named_after_an_int8_cache() -> None:
+    plain, small = (_load(checkpoint("llama"), kv_cache_dtype=kind) for kind in ("auto", "int8"))
+    assert "kv-int8" in arithmetic_of(small).split("/")
+    assert arithmetic_of(small).replace("/kv-int8", "") == arithmetic_of(plain)
 
 
 def test_scales_come_from_the_checkpoint_where_it_has_them(tmp_path: Path) -> None:

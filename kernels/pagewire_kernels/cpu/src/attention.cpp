@@ -6,20 +6,22 @@
 #include "attention_pack.h"
 #include "attention_scratch.h"
 #include "attention_softmax.h"
+#include "int8_head.h"
 
 namespace {
 
 using namespace pagewire;
 
-template <class Number>
+// Number is the type of queries and outputs, Cached that of the cache.
+template <class Number, class Cached>
 class Attention {
  public:
   explicit Attention(AttentionTask& task)
       : task_(task),
-        scratch_(take_scratch<Number>(task)),
-        dim_(padded_dim<Number>(task)),
+        scratch_(take_scratch<Cached>(task)),
+        dim_(padded_dim<Cached>(task)),
         width_(rounded_up(task.head_dim, kLanes)),
-        head_units_(dim_ / kPerUnit<Number>) {}
+        head_units_(dim_ / kPerUnit<Cached>) {}
 
   // Computes an item, and fetches the first keys and values of the one after it.
   void run(const Item& item, Items& items) {
@@ -29,9 +31,10 @@ class Attention {
   }
 
  private:
-  using Dot = typename Units<Number>::Dot;
-  using Packed = typename Units<Number>::Packed;
-  static constexpr int64_t kStepUnits = kStep / kPerUnit<Number>;
+  using Dot = typename Units<Cached>::Dot;
+  using Packed = typename Units<Cached>::Packed;
+  static constexpr int64_t kStepUnits = kStep / kPerUnit<Cached>;
+  static constexpr bool kHasScales = sizeof(Cached) == 1;
 
   void load_rows(const Item& item) {
     const int64_t rows_per_head = item.num_tokens * task_.group;
@@ -44,14 +47,19 @@ class Attention {
         memcpy(padded, from, task_.head_dim * sizeof(Number));
         from = padded;
       }
-      for (int64_t at = 0; at < dim_; at += kChunk<Number>) {
-        store_floats(scratch_.queries + row * head_units_ + at / kPerUnit<Number>,
-                     load_units(from + at));
+      for (int64_t at = 0; at < dim_; at += kChunk<Cached>) {
+        store_floats(scratch_.queries + row * head_units_ + at / kPerUnit<Cached>,
+                     load_query(from + at));
       }
       scratch_.maxima[row] = kNoMaximum;
     }
     memset(scratch_.outputs, 0, num_rows * dim_ * sizeof(float));
     memset(scratch_.totals, 0, num_rows * kLanes * sizeof(float));
+  }
+
+  static Floats load_query(const Number* from) {
+    if constexpr (kHasScales) return widen(from);
+    return load_units(from);
   }
 
   const Number* query_of(const Item& item, int64_t row) const {
@@ -102,8 +110,8 @@ class Attention {
   void take_head(const Item& item, int64_t key, int64_t num_keys, int64_t head, Ahead& ahead) {
     const int64_t at = (item.first_head + head) * task_.head_bytes;
     const int64_t rows_per_head = item.num_tokens * task_.group;
-    gather(task_.key_cache + at, num_keys, scratch_.padded_keys, keys_);
-    gather(task_.value_cache + at, num_keys, scratch_.padded_values, values_);
+    gather(task_.key_cache + at, num_keys, scratch_.padded_keys, keys_, key_scales_);
+    gather(task_.value_cache + at, num_keys, scratch_.padded_values, values_, value_scales_);
     const bool is_direct = rows_per_head <= kRows;
     if (!is_direct) {
       pack_keys(keys_, num_keys, dim_, scratch_.keys, ahead);
@@ -128,23 +136,26 @@ class Attention {
     }
   }
 
-  // The addresses of the step's keys or values, padded, and zeros for those there are not yet: what
-  // stands in the cache may be anything, and 0 * NaN is NaN.
-  void gather(const char* cache, int64_t num_keys, char* padded, const Number** rows) const {
-    const int64_t head_bytes = task_.head_dim * static_cast<int64_t>(sizeof(Number));
-    const int64_t padded_bytes = dim_ * static_cast<int64_t>(sizeof(Number));
+  // The addresses of the step's keys or values, padded, with their scales if they have any, and
+  // zeros for those there are not yet: what stands in the cache may be anything, and 0 * NaN is NaN.
+  void gather(const char* cache, int64_t num_keys, char* padded, const Cached** rows,
+              float* scales) const {
+    const int64_t head_bytes = task_.head_dim * static_cast<int64_t>(sizeof(Cached));
+    const int64_t padded_bytes = dim_ * static_cast<int64_t>(sizeof(Cached));
     for (int64_t i = 0; i < num_keys; ++i) {
       const char* from = cache + offsets_[i];
+      if constexpr (kHasScales) scales[i] = load_scale(from, task_.head_dim);
       if (dim_ != task_.head_dim) {
         char* const copy = padded + i * padded_bytes;
         memcpy(copy, from, head_bytes);
         memset(copy + head_bytes, 0, padded_bytes - head_bytes);
         from = copy;
       }
-      rows[i] = reinterpret_cast<const Number*>(from);
+      rows[i] = reinterpret_cast<const Cached*>(from);
     }
     for (int64_t i = num_keys; i < kStep; ++i) {
-      rows[i] = reinterpret_cast<const Number*>(scratch_.no_key);
+      rows[i] = reinterpret_cast<const Cached*>(scratch_.no_key);
+      scales[i] = 0.0f;
     }
   }
 
@@ -183,6 +194,7 @@ class Attention {
     for (int row = 0; row < num_rows; ++row) {
       add_weights<Dot>(units + row * kStepUnits, factors[row],
                        scratch_.totals + (first_row + row) * kLanes);
+      if constexpr (kHasScales) scale_weights(weights[row], value_scales_);
     }
     add<num_rows>(first_row, end, is_direct, units, factors, ahead);
   }
@@ -193,9 +205,13 @@ class Attention {
     const float* const queries = scratch_.queries + first_row * head_units_;
     const int64_t num_keys = rounded_up(end, kLanes);
     if (is_direct) {
-      score_keys<Number, num_rows>(queries, head_units_, keys_, num_keys, scores, ahead);
+      if constexpr (kHasScales) {
+        score_codes<num_rows>(queries, head_units_, keys_, num_keys, scores, ahead);
+      } else {
+        score_keys<Cached, num_rows>(queries, head_units_, keys_, num_keys, scores, ahead);
+      }
     } else {
-      const int64_t num_units = divide_up(task_.head_dim, kPerUnit<Number>);
+      const int64_t num_units = divide_up(task_.head_dim, kPerUnit<Cached>);
       multiply_rows<Dot, num_rows, false>(queries, head_units_, num_units, scratch_.keys, kStep,
                                           num_keys, scores[0], kStep, nullptr, ahead);
     }
@@ -205,10 +221,10 @@ class Attention {
   template <int num_rows>
   void add(int64_t first_row, int64_t end, bool is_direct, const float* weights,
            const float* factors, Ahead& ahead) {
-    const int64_t num_units = divide_up(end, kPerUnit<Number>);
+    const int64_t num_units = divide_up(end, kPerUnit<Cached>);
     float* const outputs = scratch_.outputs + first_row * dim_;
     if (is_direct) {
-      add_values<Number, num_rows>(weights, num_units, values_, dim_, factors, outputs, ahead);
+      add_values<Cached, num_rows>(weights, num_units, values_, dim_, factors, outputs, ahead);
     } else {
       multiply_rows<Dot, num_rows, true>(weights, kStepUnits, num_units, scratch_.values, dim_,
                                          width_, outputs, dim_, factors, ahead);
@@ -222,7 +238,8 @@ class Attention {
         task_.alibi_slopes != nullptr ? task_.alibi_slopes[head_of(item, row)] : 0.0f;
     const int64_t first = task_.window > 0 ? position - task_.window + 1 : 0;
     const int64_t end = smaller(kStep, position + 1);
-    return {task_.scale, task_.soft_cap, slope, first, end, position};
+    const float* const key_scales = kHasScales ? key_scales_ : nullptr;
+    return {task_.scale, task_.soft_cap, slope, first, end, position, key_scales};
   }
 
   // Divides each row by its total, its head's sink included, and writes it out.
@@ -264,14 +281,16 @@ class Attention {
   const int64_t head_units_;
   int64_t offsets_[kStep];  // of the step's keys in either cache
   int64_t offsets_after_[kStep];
-  const Number* keys_[kStep];
-  const Number* values_[kStep];
+  const Cached* keys_[kStep];
+  const Cached* values_[kStep];
+  alignas(64) float key_scales_[kStep];  // of a cache that has them
+  alignas(64) float value_scales_[kStep];
 };
 
-template <class Number>
+template <class Number, class Cached = Number>
 void attend(AttentionTask& task) {
   Items items(task);
-  Attention<Number> attention(task);
+  Attention<Number, Cached> attention(task);
   while (const Item* const upcoming = items.upcoming()) {
     const Item item = *upcoming;
     items.pass();
@@ -284,6 +303,9 @@ void attend(AttentionTask& task) {
 PAGEWIRE_KERNEL pw_attention_float32(AttentionTask* task) { attend<float>(*task); }
 PAGEWIRE_KERNEL pw_attention_bfloat16(AttentionTask* task) { attend<BFloat16>(*task); }
 PAGEWIRE_KERNEL pw_attention_float16(AttentionTask* task) { attend<Float16>(*task); }
+PAGEWIRE_KERNEL pw_attention_int8_float32(AttentionTask* task) { attend<float, int8_t>(*task); }
+PAGEWIRE_KERNEL pw_attention_int8_bfloat16(AttentionTask* task) { attend<BFloat16, int8_t>(*task); }
+PAGEWIRE_KERNEL pw_attention_int8_float16(AttentionTask* task) { attend<Float16, int8_t>(*task); }
 
 // Finds a task's `slot_bytes`, enough for any type of cache; a call of one thread, not a kernel.
 PAGEWIRE_KERNEL pw_attention_slot_bytes(AttentionTask* task) {

@@ -16,6 +16,9 @@
 // has weight zero, so what happens to a row does not depend on the tile it is in. With bfloat16 the
 // weights are rounded to bfloat16, in the total as well, and pairs of products are added in one
 // instruction where the processor has it.
+//
+// Of a cache of int8 the products are those of float32 with the codes: a score is multiplied by its
+// key's scale afterwards, and a weight by its value's scale before.
 #pragma once
 
 #include "batch.h"
@@ -63,8 +66,9 @@ inline int64_t rounded_up(int64_t x, int64_t multiple) {
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// How numbers of the cache are multiplied: in units of 32 bits, a float32 or a pair of bfloat16.
-template <class Number>
+// How numbers of the cache are multiplied: in units of 32 bits, a float32, into which float16 and
+// int8 are widened, or a pair of bfloat16.
+template <class Cached>
 struct Units {
   using Dot = Float32Dot;
   using Packed = float;
@@ -75,15 +79,16 @@ struct Units<BFloat16> {
   using Packed = BFloat16;
 };
 
-template <class Number>
-constexpr int64_t kPerUnit = Units<Number>::Dot::kInputsPerStep;
+template <class Cached>
+constexpr int64_t kPerUnit = Units<Cached>::Dot::kInputsPerStep;
 
 // Numbers that fill a register of units; heads are padded to a multiple.
-template <class Number>
-constexpr int64_t kChunk = kLanes * kPerUnit<Number>;
+template <class Cached>
+constexpr int64_t kChunk = kLanes * kPerUnit<Cached>;
 
 inline Floats load_units(const float* from) { return load_floats(from); }
 inline Floats load_units(const Float16* from) { return widen(from); }
+inline Floats load_units(const int8_t* from) { return widen(from); }
 inline Floats load_units(const BFloat16* from) { return as_floats(load_words(from)); }
 
 }  // namespace pagewire

@@ -46,6 +46,86 @@ void score_keys(const float* queries, int64_t head_units, const Number* const* k
   }
 }
 
+constexpr float kCodeUnit = 0x1p24f;
+
+// The codes that begin at a byte of each word, times `kCodeUnit`: a sign bit comes to its place.
+template <int kByte>
+inline Floats codes_at(Words x) {
+  const Words shifted = shift_left<24 - 8 * kByte>(x);
+  return to_floats(and_words(shifted, broadcast_word(static_cast<int32_t>(0xff000000u))));
+}
+
+// The same for keys of int8, of which as many are taken at once as the registers hold sums for, so that
+// no sum waits for the one before it. Four codes to a word, few words are to be transposed.
+template <int num_rows>
+void score_codes(const float* queries, int64_t head_dim, const int8_t* const* keys,
+                 int64_t num_keys, float (*scores)[kStep], Ahead& ahead) {
+  for (int64_t key = 0; key < num_keys; key += kVectors * kLanes) {
+    Floats sum[num_rows][kVectors];
+#pragma GCC unroll 8
+    for (int row = 0; row < num_rows; ++row) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) sum[row][j] = zeros();
+    }
+    const auto add_codes = [&](int64_t at, int j, Floats codes) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+      for (int row = 0; row < num_rows; ++row) {
+        sum[row][j] = multiply_add(broadcast(queries[row * head_dim + at]), codes, sum[row][j]);
+      }
+    };
+    alignas(64) float columns[kVectors][kLanes][kLanes];
+    int64_t at = 0;
+    for (; at + 4 * kLanes <= head_dim; at += 4 * kLanes) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        ahead.fetch();
+        Floats square[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          square[i] = as_floats(load_words(keys[key + j * kLanes + i] + at));
+        }
+        transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) store_floats(columns[j][i], square[i]);
+      }
+      for (int i = 0; i < kLanes; ++i) {
+        Words words[kVectors];
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) words[j] = load_words(columns[j][i]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) add_codes(at + 4 * i, j, codes_at<0>(words[j]));
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) add_codes(at + 4 * i + 1, j, codes_at<1>(words[j]));
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) add_codes(at + 4 * i + 2, j, codes_at<2>(words[j]));
+#pragma GCC unroll 4
+        for (int j = 0; j < kVectors; ++j) add_codes(at + 4 * i + 3, j, codes_at<3>(words[j]));
+      }
+    }
+    for (; at < head_dim; at += kLanes) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        Floats square[kLanes];
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) square[i] = widen(keys[key + j * kLanes + i] + at);
+        transpose(square);
+#pragma GCC unroll 16
+        for (int i = 0; i < kLanes; ++i) {
+          add_codes(at + i, j, multiply(square[i], broadcast(kCodeUnit)));
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < num_rows; ++row) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kVectors; ++j) {
+        store_floats(scores[row] + key + j * kLanes,
+                     multiply(sum[row][j], broadcast(1.0f / kCodeUnit)));
+      }
+    }
+  }
+}
+
 // The values of a unit's keys from `at` on, in `kVectors` registers.
 template <class Number, int num_vectors>
 inline void load_values(const Number* const* values, int64_t unit, int64_t at,

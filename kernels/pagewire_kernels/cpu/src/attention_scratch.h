@@ -13,14 +13,14 @@ struct Scratch {
   float* outputs;   // [rows][padded head]
   float* totals;    // [rows][kLanes], to be summed over lanes
   float* maxima;    // [rows]
-  char* no_key;     // zeros, a padded head
+  char* no_key;     // zeros, a padded head in the cache's numbers
   char* padded_keys;    // [kStep][padded head], copies of heads that do not fill registers
   char* padded_values;  // the same
 };
 
-template <class Number>
+template <class Cached>
 int64_t padded_dim(const AttentionTask& task) {
-  return rounded_up(task.head_dim, kChunk<Number>);
+  return rounded_up(task.head_dim, kChunk<Cached>);
 }
 
 inline int64_t max_rows(const AttentionTask& task) {
@@ -28,23 +28,23 @@ inline int64_t max_rows(const AttentionTask& task) {
 }
 
 // Lays the parts out from `memory` on; returns where they end.
-template <class Number>
+template <class Cached>
 char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
-  const int64_t dim = padded_dim<Number>(task), rows = max_rows(task);
+  const int64_t dim = padded_dim<Cached>(task), rows = max_rows(task);
   const auto part = [&memory](int64_t bytes) {
     char* const begin = memory;
     memory += rounded_up(bytes, 64);
     return begin;
   };
   const auto words = [&part](int64_t count) { return reinterpret_cast<float*>(part(4 * count)); };
-  const int64_t head_units = dim / kPerUnit<Number>;
+  const int64_t head_units = dim / kPerUnit<Cached>;
   scratch.keys = words(head_units * kStep);
-  scratch.values = words(kStep / kPerUnit<Number> * dim);
+  scratch.values = words(kStep / kPerUnit<Cached> * dim);
   scratch.queries = words(rows * head_units);
   scratch.outputs = words(rows * dim);
   scratch.totals = words(rows * kLanes);
   scratch.maxima = words(rows);
-  const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Number));
+  const int64_t head_bytes = dim * static_cast<int64_t>(sizeof(Cached));
   scratch.no_key = part(head_bytes);
   const int64_t padded_bytes = dim == task.head_dim ? 0 : kStep * head_bytes;
   scratch.padded_keys = part(padded_bytes);
@@ -54,12 +54,12 @@ char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
 
 // The calling thread's, with its zeros in place. Slots are given out in turn, so no two of the
 // threads that run a task at once have the same.
-template <class Number>
+template <class Cached>
 Scratch take_scratch(AttentionTask& task) {
   const int64_t taken = __atomic_fetch_add(&task.next_slot, 1, __ATOMIC_RELAXED);
   Scratch scratch;
-  lay_out<Number>(task, task.scratch + taken % task.num_slots * task.slot_bytes, scratch);
-  memset(scratch.no_key, 0, padded_dim<Number>(task) * sizeof(Number));
+  lay_out<Cached>(task, task.scratch + taken % task.num_slots * task.slot_bytes, scratch);
+  memset(scratch.no_key, 0, padded_dim<Cached>(task) * sizeof(Cached));
   return scratch;
 }
 

@@ -17,6 +17,7 @@ struct ScoreRule {
   int64_t first;   // the keys that the row sees, counted within the step
   int64_t end;
   int64_t position;  // the row's own, counted from the step's first key
+  const float* key_scales;  // [kStep] or null
 };
 
 inline Floats adjusted(Floats score, const ScoreRule& rule, Words keys) {
@@ -62,7 +63,11 @@ float weigh(const float* scores, const ScoreRule& rule, float& maximum, Packed* 
   Words keys = lane_numbers();
 #pragma GCC unroll 8
   for (int j = 0; j < kStepVectors; ++j) {
-    score[j] = adjusted(load_floats(scores + j * kLanes), rule, keys);
+    score[j] = load_floats(scores + j * kLanes);
+    if (rule.key_scales != nullptr) {
+      score[j] = multiply(score[j], load_floats(rule.key_scales + j * kLanes));
+    }
+    score[j] = adjusted(score[j], rule, keys);
     keys = add_words(keys, broadcast_word(kLanes));
   }
   Floats greatest = score[0];
@@ -89,6 +94,15 @@ void add_weights(const float* weights, float factor, float* total) {
     sum = Dot::add(ones, Dot::load(weights + j * kLanes), sum);
   }
   store_floats(total, sum);
+}
+
+// Multiplies a step's weights by the scales of their values.
+inline void scale_weights(float* weights, const float* scales) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; ++j) {
+    float* const at = weights + j * kLanes;
+    store_floats(at, multiply(load_floats(at), load_floats(scales + j * kLanes)));
+  }
 }
 
 }  // namespace pagewire

@@ -41,7 +41,7 @@ struct RotateTask : Task {
   int64_t query_stride, query_head_stride;
   int64_t key_stride, key_head_stride;
   int64_t value_stride, value_head_stride;
-  void* key_cache;  // [num_blocks, block_size, num_kv_heads, head_dim]
+  void* key_cache;  // [num_blocks, block_size, num_kv_heads, head_dim], or heads of int8_head.h
   void* value_cache;
   int64_t block_stride, slot_stride, cache_head_stride;  // of both caches
   int64_t block_size;

@@ -1,5 +1,6 @@
 // Norm of each query and key head, rotary embedding and the store to the cache, in one pass; see
 // layers.h.
+#include "int8_head.h"
 #include "layers.h"
 #include "rows.h"
 
@@ -63,22 +64,31 @@ void norm_and_rotate(const RotateTask& task, int64_t position, const Number* fro
   store_head(head, task.head_dim, to);
 }
 
-template <class Number>
+template <class Number, class Cached>
 void store_key_and_value(const RotateTask& task, int64_t row, int64_t position, int64_t slot) {
   const auto* key = static_cast<const Number*>(task.key) + row * task.key_stride;
   const auto* value = static_cast<const Number*>(task.value) + row * task.value_stride;
   const int64_t at = slot / task.block_size * task.block_stride +
                      slot % task.block_size * task.slot_stride;
-  auto* key_cache = static_cast<Number*>(task.key_cache) + at;
-  auto* value_cache = static_cast<Number*>(task.value_cache) + at;
+  auto* key_cache = static_cast<Cached*>(task.key_cache) + at;
+  auto* value_cache = static_cast<Cached*>(task.value_cache) + at;
   for (int64_t h = 0; h < task.num_kv_heads; ++h) {
     const int64_t head = h * task.cache_head_stride;
-    norm_and_rotate(task, position, key + h * task.key_head_stride, task.key_norm, key_cache + head);
-    memcpy(value_cache + head, value + h * task.value_head_stride, task.head_dim * sizeof(Number));
+    const Number* key_head = key + h * task.key_head_stride;
+    const Number* value_head = value + h * task.value_head_stride;
+    if constexpr (sizeof(Cached) == 1) {
+      alignas(64) Number rotated[kMaxHeadDim];
+      norm_and_rotate(task, position, key_head, task.key_norm, rotated);
+      store_int8_head(rotated, task.head_dim, key_cache + head);
+      store_int8_head(value_head, task.head_dim, value_cache + head);
+    } else {
+      norm_and_rotate(task, position, key_head, task.key_norm, key_cache + head);
+      memcpy(value_cache + head, value_head, task.head_dim * sizeof(Number));
+    }
   }
 }
 
-template <class Number>
+template <class Number, class Cached = Number>
 void rotate_and_write(RotateTask& task) {
   const Batch& batch = *task.batch;
   const int64_t row_size = (task.num_heads + 2 * task.num_kv_heads) * task.head_dim;
@@ -89,7 +99,7 @@ void rotate_and_write(RotateTask& task) {
       Number* head = query + h * task.query_head_stride;
       norm_and_rotate(task, position, head, task.query_norm, head);
     }
-    if (slot >= 0) store_key_and_value<Number>(task, row, position, slot);
+    if (slot >= 0) store_key_and_value<Number, Cached>(task, row, position, slot);
   });
 }
 
@@ -101,4 +111,10 @@ using namespace pagewire;
 PAGEWIRE_KERNEL pw_rotate_and_write_float32(RotateTask* task) { rotate_and_write<float>(*task); }
 PAGEWIRE_KERNEL pw_rotate_and_write_bfloat16(RotateTask* task) {
   rotate_and_write<BFloat16>(*task);
+}
+PAGEWIRE_KERNEL pw_rotate_and_write_int8_float32(RotateTask* task) {
+  rotate_and_write<float, char>(*task);
+}
+PAGEWIRE_KERNEL pw_rotate_and_write_int8_bfloat16(RotateTask* task) {
+  rotate_and_write<BFloat16, char>(*task);
 }
