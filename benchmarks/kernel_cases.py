@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
-from pagewire_kernels.interface import AttentionBackend, AttentionNeeds
+from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, stored_head_size
 from pagewire_kernels.select import Kernels, select_kernels
 from worker_service.kv_cache.cache_engine import CopyMover, mover_for
 
@@ -70,24 +70,40 @@ def all_cases(where: Setting) -> Iterator[Case]:
 
 
 def attention_cases(where: Setting) -> Iterator[Case]:
-    """Decodes of (sequences, context), then prefills of (sequences, new tokens, context)."""
+    """Decodes of (sequences, context), then prefills of (sequences, new tokens, context); on a CPU
+    also over a cache of int8."""
     is_gpu = where.device.type == "cuda"
     decodes = [(1, 4096), (64, 2048), (256, 1024)] if is_gpu else [(1, 2048), (32, 512)]
     for num_seqs, context in decodes:
         yield attention_case(where, num_seqs, 1, context)
+    if not is_gpu:
+        for cache_dtype in (where.dtype, torch.int8):
+            yield attention_case(where, 16, 1, 2000, cache_dtype=cache_dtype)
+        yield attention_case(where, 1, 1024, 1024, cache_dtype=torch.int8)
     prefills = [(8, 2048, 2048)] if is_gpu else [(1, 1024, 1024), (4, 1024, 1024), (1, 32, 544)]
     for num_seqs, query_len, context in prefills:
         yield attention_case(where, num_seqs, query_len, context)
 
 
 def attention_case(
-    where: Setting, num_seqs: int, query_len: int, context: int, heads: int = 16, kv_heads: int = 8
+    where: Setting,
+    num_seqs: int,
+    query_len: int,
+    context: int,
+    heads: int = 16,
+    kv_heads: int = 8,
+    cache_dtype: torch.dtype | None = None,
 ) -> Case:
     """Attention of each sequence's last `query_len` tokens over `context`, blocks in no order."""
     backend: AttentionBackend = where.kernels.attention
     block_size = max(BLOCK_TOKENS, backend.abilities.block_multiple)
     per_seq = -(-context // block_size)
-    cache = where.filled(num_seqs * per_seq, 1, 2, block_size, kv_heads, HEAD_DIM)
+    stored = cache_dtype or where.dtype
+    head_size = stored_head_size(HEAD_DIM, stored)
+    shape = (num_seqs * per_seq, 1, 2, block_size, kv_heads, head_size)
+    cache = torch.ones(shape, dtype=stored, device=where.device)
+    if stored == torch.int8:
+        cache[..., HEAD_DIM:] = torch.tensor([0.01]).view(torch.int8)  # the scale
     order = torch.randperm(num_seqs * per_seq, generator=torch.Generator().manual_seed(0))
     metadata = AttentionMetadata(
         query_start=(torch.arange(num_seqs + 1).int() * query_len).to(where.device),
@@ -103,13 +119,14 @@ def attention_case(
     length = context if query_len in (1, context) else f"{query_len} of {context}"
     return Case(
         kernel="paged decode" if is_decode else "paged prefill",
-        size=f"{num_seqs} x {length}, {heads}/{kv_heads} heads of {HEAD_DIM}",
+        size=f"{num_seqs} x {length}, {heads}/{kv_heads} heads of {HEAD_DIM}"
+        + (", int8 cache" if stored == torch.int8 else ""),
         implementation=type(backend).__name__,
         dtype=where.dtype_name,
         run=lambda: backend.paged_attention(
             query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=HEAD_DIM**-0.5
         ),
-        num_bytes=num_seqs * context * 2 * kv_heads * HEAD_DIM * where.dtype.itemsize
+        num_bytes=num_seqs * context * 2 * kv_heads * head_size * stored.itemsize
         if is_decode
         else 0,
         num_flops=0 if is_decode else 4 * HEAD_DIM * heads * pairs,

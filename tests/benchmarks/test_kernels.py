@@ -29,6 +29,9 @@ def test_a_decode_reads_every_key_and_value_once() -> None:
     case = attention_case(_setting(), 3, 1, 20, heads=4, kv_heads=2)
     assert case.num_bytes == 3 * 20 * 2 * 2 * 128 * 4
     assert case.num_flops == 0
+    in_int8 = attention_case(_setting(), 3, 1, 20, heads=4, kv_heads=2, cache_dtype=torch.int8)
+    assert in_int8.num_bytes == 3 * 20 * 2 * 2 * (128 + 4)
+    assert in_int8.size.endswith("int8 cache")
     assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s read"
 
 
