@@ -4,7 +4,8 @@
 
 Writes `FOLDER/llama-160m-bfloat16`, unless it is there. Weights are drawn tensor by tensor, each
 from a generator seeded with its own name, so that the same shape is the same model in every dtype
-but for rounding. With `--gguf` the same weights are written for llama.cpp as well.
+but for rounding. With `--gguf` the same weights are written for llama.cpp as well. Those of a
+shape with `weights` are rounded and stored in that format, layer by layer.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.gguf_file import write_gguf
 from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES, Shape
+from benchmarks.quantized_layers import CONFIGS, quantized
 from benchmarks.synthetic_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 
 WEIGHT_SCALE = 0.02
@@ -59,7 +61,10 @@ def _config(shape: Shape, dtype: str) -> dict[str, object]:
     config = _transformers_config(shape).to_dict()
     config.pop("transformers_version", None)
     architectures = [_skeleton(shape).__class__.__name__]
-    return config | {"architectures": architectures, "dtype": dtype, "torch_dtype": dtype}
+    config |= {"architectures": architectures, "dtype": dtype, "torch_dtype": dtype}
+    if shape.weights is not None:
+        config["quantization_config"] = CONFIGS[shape.weights]
+    return config
 
 
 def _transformers_config(shape: Shape) -> object:
@@ -84,6 +89,10 @@ def _weights(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             continue
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(empty.shape, generator=generator) * WEIGHT_SCALE
+        if shape.weights is not None and name.endswith("_proj.weight"):
+            for end, tensor in quantized(values, shape.weights).items():
+                yield f"{name.removesuffix('weight')}{end}", tensor.contiguous()
+            continue
         # Norms scale around one, matrices around zero.
         yield name, (values + 1 if empty.dim() == 1 else values).to(dtype)
 

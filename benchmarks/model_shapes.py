@@ -3,7 +3,7 @@
 The arithmetic of what a shape weighs and costs is here, too; `floor` builds on it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
@@ -29,6 +29,16 @@ class Shape:
     """Share of a workload's requests that it is given on a CPU."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More of its configuration."""
+    weights: str | None = None
+    """The format that its layers are quantized in, of `quantized_layers.CONFIGS`."""
+
+    def quantized(self, weights: str | None) -> "Shape":
+        """The same with other weights, under a name of its own."""
+        return (
+            self
+            if weights is None
+            else replace(self, name=f"{self.name}-{weights}", weights=weights)
+        )
 
     def config(self) -> dict[str, Any]:
         """What `transformers` makes its configuration of."""

@@ -32,6 +32,7 @@ from benchmarks.interleaved_runs import MOST_REPEATS, Gauge, Patience, Run, comp
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
 from benchmarks.processes import end_in_order_when_told
+from benchmarks.quantized_layers import CONFIGS
 from benchmarks.roofline import floor_seconds
 from benchmarks.workloads import FOUR, WORKLOADS, Workload
 
@@ -132,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 settings_of(args, shape, dtype), programs, args.engines, workloads, patience
             )
             show(content)
-            name = result_name(shape, dtype, args.device)
+            name = result_name(content["shape"], dtype, args.device)
             print(f"written to {save(name, content, load.cores, args.results)}")
 
 
@@ -152,7 +153,7 @@ def settings_of(args: argparse.Namespace, shape: str, dtype: str) -> Settings:
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     return Settings(
-        shape=SHAPES[shape],
+        shape=SHAPES[shape].quantized(args.weights),
         dtype=dtype,
         checkpoints=args.checkpoints,
         device=args.device,
@@ -185,6 +186,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     """Flags that benchmarks of whole engines share."""
     parser.add_argument("--shape", nargs="+", default=["llama-160m"], choices=list(SHAPES))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(BYTES_PER_VALUE))
+    parser.add_argument(
+        "--weights", choices=list(CONFIGS), help="quantized weights; default: dense"
+    )
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--vllm-python", type=Path, help="the Python that has vLLM")
     parser.add_argument(

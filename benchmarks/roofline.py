@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.model_shapes import BYTES_PER_VALUE, Shape
+from benchmarks.quantized_layers import BITS_PER_WEIGHT
 from benchmarks.workloads import Job
 
 
@@ -42,12 +43,13 @@ class Step:
 
     def num_bytes(self, shape: Shape, dtype: str) -> int:
         """Weights and KV read, and new KV written."""
-        weights = shape.layer_weights
+        bits = 8 * BYTES_PER_VALUE[dtype]
+        weights = shape.layer_weights * BITS_PER_WEIGHT.get(shape.weights or "", bits) // 8
         if any(row.samples for row in self.rows):
-            weights += shape.output_weights
+            weights += shape.output_weights * BYTES_PER_VALUE[dtype]
         own = sum(row.context - self.shared for row in self.rows)
         kv_tokens = own + self.shared + self.num_tokens
-        return weights * BYTES_PER_VALUE[dtype] + kv_tokens * shape.kv_bytes(dtype)
+        return int(weights) + kv_tokens * shape.kv_bytes(dtype)
 
     def num_flops(self, shape: Shape) -> int:
         """Of the matrix products and of attention."""

@@ -1,0 +1,90 @@
+"""Weights of a layer as the formats of quantized checkpoints store them, rounded to the nearest.
+
+Written from the formats' specifications; nothing is shared with the code that reads them.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GROUP_SIZE = 128
+
+CONFIGS: Mapping[str, dict[str, Any]] = {
+    "awq": {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": GROUP_SIZE,
+        "zero_point": True,
+        "version": "gemm",
+    },
+    "gptq": {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": GROUP_SIZE,
+        "desc_act": False,
+        "sym": True,
+        "checkpoint_format": "gptq",
+    },
+    "w8a8": {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 8,
+                    "type": "int",
+                    "strategy": "channel",
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+                "input_activations": {
+                    "num_bits": 8,
+                    "type": "int",
+                    "strategy": "token",
+                    "symmetric": True,
+                    "dynamic": True,
+                },
+            }
+        },
+    },
+}
+"""What `config.json` says of each."""
+
+BITS_PER_WEIGHT = {"awq": 4 + 20 / GROUP_SIZE, "gptq": 4 + 20 / GROUP_SIZE, "w8a8": 8.0}
+
+
+def quantized(weight: Tensor, kind: str) -> dict[str, Tensor]:
+    """The tensors that stand for a weight [out_features, in_features], by their names' ends."""
+    weight = weight.float()
+    if kind == "w8a8":
+        scales = weight.abs().amax(dim=1, keepdim=True) / 127
+        return {"weight": (weight / scales).round().to(torch.int8), "weight_scale": scales}
+    groups = weight.unflatten(1, (-1, GROUP_SIZE))
+    if kind == "gptq":
+        scales = (groups.abs().amax(dim=2) / 7).half()
+        zeros = torch.full_like(scales, 8, dtype=torch.int32)
+    else:
+        least, most = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
+        scales = ((most - least) / 15).half()
+        zeros = (-least / scales).round().clamp(0, 15).int()
+    steps = (groups / scales.float().unsqueeze(2)).round().int() + zeros.unsqueeze(2)
+    codes = steps.clamp(0, 15).flatten(1)
+    shared = {"scales": scales.t().contiguous()}
+    if kind == "gptq":
+        group_of = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP_SIZE
+        stored_zeros = _words(zeros.t() - 1)  # the format's first version stores one less
+        return {"qweight": _words(codes).t(), "qzeros": stored_zeros, "g_idx": group_of, **shared}
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {"qweight": _words(codes.t(), order), "qzeros": _words(zeros.t(), order), **shared}
+
+
+def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Eight neighbours of a row in each word of 32 bits; order: which, the lowest bits first."""
+    parts = codes.long().unflatten(1, (-1, 8))[:, :, list(order)]
+    words = (parts << torch.arange(0, 32, 4)).sum(dim=2)
+    return torch.where(words < 1 << 31, words, words - (1 << 32)).int()
