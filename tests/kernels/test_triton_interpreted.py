@@ -5,23 +5,35 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 NO_CACHE = ("-p", "no:cacheprovider")
-INTERPRETED = ("tests/kernels/gpu", "tests/worker_service/runner/device/test_device_sampler.py")
+GPU_TESTS = Path("tests/kernels/gpu")
+SAMPLER = Path("tests/worker_service/runner/device/test_device_sampler.py")
+NATIVE_ONLY = "test_selection.py"
+"""None of its tests can be interpreted."""
 
+INTERPRETED = [
+    SAMPLER,
+    *(
+        file.relative_to(ROOT)
+        for file in sorted((ROOT / GPU_TESTS).glob("test_*.py"))
+        if file.name != NATIVE_ONLY
+    ),
+]
 
 OTHER_BLAS = {"OPENBLAS_CORETYPE": "Haswell"}
 """numpy's products as on a processor with AVX2 only, whose BLAS chooses a kernel by the shape."""
 
 
-def _run(*arguments: str, **environment: str) -> None:
+def _run(*arguments: str | Path, **environment: str) -> None:
     """In a process of its own: see `tests/support/gpu_kernels.py`."""
     run = subprocess.run(
         [
             sys.executable,
             "-m",
             "pytest",
-            *INTERPRETED,
             "-q",
             "-m",
             "not gpu",
@@ -36,9 +48,10 @@ def _run(*arguments: str, **environment: str) -> None:
     assert run.returncode == 0, run.stdout[-20_000:]
 
 
-def test_the_kernels_agree_with_the_reference_in_the_interpreter() -> None:
-    _run()
+@pytest.mark.parametrize("file", INTERPRETED, ids=lambda file: file.stem)
+def test_the_kernels_agree_with_the_reference_in_the_interpreter(file: Path) -> None:
+    _run(file)
 
 
 def test_rows_keep_their_bits_in_any_batch_whatever_processor_interprets() -> None:
-    _run("-k", "in_any_batch", **OTHER_BLAS)
+    _run(GPU_TESTS, SAMPLER, "-k", "in_any_batch", **OTHER_BLAS)

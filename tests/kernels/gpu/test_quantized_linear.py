@@ -2,6 +2,7 @@
 batch."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -68,7 +69,8 @@ def _packed(
 def test_products_are_those_of_the_dequantized_weight(
     bits: int, group_size: int, offsets: bool, scales: str, dtype: torch.dtype
 ) -> None:
-    weight = random_weight(39, 384, bits, group_size, offsets=offsets, scales=scales)
+    num_inputs = 384 if group_size > 96 else 192
+    weight = random_weight(39, num_inputs, bits, group_size, offsets=offsets, scales=scales)
     rows, bias = _rows(5, weight, dtype), torch.linspace(-1, 1, 39).to(dtype)
     packed = _packed(weight, dtype)
     sums = packed.apply(rows.to(DEVICE), bias.to(DEVICE), output_dtype=torch.float32)
@@ -93,22 +95,23 @@ def test_codes_of_four_bits_mean_what_their_table_says(table: tuple[int, ...], s
     _assert_exact_but_for_sums(sums, rows, weight)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("group_size", [16, 96, 384])
+@pytest.mark.parametrize(
+    ("group_size", "dtype"), [(16, torch.float16), *((256, dtype) for dtype in DTYPES)]
+)
 @pytest.mark.parametrize("has_float8", [False, True])
 def test_codes_may_be_floats(has_float8: bool, group_size: int, dtype: torch.dtype) -> None:
     """Every number of the type is among them."""
     if has_float8 and not INTERPRETED and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU lacks float8")
-    weight = random_weight(39, 384, 8, group_size, offsets=False, scales="float32", is_float=True)
+    weight = random_weight(39, 256, 8, group_size, offsets=False, scales="float32", is_float=True)
     weight.codes[0, :127] = torch.arange(127)
     weight.codes[1, :127] = torch.arange(128, 255)
     packed = TritonQuantizedWeight(
         weight, dtype, DEVICE, batch_invariant=True, has_float8=has_float8
     )
-    rows = torch.cat([torch.eye(384).to(dtype), _rows(7, weight, dtype)])
+    rows = torch.cat([torch.eye(256).to(dtype), _rows(7, weight, dtype)])
     sums = packed.apply(rows.to(DEVICE), output_dtype=torch.float32)
-    assert torch.equal(sums[:384].cpu(), weight.dequantize().T)
+    assert torch.equal(sums[:256].cpu(), weight.dequantize().T)
     _assert_exact_but_for_sums(sums, rows, weight)
     tokens = torch.tensor([0, 1, 38], device=DEVICE)
     _assert_rounded(packed.gather(tokens).cpu(), weight.dequantize()[tokens.cpu()])
@@ -131,23 +134,26 @@ def test_shapes_that_fill_no_tile(shape: tuple[int, int], bits: int) -> None:
     _assert_exact_but_for_sums(sums, rows, weight)
 
 
+SOME = (1, 16, 17, 63, 64, 65)
+
+
 @pytest.mark.parametrize(
-    ("bits", "scales", "offsets", "dtype"),
+    ("bits", "scales", "offsets", "dtype", "counts"),
     [
-        (4, "units", True, torch.float16),
-        (4, "float16", False, torch.bfloat16),
-        (8, "float32", True, torch.float32),
+        (4, "units", True, torch.float16, range(1, 66)),
+        (4, "float16", False, torch.bfloat16, SOME),
+        (8, "float32", True, torch.float32, SOME),
     ],
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    bits: int, scales: str, offsets: bool, dtype: torch.dtype
+    bits: int, scales: str, offsets: bool, dtype: torch.dtype, counts: Sequence[int]
 ) -> None:
-    weight = random_weight(39, 1152, bits, 64, offsets=offsets, scales=scales)
+    weight = random_weight(39, 1024, bits, 64, offsets=offsets, scales=scales)
     packed, rows = _packed(weight, dtype), _rows(130, weight, dtype).to(DEVICE)
     together = packed.apply(rows, output_dtype=torch.float32)
     _assert_exact_but_for_sums(together, rows.cpu(), weight)
     assert packed.num_splits > 1
-    for n in range(1, 66):
+    for n in counts:
         assert torch.equal(packed.apply(rows[:n], output_dtype=torch.float32), together[:n]), n
     for part in (slice(63, 66), slice(129, 130), slice(7, 130), slice(100, 110)):
         assert torch.equal(packed.apply(rows[part], output_dtype=torch.float32), together[part])

@@ -120,7 +120,7 @@ def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> Non
     assert torch.equal(torch.cat(pieces), together[1])
 
 
-@pytest.mark.parametrize("source", ["awq", "fp8", "llama_tied Q4_1", "qwen3 Q4_K"])
+@pytest.mark.parametrize("source", ["awq", "fp8", "llama_tied Q4_K", "qwen3 IQ4_XS"])
 def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_ones(
     source: str, tmp_path: Path
 ) -> None:
@@ -136,7 +136,7 @@ def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_on
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("llama", "int8"), ("llama_tied", "int8"), ("gpt2", "int8"), ("llama_tied", "fp8")],
+    [("llama_tied", "int8"), ("gpt2", "int8"), ("llama_tied", "fp8")],
 )
 def test_weights_that_are_rounded_while_loading_are_packed(
     family: str, quantization: str, tmp_path: Path
@@ -145,7 +145,7 @@ def test_weights_that_are_rounded_while_loading_are_packed(
     model = _packed_model(path, quantization=quantization)
     assert model.embedding is not None
     assert all(_is_packed(linear) for linear in _linears(model))
-    assert _is_packed(model.embedding) == (family != "llama")
+    assert _is_packed(model.embedding)
     plain = _model(path, PLAIN)
     for linear in _linears(plain):
         assert linear.weight is not None
