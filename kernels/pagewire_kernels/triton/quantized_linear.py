@@ -127,11 +127,15 @@ def _product(
     is_row = row < num_rows
     row_at = rows + row.to(tl.int64)[:, None] * row_stride
     split_steps: tl.constexpr = (NUM_STEPS + NUM_SPLITS - 1) // NUM_SPLITS
-    first_split = tl.program_id(1)
-    code_at = codes + (first_split * split_steps).to(tl.int64) * (NUM_PADDED * RUN)
-    code_at += out[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    code_at = codes + out[:, None] * RUN + tl.arange(0, RUN)[None, :]
+    if IS_SPLIT:
+        first_split = tl.program_id(1)
+        end_split = first_split + 1
+        code_at += (first_split * split_steps).to(tl.int64) * (NUM_PADDED * RUN)
+    else:
+        first_split, end_split = 0, NUM_SPLITS
     total = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
-    for split in range(first_split, first_split + 1 if IS_SPLIT else NUM_SPLITS):
+    for split in range(first_split, end_split):
         part = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
         end = tl.minimum((split + 1) * split_steps, NUM_STEPS)
         for step in range(split * split_steps, end):
@@ -319,7 +323,9 @@ class TritonQuantizedWeight:
         if num_rows == 0:
             return output
         tiling = self._tiling(num_rows)
-        num_splits = self.num_splits
+        # Without need of one order, a row is split only where that is faster.
+        can_split = self._is_invariant or num_rows <= _MAX_SPLIT_ROWS
+        num_splits = self.num_splits if can_split else 1
         is_split = num_splits > 1 and num_rows <= _MAX_SPLIT_ROWS
         parts = output
         if is_split:
@@ -363,9 +369,9 @@ class TritonQuantizedWeight:
             tile_rows = min(max(16, triton.next_power_of_2(num_rows)), _MAX_SPLIT_ROWS)
             if num_rows > 2 * _MAX_SPLIT_ROWS and self._num_padded % 128 == 0:
                 tile_outputs, num_warps = 128, 8
+        # More would exceed the shared memory of compute capability 8.9 and 12.
         num_stages = 4 if tile_rows < 64 else 3
-        if tile_outputs > _TILE_OUTPUTS or self._dtype == torch.float32:
-            num_stages = 2  # or it would exceed the shared memory of compute capability 8.9 and 12
+        num_stages = 2 if self._dtype == torch.float32 else num_stages
         return {
             "TILE_ROWS": tile_rows,
             "TILE_OUTPUTS": tile_outputs,
