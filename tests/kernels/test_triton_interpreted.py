@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(900)  # each is many tests
+
 ROOT = Path(__file__).parents[2]
 NO_CACHE = ("-p", "no:cacheprovider")
 GPU_TESTS = Path("tests/kernels/gpu")
