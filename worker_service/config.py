@@ -125,6 +125,9 @@ class ModelConfig:
     quantization: str | None = None
     """Round the weights of linear layers to int8, int4 or, on a GPU, fp8 while they are loaded."""
 
+    quantization_cache: str | None = None
+    """Write rounded weights to this folder, once, and read them at later starts."""
+
     max_model_len: int | None = None
     """Most tokens of prompt and output together."""
 
@@ -159,6 +162,12 @@ class ModelConfig:
         _expect_one_of(LOAD_FORMATS, "load_format", self.load_format)
         if self.quantization is not None:
             _expect_one_of(QUANTIZATIONS, "quantization", self.quantization)
+        _expect(
+            self.quantization_cache is None or self.quantization in ("int8", "int4"),
+            "quantization_cache",
+            "none unless quantization is int8 or int4",
+            self.quantization_cache,
+        )
         for name in ("max_model_len", "threads"):
             got = getattr(self, name)
             _expect(got is None or got >= 1, name, "at least 1", got)

@@ -46,6 +46,7 @@ MODEL = ConfigFlags(
     settings={
         "max_model_len": {"show_default": "the model's own"},
         "quantization": {"show_default": "as the checkpoint has them"},
+        "quantization_cache": {"metavar": "DIR", "show_default": "rounded at every start"},
         "attention_backend": {"show_default": "by device and model"},
         "threads": {"show_default": "as many as it keeps busy of the physical cores there are"},
     },

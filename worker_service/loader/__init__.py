@@ -8,6 +8,7 @@ gguf_model.py    their configuration and tensors as `transformers` names them
 gguf_tokenizer.py  their tokenizer and chat template as files for frontends
 quantized_checkpoint.py  `quantization_config`, and quantized weights under dense names
 quantized_formats.py  the tensors that make up a quantized weight, format by format
+rounded_cache.py  weights that `--quantization` has rounded, on disk
 weights.py       reading weights, packing while loading, scales of an fp8 KV cache
 device.py        device, dtype, threads, and returning freed host memory
 trial.py         a first run that checks batch invariance

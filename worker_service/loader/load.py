@@ -8,7 +8,7 @@ time; the trial run then fails with the backend's error.
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from worker_service.loader.model_files import (
     special_tokens,
 )
 from worker_service.loader.quantized_checkpoint import Schemes, read_schemes
+from worker_service.loader.rounded_cache import with_rounded_weights
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import (
     Checkpoint,
@@ -207,6 +208,11 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)  # where Triton launches, whatever device its tensors are on
+    if config.quantization_cache is not None and not is_alone:
+        raise InvalidOption(
+            "quantization_cache: expected one rank, since several round their own parts, got"
+            f" {config.layout.world_size}"
+        )
     initialize_vector_math()
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
@@ -326,6 +332,15 @@ def _build(
         fill_dummy_weights(model.weight_targets(), on_filled=packing)
     else:
         checkpoint = open_checkpoint(model_dir, schemes)
+        if config.quantization_cache is not None:
+            sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+            roundings = {
+                sources[weight.name]: weight.rounding
+                for weight in model.weight_targets()
+                if weight.name in sources and weight.rounding and weight.keep
+            }
+            folder = Path(config.quantization_cache)
+            checkpoint = with_rounded_weights(checkpoint, roundings, context.dtype, folder)
         load_weights(
             model,
             checkpoint,
@@ -378,6 +393,12 @@ def _build_through_transformers(
     # The library takes seconds to import, which native models do not pay for.
     from worker_service.models.transformers_backend import build_transformers_model
 
+    def reader(roundings: Mapping[str, str]) -> AbstractContextManager[Any]:
+        if config.quantization_cache is None:
+            return checkpoint.reader()
+        folder = Path(config.quantization_cache)
+        return with_rounded_weights(checkpoint, roundings, context.dtype, folder).reader()
+
     with ExitStack() as files:
         return build_transformers_model(
             model_dir,
@@ -388,5 +409,5 @@ def _build_through_transformers(
             dummy_weights=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code,
             tensors=checkpoint.tensors(files),
-            read=files.enter_context(checkpoint.reader()),
+            reader=reader,
         )

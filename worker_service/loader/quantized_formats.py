@@ -133,8 +133,8 @@ def _significant(shape: Shape) -> Shape:
     return [size for size in shape if size != 1]
 
 
-def _unpack(words: Tensor, bits: int) -> Tensor:
-    """uint8 [rows, num_words * 32 / bits]"""
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Codes of 4 or 8 bits, the first in the lowest: uint8 [rows, num_words * 32 / bits]"""
     packed = words.contiguous().view(torch.uint8)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
 
@@ -197,7 +197,7 @@ class Awq(_Integers):
         return self._weight(codes, self._scales(read, "scales").t().contiguous(), zeros)
 
     def _columns(self, words: Tensor) -> Tensor:
-        packed = _unpack(words, 4).unflatten(1, (-1, 8))
+        packed = unpack(words, 4).unflatten(1, (-1, 8))
         return packed[:, :, self._ORDER].flatten(1).t().contiguous()
 
 
@@ -226,8 +226,8 @@ class GptqV2(_Integers):
         }
 
     def read(self, read: Read) -> QuantizedWeight:
-        codes = _unpack(read("qweight").t(), self.scheme.bits)
-        zeros = _unpack(self._zero_words(read("qzeros")), self.scheme.bits).t().contiguous()
+        codes = unpack(read("qweight").t(), self.scheme.bits)
+        zeros = unpack(self._zero_words(read("qzeros")), self.scheme.bits).t().contiguous()
         scales = self._scales(read, "scales").t().contiguous()
         return self._weight(codes, scales, zeros, read("g_idx"))
 
@@ -255,7 +255,7 @@ class _Compressed(_Integers):
         scales = self._scales(read, "weight_scale").expand(self.shape[0], -1)
         zeros = read("weight_zero_point")
         if zeros is not None and zeros.dtype == torch.int32:
-            zeros = _unpack(zeros.t(), self.scheme.bits)[:, : self.shape[0]].t()
+            zeros = unpack(zeros.t(), self.scheme.bits)[:, : self.shape[0]].t()
         elif zeros is not None:
             zeros = zeros.float() + (1 << (self.scheme.bits - 1))
         return self._weight(codes, scales.contiguous(), zeros, read("weight_g_idx"))
@@ -296,7 +296,7 @@ class Packed(_Compressed):
         return -(-num_codes * self.scheme.bits // 32)
 
     def read(self, read: Read) -> QuantizedWeight:
-        codes = _unpack(read("weight_packed"), self.scheme.bits)
+        codes = unpack(read("weight_packed"), self.scheme.bits)
         return self._finish(read, codes[:, : self.shape[1]].contiguous())
 
 

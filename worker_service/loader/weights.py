@@ -82,9 +82,15 @@ class Checkpoint:
         """A file's tensors, as `safe_open` gives them. Raises BadCheckpoint, naming the file, if it
         is damaged."""
         with _open(file) as tensors:
-            if self.quantized:
+            if any(weight.file == file for weight in self.quantized.values()):
                 tensors = QuantizedTensors(file, tensors, self.quantized, _open)
             yield tensors
+
+    def dense_names(self) -> set[str]:
+        """Names of the tensors that are not in fewer bits."""
+        with ExitStack() as files:
+            tensors = self.tensors(files)
+            return {n for n, each in tensors.items() if not getattr(each, "is_quantized", False)}
 
     def is_empty_bias(self, name: str) -> bool:
         """Whether a tensor is a bias of zeros, which tools of GPTQ add to layers without one."""

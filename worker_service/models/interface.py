@@ -145,6 +145,9 @@ class WeightTarget:
     """Takes the part instead of `target`, if the checkpoint has it in fewer bits; None: it must be
     dequantized."""
 
+    rounding: str | None = None
+    """`int8` or `int4`, if a dense tensor is rounded to that once it is loaded."""
+
     @property
     def source_shape(self) -> list[int]:
         """Of the checkpoint's tensor."""

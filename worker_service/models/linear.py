@@ -41,6 +41,9 @@ from worker_service.distributed.layout import Shard
 from worker_service.errors import InvalidOption
 from worker_service.models.interface import ModelContext, WeightTarget
 
+HEAD_ROUNDING = "int8"
+"""Of heads and the embeddings that share their table, whatever other layers are rounded to."""
+
 MIN_ROWS = 2
 """Fewer rows are padded up to this."""
 
@@ -259,7 +262,7 @@ class Linear(nn.Module):
             keep = None if transposed else partial(self._kept.__setitem__, i)
             if transposed:
                 axis, part = 1 - axis, part.t()
-            yield WeightTarget(f"{name}.weight", part, axis, shard, keep)
+            yield WeightTarget(f"{name}.weight", part, axis, shard, keep, self._quantization)
         if self.bias is not None:
             biases = self.bias.split(sizes)
             for name, part, outputs in zip(names, biases, self._outputs, strict=True):
@@ -400,7 +403,8 @@ class VocabEmbedding(nn.Module):
         """Where the table called `name` goes."""
         assert self.weight is not None
         table = self.weight[: self.shard.size]
-        return WeightTarget(name, table, shard=self.shard, keep=self._keep)
+        rounding = HEAD_ROUNDING if self.is_shared and self._context.quantization else None
+        return WeightTarget(name, table, shard=self.shard, keep=self._keep, rounding=rounding)
 
     def _keep(self, part: QuantizedWeight) -> None:
         assert self.weight is not None
@@ -461,7 +465,7 @@ class VocabHead(Linear):
             assert self.weight is not None
             self.weight[self.shard.size :] = 0
         if self._quantization is not None:
-            self._quantization = "int8"
+            self._quantization = HEAD_ROUNDING
         self._communicator = context.communicator
 
     def pack(self) -> None:
@@ -481,7 +485,9 @@ class VocabHead(Linear):
         def keep(part: QuantizedWeight) -> None:
             self._kept[0] = part.padded(num_rows)
 
-        return WeightTarget(name, self.weight[: self.shard.size], shard=self.shard, keep=keep)
+        table = self.weight[: self.shard.size]
+        rounding = self._quantization
+        return WeightTarget(name, table, shard=self.shard, keep=keep, rounding=rounding)
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""

@@ -58,6 +58,7 @@ FLAGS = (
     Flag("gpu_memory_utilization", float, "worker", "Share of the GPU's memory to use."),
     Flag("load_format", str, "worker", "safetensors, or dummy for random weights."),
     Flag("quantization", str, "worker", "Round weights to int8, int4 or (GPUs) fp8."),
+    Flag("quantization_cache", str, "worker", "Folder that keeps rounded weights (int8, int4)."),
     Flag("tensor_parallel_size", int, "worker", "Ranks that share each layer of the model."),
     Flag("pipeline_parallel_size", int, "worker", "Stages that the layers are spread over."),
     Flag("attention_backend", str, "worker", "Attention kernels to use."),

@@ -1,5 +1,9 @@
 """`--quantization`: dense weights are rounded while they are loaded, each as far as it says."""
 
+import resource
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
 from worker_service.config import ModelConfig
+from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.load import arithmetic_of
@@ -153,3 +158,111 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
         _load(checkpoint("llama"), "fp8")
     with pytest.raises(InvalidOption, match=r"quantization: expected layers with .* of 32 .* 88"):
         _load(checkpoint("gemma2"), "int8")
+
+
+def _cached(path: Path, folder: Path, quantization: str = "int4", **options: Any) -> LoadedModel:
+    return load_model(
+        ModelConfig(
+            model=str(path),
+            device="cpu",
+            quantization=quantization,
+            quantization_cache=str(folder),
+            **{"dtype": "float32", **options},
+        )
+    )
+
+
+def _logits(loaded: LoadedModel) -> torch.Tensor:
+    return PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
+
+
+CACHED_FAMILIES = ["llama", "llama_tied", "opt", "gpt2", "gemma", "gemma3", "qwen2_moe", "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", CACHED_FAMILIES)
+def test_a_cache_changes_no_bit(family: str, quantization: str, tmp_path: Path) -> None:
+    shapes = {**SHAPES, "head_dim": 32} if family == "gpt_oss" else SHAPES
+    path, folder = make_checkpoint(family, tmp_path / "model", **shapes), tmp_path / "cache"
+    expected = _logits(_load(path, quantization))
+    written = _logits(_cached(path, folder, quantization))
+    (file,) = folder.iterdir()
+    stat = file.stat()
+    read = _cached(path, folder, quantization)
+    assert file.stat() == stat
+    assert _logits(read).equal(expected)
+    assert written.equal(expected)
+    assert read.fingerprint == _load(path, quantization).fingerprint
+
+
+def test_other_weights_bits_and_types_are_other_files(tmp_path: Path) -> None:
+    path, folder = make_checkpoint("llama", tmp_path / "model", **SHAPES), tmp_path / "cache"
+    _cached(path, folder)
+    _cached(path, folder, "int8")
+    _cached(path, folder, dtype="bfloat16")
+    assert len(list(folder.iterdir())) == 3
+    make_checkpoint("llama", path, seed=1, **SHAPES)  # of the same shapes and sizes
+    assert _logits(_cached(path, folder)).equal(_logits(_load(path, "int4")))
+    assert len(list(folder.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: len(content) // 2],
+        lambda content: b"",
+        lambda content: content[:-1000] + bytes(1000),
+        lambda content: content[:5] + b"\xff" + content[6:],
+    ],
+    ids=["half", "empty", "numbers", "header"],
+)
+def test_a_damaged_file_is_written_again(
+    damage: Callable[[bytes], bytes],
+    llama: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected = _logits(_cached(llama, tmp_path))
+    (file,) = tmp_path.iterdir()
+    content = file.read_bytes()
+    file.write_bytes(damage(content))
+    (tmp_path / f"{file.name[:32]}-unfinished").mkdir()  # of a worker that was killed
+    assert _logits(_cached(llama, tmp_path)).equal(expected)
+    assert f"cached weights are damaged, rounding again file={file}" in caplog.text
+    assert file.read_bytes() == content
+
+
+def test_workers_may_write_at_once(llama: Path, tmp_path: Path) -> None:
+    expected = _logits(_cached(llama, tmp_path / "alone"))
+    with ThreadPoolExecutor(4) as pool:
+        loaded = list(pool.map(lambda _: _cached(llama, tmp_path / "shared"), range(4)))
+    assert all(_logits(each).equal(expected) for each in loaded)
+    (file,) = (tmp_path / "shared").iterdir()
+    assert file.read_bytes() == next((tmp_path / "alone").iterdir()).read_bytes()
+
+
+def test_a_full_disk_costs_the_cache_only(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = _logits(_load(llama, "int4"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        loaded = _cached(llama, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert f"rounded weights not cached folder={tmp_path}" in caplog.text
+    assert not list(tmp_path.iterdir())
+    assert _logits(loaded).equal(expected)
+
+
+def test_a_cache_that_cannot_be_is_refused(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(InvalidOption, match=r"quantization_cache: expected a folder .*file"):
+        _cached(llama, file)
+    with pytest.raises(InvalidOption, match="quantization_cache: expected none unless quantiz"):
+        ModelConfig(quantization_cache=str(tmp_path))
+    with pytest.raises(InvalidOption, match=r"quantization_cache: expected one rank, .* got 2"):
+        _cached(llama, tmp_path, layout=Layout(tensor_parallel_size=2))

@@ -3,7 +3,8 @@
 import copy
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +125,12 @@ def build_transformers_model(
     dummy_weights: bool,
     trust_remote_code: bool,
     tensors: Mapping[str, Any],
-    read: Read,
+    reader: Callable[[Mapping[str, str]], AbstractContextManager[Read]],
 ) -> TransformersModel:
     """The model in `model_dir`, built by `transformers`.
 
-    tensors: slices as those of `safe_open`, by name; read: reads one of them.
+    tensors: slices as those of `safe_open`, by name; reader: opens the
+    checkpoint to read one at a time, and takes what they will be rounded to, by name.
     Raises UnsupportedModel, naming the feature, for one that paged attention does not support.
     """
     architecture = hf_config["architectures"][0]
@@ -146,7 +148,8 @@ def build_transformers_model(
     else:
         causal_lm = _load(type(outline), model_dir, config, context, packing, tensors)
     causal_lm = causal_lm.eval().to(context.device)
-    packing.fill(causal_lm, read)
+    with reader(packing.roundings()) as read:
+        packing.fill(causal_lm, read)
     pin_long_rotary(causal_lm, text_config, length)
     num_parameters = sum(parameter.numel() for parameter in outline.parameters())
     return TransformersModel(

@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from pagewire_kernels.quantized_weight import QuantizedWeight, stack
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
+    HEAD_ROUNDING,
     PackedTable,
     PackedWeight,
     can_pack,
@@ -313,15 +314,27 @@ class Packing:
         ]
         return self._pack_dense(target, dense[0] if len(dense) == 1 else torch.cat(dense))
 
-    def _pack_dense(self, target: str, weight: Tensor) -> PackedWeight:
-        """Rounded if that was asked for, the head to 8 bits; routers, and embeddings that no head
-        shares, are not."""
+    def roundings(self) -> dict[str, str]:
+        """What tensors are rounded to, if they are dense."""
+        found = {target: self._rounding(target) for target in self._stacks}
+        return {
+            name: to
+            for target, to in found.items()
+            if to is not None
+            for names in self._stacks[target]
+            for name in names
+        }
+
+    def _rounding(self, target: str) -> str | None:
+        """The head has 8 bits; routers, and embeddings that no head shares, are not rounded."""
         quantization = self._context.quantization
         if target == self._head or target in self._tied.values():
-            quantization = quantization and "int8"
-        elif target == self._embedding or not _ROUTERS.isdisjoint(target.split(".")):
-            quantization = None
-        rounded = round_weight(weight, quantization)
+            return quantization and HEAD_ROUNDING
+        is_rounded = target != self._embedding and _ROUTERS.isdisjoint(target.split("."))
+        return quantization if is_rounded else None
+
+    def _pack_dense(self, target: str, weight: Tensor) -> PackedWeight:
+        rounded = round_weight(weight, self._rounding(target))
         if isinstance(rounded, QuantizedWeight):
             return pack_codes(rounded, self._context)
         return pack(rounded)

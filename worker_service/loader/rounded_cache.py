@@ -1,0 +1,156 @@
+"""`--quantization-cache`: rounded weights on disk, so that a later start need not round them again.
+
+A file holds all weights of a checkpoint that are rounded, and is read as a file of a quantized
+checkpoint; everything else comes from the checkpoint itself. Its name is a key, of all that the
+rounded numbers depend on, and a digest of its content: a file is written under another name, and
+renamed, so that readers never see a part of it, and several workers may write it at once.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pagewire_kernels.quantized_weight import GROUP_SIZES, UNSIGNED_TABLE, QuantizedWeight
+from worker_service.errors import InvalidOption
+from worker_service.loader.quantized_checkpoint import describe
+from worker_service.loader.quantized_formats import Read, Scheme, Shape, StoredWeight, unpack
+from worker_service.loader.weights import Checkpoint
+from worker_service.models.linear import round_weight
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Incremented when other numbers, or the same in another form, are written."""
+
+
+class _Rounded(StoredWeight):
+    """Two codes of 4 bits share a byte, the first in the lower bits; scales of groups."""
+
+    codes = "codes"
+    required: ClassVar = {"codes": ("U8",), "scales": ("F16",)}
+    optional: ClassVar = {"offsets": ("F16",)}
+
+    def _shapes(self) -> dict[str, Shape]:
+        rows, columns = self._matrix()
+        in_features = columns * 8 // self.scheme.bits
+        size = next((size for size in GROUP_SIZES if in_features % size == 0), 1)
+        scales = [rows, in_features // size]
+        shape = [rows, in_features]
+        return {
+            "weight.dense": shape,
+            "codes": [rows, columns],
+            "scales": scales,
+            "offsets": scales,
+        }
+
+    def read(self, read: Read) -> QuantizedWeight:
+        offsets, bits = read("offsets"), self.scheme.bits
+        return QuantizedWeight(
+            codes=unpack(read("codes"), bits),
+            scales=read("scales").float(),
+            offsets=None if offsets is None else offsets.float(),
+            table=UNSIGNED_TABLE if bits == 4 else None,
+        )
+
+
+def with_rounded_weights(
+    checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtype, folder: Path
+) -> Checkpoint:
+    """The checkpoint with its rounded weights from the cache, which are written first if need be.
+
+    roundings: `int8` or `int4`, by tensor; dtype: that weights have before they are rounded.
+    Raises InvalidOption if the folder cannot be made.
+    """
+    dense = checkpoint.dense_names()
+    roundings = {name: to for name, to in roundings.items() if name in dense}
+    if not roundings:
+        return checkpoint
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidOption(
+            f"quantization_cache: expected a folder that can be written to: {error}"
+        ) from error
+    key = _key(checkpoint, roundings, dtype)
+    file = _find(folder, key)
+    if file is None:
+        try:
+            file = _write(folder, key, checkpoint, roundings, dtype)
+        except (OSError, SafetensorError) as error:
+            logger.warning("rounded weights not cached folder=%s error=%s", folder, error)
+            return checkpoint
+    logger.info("rounded weights cached file=%s num_tensors=%d", file, len(roundings))
+    with safe_open(file, framework="pt") as tensors:
+        stored = {tensor.name: tensor for tensor in describe(file, tensors)}
+    weights = {}
+    for name, to in roundings.items():
+        scheme = Scheme(format=_Rounded, bits=int(to.removeprefix("int")))
+        weights[name] = _Rounded(name.removesuffix(".weight"), scheme, stored)
+    return Checkpoint(
+        (*checkpoint.files, file),
+        {**checkpoint.file_of, **dict.fromkeys(weights, file)},
+        {**checkpoint.quantized, **weights},
+    )
+
+
+def _key(checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtype) -> str:
+    """Files are known by place, size and time: to read them all would take as long as to round
+    them."""
+    stats = [(str(file.resolve()), file.stat()) for file in checkpoint.files]
+    files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+    facts = (FORMAT_VERSION, str(dtype), files, sorted(roundings.items()))
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _find(folder: Path, key: str) -> Path | None:
+    """The file of a key; damaged ones are deleted, with a warning."""
+    for file in folder.glob(f"{key}-*.safetensors"):
+        if file.stem == f"{key}-{_digest(file)}":
+            return file
+        logger.warning("cached weights are damaged, rounding again file=%s", file)
+        file.unlink(missing_ok=True)
+    return None
+
+
+def _write(
+    folder: Path,
+    key: str,
+    checkpoint: Checkpoint,
+    roundings: Mapping[str, str],
+    dtype: torch.dtype,
+) -> Path:
+    """Round the weights and write them; returns the file."""
+    tensors: dict[str, Tensor] = {}
+    with checkpoint.reader() as read:
+        for name, to in roundings.items():
+            weight = read(name)
+            assert isinstance(weight, Tensor)
+            rounded = round_weight(weight.to(dtype), to)
+            assert isinstance(rounded, QuantizedWeight)
+            codes, module = rounded.codes, name.removesuffix(".weight")
+            if rounded.bits == 4:
+                codes = codes[:, ::2] | codes[:, 1::2] << 4
+            tensors[f"{module}.codes"] = codes
+            tensors[f"{module}.scales"] = rounded.scales.half()
+            if rounded.offsets is not None:
+                tensors[f"{module}.offsets"] = rounded.offsets.half()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}-") as unfinished:
+        part = Path(unfinished) / "part"
+        save_file(tensors, part)
+        with part.open("rb") as stream:
+            os.fsync(stream.fileno())
+        return part.replace(folder / f"{key}-{_digest(part)}.safetensors")
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:32]
