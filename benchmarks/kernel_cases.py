@@ -12,7 +12,9 @@ from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, stored_head_size
+from pagewire_kernels.quantized_weight import quantize
 from pagewire_kernels.select import Kernels, select_kernels
+from worker_service.config import QUANTIZATIONS
 from worker_service.kv_cache.cache_engine import CopyMover, mover_for
 
 BLOCK_TOKENS = 16
@@ -240,7 +242,7 @@ def linear_cases(where: Setting) -> Iterator[Case]:
     is_gpu = where.device.type == "cuda"
     num_inputs, num_outputs = (4096, 4096) if is_gpu else (1024, 3072)
     weight = where.filled(num_outputs, num_inputs)
-    for name, product in _products(where, weight):
+    for name, num_bytes, product in _products(where, weight):
         for num_rows in (1, 64, 4096 if is_gpu else 512):
             rows = where.filled(num_rows, num_inputs)
             yield Case(
@@ -249,23 +251,32 @@ def linear_cases(where: Setting) -> Iterator[Case]:
                 implementation=name,
                 dtype=where.dtype_name,
                 run=lambda product=product, rows=rows: product(rows),  # type: ignore[misc]
-                num_bytes=weight.nbytes,
+                num_bytes=num_bytes,
                 num_flops=2 * num_rows * num_inputs * num_outputs,
             )
 
 
-def _products(where: Setting, weight: Tensor) -> Iterator[tuple[str, Callable[[Tensor], Tensor]]]:
-    yield "torch", lambda rows: torch.nn.functional.linear(rows, weight)
+def _products(
+    where: Setting, weight: Tensor
+) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
+    """(implementation, bytes of the weight, product)"""
+    yield "torch", weight.nbytes, lambda rows: torch.nn.functional.linear(rows, weight)
     if where.device.type == "cuda":
-        from pagewire_kernels.triton import linear
+        from pagewire_kernels.triton import TritonQuantizedWeight, linear
 
-        yield "batch-invariant", lambda rows: linear(rows, weight)
+        yield "batch-invariant", weight.nbytes, lambda rows: linear(rows, weight)
+        for name in QUANTIZATIONS:
+            rounded = quantize(weight.cpu(), name)
+            quantized = TritonQuantizedWeight(
+                rounded, where.dtype, where.device, batch_invariant=False
+            )
+            yield name, quantized.num_bytes, quantized.apply
     else:
         from worker_service.models.linear import can_pack, pack
 
         if can_pack(where.dtype, where.device):
             packed = pack(weight)
-            yield type(packed).__name__, packed.apply
+            yield type(packed).__name__, weight.nbytes, packed.apply
 
 
 def sampling_case(where: Setting) -> Case:

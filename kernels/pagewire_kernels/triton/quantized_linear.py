@@ -282,6 +282,7 @@ class TritonQuantizedWeight:
             self._by_group(weight.units, torch.float16),
             self._by_group(weight.offset_units, torch.float16),
         )
+        self.num_bytes = sum(tensor.nbytes for tensor in set(self._tensors))
         num_units = 0 if weight.units is None else weight.units.shape[1]
         self._constants = {
             "NUM_OUTPUTS": self.out_features,
