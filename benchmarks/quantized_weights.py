@@ -8,6 +8,7 @@ limit is reading them: `floor` is the share of the bandwidth that was measured i
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,7 +16,12 @@ from benchmarks.ceilings import Measurer
 from benchmarks.tables import print_table, script_parser
 from pagewire_kernels.cpu.linear import HugeMemory, NativeWeight
 from pagewire_kernels.cpu.native_library import library
-from pagewire_kernels.quantized_weight import SIGNED_TABLE, UNSIGNED_TABLE, QuantizedWeight
+from pagewire_kernels.quantized_weight import (
+    SIGNED_TABLE,
+    UNSIGNED_TABLE,
+    Int8Activations,
+    QuantizedWeight,
+)
 
 OUT_FEATURES, IN_FEATURES = 3072, 1024
 NUM_WEIGHTS = 64
@@ -43,6 +49,8 @@ def _weights(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | Quantized
     yield "int4, groups of 128, offsets", _quantized(4, 128, offsets=True)
     yield "Q4_0 (4 bits, 32)", _quantized(4, 32, offsets=False)
     yield "Q4_1 (4 bits, 32, offsets)", _quantized(4, 32, offsets=True)
+    whole = _quantized(8, IN_FEATURES, offsets=False)
+    yield "W8A8 (8 bits, of outputs; rows, too)", replace(whole, activations=Int8Activations())
 
 
 def _seconds(weights: Sequence[NativeWeight], rows: torch.Tensor) -> float:

@@ -15,6 +15,25 @@ UNSIGNED_TABLE = tuple(range(16))
 """What the codes of a 4-bit weight with offsets usually mean."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Int8Activations:
+    """How the rows that a weight is multiplied by are rounded to whole numbers, -128 to 127.
+
+    The arithmetic is that of the library compressed-tensors, in float32: a number is
+    `round(x / scale + zero_point)`, to the nearest and ties to even.
+    """
+
+    symmetric: bool = True
+    """Whether the zero point of a row is 0. A row's own scale is a part of its largest absolute
+    number, otherwise of its span."""
+
+    scale: float | None = None
+    """Of all rows; None: each row has its own, and its own zero point."""
+
+    zero_point: int = 0
+    """-128 to 127, of all rows."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantizedWeight:
     """A weight [out_features, in_features]: value(code) * scale + offset, in groups of inputs.
@@ -49,6 +68,9 @@ class QuantizedWeight:
     order: Tensor | None = None
     """The input that each column stands for: int64 [in_features]; None: they stand in order.
     Formats whose groups are not of consecutive inputs have their columns sorted by group."""
+
+    activations: Int8Activations | None = None
+    """How rows are rounded before they are multiplied by it; None: they are not."""
 
     @property
     def bits(self) -> int:
@@ -147,7 +169,7 @@ class QuantizedWeight:
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The outputs of several weights with the same inputs, one after the other.
 
-    The codes of all must be floats, or those of none. Without rounding: of different groups, the
+    `is_float` and `activations` must be the same of all. Without rounding: of different groups, the
     smaller ones are taken, and codes become numbers of 8 bits where the parts' codes mean different
     values. Where the orders of columns differ, each input becomes a group.
     """

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -18,6 +19,7 @@ from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import checkpoint
 from tests.support.deployment import Deployment, Received
 from tests.support.in_process import AheadWorker, InProcessWorker
+from tests.support.quantized_files import make_w8a8
 from tests.support.random_configurations import MODELS, Configuration, draw_configuration
 from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
 from worker_service.loader import load_model
@@ -61,9 +63,15 @@ def model(name: str) -> Model:
     name, _, rounded = name.partition("-")
     path = EMBEDDED if name == "embedded" else checkpoint(name)
     quantization = rounded if rounded in QUANTIZATIONS else None
-    config = ModelConfig(model=str(path), device="cpu", dtype="float32", quantization=quantization)
     cache = CacheConfig(kv_cache_dtype="int8" if rounded == "kv" else "auto")
-    return load_model(config, cache).model
+    with TemporaryDirectory() as folder:
+        if rounded == "w8a8":
+            inputs = {"dynamic": True, "strategy": "token"}
+            path, _ = make_w8a8(Path(folder), inputs, family=name)
+        config = ModelConfig(
+            model=str(path), device="cpu", dtype="float32", quantization=quantization
+        )
+        return load_model(config, cache).model
 
 
 @cache

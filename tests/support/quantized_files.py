@@ -222,3 +222,33 @@ def make_quantized(
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
     return path, source
+
+
+def make_w8a8(
+    folder: Path,
+    inputs: Mapping[str, Any],
+    more: Mapping[str, Tensor] | None = None,
+    *,
+    family: str = "llama",
+    **shape: Any,
+) -> tuple[Path, Path]:
+    """As `make_quantized`, with 8-bit weights of outputs and 8-bit activations.
+
+    inputs: of `QuantizationArgs`, how activations are rounded; more: further tensors of each
+    module, by suffix.
+    """
+    weights = {"num_bits": 8, "strategy": "channel"}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": dict(inputs)}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        stored, dense = compressed(weight, "int-quantized", **weights)
+        copies = {suffix: part.clone() for suffix, part in (more or {}).items()}
+        return {**stored, **copies}, dense
+
+    return make_quantized(folder, settings, quantize, family=family, **shape)

@@ -2,7 +2,7 @@
 
 import torch
 
-from pagewire_kernels.quantized_weight import SIGNED_TABLE, QuantizedWeight
+from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations, QuantizedWeight
 
 
 def random_weight(
@@ -47,4 +47,17 @@ def random_weight(
         table=table if bits == 4 else None,
         is_float=is_float,
         order=None if ordered else torch.randperm(in_features, generator=generator),
+    )
+
+
+def random_int8_weight(
+    out_features: int, in_features: int, activations: Int8Activations
+) -> QuantizedWeight:
+    """One scale for each output, and rows that are rounded, too."""
+    generator = torch.Generator().manual_seed(out_features + in_features)
+    codes = torch.randint(0, 256, (out_features, in_features), generator=generator)
+    return QuantizedWeight(
+        codes=codes.to(torch.uint8),
+        scales=torch.rand(out_features, 1, generator=generator) * 0.01,
+        activations=activations,
     )

@@ -26,9 +26,10 @@ MODELS = (
     "embedded-int4",
     "embedded-kv",
     "gemma2-kv",
+    "llama-w8a8",
 )
 """The embedded model, as it is, with rounded weights and with keys and values in int8, and families
-of tests/support/checkpoints.py."""
+of tests/support/checkpoints.py, one as a checkpoint with 8-bit activations."""
 
 FIRST_TOKEN_ID, END_TOKEN_ID = 5, 250
 """Tokens of prompts, stops and biases are from here; all vocabularies are larger."""

@@ -230,6 +230,14 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         batch_invariant=config.batch_invariant,
     )
     kernels = _kernels(device, needs, config.attention_backend)
+    if any(scheme.activations for _, scheme in schemes) and not has_quantized_products(
+        dtype, device
+    ):
+        raise UnsupportedModel(
+            f"{model_dir / 'config.json'}: quantization_config: 8-bit input_activations (W8A8) need"
+            " the compiled CPU kernels, for bfloat16 or float32; this is"
+            f" {str(dtype).removeprefix('torch.')} on {device}"
+        )
     is_quantized = bool(schemes) or is_gguf(model_dir) or config.quantization is not None
     context = ModelContext(
         dtype=dtype,

@@ -9,13 +9,13 @@ needed. What headers and `quantization_config` show to be wrong is refused befor
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import QuantizedWeight
+from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.quantized_formats import (
     FACTS,
@@ -177,7 +177,7 @@ def _compressed_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple
 
 
 def _compressed_scheme(settings: _Settings, group: _Settings, formats: Formats) -> Scheme:
-    weights = group.object("weights")
+    weights, inputs = group.object("weights"), None
     kind = weights.one_of("type", ["int", "float"], "int")
     # The format that is named for its simplicity stores what the two others store.
     names = {name: name for name in formats}
@@ -185,23 +185,41 @@ def _compressed_scheme(settings: _Settings, group: _Settings, formats: Formats) 
     overall = settings.get("format")[1]
     name = names[group.one_of("format", names, overall)]
     weights.one_of("type", ["float" if formats[name] is Fp8 else "int"], "int")
-    if kind == "int":
-        group.refuse("input_activations", "activations are not quantized, only weights")
+    if formats[name] is Int8 and group.get("input_activations")[1]:
+        inputs = group.object("input_activations")
+    elif kind == "int":
+        group.refuse("input_activations", "activations are not quantized with this format")
     group.refuse("output_activations", "activations are not quantized, only weights")
     bits = weights.one_of("num_bits", [4, 8] if formats[name] is Packed else [8], 8)
     _, size = weights.get("group_size")
     inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategies = ["tensor", "channel", "group"] + ["block"] * (kind == "float")
+    strategies = (
+        ["tensor", "channel"] + ["group"] * (inputs is None) + ["block"] * (kind == "float")
+    )
     strategy = weights.one_of("strategy", strategies, inferred)
     block = {"tensor": (-1, -1), "channel": (1, -1)}.get(strategy)
     if strategy == "group":
         block = (1, weights.group_size("group_size"))
-    return Scheme(
+    symmetric = weights.one_of("symmetric", [True, False] if inputs is None else [True], True)
+    scheme = Scheme(
         format=formats[name],
         bits=bits,
         block=block or weights.block("block_structure"),
-        has_zeros=kind == "int" and not weights.one_of("symmetric", [True, False], True),
+        more=("weight_zero_point",) if kind == "int" and not symmetric else (),
     )
+    return scheme if inputs is None else _with_quantized_inputs(scheme, inputs)
+
+
+def _with_quantized_inputs(scheme: Scheme, inputs: _Settings) -> Scheme:
+    """Scales are those of each token, or of all, and stored then: a dynamic scale of all tokens
+    would make a sequence's results depend on others."""
+    inputs.one_of("type", ["int"], "int")
+    inputs.one_of("num_bits", [8], 8)
+    is_dynamic = inputs.one_of("dynamic", [True, False], False)
+    inputs.one_of("strategy", ["token"] if is_dynamic else ["tensor"], "tensor")
+    symmetric = inputs.one_of("symmetric", [True, False], True)
+    more = () if is_dynamic else ("input_scale", *["input_zero_point"] * (not symmetric))
+    return replace(scheme, more=more, activations=Int8Activations(symmetric=symmetric))
 
 
 def _fp8_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
@@ -310,8 +328,14 @@ class QuantizedTensors:
         return _Slice(self, name, self._weights[name].shape)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor; a quantized one is dequantized to float32."""
+        """A tensor; a quantized one is dequantized to float32. Raises UnsupportedModel if what it
+        multiplies must be rounded."""
         found = self._read(name)
+        if isinstance(found, QuantizedWeight) and found.activations is not None:
+            raise UnsupportedModel(
+                f"{self._file}: {name}: expected no input_activations in quantization_config, got"
+                " some: there are no products with 8-bit activations for this layer"
+            )
         return found.dequantize() if isinstance(found, QuantizedWeight) else found
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:

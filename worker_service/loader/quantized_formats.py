@@ -8,7 +8,7 @@ lowest bits.
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd, isfinite, prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import SIGNED_TABLE, QuantizedWeight
+from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations, QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 
 Shape = list[int]
@@ -55,8 +55,11 @@ class Scheme:
     block: tuple[int, int] = (1, -1)
     """Outputs and inputs that share a scale; -1: all."""
 
-    has_zeros: bool = False
-    """Whether zero points must be there."""
+    more: tuple[str, ...] = ()
+    """Suffixes of further tensors that must be there."""
+
+    activations: Int8Activations | None = None
+    """How inputs are rounded; their scale, if it is not that of each row, is a tensor."""
 
 
 class StoredWeight(ABC):
@@ -69,7 +72,6 @@ class StoredWeight(ABC):
     """All tensors that must be there, likewise."""
 
     optional: ClassVar[Mapping[str, Types]] = {}
-    zeros: ClassVar[str] = ""
 
     def __init__(self, module: str, scheme: Scheme, stored: Mapping[str, StoredTensor]) -> None:
         """stored: by name. Raises BadCheckpoint or UnsupportedModel if its parts do not fit."""
@@ -78,7 +80,7 @@ class StoredWeight(ABC):
         self.file = stored[f"{module}.{self.codes}"].file
         known = {**self.required, **self.optional}
         found = {suffix: stored.get(f"{module}.{suffix}") for suffix in known}
-        required = [*self.required, *[self.zeros] * scheme.has_zeros]
+        required = [*self.required, *scheme.more]
         missing = [f"{module}.{suffix}" for suffix in required if found[suffix] is None]
         if missing:
             raise self._fault(f"{self.name} is quantized; missing tensors: {', '.join(missing)}")
@@ -245,8 +247,6 @@ class Gptq(GptqV2):
 class _Compressed(_Integers):
     """Whole numbers of compressed-tensors: codes and zero points are stored less the middle."""
 
-    zeros = "weight_zero_point"
-
     def _scale_shape(self, out_features: int, in_features: int) -> Shape:
         rows = 1 if self.scheme.block[0] == -1 else out_features
         return [rows, self._num_groups(in_features)]
@@ -301,11 +301,16 @@ class Packed(_Compressed):
 
 
 class Int8(_Compressed):
-    """Bytes."""
+    """Bytes, to be multiplied by bytes, perhaps."""
 
     codes = "weight"
     required: ClassVar = {"weight": ("I8",), "weight_scale": FLOATS}
-    optional: ClassVar = {"weight_zero_point": ("I8",), "weight_g_idx": _INTEGERS}
+    optional: ClassVar = {
+        "weight_zero_point": ("I8",),
+        "weight_g_idx": _INTEGERS,
+        "input_scale": FLOATS,
+        "input_zero_point": ("I8",),
+    }
 
     def _shapes(self) -> dict[str, Shape]:
         out_features, in_features = self._matrix()
@@ -316,10 +321,21 @@ class Int8(_Compressed):
             "weight_scale": scales,
             "weight_zero_point": scales,
             "weight_g_idx": [in_features],
+            "input_scale": [1],
+            "input_zero_point": [1],
         }
 
     def read(self, read: Read) -> QuantizedWeight:
-        return self._finish(read, read("weight").view(torch.uint8) ^ 128)
+        weight = self._finish(read, read("weight").view(torch.uint8) ^ 128)
+        activations = self.scheme.activations
+        if activations is not None and "input_scale" in self.scheme.more:
+            scale, zero = float(self._scales(read, "input_scale")), read("input_zero_point")
+            if scale <= 0:
+                name = self.parts["input_scale"].name
+                raise self._fault(f"{name}: expected a positive number, got {scale}")
+            zero_point = 0 if zero is None else int(zero)
+            activations = replace(activations, scale=scale, zero_point=zero_point)
+        return replace(weight, activations=activations)
 
 
 class Fp8(StoredWeight):

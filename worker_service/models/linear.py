@@ -38,7 +38,7 @@ from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
 from worker_service.distributed.layout import Shard
-from worker_service.errors import InvalidOption
+from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
 
 HEAD_ROUNDING = "int8"
@@ -158,6 +158,25 @@ def _obstacle(weight: QuantizedWeight) -> str:
     return "no products with FP8 here" if weight.is_float else "no kernels for this dtype"
 
 
+def can_stack(parts: Sequence[QuantizedWeight]) -> bool:
+    """Whether these weights can be one product."""
+    return len({(part.is_float, part.activations) for part in parts}) == 1
+
+
+def refuse_quantized_rows(parts: Sequence[Tensor | QuantizedWeight], names: Sequence[str]) -> None:
+    """Raise UnsupportedModel if the rows of a weight that is to be dequantized must be rounded.
+
+    names: of the layers.
+    """
+    found = [part.activations if isinstance(part, QuantizedWeight) else None for part in parts]
+    if any(found):
+        raise UnsupportedModel(
+            "quantization_config: expected the same 8-bit input_activations, and weights with one"
+            f" scale of an output and at most 65536 inputs, for all of {', '.join(names)}, got"
+            f" {', '.join(map(str, found))}"
+        )
+
+
 def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
     """A packed copy of such a weight, for the device."""
     if context.packs_with_triton:
@@ -248,6 +267,7 @@ class Linear(nn.Module):
         self._context = context
         self._quantization = context.quantization
         self._kept: dict[int, QuantizedWeight] = {}
+        self._names: Sequence[str] = ()
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Where a checkpoint's tensors go; names: of the stacked layers, in their order.
@@ -257,6 +277,7 @@ class Linear(nn.Module):
         assert self.weight is not None
         sizes = [shard.size for shard in self._outputs]
         parts = self.weight.split(sizes)
+        self._names = names
         for i, (name, part, outputs) in enumerate(zip(names, parts, self._outputs, strict=True)):
             axis, shard = (0, outputs) if self._inputs.is_whole else (1, self._inputs)
             keep = None if transposed else partial(self._kept.__setitem__, i)
@@ -289,13 +310,14 @@ class Linear(nn.Module):
             return None
         parts = list(self.weight.split([shard.size for shard in self._outputs]))
         kept, self._kept = self._kept, {}
-        if len(kept) == len(parts) and len({part.is_float for part in kept.values()}) == 1:
+        if len(kept) == len(parts) and can_stack([*kept.values()]):
             whole = stack([kept[i] for i in range(len(parts))])
             if can_pack_codes(whole, self._context):
                 return whole
             self._context.dequantized[_obstacle(whole)] += self.weight.nbytes
         elif kept:
             self._context.dequantized["other layers of the product differ"] += self.weight.nbytes
+        refuse_quantized_rows([kept.get(i, part) for i, part in enumerate(parts)], self._names)
         for i, part in kept.items():
             parts[i].copy_(part.dequantize())
         return round_weight(self.weight, self._quantization)
@@ -480,7 +502,7 @@ class VocabHead(Linear):
     def table_target(self, name: str) -> WeightTarget:
         """Where the weight called `name` goes."""
         assert self.weight is not None
-        num_rows = self.weight.shape[0]
+        num_rows, self._names = self.weight.shape[0], (name,)
 
         def keep(part: QuantizedWeight) -> None:
             self._kept[0] = part.padded(num_rows)

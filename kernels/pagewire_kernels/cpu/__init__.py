@@ -13,6 +13,7 @@ build runs with any torch. If they were not built, or the processor lacks the in
     src/block_copy.cpp   copies whole blocks
     src/linear.h    linear layers with packed weights, and the packing
     src/quantized.h  weights in fewer bits: their packing, and products with them
+    src/w8a8.cpp     products of rows of 8 bits with weights of 8 bits
     src/share.h     how threads take over the items of one that lost its core
     src/layers.h    embedding, norms, activations, RoPE with the cache write, argmax
     src/program.cpp a list of kernels run by one team, without returning in between
@@ -22,6 +23,7 @@ build runs with any torch. If they were not built, or the processor lacks the in
     attention.py    `NativeBackend`: paged attention and cache writes
     block_copy.py    `move_blocks`: within a cache, or from one to another
     linear.py       `NativeWeight`, `NativeGatedWeight`: pack a weight and multiply by it
+    w8a8.py         rounds rows to 8 bits
     layers.py       `NativeLayerKernels`: norms, activations, RoPE; rows by index, argmax
     program.py      records kernels instead of running them, and runs what was recorded
     recorded_model.py  `RecordedModel`: a model as such a program

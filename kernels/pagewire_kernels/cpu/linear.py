@@ -20,7 +20,8 @@ from pagewire_kernels.cpu.tasks import (
     QuantizedPackTask,
     address,
 )
-from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight
+from pagewire_kernels.cpu.w8a8 import can_multiply_quantized_rows, quantize_rows
+from pagewire_kernels.quantized_weight import GROUP_INPUTS, Int8Activations, QuantizedWeight
 
 PAGE_BYTES = 2 << 20
 """What pieces of memory are sized and aligned by."""
@@ -79,7 +80,9 @@ _RANGES = ((5, 0), (5, 16), (6, 0), (6, 32))
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
-    """Whether the kernels have products with weights of such codes and groups."""
+    """Whether the kernels have products with weights of such codes, groups and activations."""
+    if weight.activations is not None:
+        return can_multiply_quantized_rows(weight)
     return not weight.is_float and weight.group_size % GROUP_INPUTS == 0
 
 
@@ -132,6 +135,7 @@ class _Packed:
         self._quantization: dict[str, int] = {}
         self._suffix = ""
         self._order: Tensor | None = None
+        self._activations: Int8Activations | None = None
         if isinstance(weight, QuantizedWeight):
             assert dtype is not None
             self.dtype = dtype
@@ -152,6 +156,9 @@ class _Packed:
 
     def _pack_codes(self, weight: QuantizedWeight) -> None:
         require(can_pack_codes(weight), f"groups of a multiple of {GROUP_INPUTS} whole numbers")
+        if weight.activations is not None:
+            self._pack_for_quantized_rows(weight)
+            return
         if weight.order is not None:
             self._order = weight.order.int().contiguous()
         sizes = range(GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, GROUP_INPUTS)
@@ -182,6 +189,13 @@ class _Packed:
         row_bytes += (num_groups * scale_bytes + num_units * 2) * len(numbers)
         self._pack(f"pack{self._suffix}", task, row_bytes)
 
+    def _pack_for_quantized_rows(self, weight: QuantizedWeight) -> None:
+        self._suffix, self._activations = "_w8a8", weight.activations
+        codes, scales = weight.values().contiguous(), weight.scales.contiguous()
+        task = QuantizedPackTask(codes=codes.data_ptr(), scales=scales.data_ptr())
+        # Of each output a scale and the sum of its weights, in 4 bytes each.
+        self._pack("pack_w8a8", task, 8 + -(-self.in_features // _STEP_BYTES) * _STEP_BYTES)
+
     def _pack(self, kernel: str, task: PackTask | QuantizedPackTask, row_bytes: int) -> None:
         panel = _PANEL_OUTPUTS // self._num_parts
         num_padded = -(-self.out_features // self._num_parts // panel) * _PANEL_OUTPUTS
@@ -210,6 +224,8 @@ class _Packed:
             raise TypeError(f"rows are {rows.dtype} {tuple(rows.shape)}, not what the weight takes")
         if rows.stride(1) != 1:
             rows = rows.contiguous()
+        if self._activations is not None:
+            rows = quantize_rows(self._library, rows, self._activations)
         num_rows = rows.shape[0]
         if self._order is not None:
             rows = self._permute(rows, self._order)

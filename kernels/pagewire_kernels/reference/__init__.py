@@ -3,6 +3,7 @@
 attention.py  attention over a paged cache
 kv_cache.py   writing to it, reading from it, moving its blocks
 layers.py     embedding, norms, rotary embedding, activations
+quantized_rows.py  products of rows and weights of 8 bits
 sampling.py   from logits to a token, and log probabilities
 backend.py    the reference behind the interface of attention backends and layer kernels
 """
@@ -18,6 +19,7 @@ from pagewire_kernels.reference.layers import (
     rms_norm,
     rotate_and_write_kv,
 )
+from pagewire_kernels.reference.quantized_rows import multiply_quantized_rows, quantize_rows
 from pagewire_kernels.reference.sampling import (
     apply_bitmask,
     gather_logprobs,
@@ -33,7 +35,9 @@ __all__ = [
     "embed",
     "gather_logprobs",
     "layer_norm",
+    "multiply_quantized_rows",
     "paged_attention",
+    "quantize_rows",
     "rms_norm",
     "rotate_and_write_kv",
     "sample",

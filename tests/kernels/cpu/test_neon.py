@@ -19,10 +19,11 @@ from pagewire_kernels.cpu.layers import NativeLayerKernels, find_largest
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.interface import stored_head_size
+from pagewire_kernels.quantized_weight import Int8Activations
 from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
-from tests.support.quantized_weights import random_weight
+from tests.support.quantized_weights import random_int8_weight, random_weight
 
 CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSTEM = "/usr/aarch64-linux-gnu"
@@ -105,6 +106,19 @@ def test_quantized_products(
     assert torch.equal(mine.apply(rows[:1]), mine.apply(rows)[:1])
     tokens = torch.tensor([69, 0])
     assert torch.equal(mine.gather(tokens), twin.gather(tokens))
+
+
+@each_dtype
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_products_of_quantized_rows(neon: Library, symmetric: bool, dtype: torch.dtype) -> None:
+    """Whose bits are the same on all processors."""
+    weight = random_int8_weight(70, 101, Int8Activations(symmetric=symmetric))
+    rows = _random(5, 101, dtype=dtype) + 1
+    packed = NativeWeight(weight, neon, HugeMemory(), dtype)
+    expected = reference.multiply_quantized_rows(rows, weight)
+    assert torch.equal(packed.apply(rows, output_dtype=torch.float32), expected)
+    assert torch.equal(packed.apply(rows[:1]), expected[:1].to(dtype))
+    assert torch.equal(packed.gather(torch.tensor([69])), weight.dequantize()[69:].to(dtype))
 
 
 @each_dtype

@@ -767,9 +767,17 @@ def _fields(values: Any, *outer: str) -> Iterator[tuple[str, ...]]:
             yield from _fields(value, *outer, key)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_no_setting_causes_another_error(name: str) -> None:
-    settings = {**dict.fromkeys(RARE), **FORMATS[name][0]}
+W8A8 = _compressed("int-quantized", strategy="channel")[0]
+W8A8["config_groups"]["group_0"]["input_activations"] = INT8
+
+
+@pytest.mark.parametrize(
+    "known",
+    [*(settings for settings, _, _ in FORMATS.values()), W8A8],
+    ids=[*FORMATS, "int-quantized with activations"],
+)
+def test_no_setting_causes_another_error(known: dict[str, Any]) -> None:
+    settings = {**dict.fromkeys(RARE), **known}
     for *outer, key in _fields(settings):
         for junk in JUNK:
             changed = copy.deepcopy(settings)

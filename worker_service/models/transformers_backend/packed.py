@@ -33,9 +33,11 @@ from worker_service.models.linear import (
     PackedWeight,
     can_pack,
     can_pack_codes,
+    can_stack,
     has_quantized_products,
     pack,
     pack_codes,
+    refuse_quantized_rows,
     round_weight,
 )
 
@@ -304,10 +306,11 @@ class Packing:
         kept = [part for part in parts if isinstance(part, QuantizedWeight)]
         if target == self._embedding:
             kept = [part.in_order() for part in kept]
-        if len(kept) == len(parts) and len({part.is_float for part in kept}) == 1:
+        if len(kept) == len(parts) and can_stack(kept):
             codes = stack(kept)
             if can_pack_codes(codes, self._context):
                 return pack_codes(codes, self._context)
+        refuse_quantized_rows(parts, names)
         self._dequantized.update(self._sizes.keys() & set(names))
         dense = [
             (p if isinstance(p, Tensor) else p.dequantize()).to(self._context.dtype) for p in parts

@@ -1,0 +1,383 @@
+// Products of rows of 8 bits with weights of 8 bits.
+//
+// A row is rounded once, to whole numbers from -128 to 127 with a scale and a zero point of its own,
+// and stored with a header. Sums of products of 8 bits are exact in 32 bits, in any order: results
+// have the same bits in any batch and on any processor. They are
+//
+//   y = (sum of (row - zero) * weight) * (scale of the row * scale of the output) + bias
+//
+// A weight is packed in panels as others are (linear.h), each of
+//
+//   scales[kPanel]  float32
+//   sums[kPanel]    int32: of each output's weights, by which a row's zero is multiplied
+//   weights[in_features / 4][kPanel][4]  int8
+#include "linear_finish.h"
+#include "linear_tile.h"
+#include "share.h"
+
+namespace pagewire {
+namespace {
+
+constexpr int64_t kWordInputs = 4;
+constexpr int64_t kHeaderBytes = 64;  // of a row, so that its numbers begin on a cache line
+constexpr int64_t kBlockRows = 192;  // the most rows of an item
+constexpr int64_t kBlockBytes = 512 << 10;  // of rows, so that they stay in the second-level cache
+constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache
+
+// How a row's numbers are stored, as instructions take them.
+enum class Layout : int32_t {
+  kSigned,    // int8
+  kUnsigned,  // uint8, 128 more, for AVX512-VNNI
+  kPairs,     // int16 less the zero point; of each four, the second and the third change places
+};
+
+struct Header {
+  float scale;
+  int32_t zero;  // less each stored number is
+  Layout layout;
+};
+
+struct QuantizeRowsTask : Task {
+  const int64_t* num_rows;
+  const void* x;  // [*num_rows, size]
+  int64_t x_stride;
+  void* y;
+  int64_t y_stride;  // in bytes
+  int64_t size;
+  int64_t is_symmetric;
+  int64_t has_vnni;
+  float scale;  // of all rows; 0: each has its own
+  float zero_point;
+};
+
+// The sums of a register of outputs, for a word of four inputs at a time.
+#if defined(__aarch64__)
+constexpr Layout kLayout = Layout::kSigned;
+
+struct PlainDot {
+  static constexpr int kMaxRows = 2;
+  static constexpr int64_t kWordBytes = 4;  // of a row's word
+  struct Sums {
+    int32x4_t parts[4];
+  };
+  using Weights = Words;
+  using Inputs = int8x8_t;
+  static Sums nothing() { return {vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0), vdupq_n_s32(0)}; }
+  static Weights weights(Words words) { return words; }
+  static Inputs inputs(const char* at) { return vreinterpret_s8_s32(vdup_n_s32(load_step(at))); }
+  static void add(Inputs x, Words w, Sums& sums) {
+    const int8x16_t low = vreinterpretq_s8_s32(w.low), high = vreinterpretq_s8_s32(w.high);
+    sums.parts[0] = vpadalq_s16(sums.parts[0], vmull_s8(x, vget_low_s8(low)));
+    sums.parts[1] = vpadalq_s16(sums.parts[1], vmull_s8(x, vget_high_s8(low)));
+    sums.parts[2] = vpadalq_s16(sums.parts[2], vmull_s8(x, vget_low_s8(high)));
+    sums.parts[3] = vpadalq_s16(sums.parts[3], vmull_s8(x, vget_high_s8(high)));
+  }
+  static Words total(const Sums& sums) {
+    return {vpaddq_s32(sums.parts[0], sums.parts[1]), vpaddq_s32(sums.parts[2], sums.parts[3])};
+  }
+};
+
+#else
+constexpr Layout kLayout = Layout::kPairs;
+
+#if defined(__AVX512F__)
+inline Words first_bytes(Words x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+inline Words second_bytes(Words x) { return _mm512_srai_epi16(x, 8); }
+inline Words multiply_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
+constexpr int kPairRows = 8;
+#else
+inline Words first_bytes(Words x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+inline Words second_bytes(Words x) { return _mm256_srai_epi16(x, 8); }
+inline Words multiply_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); }
+constexpr int kPairRows = 4;
+#endif
+
+// The instruction for bytes saturates sums of two products, so they are widened to 16 bits.
+struct PlainDot {
+  static constexpr int kMaxRows = kPairRows;
+  static constexpr int64_t kWordBytes = 8;
+  using Sums = Words;
+  struct Weights {
+    Words first, second;
+  };
+  using Inputs = Weights;
+  static Sums nothing() { return broadcast_word(0); }
+  static Weights weights(Words words) { return {first_bytes(words), second_bytes(words)}; }
+  static Inputs inputs(const char* at) {
+    return {broadcast_word(load_step(at)), broadcast_word(load_step(at + 4))};
+  }
+  static void add(const Inputs& x, const Weights& w, Sums& sums) {
+    sums = add_words(sums, multiply_pairs(x.first, w.first));
+    sums = add_words(sums, multiply_pairs(x.second, w.second));
+  }
+  static Words total(Sums sums) { return sums; }
+};
+#endif
+
+#if defined(__AVX512F__)
+// In assembly: the processor is asked for the instruction, which this library may lack, at run time.
+struct VnniDot {
+  static constexpr int kMaxRows = 12;
+  static constexpr int64_t kWordBytes = 4;
+  using Sums = Words;
+  using Weights = Words;
+  using Inputs = Words;
+  static Sums nothing() { return broadcast_word(0); }
+  static Weights weights(Words words) { return words; }
+  static Inputs inputs(const char* at) { return broadcast_word(load_step(at)); }
+  static void add(Inputs x, Weights w, Sums& sums) {
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(x), "v"(w));
+  }
+  static Words total(Sums sums) { return sums; }
+};
+#endif
+
+// sums: [kRows, kPanel]
+template <class Dot, int kRows>
+void add_tile(const char* x, int64_t x_stride, int64_t num_words, const char* weights,
+              int32_t* totals) {
+  typename Dot::Sums sums[kRows][kPanelVectors];
+  _Pragma("GCC unroll 32") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+    sums[i / kPanelVectors][i % kPanelVectors] = Dot::nothing();
+  }
+  TileRows<char, kRows> rows(x, x_stride);
+  _Pragma("GCC unroll 2") for (int64_t i = 0; i < num_words; ++i, weights += kStepBytes) {
+    __builtin_prefetch(weights + kFetchedBytes, 0, 3);
+    __builtin_prefetch(weights + kFetchedBytes + 64, 0, 3);
+    const auto low = Dot::weights(load_words(weights));
+    const auto high = Dot::weights(load_words(weights + kLanes * 4));
+    _Pragma("GCC unroll 16") for (int r = 0; r < kRows; ++r) {
+      const auto inputs = Dot::inputs(rows[r]);
+      Dot::add(inputs, low, sums[r][0]);
+      Dot::add(inputs, high, sums[r][1]);
+    }
+    rows.advance(Dot::kWordBytes);
+  }
+  _Pragma("GCC unroll 32") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+    const Words total = Dot::total(sums[i / kPanelVectors][i % kPanelVectors]);
+    store_floats(reinterpret_cast<float*>(totals) + i * kLanes, as_floats(total));
+  }
+}
+
+template <class Dot, int kRows = Dot::kMaxRows>
+inline auto tile_of(int64_t num_rows) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) return tile_of<Dot, kRows - 1>(num_rows);
+  }
+  return add_tile<Dot, kRows>;
+}
+
+struct Panel {
+  Panel(const void* packed, int64_t panel, int64_t in_features)
+      : num_words(divide_up(in_features, kWordInputs)),
+        scales(reinterpret_cast<const float*>(static_cast<const char*>(packed) +
+                                              panel * (num_words * kStepBytes + kPanel * 8))),
+        sums(reinterpret_cast<const int32_t*>(scales + kPanel)),
+        weights(reinterpret_cast<const char*>(sums + kPanel)) {}
+
+  const int64_t num_words;
+  const float* scales;
+  const int32_t* sums;
+  const char* weights;
+};
+
+// What wraps around here is no larger than 32 bits in the end.
+inline void finish_sums(const Header& row, const Panel& panel, const int32_t* totals, float* y) {
+  for (int64_t n = 0; n < kPanel; ++n) {
+    const uint32_t zeros = static_cast<uint32_t>(row.zero) * static_cast<uint32_t>(panel.sums[n]);
+    const int32_t sum = static_cast<int32_t>(static_cast<uint32_t>(totals[n]) - zeros);
+    y[n] = static_cast<float>(sum) * (row.scale * panel.scales[n]);
+  }
+}
+
+// y: [num_rows, kPanel]
+template <class Dot>
+void multiply_panel(const char* x, int64_t x_stride, int64_t num_rows, const Panel& panel,
+                    float* y) {
+  alignas(64) int32_t totals[Dot::kMaxRows * kPanel];
+  const int64_t num_tiles = divide_up(num_rows, Dot::kMaxRows);
+  for (int64_t t = 0; t < num_tiles; ++t) {  // of about the same size
+    const int64_t row = t * num_rows / num_tiles, end = (t + 1) * num_rows / num_tiles;
+    const char* first = x + row * x_stride;
+    tile_of<Dot>(end - row)(first + kHeaderBytes, x_stride, panel.num_words, panel.weights, totals);
+    for (int64_t r = row; r < end; ++r) {
+      Header header;
+      memcpy(&header, x + r * x_stride, sizeof(header));
+      finish_sums(header, panel, totals + (r - row) * kPanel, y + r * kPanel);
+    }
+  }
+}
+
+template <class Dot, class Finish>
+void multiply(LinearTask& task, Finish finish) {
+  const int64_t num_rows = *task.num_rows;
+  int64_t most = kBlockBytes / task.x_stride;
+  if (most < Dot::kMaxRows) most = Dot::kMaxRows;
+  if (most > kBlockRows) most = kBlockRows;
+  const int64_t block = divide_up(num_rows, divide_up(num_rows, most));
+  const int64_t num_panels = Finish::num_panels(task);
+  alignas(64) float sums[kBlockRows * kPanel];
+  SharedItems items(task, divide_up(num_rows, block) * num_panels, task.num_threads);
+  for (int64_t item = items.take(); item >= 0; item = items.take()) {
+    const int64_t row = item / num_panels * block, index = item % num_panels;
+    const int64_t count = num_rows - row < block ? num_rows - row : block;
+    const char* x = static_cast<const char*>(task.x) + row * task.x_stride;
+    multiply_panel<Dot>(x, task.x_stride, count, Panel(task.weight, index, task.in_features), sums);
+    if (!items.may_write()) return;
+    for (int64_t r = 0; r < count; ++r) finish(task, row + r, index, sums + r * kPanel);
+  }
+}
+
+template <class Finish>
+void multiply_as_stored(LinearTask& task, Finish finish) {
+  if (*task.num_rows == 0) return;
+#if defined(__AVX512F__)
+  Header first;
+  memcpy(&first, task.x, sizeof(first));
+  if (first.layout == Layout::kUnsigned) return multiply<VnniDot>(task, finish);
+#endif
+  multiply<PlainDot>(task, finish);
+}
+
+template <class Number>
+void multiply_gated(LinearTask& task) {
+  with_activation(task.activation, [&](auto function) {
+    multiply_as_stored(task, FinishGated<Number, decltype(function)>());
+  });
+}
+
+// The scale and the zero point of a row. If it has a number that is not finite, all that is computed
+// from it is NaN: its scale is.
+template <class Number>
+void measure(const QuantizeRowsTask& task, const Number* x, float& scale, float& zero) {
+  Floats most = zeros(), least = zeros(), faults = zeros();  // `least` is the negative of it
+  for (int64_t i = 0; i < task.size; i += kLanes) {
+    const Floats numbers = load_some(x + i, task.size - i);
+    most = greater_of(most, numbers);
+    least = greater_of(least, subtract(zeros(), numbers));
+    faults = multiply_add(numbers, zeros(), faults);
+  }
+  const float high = greatest_lane(most), low = -greatest_lane(least);
+  scale = task.scale, zero = task.zero_point;
+  if (scale == 0.0f) {
+    zero = 0.0f;
+    scale = task.is_symmetric ? (high > -low ? high : -low) / 127.5f : (high - low) / 255.0f;
+    if (!task.is_symmetric) zero = scale == 0.0f ? -128.0f : __builtin_rintf(-128.0f - low / scale);
+    if (scale == 0.0f) scale = __FLT_EPSILON__;
+  }
+  scale += sum_lanes(faults);
+}
+
+// To the nearest, ties to even.
+template <class Number>
+void quantize_row(const QuantizeRowsTask& task, int64_t row) {
+  const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
+  char* y = static_cast<char*>(task.y) + row * task.y_stride;
+  float scale, zero;
+  measure(task, x, scale, zero);
+  const Layout layout = task.has_vnni ? Layout::kUnsigned : kLayout;
+  const int32_t shift = layout == Layout::kUnsigned ? 128 : 0;
+  const int32_t stored_zero = layout == Layout::kPairs ? 0 : static_cast<int32_t>(zero) + shift;
+  const Header header = {scale, stored_zero, layout};
+  memcpy(y, &header, sizeof(header));
+  y += kHeaderBytes;
+  const Floats most = broadcast(127.0f);
+  for (int64_t i = 0; i < task.size; i += kLanes) {
+    const Floats numbers = load_some(x + i, task.size - i);
+    Floats codes = add(divide(numbers, broadcast(scale)), broadcast(zero));
+    codes = round_to_whole(greater_of(codes, broadcast(-128.0f)));
+    codes = select(not_less_than(codes, most), most, codes);
+    alignas(64) float lanes[kLanes];
+    if (layout == Layout::kPairs) {
+      constexpr int kPlaces[] = {0, 2, 1, 3};
+      alignas(64) int16_t pairs[kLanes];
+      store_floats(lanes, subtract(codes, broadcast(zero)));
+      for (int64_t k = 0; k < kLanes; ++k) {
+        pairs[k] = static_cast<int16_t>(lanes[k / 4 * 4 + kPlaces[k % 4]]);
+      }
+      memcpy(y + i * 2, pairs, sizeof(pairs));
+    } else {
+      alignas(64) int8_t bytes[kLanes];
+      store_floats(lanes, codes);
+      for (int64_t k = 0; k < kLanes; ++k) {
+        bytes[k] = static_cast<int8_t>(static_cast<int32_t>(lanes[k]) + shift);
+      }
+      memcpy(y + i, bytes, sizeof(bytes));
+    }
+  }
+}
+
+template <class Number>
+void quantize_rows(QuantizeRowsTask& task) {
+  for_each_row(task, *task.num_rows, task.size, [&](int64_t row) { quantize_row<Number>(task, row); });
+}
+
+// Outputs that the weight does not have are zeros.
+void pack_panel(const QuantizedPackTask& task, int64_t index) {
+  const Panel panel(task.packed, index, task.in_features);
+  memset(const_cast<float*>(panel.scales), 0, panel.num_words * kStepBytes + kPanel * 8);
+  for (int64_t n = 0; n < kPanel; ++n) {
+    const int64_t row = row_of(task, index, n);
+    if (row < 0) continue;
+    const uint8_t* codes = task.codes + row * task.in_features;
+    int32_t sum = 0;
+    for (int64_t i = 0; i < task.in_features; ++i) {
+      sum += static_cast<int8_t>(codes[i]);
+      const int64_t at = i / kWordInputs * kStepBytes + n * kWordInputs + i % kWordInputs;
+      const_cast<char*>(panel.weights)[at] = static_cast<char>(codes[i]);
+    }
+    const_cast<float*>(panel.scales)[n] = task.scales[row];
+    const_cast<int32_t*>(panel.sums)[n] = sum;
+  }
+}
+
+inline void store_rounded_number(float* to, float x) { *to = x; }
+inline void store_rounded_number(BFloat16* to, float x) { *to = round_to_bfloat16(x); }
+
+template <class Number>
+void gather(GatherTask& task) {
+  for (int64_t i = take_item(task); i < task.batch->num_rows; i = take_item(task)) {
+    const int64_t id = task.batch->token_ids[i], n = id % kPanel;
+    Number* y = static_cast<Number*>(task.y) + i * task.y_stride;
+    if (id < 0 || id >= task.out_features) {
+      memset(y, 0, task.in_features * sizeof(Number));
+      continue;
+    }
+    const Panel panel(task.packed, id / kPanel, task.in_features);
+    for (int64_t k = 0; k < task.in_features; ++k) {
+      const int64_t at = k / kWordInputs * kStepBytes + n * kWordInputs + k % kWordInputs;
+      store_rounded_number(y + k, static_cast<int8_t>(panel.weights[at]) * panel.scales[n]);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pagewire
+
+using namespace pagewire;
+
+PAGEWIRE_STRUCT_SIZE(QuantizeRowsTask)
+PAGEWIRE_KERNEL pw_quantize_rows_float32(QuantizeRowsTask* task) { quantize_rows<float>(*task); }
+PAGEWIRE_KERNEL pw_quantize_rows_bfloat16(QuantizeRowsTask* task) {
+  quantize_rows<BFloat16>(*task);
+}
+PAGEWIRE_KERNEL pw_linear_float32_w8a8(LinearTask* task) {
+  multiply_as_stored(*task, Finish<float, float>());
+}
+PAGEWIRE_KERNEL pw_linear_bfloat16_w8a8(LinearTask* task) {
+  multiply_as_stored(*task, Finish<BFloat16, BFloat16>());
+}
+PAGEWIRE_KERNEL pw_linear_bfloat16_float32_w8a8(LinearTask* task) {
+  multiply_as_stored(*task, Finish<BFloat16, float>());
+}
+PAGEWIRE_KERNEL pw_gated_linear_float32_w8a8(LinearTask* task) { multiply_gated<float>(*task); }
+PAGEWIRE_KERNEL pw_gated_linear_bfloat16_w8a8(LinearTask* task) {
+  multiply_gated<BFloat16>(*task);
+}
+PAGEWIRE_KERNEL pw_gather_float32_w8a8(GatherTask* task) { gather<float>(*task); }
+PAGEWIRE_KERNEL pw_gather_bfloat16_w8a8(GatherTask* task) { gather<BFloat16>(*task); }
+PAGEWIRE_KERNEL pw_pack_w8a8(QuantizedPackTask* task) {
+  const int64_t width = kPanel / task->num_parts;
+  const int64_t num_panels = divide_up(task->out_features / task->num_parts, width);
+  for (int64_t i = take_item(*task); i < num_panels; i = take_item(*task)) pack_panel(*task, i);
+}

@@ -1,0 +1,66 @@
+"""Rows rounded to 8 bits for products with weights of 8 bits; see src/w8a8.cpp."""
+
+from ctypes import c_float
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.cpu.native_library import Library, NativeStruct
+from pagewire_kernels.cpu.program import count_address, launch, new_rows
+from pagewire_kernels.cpu.tasks import int64s
+from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
+
+_HEADER_BYTES, _MOST_LANES, _MOST_NUMBER_BYTES = 64, 16, 2
+_MAX_INPUTS = 1 << 16
+"""Sums of more products than this may exceed 32 bits."""
+
+_SERIAL_NUMBERS = 1 << 14
+"""Fewer numbers than this are rounded before other threads have woken up."""
+
+
+class QuantizeRowsTask(NativeStruct):
+    """`QuantizeRowsTask` of src/w8a8.cpp."""
+
+    _fields_ = (
+        *int64s("next_item num_rows x x_stride y y_stride size is_symmetric has_vnni"),
+        ("scale", c_float),
+        ("zero_point", c_float),
+    )
+
+
+def can_multiply_quantized_rows(weight: QuantizedWeight) -> bool:
+    """Whether there are products of rows of 8 bits with a weight: one scale for all its inputs."""
+    has_one_scale = weight.scales.shape[1] == 1 and weight.units is None and weight.offsets is None
+    is_plain = not weight.is_float and weight.order is None
+    return has_one_scale and is_plain and weight.shape[1] <= _MAX_INPUTS
+
+
+def has_vnni(library: Library) -> bool:
+    """Whether the processor has an instruction for them that the library may use."""
+    return library.instruction_set.startswith("avx512") and torch.cpu._is_vnni_supported()
+
+
+def quantize_rows(library: Library, rows: Tensor, activations: Int8Activations) -> Tensor:
+    """Rows as the products take them: uint8 [num_rows, ...], a header and the numbers of each.
+
+    rows: float32 or bfloat16 [num_rows, size], with a dense last axis.
+    """
+    num_rows, size = rows.shape
+    num_bytes = -(-size // _MOST_LANES) * _MOST_LANES * _MOST_NUMBER_BYTES
+    y = new_rows(num_rows, _HEADER_BYTES + num_bytes, torch.uint8)
+    task = QuantizeRowsTask(
+        num_rows=count_address(num_rows),
+        x=rows.data_ptr(),
+        x_stride=rows.stride(0),
+        y=y.data_ptr(),
+        y_stride=y.stride(0),
+        size=size,
+        is_symmetric=activations.symmetric,
+        has_vnni=has_vnni(library),
+        scale=activations.scale or 0.0,
+        zero_point=activations.zero_point,
+    )
+    name = str(rows.dtype).removeprefix("torch.")
+    num_threads = torch.get_num_threads() if rows.numel() > _SERIAL_NUMBERS else 1
+    launch(library.kernel(f"quantize_rows_{name}"), task, num_threads)
+    return y

@@ -1,0 +1,256 @@
+"""Checkpoints with 8-bit activations compute as transformers do where compressed-tensors rounds."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.support.native import native_libraries
+from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_files import make_w8a8
+from tests.support.transformers_oracle import Oracle
+from tests.worker_service.loader.test_sharded_loading import empty_model, layouts
+from worker_service.config import ModelConfig
+from worker_service.distributed.layout import Layout
+from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader import LoadedModel, load_model
+from worker_service.loader.model_files import read_config
+from worker_service.loader.quantized_checkpoint import read_schemes
+from worker_service.loader.weights import load_weights, open_checkpoint
+from worker_service.models.linear import Linear, has_quantized_products
+
+pytestmark = pytest.mark.skipif(not native_libraries(), reason="the kernels are not compiled")
+
+TOKENS = list(range(3, 30))
+INPUTS: dict[str, dict[str, Any]] = {
+    "dynamic": {"dynamic": True, "strategy": "token"},
+    "dynamic asymmetric": {"dynamic": True, "strategy": "token", "symmetric": False},
+    "static": {"strategy": "tensor"},
+    "static asymmetric": {"strategy": "tensor", "symmetric": False},
+}
+STATIC = {"input_scale": torch.tensor([0.023]), "input_zero_point": torch.tensor([-11]).char()}
+LAYER = "model.layers.0.mlp.down_proj"
+
+
+def _load(path: Path, **options: Any) -> LoadedModel:
+    return load_model(ModelConfig(model=str(path), device="cpu", **{"dtype": "float32", **options}))
+
+
+def _make(folder: Path, inputs: Mapping[str, Any], **options: Any) -> tuple[Path, Path]:
+    """As `make_quantized`, with the tensors that such inputs need."""
+    names = [] if inputs.get("dynamic") else ["input_scale"]
+    names += ["input_zero_point"] if names and not inputs.get("symmetric", True) else []
+    return make_w8a8(folder, inputs, {name: STATIC[name] for name in names}, **options)
+
+
+@contextmanager
+def _rounded_inputs(model: nn.Module, inputs: Mapping[str, Any] | None) -> Iterator[None]:
+    """The library rounds what the layers' weights are multiplied by; None: it does not."""
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    if inputs is None:
+        yield
+        return
+    settings, linear = QuantizationArgs(**inputs), nn.functional.linear
+    weights = {
+        parameter.untyped_storage().data_ptr()
+        for name, parameter in model.named_parameters()
+        if "layers" in name and not name.endswith("gate.weight")
+    }
+
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if weight.untyped_storage().data_ptr() in weights:
+            rows = x.reshape(1, -1, x.shape[-1])  # a token is what the last of three axes holds
+            scale = STATIC["input_scale"]
+            zero = None if settings.symmetric else STATIC["input_zero_point"]
+            if settings.dynamic:
+                scale, zero = compute_dynamic_scales_and_zp(rows, settings, model)
+            x = fake_quantize(rows, scale, zero, settings).reshape(x.shape)
+        return linear(x, weight, bias)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.functional, "linear", multiply)
+        yield
+
+
+def _errors(path: Path, reference: Path, inputs: Mapping[str, Any] | None) -> Tensor:
+    """Of all logits, in their standard deviations; checks that the greedy tokens are the same."""
+    oracle = Oracle(reference)
+    oracle.model.set_experts_implementation("eager")
+    with _rounded_inputs(oracle.model, inputs):
+        tokens = TOKENS + oracle.generate(TOKENS, 12)
+        expected = oracle.logits(tokens)
+    found = PagedDriver(_load(path).model).run([(0, 0, tokens)])[0]
+    if inputs is not None:
+        assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
+    return (found - expected).abs() / expected.std()
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "opt", "mixtral", "phi3", "gemma2"]
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_rounded_inputs(family: str, kind: str, tmp_path: Path) -> None:
+    """A symmetric scale of a row puts its largest number, if it is negative, in the middle between
+    two codes. There the last bit of float32 decides, and a code that differs is seen in others."""
+    path, reference = _make(tmp_path, INPUTS[kind], family=family)
+    errors = _errors(path, reference, INPUTS[kind])
+    unrounded = _errors(path, reference, None)
+    if kind == "dynamic":
+        assert errors.max() < 0.15
+        assert errors.median() < unrounded.median() / 8
+    else:
+        assert errors.max() < 1e-5
+        assert unrounded.median() > 1e-3
+
+
+def test_a_row_has_the_same_bits_in_any_batch(tmp_path: Path) -> None:
+    path, _ = _make(tmp_path, INPUTS["dynamic"])
+    for dtype in ("float32", "bfloat16"):
+        loaded = _load(path, dtype=dtype)
+        assert loaded.batch_invariant
+        whole = PagedDriver(loaded.model).run([(0, 0, TOKENS), (1, 0, TOKENS[::-1])])
+        driver = PagedDriver(loaded.model)
+        alone = [driver.run([(0, i, [token])])[0] for i, token in enumerate(TOKENS)]
+        assert torch.cat(alone).equal(whole[0])
+
+
+def test_ranks_share_a_layer(tmp_path: Path) -> None:
+    """Each part of a layer's inputs has a scale of its own."""
+    path, _ = _make(tmp_path, INPUTS["dynamic"])
+
+    def products(layout: Layout, name: str, rows: Tensor) -> Tensor:
+        model = empty_model(path, layout)
+        schemes = read_schemes(path / "config.json", read_config(path))
+        load_weights(model, open_checkpoint(path, schemes), show_progress=False)
+        model.finish_loading()
+        linears = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+        packed = linears[name].packed
+        assert packed is not None
+        return packed.apply(rows)
+
+    whole = products(Layout(), "layers.0.down", torch.eye(128))
+    ranks = layouts(tensor=2, pipeline=1)
+    parts = [products(rank, "layers.0.down", torch.eye(64)) for rank in ranks]
+    assert torch.cat(parts).equal(whole)
+    weight = whole / torch.tensor(127 / 127.5)  # 1 is rounded to that
+    rows = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    rows[:, 64:] *= 100
+    halves = rows.unflatten(1, (2, 64))
+    scales = halves.abs().amax(2, keepdim=True) / 127.5
+    rounded = ((halves / scales).clamp(-128, 127).round() * scales).flatten(1)
+    both = [products(rank, "layers.0.down", halves[:, i]) for i, rank in enumerate(ranks)]
+    torch.testing.assert_close(both[0] + both[1], rounded @ weight, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_layers_of_one_product_must_round_alike(family: str, tmp_path: Path) -> None:
+    path, _ = _make(tmp_path, INPUTS["static"], family=family)
+    names = [
+        name for name in load_file(path / "model.safetensors") if name.endswith("k_proj.weight")
+    ]
+    module = names[0].removesuffix(".weight")
+    if family == "mixtral":  # whose queries, keys and values are layers of their own
+        module = "model.layers.0.block_sparse_moe.experts.0.w1"
+
+    def scaled(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{module}.input_scale"] *= 2
+
+    def dense(tensors: dict[str, Tensor]) -> None:
+        scale = tensors.pop(f"{module}.weight_scale")
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"] * scale
+        del tensors[f"{module}.input_scale"]
+
+    for edit in (scaled, dense):
+        _edit(path, edit)
+        with pytest.raises(UnsupportedModel, match=f"the same 8-bit input_activations.*{module}"):
+            _load(path)
+
+
+def test_other_dtypes_and_devices_are_refused(tmp_path: Path) -> None:
+    path, _ = _make(tmp_path, INPUTS["dynamic"])
+    with pytest.raises(
+        UnsupportedModel, match=r"\(W8A8\) need the compiled CPU kernels.*float16 on"
+    ):
+        _load(path, dtype="float16")
+    assert not has_quantized_products(torch.bfloat16, torch.device("cuda"))
+
+
+def test_a_layer_that_needs_dense_weights_is_refused(tmp_path: Path) -> None:
+    path, _ = _make(tmp_path, INPUTS["dynamic"])
+    config = path / "config.json"
+    checkpoint = open_checkpoint(path, read_schemes(config, read_config(path)))
+    name = f"{LAYER}.weight"
+    with (
+        checkpoint.open(checkpoint.file_of[name]) as tensors,
+        pytest.raises(UnsupportedModel, match=f"{name}: expected no input_activations"),
+    ):
+        tensors.get_slice(name)[:1]
+
+
+def _edit(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("input_scale", None, f"missing tensors: {LAYER}.input_scale"),
+        ("input_zero_point", None, f"missing tensors: {LAYER}.input_zero_point"),
+        ("input_scale", torch.tensor([0.0]), "input_scale: expected a positive number, got 0.0"),
+        ("input_scale", torch.tensor([-1.0]), "input_scale: expected a positive number, got -1"),
+        ("input_scale", torch.tensor([torch.nan]), "input_scale: expected finite numbers only"),
+        ("input_scale", torch.ones(2), r"input_scale is \[2\], expected \[1\]"),
+        ("input_scale", torch.ones(1).int(), "input_scale is stored as I32, expected F16 or"),
+        ("input_zero_point", torch.ones(1), "input_zero_point is stored as F32, expected I8"),
+    ],
+)
+def test_tensors_of_inputs_are_checked(
+    part: str, value: Tensor | None, message: str, tmp_path: Path
+) -> None:
+    path, _ = _make(tmp_path, INPUTS["static asymmetric"])
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{LAYER}.{part}"]
+        if value is not None:
+            tensors[f"{LAYER}.{part}"] = value
+
+    _edit(path, edit)
+    with pytest.raises(BadCheckpoint, match=message):
+        _load(path)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("input_activations", {"type": "float"}, "type: expected int, got 'float'"),
+        ("input_activations", {"num_bits": 4}, "num_bits: expected 8, got 4"),
+        ("input_activations", {"dynamic": "local"}, "dynamic: expected True or False, got 'local'"),
+        ("input_activations", {"strategy": "tensor"}, "strategy: expected token, got 'tensor'"),
+        ("input_activations", {"strategy": "group"}, "strategy: expected token, got 'group'"),
+        ("input_activations", {"dynamic": False}, "strategy: expected tensor, got 'token'"),
+        ("input_activations", {"symmetric": 1}, "symmetric: expected True or False, got 1"),
+        ("weights", {"symmetric": False}, "symmetric: expected True, got False"),
+        ("weights", {"strategy": "group"}, "strategy: expected tensor or channel, got 'group'"),
+    ],
+)
+def test_other_settings_of_inputs_are_refused(
+    part: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    path, _ = _make(tmp_path, INPUTS["dynamic"])
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"][part] |= changes
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModel, match=rf"group_0\.{part}\.{message}"):
+        _load(path)
