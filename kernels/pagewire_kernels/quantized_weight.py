@@ -216,6 +216,9 @@ GROUP_INPUTS = 16
 GROUP_SIZES = (128, 64, 32)
 """Of weights that are rounded here, the largest that divides the inputs."""
 
+_ROUNDED_AT_ONCE = 1 << 20
+"""Numbers of a weight, since rounding takes several times their memory in between."""
+
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -232,7 +235,20 @@ def quantize(weight: Tensor, quantization: str) -> QuantizedWeight:
         raise ValueError(
             f"expected layers with a multiple of {GROUP_SIZES[-1]} inputs, got {in_features}"
         )
-    groups = weight.float().unflatten(1, (-1, size))
+    step = max(1, _ROUNDED_AT_ONCE // in_features)
+    rounded = _quantize(weight[:step], size, quantization)
+    whole = rounded.padded(weight.shape[0])
+    for first in range(step, weight.shape[0], step):
+        rows = slice(first, first + step)
+        rounded = _quantize(weight[rows], size, quantization)
+        for name in ("codes", "scales", "offsets"):
+            if (numbers := getattr(whole, name)) is not None:
+                numbers[rows] = getattr(rounded, name)
+    return whole
+
+
+def _quantize(rows: Tensor, group_size: int, quantization: str) -> QuantizedWeight:
+    groups = rows.float().unflatten(1, (-1, group_size))
     least, most = groups.amin(dim=2), groups.amax(dim=2)
     if quantization == "fp8":
         scales = _above_zero(torch.maximum(-least, most) / _LARGEST_FP8)

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagewire_kernels.quantized_weight import QuantizedWeight
+from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import is_gguf, split_files
 from worker_service.loader.gguf_model import GgufTensors, gguf_tensors
@@ -54,7 +55,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_NAMES = 8
 """Tensors named in an error message at most."""
 
-_MAX_MAPPED_BYTES = 64 << 20
+_MAX_MAPPED_BYTES = 32 << 20
 """Read of a file before it is closed and opened again."""
 
 Wanted = tuple[str, WeightTarget]
@@ -258,11 +259,43 @@ def _fill_some(
     num_read = 0
     with checkpoint.open(file) as tensors:
         while wanted and num_read < _MAX_MAPPED_BYTES:
-            name, weight = wanted.popleft()
+            name, weight = wanted[0]
+            is_large = weight.target.dim() == 2 and weight.target.nbytes > _MAX_MAPPED_BYTES
+            if is_large and _is_mapped(tensors, name):
+                break
+            wanted.popleft()
             num_read += _fill(tensors, name, weight, model)
             advance(weight.target.nbytes)
             on_filled(weight)
+    if wanted and num_read == 0:
+        name, weight = wanted.popleft()
+        num_read = _fill_by_rows(checkpoint, file, name, weight)
+        advance(weight.target.nbytes)
+        on_filled(weight)
     return num_read
+
+
+def _is_mapped(tensors: Any, name: str) -> bool:
+    """Whether a slice of a dense tensor reads no more than that."""
+    return not hasattr(tensors.get_slice(name), "is_quantized")
+
+
+def _fill_by_rows(checkpoint: Checkpoint, file: Path, name: str, weight: WeightTarget) -> int:
+    """As `_fill`, for a dense tensor that is large: some rows at a time, so that little of it is
+    mapped."""
+    target, num_rows = weight.target, weight.target.shape[0]
+    step = max(1, _MAX_MAPPED_BYTES * num_rows // target.nbytes)
+    shard = weight.shard or Shard.whole(weight.source_shape[weight.axis])
+    for first in range(0, num_rows, step):
+        rows = slice(first, min(first + step, num_rows))
+        columns = slice(None)
+        if weight.axis == 0:
+            rows_read = slice(shard.start + rows.start, shard.start + rows.stop)
+        else:
+            rows_read, columns = rows, slice(shard.start, shard.start + shard.size)
+        with checkpoint.open(file) as tensors:
+            target[rows].copy_(tensors.get_slice(name)[rows_read, columns])
+    return int(target.nbytes)
 
 
 def _fill(tensors: Any, name: str, weight: WeightTarget, model: NativeModel) -> int:

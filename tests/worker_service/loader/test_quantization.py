@@ -70,6 +70,13 @@ def test_floats_of_8_bits_are_the_nearest_ones() -> None:
     torch.testing.assert_close(found, largest, rtol=1e-3, atol=1e-9)
 
 
+def test_large_weights_are_rounded_like_small_ones(quantization: str) -> None:
+    weight = torch.randn(2500, 1152, generator=torch.Generator().manual_seed(0))
+    dense = quantize(weight, quantization).dequantize()
+    for rows in (slice(0, 7), slice(905, 920), slice(2499, 2500)):
+        assert quantize(weight[rows], quantization).dequantize().equal(dense[rows])
+
+
 def test_groups_of_equal_numbers_stay_as_they_are(quantization: str) -> None:
     weight = torch.tensor([[0.0] * 32, [0.5] * 32, [-2.0] * 32])
     found = quantize(weight, quantization).dequantize()

@@ -1,9 +1,11 @@
 """Each rank reads its share of the weights, and no more."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import select_kernels
@@ -84,6 +86,20 @@ def test_the_parts_are_those_of_the_whole(family: str) -> None:
         load_weights(part, weights, others=names_of(folder), show_progress=False)
         for weight in part.weight_targets():
             assert torch.equal(weight.target, tensors[weight.name][weight.source_index])
+
+
+def test_large_tensors_are_read_some_rows_at_a_time(tmp_path: Path) -> None:
+    """Rank by rank: rows of `fc1`, columns of `fc2`; both take 69 MB."""
+    folder = make_checkpoint("opt", tmp_path, ffn_dim=270000, num_hidden_layers=1)
+    stored = load_file(folder / "model.safetensors")
+    name = "model.decoder.layers.0.fc{}.weight"
+    for rank, layout in enumerate(layouts(2, 1)):
+        model = empty_model(folder, layout)
+        load_weights(model, open_checkpoint(folder), others=names_of(folder), show_progress=False)
+        part = slice(135000 * rank, 135000 * (rank + 1))
+        layer: Any = model.layers[0]
+        assert layer.up.weight.equal(stored[name.format(1)][part])
+        assert layer.down.weight.equal(stored[name.format(2)][:, part])
 
 
 def test_dummy_weights_are_parts_of_the_same() -> None:
