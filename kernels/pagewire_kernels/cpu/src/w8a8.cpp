@@ -89,7 +89,7 @@ constexpr int kPairRows = 8;
 inline Words first_bytes(Words x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
 inline Words second_bytes(Words x) { return _mm256_srai_epi16(x, 8); }
 inline Words multiply_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); }
-constexpr int kPairRows = 4;
+constexpr int kPairRows = 3;
 #endif
 
 // The instruction for bytes saturates sums of two products, so they are widened to 16 bits.
@@ -141,7 +141,7 @@ void add_tile(const char* x, int64_t x_stride, int64_t num_words, const char* we
     sums[i / kPanelVectors][i % kPanelVectors] = Dot::nothing();
   }
   TileRows<char, kRows> rows(x, x_stride);
-  _Pragma("GCC unroll 2") for (int64_t i = 0; i < num_words; ++i, weights += kStepBytes) {
+  for (int64_t i = 0; i < num_words; ++i, weights += kStepBytes) {
     __builtin_prefetch(weights + kFetchedBytes, 0, 3);
     __builtin_prefetch(weights + kFetchedBytes + 64, 0, 3);
     const auto low = Dot::weights(load_words(weights));
