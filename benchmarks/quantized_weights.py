@@ -7,7 +7,7 @@ limit is reading them: `floor` is the share of the bandwidth that was measured i
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -53,14 +53,16 @@ def _weights(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | Quantized
     yield "W8A8 (8 bits, of outputs; rows, too)", replace(whole, activations=Int8Activations())
 
 
-def _seconds(weights: Sequence[NativeWeight], rows: torch.Tensor) -> float:
+def _seconds(
+    weights: Sequence[NativeWeight], rows: torch.Tensor, clock: Callable[[], float]
+) -> float:
     """Of one product, the best of some rounds over all weights."""
     found = []
     for _ in range(ROUNDS):
-        began = time.perf_counter()
+        began = clock()
         for weight in weights:
             weight.apply(rows)
-        found.append(time.perf_counter() - began)
+        found.append(clock() - began)
     return min(found) / len(weights)
 
 
@@ -69,7 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table: a row for each kind of weight, a column for each number of rows."""
     parser = script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    dtype = getattr(torch, parser.parse_args(arguments).dtype)
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="of one thread, for a machine that has other load; `floor` means nothing then",
+    )
+    args = parser.parse_args(arguments)
+    dtype, clock = getattr(torch, args.dtype), time.perf_counter
+    if args.processor_time:
+        torch.set_num_threads(1)
+        clock = time.thread_time
     kernels = library()
     if kernels is None:
         raise SystemExit("the compiled kernels are not there")
@@ -79,7 +90,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, weight in _weights(dtype):
         memory = HugeMemory()
         weights = [NativeWeight(weight, kernels, memory, dtype) for _ in range(NUM_WEIGHTS)]
-        times = {n: _seconds(weights, torch.randn(n, IN_FEATURES).to(dtype)) for n in NUM_ROWS}
+        times = {
+            n: _seconds(weights, torch.randn(n, IN_FEATURES).to(dtype), clock) for n in NUM_ROWS
+        }
         dense = dense or times
         floor = weights[0].num_bytes / measurer.measure().read_bytes_per_s / times[1]
         row: dict[str, object] = {"weight": name, "floor": f"{floor:.2f}"}
