@@ -58,6 +58,7 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         num_tokens=b"" if plan.num_tokens is None else to_column(plan.num_tokens),
         sample=b"" if plan.sample is None else bytes(plan.sample),
         appended_tokens=to_column(plan.appended_tokens),
+        lookahead=b"" if plan.lookahead is None else bytes(plan.lookahead),
         max_results_together=plan.num_together if plan.num_together > 1 else 0,
     )
 
@@ -92,6 +93,7 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
         },
         candidates={entry.row: _decode_candidates(entry) for entry in message.candidates},
         errors={entry.row: _decode_row_error(entry) for entry in message.errors},
+        num_sampled=list(message.num_sampled) or None,
         cache_ops_us=timings.cache_ops_us,
         forward_us=timings.forward_us,
         sample_us=timings.sample_us,

@@ -151,7 +151,8 @@ def _executor_of(config: WorkerConfig) -> "Executor":
     if isinstance(model, SimulationConfig):
         from worker_service.simulated.executor import SimulatedExecutor
 
-        return SimulatedExecutor(model, config.cache.block_size or DEFAULT_BLOCK_SIZE)
+        block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
+        return SimulatedExecutor(model, block_size, max_drafts=config.runner.max_drafts)
     from worker_service.loader import load_model
     from worker_service.runner.model_executor import ModelExecutor, Profiler
 

@@ -218,6 +218,12 @@ class CacheConfig:
         _expect(swap is None or swap >= 0, "swap_space", "0 bytes or more", swap)
 
 
+DRAFTERS = ("ngram",)
+DEFAULT_SPECULATIVE_TOKENS = 4
+MAX_SPECULATIVE_TOKENS = 255
+"""As many as a plan can express."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerConfig:
     """How steps are computed."""
@@ -234,9 +240,31 @@ class RunnerConfig:
     compile: bool = False
     """On a GPU, put layers through torch.compile."""
 
+    speculative: str | None = None
+    """Draft tokens ahead and check several in one step, which changes no output: ngram takes drafts
+    from what followed the same tokens earlier in the prompt or output. On a CPU."""
+
+    num_speculative_tokens: int | None = None
+    """Most drafts added to a sequence's step."""
+
     def __post_init__(self) -> None:
         size = self.max_graph_batch_size
         _expect(size >= 1, "max_graph_batch_size", "at least 1", size)
+        if self.speculative is not None:
+            _expect_one_of(DRAFTERS, "speculative", self.speculative)
+        count = self.num_speculative_tokens
+        if count is not None:
+            has_drafter = self.speculative is not None
+            _expect(has_drafter, "num_speculative_tokens", "speculative with it", count)
+            in_range = 1 <= count <= MAX_SPECULATIVE_TOKENS
+            _expect(in_range, "num_speculative_tokens", f"1 to {MAX_SPECULATIVE_TOKENS}", count)
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a row; 0 without speculation."""
+        if self.speculative is None:
+            return 0
+        return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,6 +352,9 @@ class WorkerConfig:
     """Directory for profiler traces."""
 
     def __post_init__(self) -> None:
+        num_ranks = self.group.layout.world_size
+        is_alone = self.runner.speculative is None or num_ranks == 1
+        _expect(is_alone, "speculative", "one rank, since several do not speculate", num_ranks)
         grace = self.grace_period_s
         _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
         names = self.served_model_name

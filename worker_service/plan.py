@@ -115,6 +115,9 @@ class StepPlan:
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
 
+    lookahead: Int32Array | None = None
+    """[num_rows]: the most drafts of each row; None: 0 in every row."""
+
     max_results_together: int = 0
     """Maximum number of results in one message, this step's included."""
 
@@ -155,7 +158,13 @@ class StepResult:
     epoch: int
     step_id: int
     token_ids: Int32Array
-    """The token of each sampling row, in row order; -1 where the row failed or has candidates."""
+    """The tokens of each sampling row, in row order; -1 where the row failed or has candidates."""
+
+    num_sampled: Int32Array | None = None
+    """[num_sampling]: number of tokens of each sampling row; None: one in every row."""
+
+    num_drafts: Int32Array | None = None
+    """[num_sampling]: drafts of each sampling row; None: none. For the worker's metrics."""
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)

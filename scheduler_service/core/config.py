@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+MAX_LOOKAHEAD = 255
+"""Most drafts of a row that a plan can express: one byte."""
+
 
 class PolicyName(StrEnum):
     """Who is served first."""
@@ -84,6 +87,10 @@ class SchedulerConfig:
     pipeline_depth: int = 2
     """Most steps planned before the first one's result is in."""
 
+    max_speculative_seqs: int = 8
+    """Most running sequences of a worker group with which its worker may draft tokens ahead, if it
+    speculates at all: a larger batch keeps the device busy by itself. 0: never."""
+
     max_steps_together: int = 8
     """Most steps whose plans and results travel together, if all requests of a batch let their
     tokens wait; one more may then be planned before the first one's result is in. 1: none do."""
@@ -126,6 +133,7 @@ class SchedulerConfig:
             "max_num_batched_tokens": self.max_num_seqs,
             "pipeline_depth": 1,
             "max_steps_together": 1,
+            "max_speculative_seqs": 0,
             "max_queue_requests": 1,
             "max_queue_tokens": 1,
             "max_worker_losses": 1,
@@ -171,6 +179,8 @@ class WorkerGroupCapacity:
     """Token ids are below this."""
     takes_several_plans: bool = False
     """Whether plans of several steps may be sent together."""
+    num_speculative_tokens: int = 0
+    """Most drafts that the workers add to a row; 0: they do not speculate."""
     arithmetic: str = ""
     """Identity of the workers' arithmetic: only groups with equal ones compute the same bits. Empty
     if the workers do not report it."""
@@ -182,6 +192,11 @@ class WorkerGroupCapacity:
                 raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
         if self.num_cpu_blocks < 0:
             raise ValueError(f"num_cpu_blocks must be at least 0, is {self.num_cpu_blocks}")
+        if not 0 <= self.num_speculative_tokens <= MAX_LOOKAHEAD:
+            raise ValueError(
+                f"num_speculative_tokens must be 0 to {MAX_LOOKAHEAD}, "
+                f"is {self.num_speculative_tokens}"
+            )
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, is {self.max_model_len}")
 

@@ -77,14 +77,16 @@ class SequenceStatus(IntEnum):
 
 
 # A sampled token whose value is still in flight counts in `length`, so that the next step can be
-# planned before the last one's result is in: the worker feeds its own token forward.
+# planned before the last one's result is in: the worker feeds its own token forward. A row with
+# drafts counts with all the tokens that it may bring, until its result says how many it brought.
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One choice of a request: its tokens and how far they are computed.
 
     Invariants, with known = prompt + output tokens:
-    known <= length <= num_prompt_tokens + max_output_tokens; length - known of its sampling rows
-    are in flight; the computation of a decoding sequence's first length - 1 tokens is planned.
+    known <= length <= num_prompt_tokens + max_output_tokens; its rows in flight bring at most
+    length - known tokens, and exactly as many without drafts; the computation of a decoding
+    sequence's first length - 1 tokens is planned.
     """
 
     seq_group: SequenceGroup
@@ -95,7 +97,8 @@ class Sequence:
     order: tuple[tuple[int, ...], int]
     """Place among running sequences: its group's rank, then the choice; the last is preempted."""
     length: int
-    """Number of its tokens, including those sampled but not yet known."""
+    """Number of its tokens, including those sampled but not yet known; the most that it can have
+    if rows with drafts are in flight."""
     seq_id: int = 0
     """Its number for workers and in logs; assigned when its request is accepted."""
     status: SequenceStatus = SequenceStatus.WAITING
@@ -115,6 +118,8 @@ class Sequence:
     reserved_length: int = 0
     """The length up to which it can decode without asking the block manager: the end of its last
     block, or less if that block is shared and must be copied first, or if the output ends."""
+    num_drafts: int = 0
+    """Drafts that its rows in flight may keep."""
     forks: list[Sequence] = field(default_factory=list)
     """Choices that start from this one's last prompt token, or idle sequences of a beam search.
     Until they fork from it they are RUNNING, that is, they have places in the batch, but the
@@ -136,7 +141,7 @@ class Sequence:
 
     @property
     def num_in_flight(self) -> int:
-        """Number of sampled tokens whose values are in flight."""
+        """Number of sampled tokens whose values are in flight; the most if there are drafts."""
         return self.length - self.num_known
 
     def known_tokens(self, start: int, end: int) -> list[int]:
@@ -200,6 +205,16 @@ class Sequence:
         """Count a token that is being sampled."""
         self.length += 1
 
+    def extend_with_drafts(self, num_drafts: int) -> None:
+        """Count a token that is being sampled, and the drafts that may be kept with it."""
+        self.length += 1 + num_drafts
+        self.num_drafts += num_drafts
+
+    def take_back_drafts(self, num_drafts: int, num_kept: int) -> None:
+        """Count only the drafts that a row has kept."""
+        self.num_drafts -= num_drafts
+        self.length -= num_drafts - num_kept
+
     def append_sampled(self, token: int) -> None:
         """Add the value of a token that is counted in `length`."""
         self.output_token_ids.append(token)
@@ -259,6 +274,7 @@ class Sequence:
         """Wait to be recomputed, without the tokens in flight: the worker is lost."""
         self.preempt()
         self.length = self.num_known
+        self.num_drafts = 0
 
     def finish(self, status: SequenceStatus) -> None:
         """End; it must not be in the batch."""

@@ -47,6 +47,8 @@ class StepPlan:
     """Tokens to compute per row; None: one in every row."""
     sample: list[bool] | None = None
     """Whether a row samples; None: every row does."""
+    lookahead: list[int] | None = None
+    """The most drafts per row; None: 0 in every row."""
     appended_tokens: list[int] = field(default_factory=list)
     num_together: int = 1
     """Most steps, including this one, whose results may be sent together."""
@@ -104,6 +106,8 @@ class StepResult:
     """By row."""
     errors: dict[int, RowError] = field(default_factory=dict)
     """By row."""
+    num_sampled: list[int] | None = None
+    """Number of tokens of each sampling row in `token_ids`; None: one in every row."""
     cache_ops_us: int = 0
     forward_us: int = 0
     sample_us: int = 0

@@ -180,8 +180,11 @@ class WorkerSession:
         await run_all(
             *(_answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
         )
-        together = all(info.takes_several_plans for info in infos)
-        return self._capacity(blocks, takes_several_plans=together)
+        return self._capacity(
+            blocks,
+            takes_several_plans=all(info.takes_several_plans for info in infos),
+            num_speculative_tokens=min(info.num_speculative_tokens for info in infos),
+        )
 
     def _draw_epoch(self, last_epoch: int) -> None:
         """An epoch above all that the workers have seen.
@@ -234,7 +237,11 @@ class WorkerSession:
         return blocks
 
     def _capacity(
-        self, blocks: worker_pb.ProfileBlocksResponse, *, takes_several_plans: bool
+        self,
+        blocks: worker_pb.ProfileBlocksResponse,
+        *,
+        takes_several_plans: bool,
+        num_speculative_tokens: int,
     ) -> WorkerGroupCapacity:
         model = self._ranks[0].model
         try:
@@ -247,6 +254,7 @@ class WorkerSession:
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 takes_several_plans=takes_several_plans,
+                num_speculative_tokens=num_speculative_tokens,
                 arithmetic=model.arithmetic,
             )
         except ValueError as error:

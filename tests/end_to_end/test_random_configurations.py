@@ -8,8 +8,9 @@ Each configuration is drawn by its number, the test's id. One by itself:
 
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 
 import pytest
@@ -18,9 +19,19 @@ from pagewire.v1 import plan_pb2
 from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import checkpoint
 from tests.support.deployment import Deployment, Received
-from tests.support.in_process import AheadWorker, InProcessWorker
+from tests.support.in_process import (
+    AheadWorker,
+    InProcessWorker,
+    KnowingDrafter,
+    SpeculatingWorker,
+)
 from tests.support.quantized_files import make_w8a8
-from tests.support.random_configurations import MODELS, Configuration, draw_configuration
+from tests.support.random_configurations import (
+    MODELS,
+    Configuration,
+    draw_configuration,
+    with_speculation,
+)
 from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
@@ -31,6 +42,7 @@ NUM_QUICK, NUM_LONG = 24, 240
 QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
 AHEAD = range(0, NUM_QUICK, 2)
+SPECULATING = QUICK
 
 KINDS = (
     "preemptions",
@@ -75,14 +87,16 @@ def model(name: str) -> Model:
 
 
 @cache
-def configuration(number: int) -> Configuration:
-    return draw_configuration(number, {name: model(name).max_model_len for name in MODELS})
+def configuration(number: int, speculates: bool = False) -> Configuration:
+    lengths = {name: model(name).max_model_len for name in MODELS}
+    drawn = draw_configuration(number, lengths)
+    return with_speculation(drawn) if speculates else drawn
 
 
 @cache
-def undisturbed(number: int) -> list[Received]:
-    """What each job gets when it is alone."""
-    drawn = configuration(number)
+def undisturbed(number: int, speculates: bool = False) -> list[Received]:
+    """What each job gets when it is alone; never with drafts."""
+    drawn = configuration(number, speculates)
     runs: list[Received] = []
     for job in drawn.jobs:
         history: list[int] = []
@@ -112,12 +126,14 @@ def compare(got: Received, wanted: Received) -> None:
 
 def compare_runs(
     number: int,
-    worker_type: type[InProcessWorker] = InProcessWorker,
+    worker_type: Callable[..., InProcessWorker] = InProcessWorker,
     compare: Callable[[Received, Received], None] = compare,
+    *,
+    speculates: bool = False,
 ) -> Counter[str]:
     """Run a configuration and compare; how much it was disturbed."""
-    drawn = configuration(number)
-    expected = undisturbed(number)
+    drawn = configuration(number, speculates)
+    expected = undisturbed(number, speculates)
     prompts = [list(received.request.prompt_token_ids) for received in expected]
     deployment = Deployment(drawn, model(drawn.model), prompts, worker_type)
     for index, (got, wanted) in enumerate(zip(deployment.run(), expected, strict=True)):
@@ -177,7 +193,38 @@ def test_a_worker_that_launches_ahead_gives_the_same_tokens(number: int) -> None
     assert disturbance["steps"] > 0
 
 
+@cache
+def speculation(number: int) -> Counter[str]:
+    """Run a configuration with drafts of which most are right; how much it was disturbed."""
+    outputs = [
+        [*received.request.prompt_token_ids, *choice.token_ids]
+        for received in undisturbed(number, True)
+        for choice in received.choices
+    ]
+    drafter, num_drafts = KnowingDrafter(outputs), Random(number).choice((1, 2, 4, 7))
+    worker_type = partial(SpeculatingWorker, drafter=drafter, num_drafts=num_drafts)
+    return compare_runs(number, worker_type, speculates=True)
+
+
+@pytest.mark.parametrize("number", SPECULATING)
+def test_tokens_are_those_of_a_run_without_drafts(number: int) -> None:
+    assert speculation(number)["steps"] > 0
+
+
+def test_drafts_were_kept_and_refused_among_all_else() -> None:
+    total = sum((speculation(number) for number in SPECULATING), Counter[str]())
+    assert total["rows with drafts"] > total["kept drafts"] / 2 > 100
+    seldom = {"constraints", "constraints taken up again", "wasted tokens"}
+    assert [kind for kind in KINDS if total[kind] == 0 and kind not in seldom] == []
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("number", LONG)
-def test_tokens_of_many_more_are_those_of_an_undisturbed_run(number: int) -> None:
+def test_tokens_of_many_more_are_those_of_a_run_without_drafts(number: int) -> None:
+    assert speculation(number)["steps"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", LONG)
+def test_tokens_of_many_more_are_those_of_an_are_those_of_an_undisturbed_run(number: int) -> None:
     assert compare_runs(number)["steps"] > 0

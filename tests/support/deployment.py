@@ -73,7 +73,7 @@ class Deployment:
         configuration: Configuration,
         model: Model,
         prompts: list[list[int]],
-        worker_type: type[InProcessWorker] = InProcessWorker,
+        worker_type: Callable[..., InProcessWorker] = InProcessWorker,
     ) -> None:
         """`prompts` are those of the jobs, with what they follow."""
         self.received: dict[int, Received] = {}
@@ -235,6 +235,9 @@ class Deployment:
             link.plans.append(link.worker.send(message.SerializeToString()))
         if link.plans:
             result = link.plans.popleft()()
+            self.disturbance["kept drafts"] += sum(result.num_sampled or ()) - len(
+                result.num_sampled or ()
+            )
             self._core.update(str(index), result, now=0.0)
             self.disturbance["wasted tokens"] += len(result.token_ids)
             self._collect()
@@ -244,6 +247,7 @@ class Deployment:
         self.disturbance["steps"] += 1
         self.disturbance["plans sent ahead"] += bool(link.plans)
         self.disturbance["plans sent together"] += plan.num_together > 1
+        self.disturbance["rows with drafts"] += sum(map(bool, plan.lookahead or ()))
         self.disturbance["swapped-out blocks"] += len(plan.swap_out) // 2
         self.disturbance["swapped-in blocks"] += len(plan.swap_in) // 2
         self.disturbance["copied blocks"] += len(plan.copy) // 2

@@ -5,8 +5,9 @@ only the network and the processes are missing. So a test can run many models in
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepResult
-from tests.support.runners import MakeRunner, host, recorded, recorded_on_gpu
+from tests.support.runners import MakeRunner, host, recorded, recorded_on_gpu, speculating
+from worker_service.array_types import Int32Array
 from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.speculation import Drafter
 from worker_service.service import wire as worker_wire
 
 GROUP = "group"
@@ -58,8 +61,10 @@ class InProcessWorker:
         num_cpu_blocks: int = 0,
         device: torch.device = CPU,
         make_runner: MakeRunner | None = None,
+        num_speculative_tokens: int = 0,
     ) -> None:
         """make_runner: None makes the one that a worker on this device has."""
+        self._num_speculative_tokens = num_speculative_tokens
         self._model = model
         self._cache = CacheEngine(
             model.kv_cache_spec,
@@ -83,6 +88,7 @@ class InProcessWorker:
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
             takes_several_plans=True,
+            num_speculative_tokens=self._num_speculative_tokens,
         )
 
     def execute(self, plan: bytes) -> StepResult:
@@ -99,6 +105,37 @@ class AheadWorker(InProcessWorker):
 
     def __init__(self, model: Model, **options: Any) -> None:
         super().__init__(model, make_runner=recorded, **options)
+
+
+class SpeculatingWorker(InProcessWorker):
+    """A worker that drafts."""
+
+    def __init__(
+        self, model: Model, *, drafter: Drafter, num_drafts: int = 4, **options: Any
+    ) -> None:
+        make_runner = partial(speculating, drafter)
+        options |= {"make_runner": make_runner, "num_speculative_tokens": num_drafts}
+        super().__init__(model, **options)
+
+
+class KnowingDrafter:
+    """Proposes what is known to follow, except for about every fourth token."""
+
+    def __init__(self, outputs: Iterable[Sequence[int]]) -> None:
+        """outputs: prompts with their outputs, as they will be."""
+        self.num_drafts = 0
+        self._outputs = [np.array(output, np.int32) for output in outputs]
+
+    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+        """The drafts; none for an output that is not known."""
+        for output in self._outputs:
+            if len(output) > len(tokens) and np.array_equal(output[: len(tokens)], tokens):
+                drafts = output[len(tokens) :][:num_drafts].copy()
+                places = len(tokens) + np.arange(len(drafts))
+                drafts[(drafts + 7 * places) % 4 == 0] ^= 1
+                self.num_drafts += len(drafts)
+                return drafts
+        return tokens[:0]
 
 
 def launch(runner: ModelRunner, plan: bytes) -> Callable[[], StepResult]:

@@ -152,6 +152,28 @@ class Configuration:
         )
 
 
+def with_speculation(drawn: Configuration) -> Configuration:
+    """The same with requests of which most can have drafts: without log probabilities, penalties
+    and constraints; and with budgets and batches that leave room for drafts in most steps."""
+    draw = Random(-1 - drawn.number)
+    jobs = []
+    for job in drawn.jobs:
+        sampling = sampling_pb2.SamplerParams()
+        sampling.CopyFrom(job.sampling)
+        if job.beam_search is None and draw.random() < 0.8:
+            for name in ("logprobs", "prompt_logprobs", "constraint"):
+                sampling.ClearField(name)
+            sampling.repetition_penalty = 1.0
+            sampling.presence_penalty = sampling.frequency_penalty = 0.0
+        jobs.append(replace(job, sampling=sampling))
+    scheduler = replace(
+        drawn.scheduler,
+        max_num_batched_tokens=drawn.scheduler.max_num_batched_tokens + draw.choice((0, 8, 40)),
+        max_speculative_seqs=draw.choice((2, 4, 16)),
+    )
+    return replace(drawn, jobs=tuple(jobs), scheduler=scheduler)
+
+
 def draw_configuration(number: int, max_model_lens: dict[str, int]) -> Configuration:
     """Configuration `number`; `max_model_lens` are those of `MODELS`."""
     draw = Random(number)

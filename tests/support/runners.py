@@ -13,6 +13,7 @@ from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.in_flight_step import DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.speculation import Drafter
 
 SIZES = [1, 2, 4, 8]
 
@@ -63,6 +64,11 @@ class EagerRecorder:
 def host(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     """What a worker on a CPU has."""
     return ModelRunner(model, cache, block_size, grammars(model.vocab_size))
+
+
+def speculating(drafter: Drafter, model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
+    """The same with drafts."""
+    return ModelRunner(model, cache, block_size, grammars(model.vocab_size), drafter=drafter)
 
 
 def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:

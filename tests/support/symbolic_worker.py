@@ -202,7 +202,8 @@ class SymbolicWorker:
         rows = self._rows(plan, forks)
         starts = self._write(rows, plan, forks)
         self._read(rows)
-        return self._result(plan, rows, starts)
+        lookahead = self._write_drafts(plan, rows)
+        return self._result(plan, rows, starts, lookahead)
 
     def _forget(self, seq_ids: list[int]) -> None:
         for seq_id in seq_ids:
@@ -387,19 +388,43 @@ class SymbolicWorker:
             require(end <= len(seq.tokens), f"{seq.seq_id} computes tokens that it does not have")
             require(not sample or end == len(seq.tokens), f"{seq.seq_id} samples in mid-prompt")
             for position in range(start, end):
-                index, offset = divmod(position, self.block_size)
-                require(index < len(seq.block_table), f"{seq.seq_id} writes beyond its blocks")
-                block = seq.block_table[index]
-                require(
-                    sharers.issuperset(self._owners(block)),
-                    f"{seq.seq_id} writes to block {block}, shared by {self._owners(block)}",
-                )
-                require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
-                had = seq.seq_id in self.leaving.get(block, ())
-                require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
-                self.cache[block, offset] = seq.histories[position], self.num_steps
+                self._write_slot(seq, position, seq.histories[position], sharers)
             seq.num_computed = end
         return starts
+
+    def _write_drafts(
+        self, plan: StepPlan, rows: list[tuple[WorkerSequence, int, bool]]
+    ) -> list[int]:
+        """Write as many drafts as each row may have, all of them wrong until they are kept."""
+        lookahead = [0] * len(rows) if plan.lookahead is None else plan.lookahead
+        require(plan.lookahead is None or any(lookahead), "a lookahead column says nothing")
+        require(len(lookahead) == len(rows), "the batch's columns differ in length")
+        num_tokens = sum(num_tokens for _, num_tokens, _ in rows) + sum(lookahead)
+        require(num_tokens <= self.max_num_batched_tokens, f"{num_tokens} tokens with drafts")
+        for (seq, num, sample), num_drafts in zip(rows, lookahead, strict=True):
+            require(0 <= num_drafts <= 255, f"{seq.seq_id} has {num_drafts} drafts")
+            params = seq.sampling
+            may_draft = sample and num > 0 and params.num_candidates is None
+            may_draft &= not params.logprobs and not params.prompt_logprobs
+            require(not num_drafts or may_draft, f"{seq.seq_id} cannot have drafts")
+            for position in range(seq.num_computed, seq.num_computed + num_drafts):
+                self._write_slot(seq, position, b"draft", {seq.seq_id})
+        return lookahead
+
+    def _write_slot(
+        self, seq: WorkerSequence, position: int, history: History, sharers: set[int]
+    ) -> None:
+        index, offset = divmod(position, self.block_size)
+        require(index < len(seq.block_table), f"{seq.seq_id} writes beyond its blocks")
+        block = seq.block_table[index]
+        require(
+            sharers.issuperset(self._owners(block)),
+            f"{seq.seq_id} writes to block {block}, shared by {self._owners(block)}",
+        )
+        require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
+        had = seq.seq_id in self.leaving.get(block, ())
+        require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
+        self.cache[block, offset] = history, self.num_steps
 
     def _read(self, rows: list[tuple[WorkerSequence, int, bool]]) -> None:
         """Attend over each row's context."""
@@ -415,7 +440,11 @@ class SymbolicWorker:
                 )
 
     def _result(
-        self, plan: StepPlan, rows: list[tuple[WorkerSequence, int, bool]], starts: list[int]
+        self,
+        plan: StepPlan,
+        rows: list[tuple[WorkerSequence, int, bool]],
+        starts: list[int],
+        lookahead: list[int],
     ) -> StepResult:
         num_prefill_tokens = sum(num_tokens for _, num_tokens, _ in rows if num_tokens > 1)
         result = StepResult(
@@ -425,14 +454,18 @@ class SymbolicWorker:
             sample_us=60,
             busy_us=1000 + 100 * num_prefill_tokens,
         )
+        num_sampled: list[int] = []
         for row, (seq, num_tokens, sample) in enumerate(rows):
             if seq.sampling.prompt_logprobs:
                 self._report_prompt(result, row, seq, starts[row], starts[row] + num_tokens)
             if not sample:
                 continue
+            num_sampled.append(1)
             position = len(seq.tokens) - seq.num_prompt_tokens
-            require(position < seq.sampling.max_tokens, f"{seq.seq_id} exceeds max_tokens")
-            require(len(seq.tokens) < self.max_model_len, f"{seq.seq_id} exceeds the model")
+            last = position + lookahead[row]
+            require(last < seq.sampling.max_tokens, f"{seq.seq_id} exceeds max_tokens")
+            num_tokens = len(seq.tokens) + lookahead[row]
+            require(num_tokens < self.max_model_len, f"{seq.seq_id} exceeds the model")
             if position == seq.sampling.fails_at:
                 result.token_ids.append(-1)
                 result.errors[row] = RowError(reason="NON_FINITE_LOGITS", message="not finite")
@@ -447,7 +480,24 @@ class SymbolicWorker:
             result.token_ids.append(token)
             if seq.sampling.logprobs:
                 result.logprobs[row] = logprobs_of(token)
+            num_sampled[-1] += self._keep_drafts(seq, lookahead[row], result.token_ids)
+        if plan.lookahead is not None:
+            result.num_sampled = num_sampled
         return result
+
+    def _keep_drafts(self, seq: WorkerSequence, num_drafts: int, token_ids: list[int]) -> int:
+        """Sample after the drafts that are right: from none to all of them, by the history."""
+        num_kept = seq.histories[-1][0] % (num_drafts + 1)
+        for index in range(num_kept):
+            position = len(seq.tokens) - seq.num_prompt_tokens
+            if position == seq.sampling.fails_at:
+                return index
+            self._write_slot(seq, seq.num_computed, seq.histories[-1], {seq.seq_id})
+            seq.num_computed += 1
+            token = next_token(seq.histories[-1], seq.choice_index, seq.sampling)
+            seq.append(token)
+            token_ids.append(token)
+        return num_kept
 
     def _report_prompt(
         self, result: StepResult, row: int, seq: WorkerSequence, start: int, end: int

@@ -14,6 +14,7 @@ from worker_service.cli.ranks import RankAssignment
 from worker_service.config import (
     DEFAULT_LISTEN,
     DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_SPECULATIVE_TOKENS,
     CacheConfig,
     CostModel,
     ModelConfig,
@@ -77,7 +78,16 @@ CACHE = ConfigFlags(
         "swap_space": _BYTES | {"show_default": "4GiB with a GPU, none with a CPU"},
     },
 )
-RUNNER = ConfigFlags(RunnerConfig, compile="compile!")
+RUNNER = ConfigFlags(
+    RunnerConfig,
+    settings={
+        "speculative": {"show_default": "no speculation"},
+        "num_speculative_tokens": {
+            "show_default": f"{DEFAULT_SPECULATIVE_TOKENS} with --speculative"
+        },
+    },
+    compile="compile!",
+)
 NETWORK = ConfigFlags(
     NetworkConfig,
     settings={"advertise": {"show_default": "where it listens"}},

@@ -47,6 +47,9 @@ class ModelFacts:
     arithmetic: str
     """Identity of the arithmetic: equal strings mean bitwise equal logits."""
 
+    num_speculative_tokens: int = 0
+    """Most drafts that the worker adds to a row."""
+
 
 class Step(Protocol):
     """A step that was launched."""

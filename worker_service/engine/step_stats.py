@@ -4,6 +4,7 @@ import logging
 import time
 
 from service_common.prometheus import Histogram
+from worker_service.array_types import Int32Array
 from worker_service.plan import StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -15,6 +16,8 @@ STEP_BOUNDS = (
 )
 """Seconds."""
 
+TOKENS_PER_ROW_BOUNDS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 17, 33, 65)
+
 
 class StepMeter:
     """Counters of steps. One thread writes them and any may read them; a reader may see the
@@ -24,6 +27,10 @@ class StepMeter:
         self.num_steps = 0
         self.num_tokens = 0
         self.num_sampled = 0
+        self.num_drafts = 0
+        self.num_kept_drafts = 0
+        self.tokens_per_row = Histogram(TOKENS_PER_ROW_BOUNDS)
+        """Of rows with drafts."""
         self.num_row_errors = 0
         self.num_swapped_out_blocks = 0
         self.num_swapped_in_blocks = 0
@@ -51,8 +58,18 @@ class StepMeter:
         self.num_swapped_out_blocks += len(plan.swap_out)
         self.num_swapped_in_blocks += len(plan.swap_in)
         self.num_copied_blocks += len(plan.copy)
+        if result.num_drafts is not None and result.num_sampled is not None:
+            self._count_drafts(result.num_drafts, result.num_sampled)
         self._count_time(result)
         self._count_idle(result)
+
+    def _count_drafts(self, num_drafts: Int32Array, num_sampled: Int32Array) -> None:
+        has_drafts = num_drafts > 0
+        self.num_tokens += int(num_drafts.sum())
+        self.num_drafts += int(num_drafts.sum())
+        self.num_kept_drafts += int((num_sampled[has_drafts] - 1).sum())
+        for count in num_sampled[has_drafts].tolist():
+            self.tokens_per_row.observe(count)
 
     def _count_time(self, result: StepResult) -> None:
         timings = result.timings

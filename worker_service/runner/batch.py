@@ -32,6 +32,16 @@ from worker_service.structured.masks import MaskedRows
 _NO_ROWS = np.empty(0, np.int64)
 
 
+class Drafts(NamedTuple):
+    """The drafts of a step's rows."""
+
+    counts: Int32Array
+    """[num_rows]: tokens of each row that are drafts, its last ones."""
+
+    offsets: Int64Array
+    """[num_sampling]: drafts before each place that is sampled at."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRows:
     """The rows of a plan, checked against what the worker knows; arrays are [num_rows]."""
@@ -53,10 +63,14 @@ class StepRows:
     """[num_forks]: their parents' rows."""
 
     sampling: Int64Array
-    """[num_sampling]: the rows that sample now; none of a sequence that failed before."""
+    """[num_sampling]: the rows that sample now, those with drafts once more for each of them; none
+    of a sequence that failed before."""
 
     errors: dict[int, RowErrorReason]
     """The rows of sequences that failed before."""
+
+    drafts: Drafts | None = None
+    """None if no row has any."""
 
     def ends(self) -> Int64Array:
         """[num_rows]: one past each row's last hidden state in the forward pass."""
@@ -67,11 +81,18 @@ class StepRows:
         if len(self.forks):
             ends = ends.copy()
             ends[self.forks] = ends[self.parents]
+        if self.drafts is not None:
+            ends = ends - self.drafts.counts
+            return ends[self.sampling] - 1 + self.drafts.offsets
         return ends[self.sampling] - 1
 
     def advance(self, table: SequenceTable) -> None:
-        """Mark the rows' tokens as computed, and those of a parent also in its new forks."""
-        table.advance(self.row_ids[self.computes], self.num_tokens[self.computes])
+        """Mark the rows' tokens as computed, except for drafts, and those of a parent also in its
+        new forks."""
+        num_tokens = self.num_tokens
+        if self.drafts is not None:
+            num_tokens = num_tokens - self.drafts.counts
+        table.advance(self.row_ids[self.computes], num_tokens[self.computes])
         if len(self.forks):
             table.copy_progress(self.row_ids[self.parents], self.row_ids[self.forks])
 
@@ -107,17 +128,26 @@ def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
         errors=errors,
     )
     _check_lengths(rows, plan, table)
+    if plan.lookahead is not None:
+        _check_lookahead(rows, plan.lookahead, plan, table)
     return rows
 
 
 def sampling_batch(
-    row_ids: Int64Array, table: SequenceTable, masked: MaskedRows | None = None
+    row_ids: Int64Array,
+    table: SequenceTable,
+    masked: MaskedRows | None = None,
+    drafts: Drafts | None = None,
 ) -> SamplingBatch:
-    """The rows of the table that sample in a step, as a sampler takes them."""
+    """The rows of the table that sample in a step, as a sampler takes them. Drafts count as output
+    for the places after them."""
+    ends = table.num_tokens[row_ids]
+    if drafts is not None:
+        ends = ends + drafts.offsets
     return SamplingBatch(
         row_ids=row_ids,
-        positions=table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids],
-        edited=table.edited_rows(row_ids),
+        positions=ends - table.num_prompt_tokens[row_ids],
+        edited=table.edited_rows(row_ids, ends),
         masked=masked,
     )
 
@@ -159,6 +189,21 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
         if is_wrong.any():
             seq_id = plan.seq_ids[rows.computes][is_wrong][0]
             raise InvalidPlan(field, f"the row of sequence {seq_id} {problem}")
+
+
+def _check_lookahead(
+    rows: StepRows, lookahead: Int32Array, plan: StepPlan, table: SequenceTable
+) -> None:
+    """Rows with drafts sample, compute tokens, and have blocks for all drafts."""
+    end = table.num_computed_tokens[rows.row_ids] + plan.num_tokens + lookahead
+    limit = np.minimum(table.max_model_len, table.num_blocks[rows.row_ids] * table.block_size)
+    for is_wrong, problem in (
+        (~plan.sample | (plan.num_tokens == 0), "has drafts, but does not compute and sample"),
+        (rows.computes & (end > limit), "lacks blocks for its drafts, or exceeds the model"),
+    ):
+        if (is_wrong & (lookahead > 0)).any():
+            seq_id = plan.seq_ids[is_wrong & (lookahead > 0)][0]
+            raise InvalidPlan("lookahead", f"the row of sequence {seq_id} {problem}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -51,6 +51,7 @@ def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64A
                     seq_ids=plan.seq_ids[rows],
                     num_tokens=shares[part, rows],
                     sample=(plan.sample & ends_here)[rows],
+                    lookahead=None,  # ranks do not speculate
                 ),
             )
 

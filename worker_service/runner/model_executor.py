@@ -25,6 +25,7 @@ from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.speculation import NgramDrafter
 from worker_service.structured.vocabulary import token_texts
 
 if TYPE_CHECKING:
@@ -122,9 +123,25 @@ class ModelExecutor:
                 raise InvalidOption("batch_invariant: cannot be combined with --compile")
             compile_layers(self._loaded.model, self._device)
             self._loaded = replace(self._loaded, batch_invariant=False)
+        if self._runner.speculative is not None:
+            self._check_speculation(self._loaded)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        return _facts_of(self._loaded, structured_output=self._grammars is not None)
+        return _facts_of(
+            self._loaded,
+            structured_output=self._grammars is not None,
+            num_speculative_tokens=self._runner.max_drafts,
+        )
+
+    def _check_speculation(self, loaded: LoadedModel) -> None:
+        """Raises InvalidOption where drafts could change tokens, or are not supported."""
+        if self._device.type != "cpu":
+            raise InvalidOption(f"speculative: expected a CPU, got {self._device}")
+        if not loaded.batch_invariant:
+            raise InvalidOption(
+                f"speculative: {loaded.model.architecture} computes a row differently in another"
+                " batch, so drafts would change tokens; leave the flag out"
+            )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit beside the largest batch."""
@@ -167,6 +184,7 @@ class ModelExecutor:
             self._grammars,
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
+            drafter=NgramDrafter() if self._runner.speculative else None,
         )
 
     def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
@@ -259,7 +277,9 @@ def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
         return None
 
 
-def _facts_of(loaded: LoadedModel, *, structured_output: bool) -> ModelFacts:
+def _facts_of(
+    loaded: LoadedModel, *, structured_output: bool, num_speculative_tokens: int
+) -> ModelFacts:
     model = loaded.model
     return ModelFacts(
         architecture=model.architecture,
@@ -274,6 +294,7 @@ def _facts_of(loaded: LoadedModel, *, structured_output: bool) -> ModelFacts:
         num_parameters=model.num_parameters,
         batch_invariant=loaded.batch_invariant,
         structured_output=structured_output,
+        num_speculative_tokens=num_speculative_tokens,
         device=loaded.config.device,
         attention_backend=loaded.config.attention_backend or "",
         arithmetic=arithmetic_of(loaded),

@@ -33,6 +33,7 @@ from worker_service.runner.micro_batches import micro_batches
 from worker_service.runner.pending_tokens import RankOutcomes
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.speculation import Drafter, add_drafts, kept_drafts
 from worker_service.runner.step_outcome import StepOutcome, StepStart
 from worker_service.sampling.logprobs import prompt_logprobs
 from worker_service.sampling.sampler import NO_TOKEN, Largest, sample
@@ -58,10 +59,12 @@ class ModelRunner:
         *,
         communicator: Communicator | None = None,
         device: DeviceSteps | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
         that share the model, which have joined for an epoch: then the runner is for that epoch.
-        device: launches steps ahead; None computes each step when it is launched."""
+        device: launches steps ahead; None computes each step when it is launched. drafter: on one
+        rank that computes each step at once; None adds no drafts."""
         self._model = model
         self._cache = cache
         self._block_size = block_size
@@ -69,6 +72,7 @@ class ModelRunner:
         self._forward = HostForward(model, cache.device_cache)
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))
         self._device = device
+        self._drafter = drafter
         self._sequences = self._no_sequences()
 
     def reset(self) -> None:
@@ -160,6 +164,8 @@ class ModelRunner:
             sequences.pending.resolve(table.row_ids(plan.seq_ids, "seq_ids"))
         started_us = monotonic_us()
         rows = resolve_rows(plan, table)
+        if self._drafter is not None and plan.lookahead is not None:
+            rows = add_drafts(rows, plan.lookahead, sequences, self._drafter)
         outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
         masks = self._begin_masks(rows) if layout.samples else None
         forward = self._forward.run(rows, table)
@@ -222,28 +228,38 @@ class ModelRunner:
     ) -> None:
         table, sampling = self._sequences.table, rows.sampling
         masked = masks.result() if masks is not None else None
-        batch = sampling_batch(rows.row_ids[sampling], table, masked)
+        batch = sampling_batch(rows.row_ids[sampling], table, masked, rows.drafts)
         samples = sample(logits, batch, table.sampling, largest)
-        errors = outcome.errors
+        errors, tokens = outcome.errors, samples.tokens
+        non_finite, no_candidates = samples.non_finite, samples.no_candidates
+        if rows.drafts is not None:
+            outcome.num_drafts = rows.drafts.counts
+            outcome.kept = kept_drafts(rows, tokens, table)
+            is_first = rows.drafts.offsets == 0
+            non_finite = non_finite[is_first[non_finite]]
+            no_candidates = no_candidates[is_first[no_candidates]]
         if masked is not None:
             failed = sampling[masked.rows[masked.failed]].tolist()
             self._fail(outcome, rows, failed, RowErrorReason.CONSTRAINT)
-        failed = sampling[samples.non_finite].tolist()
-        self._fail(outcome, rows, failed, RowErrorReason.NON_FINITE_LOGITS)
-        failed = [row for row in sampling[samples.no_candidates].tolist() if row not in errors]
+        self._fail(outcome, rows, sampling[non_finite].tolist(), RowErrorReason.NON_FINITE_LOGITS)
+        failed = [row for row in sampling[no_candidates].tolist() if row not in errors]
         self._fail(outcome, rows, failed, RowErrorReason.NO_CANDIDATES)
-        outcome.tokens[sampling] = samples.tokens
+        if rows.drafts is not None:
+            sampling, tokens = sampling[is_first], tokens[is_first]
+        outcome.tokens[sampling] = tokens
         outcome.tokens[list(errors)] = NO_TOKEN
         for index, entry in samples.logprobs.items():
-            if (row := int(sampling[index])) not in errors:
+            if (row := int(rows.sampling[index])) not in errors:
                 outcome.logprobs[row] = entry
         for index, offered in samples.candidates.items():
-            if (row := int(sampling[index])) not in errors:
+            if (row := int(rows.sampling[index])) not in errors:
                 outcome.candidates[row] = offered
         sampled = sampling
         if errors or outcome.candidates:
             sampled = sampling[outcome.tokens[sampling] != NO_TOKEN]
         table.append_tokens(rows.row_ids[sampled], outcome.tokens[sampled])
+        for row, further in outcome.kept.items():
+            table.append_kept(int(rows.row_ids[row]), further)
 
     def _fail(
         self, outcome: StepOutcome, rows: StepRows, failed: Iterable[int], reason: RowErrorReason

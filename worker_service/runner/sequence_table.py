@@ -187,6 +187,14 @@ class SequenceTable:
         self.num_tokens[row_ids] += 1
         self.sampling.append(row_ids, tokens)
 
+    def append_kept(self, row_id: int, tokens: Int64Array) -> None:
+        """Append the tokens sampled after drafts that were right. These drafts, one for each token,
+        are computed; they are the token before and all of these but the last."""
+        end = int(self.num_tokens[row_id])
+        self.token_ids[row_id, end : end + len(tokens)] = tokens
+        self.num_tokens[row_id] += len(tokens)
+        self.num_computed_tokens[row_id] += len(tokens)
+
     def expect_tokens(self, row_ids: Int64Array) -> Int64Array:
         """Append an unknown token to each of these sequences. Returns the tokens' positions."""
         places = self.num_tokens[row_ids]
@@ -228,14 +236,17 @@ class SequenceTable:
         """A sequence's output tokens so far, including unknown ones."""
         return self.token_ids[row_id, self.num_prompt_tokens[row_id] : self.num_tokens[row_id]]
 
-    def edited_rows(self, row_ids: Int64Array) -> list[EditedRow]:
-        """Those of the batch's rows whose logits need edits."""
+    def edited_rows(self, row_ids: Int64Array, ends: Int64Array) -> list[EditedRow]:
+        """Those of the batch's rows whose logits need edits. ends: where each one's output ends,
+        drafts included."""
         edits = self.sampling.edits
         if not edits:
             return []
+        starts = self.num_prompt_tokens[row_ids].tolist()
+        rows = zip(row_ids.tolist(), starts, ends.tolist(), strict=True)
         return [
-            EditedRow(row, edits[row_id], self.output(row_id))
-            for row, row_id in enumerate(row_ids.tolist())
+            EditedRow(row, edits[row_id], self.token_ids[row_id, start:end])
+            for row, (row_id, start, end) in enumerate(rows)
             if row_id in edits
         ]
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from worker_service.array_types import Int64Array
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.plan import (
     Candidates,
     PromptLogprobs,
@@ -43,6 +43,12 @@ class StepOutcome:
     tokens: Int64Array
     """[num_rows]; NO_TOKEN where none was sampled."""
 
+    kept: dict[int, Int64Array] = field(default_factory=dict)
+    """Tokens after the first of rows whose drafts were right."""
+
+    num_drafts: Int32Array | None = None
+    """[num_rows]: drafts of each row; None: none."""
+
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
@@ -78,10 +84,19 @@ class StepOutcome:
 
     def result(self, plan: StepPlan, timings: StepTimings) -> StepResult:
         """The step's result, as the core receives it."""
+        token_ids, num_sampled, num_drafts = self.tokens[plan.sample], None, None
+        if self.num_drafts is not None:
+            sampling = np.flatnonzero(plan.sample).tolist()
+            parts = [np.append(self.tokens[row], self.kept.get(row, ())) for row in sampling]
+            token_ids = np.concatenate(parts)
+            num_sampled = np.array([len(part) for part in parts], np.int32)
+            num_drafts = self.num_drafts[plan.sample]
         return StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
-            token_ids=self.tokens[plan.sample].astype(np.int32),
+            token_ids=token_ids.astype(np.int32),
+            num_sampled=num_sampled,
+            num_drafts=num_drafts,
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             candidates=self.candidates,

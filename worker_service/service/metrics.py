@@ -18,6 +18,12 @@ COUNTERS = {
         "pagewire_worker_tokens_total", "Tokens computed, of prefills and decodes."
     ),
     "num_sampled": counter("pagewire_worker_sampled_tokens_total", "Tokens sampled."),
+    "num_drafts": counter(
+        "pagewire_worker_draft_tokens_total", "Drafts computed with rows (speculation)."
+    ),
+    "num_kept_drafts": counter(
+        "pagewire_worker_accepted_tokens_total", "Drafts that agreed with the sampled tokens."
+    ),
     "num_row_errors": counter(
         "pagewire_worker_row_errors_total",
         "Rows that could not be computed or sampled; each ended its request.",
@@ -51,6 +57,11 @@ STEP_DURATION = histogram(
     "Time from the start of work on a step until its result was ready.",
 )
 
+TOKENS_PER_ROW = histogram(
+    "pagewire_worker_speculative_row_tokens",
+    "Tokens that a row with drafts brought: those accepted, and one more.",
+)
+
 GAUGES = {
     "is_registered": gauge(
         "pagewire_worker_registered", "Whether the worker is registered with a core."
@@ -76,7 +87,10 @@ INFO = gauge(
     ("worker_id", "group", "rank", "model_name", "device", "dtype", "attention_backend", "version"),
 )
 
-ALL = (INFO, *GAUGES.values(), *COUNTERS.values(), STEP_TIME, IDLE, STEP_DURATION)
+ALL = (
+    *(INFO, *GAUGES.values(), *COUNTERS.values()),
+    *(STEP_TIME, IDLE, STEP_DURATION, TOKENS_PER_ROW),
+)
 """In the order in which they are reported."""
 
 
@@ -116,3 +130,4 @@ class WorkerCollector(Collector):
         idle = {"no_plan": meter.idle_without_plan_us, "plan_ready": meter.idle_with_plan_us}
         yield IDLE.family({(reason,): us / 1e6 for reason, us in idle.items()})
         yield STEP_DURATION.histograms([((), meter.durations)])
+        yield TOKENS_PER_ROW.histograms([((), meter.tokens_per_row)])

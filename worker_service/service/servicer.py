@@ -106,6 +106,7 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             last_epoch=self._engine.last_epoch,
             busy_us=round(self._engine.busy_s * 1e6),
             takes_several_plans=True,
+            num_speculative_tokens=facts.num_speculative_tokens,
         )
 
     # The two streaming rpcs write to the context instead of yielding, so that they are coroutines

@@ -62,6 +62,7 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
         num_tokens=_decode_num_tokens(message.num_tokens, num_rows),
         sample=_decode_sample(message.sample, num_rows),
         appended_tokens=_column(message.appended_tokens, "appended_tokens", 2),
+        lookahead=_decode_lookahead(message.lookahead, num_rows),
         received_us=received_us,
         max_results_together=message.max_results_together,
     )
@@ -98,6 +99,7 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
             )
             for row, reason in result.errors.items()
         ],
+        num_sampled=b"" if result.num_sampled is None else bytes(result.num_sampled.tolist()),
         timings=plan_pb2.StepTimings(**{name: getattr(timings, name) for name in _TIMINGS}),
     )
 
@@ -108,7 +110,7 @@ def encode_model_info(
     """The model's properties for the core and the frontends."""
     values = asdict(facts)
     values["eos_token_ids"] = _bytes(np.asarray(facts.eos_token_ids), "<i4")
-    for of_worker in ("device", "attention_backend"):
+    for of_worker in ("device", "attention_backend", "num_speculative_tokens"):
         del values[of_worker]
     return model_pb2.ModelInfo(name=name, aliases=aliases, **values)
 
@@ -202,6 +204,15 @@ def _decode_sample(data: bytes, num_rows: int) -> npt.NDArray[np.bool_]:
         problem = f"expected {num_rows} bytes, one per row, or none, got {len(data)}"
         raise InvalidPlan("sample", problem)
     return np.frombuffer(data, np.uint8) != 0
+
+
+def _decode_lookahead(data: bytes, num_rows: int) -> Int32Array | None:
+    if not data:
+        return None
+    if len(data) != num_rows:
+        problem = f"expected {num_rows} bytes, one per row, or none, got {len(data)}"
+        raise InvalidPlan("lookahead", problem)
+    return np.frombuffer(data, np.uint8).astype(np.int32)
 
 
 def _column(data: bytes, path: str, width: int = 1) -> Int32Array:

@@ -36,6 +36,12 @@ class RowResults:
     tokens: list[int] = field(default_factory=list)
     """Of each sampling row, in row order; NO_TOKEN where it failed or has candidates."""
 
+    num_sampled: list[int] = field(default_factory=list)
+    """Number of tokens of each sampling row."""
+
+    num_drafts: list[int] = field(default_factory=list)
+    """Drafts of each sampling row."""
+
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
@@ -46,9 +52,17 @@ class SimulatedRunner:
     """Implements `worker_service.engine.executor.Runner` without computing anything."""
 
     def __init__(
-        self, config: SimulationConfig, *, block_size: int, num_gpu_blocks: int, num_cpu_blocks: int
+        self,
+        config: SimulationConfig,
+        *,
+        block_size: int,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        max_drafts: int = 0,
     ) -> None:
+        """max_drafts: most drafts of a row; 0 adds none."""
         self._config = config
+        self._max_drafts = max_drafts
         self._block_size = block_size
         self._num_gpu_blocks = num_gpu_blocks
         self._num_cpu_blocks = num_cpu_blocks
@@ -86,17 +100,21 @@ class SimulatedRunner:
         )
         outcome = RowResults()
         self._report_prompts(batch, outcome)
+        drafts = self._draft(batch)
         self._compute(batch)
-        num_tokens = int(plan.num_tokens.sum())
+        self._write_drafts(batch, drafts)
+        num_tokens = int(plan.num_tokens.sum()) + sum(map(len, drafts.values()))
         compute_us = self._config.cost.compute_us(len(plan.seq_ids), num_tokens)
         _wait_until(cache_done_us + compute_us)
         forward_done_us = monotonic_us()
-        self._sample(batch, outcome)
+        self._sample(batch, drafts, outcome)
         finished_us = monotonic_us()
         return StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,
             token_ids=np.array(outcome.tokens, np.int32),
+            num_sampled=np.array(outcome.num_sampled, np.int32) if drafts else None,
+            num_drafts=np.array(outcome.num_drafts, np.int32) if drafts else None,
             logprobs=outcome.logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
             candidates=outcome.candidates,
@@ -152,14 +170,50 @@ class SimulatedRunner:
                     sequence, start, end, self._config.vocab_size, num_top
                 )
 
-    def _sample(self, batch: Batch, outcome: RowResults) -> None:
+    def _draft(self, batch: Batch) -> dict[int, list[int]]:
+        """Drafts by row: what will be sampled, except for every fourth token or so."""
+        drafts = {}
         for row in batch.rows:
+            num_drafts = min(row.lookahead, self._max_drafts)
+            if num_drafts and row.sequence.may_draft:
+                drafts[row.index] = row.sequence.drafts(num_drafts, self._config.vocab_size)
+        return drafts
+
+    def _write_drafts(self, batch: Batch, drafts: dict[int, list[int]]) -> None:
+        """Write the drafts' KV after the rows' own, all of which may turn out to be wrong."""
+        for index, tokens in drafts.items():
+            sequence = batch.rows[index].sequence
+            computed = sequence.num_computed
+            sequence.extend(tokens)
+            self._memory.write(sequence, computed + len(tokens), index)
+            sequence.truncate(computed)
+
+    def _sample(self, batch: Batch, drafts: dict[int, list[int]], outcome: RowResults) -> None:
+        for row in batch.rows:
+            num_before = len(outcome.tokens)
             if row.sequence.failure is None and row.sample:
                 self._sample_row(row, outcome)
             elif row.sequence.failure is not None:
                 outcome.errors[row.index] = row.sequence.failure
                 if row.sample:
                     outcome.tokens.append(NO_TOKEN)
+            if row.sample:
+                self._sample_after(row, drafts.get(row.index, []), outcome)
+                outcome.num_sampled.append(len(outcome.tokens) - num_before)
+                outcome.num_drafts.append(len(drafts.get(row.index, ())))
+
+    def _sample_after(self, row: Row, drafts: list[int], outcome: RowResults) -> None:
+        """Sample a token after each draft that was right."""
+        for draft in drafts:
+            sequence = row.sequence
+            if outcome.tokens[-1] != draft:
+                return
+            token = sequence.next_token(NextToken(sequence.histories[-1], self._config.vocab_size))
+            if token is None:
+                return  # its next row fails
+            sequence.num_computed = sequence.num_checked = len(sequence.tokens)
+            sequence.extend((token,))
+            outcome.tokens.append(token)
 
     def _sample_row(self, row: Row, outcome: RowResults) -> None:
         sequence, vocab_size = row.sequence, self._config.vocab_size
@@ -192,9 +246,11 @@ def _wait_until(end_us: float) -> None:
 class SimulatedExecutor:
     """Implements `worker_service.engine.executor.Executor`."""
 
-    def __init__(self, config: SimulationConfig, block_size: int) -> None:
+    def __init__(self, config: SimulationConfig, block_size: int, max_drafts: int = 0) -> None:
+        """max_drafts: most drafts of a row; 0 adds none."""
         self._config = config
         self._block_size = block_size
+        self._max_drafts = max_drafts
 
     def load(self) -> ModelFacts:
         """Facts of a model that is determined by the size of its vocabulary."""
@@ -215,6 +271,7 @@ class SimulatedExecutor:
             device="simulated",
             attention_backend="",
             arithmetic="simulated/1",
+            num_speculative_tokens=self._max_drafts,
         )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
@@ -230,6 +287,7 @@ class SimulatedExecutor:
             block_size=self._block_size,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
+            max_drafts=self._max_drafts,
         )
 
     def check_device(self) -> None:

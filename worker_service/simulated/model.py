@@ -131,6 +131,16 @@ class SimulatedSequence:
             self.tokens.append(token)
             self.histories.append(history)
 
+    def truncate(self, num_tokens: int) -> None:
+        """Remove the tokens after the first ones, which drafts have overwritten."""
+        del self.tokens[num_tokens:], self.histories[num_tokens:]
+        self.num_computed = self.num_checked = num_tokens
+
+
+def is_misguessed(history: History) -> bool:
+    """Whether the draft after a history is wrong: about every fourth."""
+    return scramble(history ^ 0x5851F42D4C957F2D) % 4 == 0
+
 
 def token_logprobs(distribution: NextToken, token: int, num_top: int) -> TokenLogprobs:
     """A token's log probability and those of the most probable ones."""

@@ -10,7 +10,7 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import Candidates, NewSequence, RowErrorReason, StepPlan
 from worker_service.sampling_params import SamplerParams
 from worker_service.simulated.memory_model import MemoryModel
-from worker_service.simulated.model import NextToken, SimulatedSequence
+from worker_service.simulated.model import NextToken, SimulatedSequence, extend, is_misguessed
 from worker_service.simulated.sampler import SimulatedSampler
 
 
@@ -30,6 +30,26 @@ class KnownSequence(SimulatedSequence):
     def next_token(self, distribution: NextToken) -> int | None:
         """The token sampled after the last; None if every token is excluded."""
         return self._sampler.choose(distribution, self.tokens, self.num_prompt_tokens)
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether its rows may bring several tokens: their results have no log probabilities."""
+        params = self.sampling
+        reported = (params.num_logprobs, params.num_prompt_logprobs, params.num_candidates)
+        return self.failure is None and reported == (None, None, None)
+
+    def drafts(self, num_drafts: int, vocab_size: int) -> list[int]:
+        """Guesses of its next tokens; they end where no token may follow."""
+        tokens, history = self.tokens.copy(), self.histories[-1]
+        for _ in range(num_drafts):
+            distribution = NextToken(history, vocab_size)
+            token = self._sampler.choose(distribution, tokens, self.num_prompt_tokens)
+            if token is None:
+                break
+            token = (token + is_misguessed(history)) % vocab_size
+            tokens.append(token)
+            history = extend(history, token)
+        return tokens[len(self.tokens) :]
 
     def offer(self, distribution: NextToken) -> Candidates:
         """The candidates for the next token, for the core to choose among."""
@@ -182,6 +202,8 @@ class Row:
     sequence: KnownSequence
     num_tokens: int
     sample: bool
+    lookahead: int
+    """Most drafts."""
 
     @property
     def is_computed(self) -> bool:
@@ -212,10 +234,17 @@ def resolve_rows(
     plan: StepPlan, table: SimulatedSequenceTable, *, block_size: int, max_model_len: int
 ) -> Batch:
     """The plan's rows. Raises InvalidPlan if they contradict the sequences' state."""
-    columns = (plan.seq_ids.tolist(), plan.num_tokens.tolist(), plan.sample.tolist())
+    lookahead = [0] * len(plan.seq_ids) if plan.lookahead is None else plan.lookahead.tolist()
+    columns = (plan.seq_ids.tolist(), plan.num_tokens.tolist(), plan.sample.tolist(), lookahead)
     rows = [
-        Row(index=i, sequence=table.get(seq_id, "seq_ids"), num_tokens=num, sample=sample)
-        for i, (seq_id, num, sample) in enumerate(zip(*columns, strict=True))
+        Row(
+            index=i,
+            sequence=table.get(seq_id, "seq_ids"),
+            num_tokens=num,
+            sample=sample,
+            lookahead=num_drafts,
+        )
+        for i, (seq_id, num, sample, num_drafts) in enumerate(zip(*columns, strict=True))
     ]
     places = {row.sequence.seq_id: row.index for row in rows}
     if len(places) != len(rows):
@@ -227,6 +256,8 @@ def resolve_rows(
         if row.sequence.failure is not None:
             continue
         if row.num_tokens == 0:
+            if row.lookahead:
+                raise InvalidPlan("lookahead", f"row {row.index} has drafts, but no tokens")
             _resolve_fork(row, parent_ids.get(row.sequence.seq_id), places, batch, block_size)
         else:
             _check_length(row, block_size, max_model_len)
@@ -278,5 +309,21 @@ def _check_length(row: Row, block_size: int, max_model_len: int) -> None:
     elif end > len(sequence.block_table) * block_size:
         problem = "lacks blocks"
     else:
+        _check_lookahead(row, min(max_model_len, len(sequence.block_table) * block_size))
         return
     raise InvalidPlan(field, f"row {row.index}: sequence {sequence.seq_id} {problem}")
+
+
+def _check_lookahead(row: Row, most_tokens: int) -> None:
+    """Only rows that sample have drafts, of sequences that choose their tokens, within blocks and
+    the model's length."""
+    if row.lookahead == 0:
+        return
+    if not row.sample or row.sequence.sampling.num_candidates is not None:
+        problem = "has drafts, but does not sample a token"
+    elif row.end + row.lookahead > most_tokens:
+        problem = f"may compute {row.end + row.lookahead} tokens of {most_tokens} with its drafts"
+    else:
+        return
+    problem = f"row {row.index}: sequence {row.sequence.seq_id} {problem}"
+    raise InvalidPlan("lookahead", problem)

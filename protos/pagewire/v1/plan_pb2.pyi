@@ -89,6 +89,7 @@ class StepPlan(_message.Message):
     SAMPLE_FIELD_NUMBER: _builtins.int
     APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_RESULTS_TOGETHER_FIELD_NUMBER: _builtins.int
+    LOOKAHEAD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen a
     greater epoch ends the stream with ABORTED.
@@ -136,6 +137,17 @@ class StepPlan(_message.Message):
     while the worker has two later plans, one to compute and one in reserve while the
     core answers. A worker need not delay any result.
     """
+    lookahead: _builtins.bytes
+    """One byte per row: the most drafts that the worker may add to the row. Empty: 0 in every
+    row. Drafts are tokens that the worker guesses; such a row samples and computes tokens.
+    The worker computes the drafts after the row's tokens and samples at the last token
+    and at each draft, every position with its own random number, as if the drafts before
+    it had been output. Of the sampled tokens it appends those up to and including the
+    first that differs from the draft in its place, or that no draft follows; these are
+    exactly the tokens that as many rows without drafts would sample. The block table has
+    blocks for all drafts allowed; what refused ones leave there is never read. A worker
+    may always add fewer drafts, or none.
+    """
     @_builtins.property
     def new_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___NewSequence]:
         """Sequences that the worker does not know (or has been instructed to forget), in
@@ -158,10 +170,11 @@ class StepPlan(_message.Message):
         sample: _builtins.bytes = ...,
         appended_tokens: _builtins.bytes = ...,
         max_results_together: _builtins.int = ...,
+        lookahead: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "max_results_together", b"max_results_together", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results_together", b"max_results_together", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -261,13 +274,21 @@ class StepResult(_message.Message):
     ERRORS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
+    NUM_SAMPLED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """As in the plan."""
     step_id: _builtins.int
     """As in the plan."""
     token_ids: _builtins.bytes
     """The sampled token of each sampling row, in row order; -1 where the row is in
-    `errors` or in `candidates`. int32 column.
+    `errors` or in `candidates`. int32 column. A row with drafts may bring several, in
+    order.
+    """
+    num_sampled: _builtins.bytes
+    """One byte per sampling row: its number of tokens in token_ids, from 1 to one more than
+    its lookahead, and 1 if it is in `errors`. Empty: 1 in every row. A position after the
+    row's first token that cannot be sampled ends the row before it; the error is that of
+    the sequence's next row.
     """
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:
@@ -302,10 +323,11 @@ class StepResult(_message.Message):
         errors: _abc.Iterable[Global___RowError] | None = ...,
         timings: Global___StepTimings | None = ...,
         candidates: _abc.Iterable[Global___RowCandidates] | None = ...,
+        num_sampled: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

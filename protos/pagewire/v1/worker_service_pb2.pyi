@@ -52,6 +52,7 @@ class GetInfoResponse(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
     TAKES_SEVERAL_PLANS_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
     device: _builtins.str
@@ -72,6 +73,10 @@ class GetInfoResponse(_message.Message):
     """Whether the worker accepts several plans in one ExecuteStepsRequest. The core sends
     several only if all ranks of the group set this.
     """
+    num_speculative_tokens: _builtins.int
+    """The most drafts that the worker adds to a row (StepPlan.lookahead), at most 255; 0 if
+    it does not speculate. The core plans no more than the least of the group's ranks.
+    """
     @_builtins.property
     def model(self) -> _model_pb2.ModelInfo:
         """The loaded model."""
@@ -88,10 +93,11 @@ class GetInfoResponse(_message.Message):
         last_epoch: _builtins.int = ...,
         busy_us: _builtins.int = ...,
         takes_several_plans: _builtins.bool = ...,
+        num_speculative_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "takes_several_plans", b"takes_several_plans", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "takes_several_plans", b"takes_several_plans", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

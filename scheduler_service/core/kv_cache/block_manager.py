@@ -150,6 +150,11 @@ class BlockManager:
         """Whether the sequence can write its token number `length`."""
         return not self._needs_block(seq_id, length) or self.gpu_pool.num_free_blocks > 0
 
+    def can_look_ahead(self, seq_id: int, length: int, num_kept: int) -> bool:
+        """Whether the sequence can write a draft as its token number `length` and leave `num_kept`
+        blocks free for others."""
+        return not self._needs_block(seq_id, length) or self.gpu_pool.num_free_blocks > num_kept
+
     def can_append_all(self, lengths: Iterable[tuple[int, int]]) -> bool:
         """Whether several sequences, given as (id, length), can all write their last tokens."""
         num_blocks = 0
@@ -180,6 +185,16 @@ class BlockManager:
         shared, table[index] = table[index], block
         self.gpu_pool.release([shared])
         return BlockUpdate(index=index, block=block, copied_from=shared)
+
+    def trim(self, seq_id: int, num_tokens: int) -> bool:
+        """Release the blocks after those of the sequence's first `num_tokens` tokens, which were
+        for drafts; returns whether there were any."""
+        table = self._tables[seq_id]
+        num_blocks = self.num_blocks_for(num_tokens)
+        self.gpu_pool.release(table[num_blocks:])
+        has_more = len(table) > num_blocks
+        del table[num_blocks:]
+        return has_more
 
     def fork(self, parent_id: int, child_id: int) -> list[int]:
         """Let a new sequence share all blocks of another one; returns its block table."""

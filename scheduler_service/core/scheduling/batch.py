@@ -27,6 +27,8 @@ class Batch:
         """Tokens of all prefill rows."""
         self.outgrown: list[SequenceGroup] = []
         """Groups that have become longer than the whole cache; they end after the plan."""
+        self.lookahead: list[int] = []
+        """The most drafts of the first rows; later ones have none."""
         self._new_sequences: list[NewSequence] = []
         self._copy: list[int] = []
         self._appended_tokens: list[int] = []
@@ -49,6 +51,13 @@ class Batch:
     def append_token(self, seq_id: int, token: int) -> None:
         """Send the worker a token that the core has chosen."""
         self._appended_tokens += (seq_id, token)
+
+    def add_decode(self, seq: Sequence, num_drafts: int) -> None:
+        """Add a row that samples one token, and may add drafts."""
+        self.lookahead += [0] * (len(self.rows) - len(self.lookahead))  # rows of beams
+        self.lookahead.append(num_drafts)
+        self.seq_ids.append(seq.seq_id)
+        self.rows.append(seq)
 
     def add_beam(self, seq: Sequence) -> None:
         """Add a decode row that reports candidates."""
@@ -100,8 +109,17 @@ class Batch:
                 plan.sample = [True] * num_decodes + self._prefill_samples
                 pairs = zip(self.rows, plan.sample, strict=True)
                 sampled = [seq for seq, sample in pairs if sample]
+        if any(self.lookahead):
+            missing = len(self.rows) - len(self.lookahead)
+            plan.lookahead = self.lookahead + [0] * missing
         return plan, InFlightStep(
-            step_id, self.rows, sampled, self._prefills, self._lockstep_rows, self._work()
+            step_id,
+            self.rows,
+            sampled,
+            plan.lookahead,
+            self._prefills,
+            self._lockstep_rows,
+            self._work(),
         )
 
     def _work(self) -> StepWork:

@@ -34,6 +34,9 @@ class InFlightStep:
     """In batch order."""
     sampled: list[Sequence]
     """Those of the rows that sample; the same list when all do."""
+    lookahead: list[int] | None
+    """The most drafts of each row, as in the plan. Rows with drafts precede those that do not
+    sample."""
     prefills: list[tuple[Sequence, int, bool]]
     """Rows of prefills: the sequence, how many of its tokens are computed with this step, and
     whether these are all. Forks, whose parents compute for them, are among them."""
@@ -41,6 +44,25 @@ class InFlightStep:
     """Rows that report candidates, in order."""
     work: StepWork
     """What it takes the worker."""
+
+
+def repeat_rows(sampled: list[Sequence], num_sampled: list[int]) -> list[Sequence]:
+    """The sequence of each token of a result whose rows have brought `num_sampled` tokens."""
+    rows = zip(sampled, num_sampled, strict=True)
+    return [seq for seq, count in rows for _ in range(count)]
+
+
+def _check_num_sampled(step: InFlightStep, num_sampled: list[int]) -> None:
+    if len(num_sampled) != len(step.sampled):
+        raise ResultMismatch(
+            f"expected {len(step.sampled)} numbers of tokens, result has {len(num_sampled)}"
+        )
+    lookahead = step.lookahead or [0] * len(num_sampled)
+    for seq, count, num_drafts in zip(step.sampled, num_sampled, lookahead, strict=False):
+        if not 1 <= count <= 1 + num_drafts:
+            raise ResultMismatch(
+                f"seq_id={seq.seq_id} has {count} tokens, expected 1 to {1 + num_drafts}"
+            )
 
 
 class Pipeline:
@@ -112,9 +134,12 @@ class Pipeline:
         return self._steps.popleft()
 
     def _check_rows(self, step: InFlightStep, result: StepResult) -> None:
-        tokens = result.token_ids
-        if len(tokens) != len(step.sampled):
-            raise ResultMismatch(f"expected {len(step.sampled)} tokens, result has {len(tokens)}")
+        tokens, sampled = result.token_ids, step.sampled
+        if result.num_sampled is not None:
+            _check_num_sampled(step, result.num_sampled)
+            sampled = repeat_rows(sampled, result.num_sampled)
+        if len(tokens) != len(sampled):
+            raise ResultMismatch(f"expected {len(sampled)} tokens, result has {len(tokens)}")
         self._check_candidates(step, result)
         for rows in (result.errors, result.logprobs, result.prompt_logprobs):
             if rows and not 0 <= min(rows) <= max(rows) < len(step.rows):
@@ -124,7 +149,7 @@ class Pipeline:
         if tokens and min(tokens) < 0:
             failed = {step.rows[row] for row in result.errors}
             failed |= {step.rows[row] for row in result.candidates}
-            for seq, token in zip(step.sampled, tokens, strict=True):
+            for seq, token in zip(sampled, tokens, strict=True):
                 if token < 0 and seq not in failed:
                     raise ResultMismatch(f"seq_id={seq.seq_id} has neither a token nor an error")
 

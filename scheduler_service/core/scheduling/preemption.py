@@ -130,6 +130,8 @@ class Preemption:
         sequences = seq_group.running()
         if any(seq.live_forks() for seq in sequences):
             return False  # a beam search that has not started
+        if any(seq.num_drafts for seq in sequences):
+            return False  # how many of its blocks will have been written is not known
         seq_ids = [seq.seq_id for seq in sequences]
         if self._blocks.can_swap_out(seq_ids) is not AllocStatus.OK:
             return False

@@ -52,6 +52,26 @@ def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, 
     return len(token_ids) - num_dropped, finished
 
 
+def take_drafts(step: InFlightStep, result: StepResult) -> tuple[list[Sequence], list[int]]:
+    """The sequences and tokens of a step with drafts, one entry per token, and without the tokens
+    that follow a stop token. Sequences count only the drafts that were kept."""
+    lookahead = step.lookahead or ()
+    counts = result.num_sampled or [1] * len(step.sampled)
+    sampled: list[Sequence] = []
+    token_ids: list[int] = []
+    end = 0
+    for row, (seq, count) in enumerate(zip(step.sampled, counts, strict=True)):
+        start, end = end, end + count
+        if row < len(lookahead) and lookahead[row]:
+            seq.take_back_drafts(lookahead[row], count - 1)
+        for token in result.token_ids[start:end]:
+            sampled.append(seq)
+            token_ids.append(token)
+            if token in seq.stop_token_ids:
+                break
+    return sampled, token_ids
+
+
 def finish_resumed(seq: Sequence) -> None:
     """End a choice that comes with all the tokens it can have."""
     output = seq.output_token_ids
@@ -136,12 +156,15 @@ class ResultProcessor:
         self._note_prefills(step, now_us)
         _deliver_logprobs(step, result)
         sampled, token_ids = step.sampled, result.token_ids
+        if step.lookahead is not None:
+            sampled, token_ids = take_drafts(step, result)
+        served, num_drafts = sampled, len(sampled) - len(step.sampled)
         if step.lockstep_rows:
             self._receive_candidates(step, result, now_us)
             sampled, token_ids = without_beams(sampled, token_ids)
         num_accepted, finished = deliver_tokens(sampled, token_ids)
-        self._count(step, num_accepted, waited_us)
-        self._policy.note_tokens(step.sampled)
+        self._count(step, num_accepted, num_drafts, waited_us)
+        self._policy.note_tokens(served)
         for seq, status in finished:
             self._departures.end_sequence(seq, status, now_us)
 
@@ -180,14 +203,20 @@ class ResultProcessor:
             if candidates is not None and self._beams.receive(seq, step.step_id, candidates):
                 self.finish_search(seq.seq_group, now_us)
 
-    def _count(self, step: InFlightStep, num_accepted: int, waited_us: int) -> None:
+    def _count(
+        self, step: InFlightStep, num_accepted: int, num_drafts: int, waited_us: int
+    ) -> None:
         """Count tokens and their latencies. A decode has a row in every step, so each has waited
-        for its token since the step before. Beams are not counted: they report at the end."""
+        for its token since the step before; drafts come with it. Beams are not counted: they
+        report at the end."""
         self._totals.num_generated_tokens += num_accepted
         first = [seq for seq, _, is_last in step.prefills if is_last and not seq.status.is_finished]
         num_decoded = num_accepted - sum(not seq.seq_group.is_lockstep for seq in first)
-        if num_decoded > 0:
-            self._totals.inter_token.add(waited_us, num_decoded)
+        num_drafts = min(num_drafts, num_decoded)
+        if num_decoded > num_drafts:
+            self._totals.inter_token.add(waited_us, num_decoded - num_drafts)
+        if num_drafts > 0:
+            self._totals.inter_token.add(0, num_drafts)
 
 
 def _deliver_logprobs(step: InFlightStep, result: StepResult) -> None:

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class StepPlanner:
-    """Plans steps: one token for each decoding sequence, then prompts, swap-ins and new requests.
-    Where memory is short, sequences are preempted."""
+    """Plans steps: one token for each decoding sequence, with drafts of further ones in a small
+    batch, then prompts, swap-ins and new requests. Where memory is short, sequences are preempted.
+    """
 
     def __init__(self, state: WorkerGroupState, probe: CapacityProbe) -> None:
         self._state = state
@@ -73,9 +74,49 @@ class StepPlanner:
         Preemption removes sequences from the ends of the lists: only sequences that the loop has
         not reached yet, or the one that it is at.
         """
-        reserve = partial(self._reserve, batch)
-        extend_all(self._running.decoding, reserve, batch.seq_ids, batch.rows)
-        batch.budget -= len(batch.rows)
+        if num_drafts := self._num_drafts(batch):
+            self._add_speculative_decodes(batch, num_drafts)
+        else:
+            reserve = partial(self._reserve, batch)
+            extend_all(self._running.decoding, reserve, batch.seq_ids, batch.rows)
+        batch.budget -= len(batch.rows) + sum(batch.lookahead)
+
+    def _num_drafts(self, batch: Batch) -> int:
+        """The most drafts of a row in this step: none in a large batch, which would rather have
+        more sequences."""
+        most = self._state.capacity.num_speculative_tokens
+        num_rows = len(self._running.decoding)
+        if not most or not 0 < num_rows <= self._state.config.max_speculative_seqs:
+            return 0
+        return min(most, batch.budget // num_rows - 1)
+
+    def _add_speculative_decodes(self, batch: Batch, num_drafts: int) -> None:
+        """Like `extend_all`, with drafts."""
+        for seq in self._running.decoding:
+            if seq.length > seq.reserved_length and not self._reserve(batch, seq):
+                continue
+            num_granted = self._reserve_drafts(batch, seq, num_drafts)
+            seq.extend_with_drafts(num_granted)
+            batch.add_decode(seq, num_granted)
+
+    def _reserve_drafts(self, batch: Batch, seq: Sequence, num_drafts: int) -> int:
+        """Reserve the blocks of up to `num_drafts` drafts after a sequence's last token; returns
+        how many it may have. Nothing is preempted for drafts, and each running sequence finds a
+        block for its next token."""
+        request = seq.seq_group.request
+        if request.wants_logprobs or request.wants_prompt_logprobs:
+            return 0
+        max_length = seq.seq_group.num_prompt_tokens + seq.max_output_tokens
+        end = min(seq.length + num_drafts, max_length - 1)
+        num_kept = self._running.num_places
+        while seq.reserved_length < end:
+            length = seq.reserved_length + 1
+            if not self._blocks.can_look_ahead(seq.seq_id, length, num_kept):
+                break
+            if (update := self._blocks.append(seq.seq_id, length)) is not None:
+                batch.update_block(seq.seq_id, update)
+            seq.reserve(self._blocks.round_up(length))
+        return min(end, seq.reserved_length) - seq.length
 
     def _reserve(self, batch: Batch, seq: Sequence) -> bool:
         """Reserve the block of a sequence's last token. Returns False if it gets no row in this

@@ -176,6 +176,10 @@ class RunningSet:
         seq_group = sequences[0].seq_group
         if seq_group not in self.swapped:
             self.swapped.push(seq_group.rank, seq_group)
+        for seq in sequences:
+            # Blocks for drafts that were refused may never have been written. Beams have none.
+            if not seq_group.is_lockstep and self._blocks.trim(seq.seq_id, seq.length - 1):
+                seq.reserve(seq.length - 1)
         pairs = self._blocks.swap_out([seq.seq_id for seq in sequences])
         for seq in sequences:
             self._forget(seq)

@@ -85,6 +85,8 @@ class CoreMachine(RuleBasedStateMachine):
         host_blocks=st.sampled_from([0, 4, 12, 100, 100]),
         policy=st.sampled_from(PolicyName),
         isolate_tenants=st.booleans(),
+        num_speculative_tokens=st.sampled_from([0, 1, 3, 9]),
+        max_speculative_seqs=st.sampled_from([1, 3, 8]),
     )
     def start(
         self,
@@ -99,10 +101,13 @@ class CoreMachine(RuleBasedStateMachine):
         host_blocks: int,
         policy: PolicyName,
         isolate_tenants: bool,
+        num_speculative_tokens: int,
+        max_speculative_seqs: int,
     ) -> None:
         self.block_size = 4
         self.host_blocks = host_blocks
         self.num_groups = 0
+        self.num_speculative_tokens = num_speculative_tokens
         budget = max_num_seqs + extra_tokens
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -116,6 +121,7 @@ class CoreMachine(RuleBasedStateMachine):
             policy=policy,
             tenants=TENANTS,
             isolate_tenants=isolate_tenants,
+            max_speculative_seqs=max_speculative_seqs,
         )
         self.recorder = Recorder()
         self.driver = CoreDriver(config, self.recorder.make_core)
@@ -131,6 +137,7 @@ class CoreMachine(RuleBasedStateMachine):
             block_size=self.block_size,
             max_model_len=MAX_MODEL_LEN,
             takes_several_plans=self.num_groups % 2 == 0,
+            num_speculative_tokens=self.num_speculative_tokens,
         )
         self.num_groups += 1
         self.driver.add_worker_group(capacity)
@@ -370,8 +377,10 @@ class CrowdedMachine(CoreMachine):
         host_blocks=st.sampled_from([6, 12, 100]),
         caching=st.booleans(),
         policy=st.sampled_from(PolicyName),
+        num_speculative_tokens=st.sampled_from([0, 2, 5]),
     )
     def start(self, **values: Any) -> None:
+        values["max_speculative_seqs"] = 8
         super().start(chunked=True, watermark=0.0, blocks=SMALL, isolate_tenants=False, **values)
 
     @rule(
@@ -410,9 +419,11 @@ class UnlikeMachine(CoreMachine):
         caching=st.booleans(),
         policy=st.sampled_from(PolicyName),
         small=st.sampled_from([5, 7, SMALL]),
+        num_speculative_tokens=st.sampled_from([0, 2, 5]),
     )
     def start(self, small: int, **values: Any) -> None:
         fixed = {"chunked": True, "extra_tokens": 12, "watermark": 0.0, "isolate_tenants": False}
+        fixed["max_speculative_seqs"] = 8
         super().start(blocks=small, **fixed, **values)
         self.add_worker_group(LARGE)
         self.add_worker_group(small)

@@ -1,0 +1,122 @@
+"""Speculation: guessed tokens, called drafts, are computed with a row and kept while right.
+
+The step computes a row's last token and its drafts together, reading the weights once, and samples
+at each of these positions with the position's own random number, as if the drafts before it had
+been output. A sampled token that equals the draft in its place is what the sequence would have
+sampled there without drafts, and so is the one token after those: the context is the same, and on
+a batch-invariant model so are the logits. So a stream's tokens are bitwise those of no speculation,
+whatever the drafts are. Nothing is computed from a refused draft: its keys and values lie after
+the sequence's last computed token and are overwritten by its next row.
+"""
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.runner.batch import Drafts, StepRows
+from worker_service.runner.sequence_state import SequenceState
+from worker_service.runner.sequence_table import SequenceTable
+from worker_service.sampling.sampler import NO_TOKEN
+from worker_service.sampling.sampling_table import NO_LOGPROBS
+
+MIN_MATCH, MAX_MATCH = 2, 5
+"""Tokens at a sequence's end that must have occurred before, and the most that are compared."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens. A bad guess costs time and changes nothing else."""
+
+    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+        """At most `num_drafts` tokens that may follow `tokens`, a sequence's prompt and output."""
+        ...
+
+
+class NgramDrafter:
+    """Proposes what followed the last occurrence of the sequence's last tokens, of those that match
+    longest (Saxena 2023, prompt lookup decoding)."""
+
+    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+        """Prompt and output are searched alike. Where the continuation ends, it begins again: the
+        tokens between the two occurrences may be a loop."""
+        last = len(tokens) - 1
+        ends = np.flatnonzero(tokens[:last] == tokens[last])
+        num_matched = 1 if len(ends) else 0
+        while 0 < num_matched < MAX_MATCH:
+            longer = ends[ends >= num_matched]
+            longer = longer[tokens[longer - num_matched] == tokens[last - num_matched]]
+            if len(longer) == 0:
+                break
+            ends = longer
+            num_matched += 1
+        if num_matched < MIN_MATCH:
+            return tokens[:0]
+        start = int(ends[-1]) + 1
+        return tokens[start + np.arange(num_drafts) % (len(tokens) - start)]
+
+
+def add_drafts(
+    rows: StepRows, lookahead: Int32Array, sequences: SequenceState, drafter: Drafter
+) -> StepRows:
+    """The rows with the drafts that the plan allows and the drafter proposes, which are written
+    behind their sequences' last tokens."""
+    table = sequences.table
+    counts = np.zeros(len(rows.row_ids), np.int32)
+    for row in np.flatnonzero((lookahead > 0) & rows.computes).tolist():
+        row_id = int(rows.row_ids[row])
+        if _may_draft(row_id, sequences):
+            end = int(table.num_tokens[row_id])
+            found = drafter.propose(table.token_ids[row_id, :end], int(lookahead[row]))
+            table.token_ids[row_id, end : end + len(found)] = found
+            counts[row] = len(found)
+    if not counts.any():
+        return rows
+    places = 1 + counts[rows.sampling].astype(np.int64)
+    firsts = np.repeat(np.cumsum(places) - places, places)
+    return replace(
+        rows,
+        num_tokens=rows.num_tokens + counts,
+        are_decodes=False,
+        sampling=np.repeat(rows.sampling, places),
+        drafts=Drafts(counts, np.arange(len(firsts)) - firsts),
+    )
+
+
+def _may_draft(row_id: int, sequences: SequenceState) -> bool:
+    """Whether each position of a sequence can be sampled before the tokens before it are known:
+    counts of tokens and grammars advance token by token, and a result has room for the log
+    probabilities of one token of a row."""
+    table = sequences.table
+    sampling = table.sampling
+    edits = sampling.edits.get(row_id)
+    if edits is not None and edits.occurrences is not None:
+        return False
+    if sampling.num_logprobs[row_id] != NO_LOGPROBS or sampling.num_candidates[row_id] > 0:
+        return False
+    if row_id in table.prompt_logprobs:
+        return False
+    return sequences.masks is None or not sequences.masks.constrained(np.array([row_id]))
+
+
+def kept_drafts(rows: StepRows, tokens: Int64Array, table: SequenceTable) -> dict[int, Int64Array]:
+    """By row, the tokens sampled after drafts that are right, before any of them is appended.
+
+    tokens: [num_sampling]; NO_TOKEN where none could be sampled, which ends what is kept.
+    """
+    kept = {}
+    assert rows.drafts is not None
+    for start in np.flatnonzero(rows.drafts.offsets == 0).tolist():
+        row = int(rows.sampling[start])
+        num_drafts = int(rows.drafts.counts[row])
+        row_id = int(rows.row_ids[row])
+        end = int(table.num_tokens[row_id])
+        drafts = table.token_ids[row_id, end : end + num_drafts]
+        sampled = tokens[start : start + 1 + num_drafts]
+        num_right = int(np.argmin(np.append(drafts == sampled[:-1], False)))
+        further = sampled[1 : 1 + num_right]
+        if num_right and further[-1] == NO_TOKEN:
+            further = further[:-1]
+        if len(further):
+            kept[row] = further
+    return kept
