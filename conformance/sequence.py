@@ -47,7 +47,10 @@ class Sequence:
     """In a fork: tokens that follow the parent's."""
 
     num_pending: int = 0
-    """Tokens being sampled by plans in flight."""
+    """Tokens being sampled by plans in flight, without drafts."""
+
+    num_pending_drafts: int = 0
+    """The most drafts that plans in flight may keep."""
 
     sampled: list[Sampled] = field(default_factory=list)
     """What its rows sampled on this stream, in order; token -1 where a row failed."""
@@ -81,11 +84,13 @@ class Sequence:
             message.num_computed_tokens = self.num_computed_tokens
         return message
 
-    def row(self, num_tokens: int | None = None, *, sample: bool = True) -> "Row":
+    def row(
+        self, num_tokens: int | None = None, *, sample: bool = True, lookahead: int = 0
+    ) -> "Row":
         """A row that computes `num_tokens` tokens; by default all that are not computed."""
         if num_tokens is None:
             num_tokens = self.num_tokens - self.num_computed_tokens
-        return Row(self, num_tokens, sample)
+        return Row(self, num_tokens, sample, lookahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +100,5 @@ class Row:
     sequence: Sequence
     num_tokens: int
     sample: bool
+    lookahead: int = 0
+    """The most drafts."""

@@ -34,7 +34,8 @@ class Result:
 
     message: plan_pb2.StepResult
     sampled: dict[int, Sampled] = field(default_factory=dict)
-    """By sequence id, for the rows that sampled; -1 if the row failed or has candidates."""
+    """By sequence id, the first token of the rows that sampled; -1 if the row failed or has
+    candidates."""
 
     candidates: dict[int, Candidates] = field(default_factory=dict)
     """By sequence id."""
@@ -205,6 +206,8 @@ class StepStream:
             plan.num_tokens = columns.pack([row.num_tokens for row in rows])
         if not all(row.sample for row in rows):
             plan.sample = bytes(row.sample for row in rows)
+        if any(row.lookahead for row in rows):
+            plan.lookahead = bytes(row.lookahead for row in rows)
         self._advance(rows)
         return plan
 
@@ -303,7 +306,8 @@ class StepStream:
             if row.num_tokens == 0 and sequence.parent is not None:
                 sequence.blocks = list(sequence.parent.blocks)
                 continue
-            end = sequence.num_computed_tokens + row.num_tokens
+            num_drafts = sequence.num_pending_drafts + row.lookahead
+            end = sequence.num_computed_tokens + row.num_tokens + num_drafts
             missing = -(-end // self.block_size) - len(sequence.blocks)
             for block in self.take_blocks(max(missing, 0)):
                 updates.append((sequence.seq_id, len(sequence.blocks), block))
@@ -319,11 +323,17 @@ class StepStream:
             sequence.num_computed_tokens += row.num_tokens
             if not sequence.sampling.HasField("num_candidates"):
                 sequence.num_pending += row.sample
+                sequence.num_pending_drafts += row.lookahead
 
     def _read(self, message: plan_pb2.StepResult, rows: list[Row]) -> Result:
-        sampling = [(index, row.sequence) for index, row in enumerate(rows) if row.sample]
+        sampling = [(index, row) for index, row in enumerate(rows) if row.sample]
         tokens = columns.unpack(message.token_ids)
-        expect("tokens in the result, one per sampling row", len(tokens), len(sampling))
+        counts = list(message.num_sampled) or [1] * len(sampling)
+        expect("numbers of tokens, one per sampling row", len(counts), len(sampling))
+        for count, (index, row) in zip(counts, sampling, strict=True):
+            is_right = 1 <= count <= 1 + row.lookahead
+            expect_true(is_right, f"row {index} has {count} tokens, {row.lookahead} drafts allowed")
+        expect("tokens in the result, of all sampling rows", len(tokens), sum(counts))
         entries = {entry.row: entry for entry in message.logprobs}
         result = Result(message=message)
         for error in message.errors:
@@ -332,13 +342,17 @@ class StepStream:
         for entry in message.candidates:
             ids, logprobs = columns.unpack(entry.token_ids), columns.unpack_floats(entry.logprobs)
             result.candidates[rows[entry.row].sequence.seq_id] = Candidates(ids, logprobs)
-        for (index, sequence), token in zip(sampling, tokens, strict=True):
-            found = result.sampled[sequence.seq_id] = sampled(token, entries.get(index))
+        remaining = iter(tokens)
+        for count, (index, row) in zip(counts, sampling, strict=True):
+            sequence = row.sequence
+            found = [sampled(next(remaining), entries.get(index)) for _ in range(count)]
+            result.sampled[sequence.seq_id] = found[0]
             if not sequence.sampling.HasField("num_candidates"):
                 sequence.num_pending -= 1
-                sequence.sampled.append(found)
-                if token >= 0:
-                    sequence.tokens.append(token)
+                sequence.num_pending_drafts -= row.lookahead
+                sequence.num_computed_tokens += count - 1
+                sequence.sampled += found
+                sequence.tokens += [each.token for each in found if each.token >= 0]
         return result
 
 

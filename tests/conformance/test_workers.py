@@ -8,8 +8,13 @@ from conformance import cases
 from tests.support.processes import node_worker, python_worker, run_kit, running
 
 COMMANDS = {
-    "model": python_worker("--model", "embedded", "--dtype", "float32", "--swap-space", "64MiB"),
-    "simulated": python_worker("--simulate", "--simulate-vocab-size", "997"),
+    "model": python_worker(
+        *("--model", "embedded", "--dtype", "float32", "--swap-space", "64MiB"),
+        *("--speculative", "ngram", "--num-speculative-tokens", "5"),
+    ),
+    "simulated": python_worker(
+        "--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"
+    ),
     "node": node_worker(),
 }
 NO_PROFILER = ["info: a profile can be started and stopped"]

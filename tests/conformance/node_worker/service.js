@@ -1,6 +1,7 @@
 // WorkerService: calls, epochs and step streams.
 
 import { Cache } from "./cache.js";
+import { MAX_DRAFTS } from "./drafts.js";
 import { PlanError, draining, outOfOrder, stale } from "./errors.js";
 import { grpc } from "./contract.js";
 import { executeStep, nowUs } from "./step.js";
@@ -59,6 +60,7 @@ export class Worker {
       num_weight_loads: 1,
       last_epoch: String(this.lastEpoch),
       takes_several_plans: true,
+      num_speculative_tokens: MAX_DRAFTS,
     };
   }
 

@@ -1,6 +1,7 @@
 // One step from plan to result.
 
 import { column, pack, packFloats } from "./columns.js";
+import { MAX_DRAFTS, draft } from "./drafts.js";
 import { PlanError } from "./errors.js";
 import { computeSlot, logitsAfter } from "./model.js";
 import { choose, logprobsOf, offer } from "./sampler.js";
@@ -32,7 +33,7 @@ export function executeStep(plan, sequences, cache, receivedUs) {
   for (const row of rows) checkRow(row, byId, newcomers, cache.blockSize);
   const promptLogprobs = rows.flatMap((row) => compute(row, byId, cache));
   const forwardDoneUs = nowUs();
-  const outcome = sampleAll(rows);
+  const outcome = sampleAll(rows, plan.lookahead.length > 0);
   const finishedUs = nowUs();
   return {
     epoch: plan.epoch,
@@ -61,17 +62,27 @@ function readRows(plan, sequences) {
   if (sample.length !== ids.length) {
     throw new PlanError("sample", `expected ${ids.length} bytes, or none`);
   }
+  const lookahead = plan.lookahead.length ? [...plan.lookahead] : ids.map(() => 0);
+  if (lookahead.length !== ids.length) {
+    throw new PlanError("lookahead", `expected ${ids.length} bytes, or none`);
+  }
   return ids.map((id, index) => ({
     index,
     sequence: sequences.get(id, "seq_ids"),
     numTokens: numTokens[index],
     sample: sample[index] !== 0,
+    lookahead: lookahead[index],
+    drafts: [],
+    draftLogits: [],
   }));
 }
 
 /** A row may compute tokens that exist, into blocks that exist, and samples from the last one. */
 function checkRow(row, byId, newcomers, blockSize) {
-  const { sequence, numTokens } = row;
+  const { sequence, numTokens, lookahead } = row;
+  if (lookahead > 0 && (!row.sample || numTokens === 0)) {
+    throw new PlanError("lookahead", `row ${row.index} has drafts, but does not sample`);
+  }
   if (sequence.failure) return;
   const known = sequence.tokens.length;
   if (numTokens === 0) {
@@ -90,6 +101,9 @@ function checkRow(row, byId, newcomers, blockSize) {
   }
   if (end > sequence.blocks.length * blockSize) {
     throw new PlanError("num_tokens", `row ${row.index} lacks blocks`);
+  }
+  if (lookahead > 0 && end + lookahead > sequence.blocks.length * blockSize) {
+    throw new PlanError("lookahead", `row ${row.index} lacks blocks for its drafts`);
   }
 }
 
@@ -118,6 +132,7 @@ function compute(row, byId, cache) {
     }
   }
   sequence.numComputed += numTokens;
+  computeDrafts(row, cache, read);
   if (lines.length === 0) return [];
   return [
     {
@@ -131,9 +146,41 @@ function compute(row, byId, cache) {
   ];
 }
 
-function sampleAll(rows) {
-  const [tokens, logprobs, candidates, errors] = [[], [], [], []];
+/** Write the slots of the row's drafts after its own; results have no logprobs for them. */
+function computeDrafts(row, cache, read) {
+  const { sequence, lookahead } = row;
+  const { params } = sequence;
+  const reported = [params.logprobs, params.promptLogprobs, params.numCandidates];
+  if (lookahead === 0 || reported.some((each) => each !== null)) return;
+  row.drafts = draft(sequence.tokens, Math.min(lookahead, MAX_DRAFTS));
+  row.draftLogits = row.drafts.map((token, index) => {
+    const position = sequence.numComputed + index;
+    const slot = computeSlot(token, position, read);
+    cache.device[cache.slot(sequence.blocks, position)] = slot;
+    return logitsAfter(slot);
+  });
+}
+
+/** Sample after each draft that is right; returns these tokens, which the sequence has then. */
+function keepDrafts({ sequence, drafts, draftLogits }) {
+  const { params, numPrompt, choiceIndex } = sequence;
+  const kept = [];
+  for (const [index, guess] of drafts.entries()) {
+    if (sequence.tokens.at(-1) !== guess) break;
+    const [prompt, output] = [sequence.tokens.slice(0, numPrompt), sequence.tokens.slice(numPrompt)];
+    const token = choose(draftLogits[index], params, choiceIndex, prompt, output);
+    if (token === null) break;
+    sequence.numComputed += 1;
+    sequence.tokens.push(token);
+    kept.push(token);
+  }
+  return kept;
+}
+
+function sampleAll(rows, mayDraft) {
+  const [tokens, logprobs, candidates, errors, counts] = [[], [], [], [], []];
   for (const row of rows) {
+    if (row.sample) counts.push(1);
     const { sequence, index } = row;
     const { params, numPrompt } = sequence;
     if (row.sample && !sequence.failure) {
@@ -149,6 +196,9 @@ function sampleAll(rows) {
       if (token !== null) {
         tokens.push(token);
         sequence.tokens.push(token);
+        const kept = keepDrafts(row);
+        tokens.push(...kept);
+        counts[counts.length - 1] += kept.length;
         if (params.logprobs !== null) {
           const entry = logprobsOf(sequence.lastLogits, token, params.logprobs);
           logprobs.push({
@@ -167,5 +217,6 @@ function sampleAll(rows) {
       if (row.sample) tokens.push(NO_TOKEN);
     }
   }
-  return { token_ids: pack(tokens), logprobs, candidates, errors };
+  const numSampled = mayDraft ? Buffer.from(counts) : Buffer.alloc(0);
+  return { token_ids: pack(tokens), num_sampled: numSampled, logprobs, candidates, errors };
 }
