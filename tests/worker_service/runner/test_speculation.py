@@ -1,0 +1,258 @@
+"""Rows with drafts: what is proposed, what is kept, and what a plan may ask for."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagewire.v1 import sampling_pb2
+from tests.support.counting_model import CountingModel, next_token
+from tests.support.in_process import (
+    GREEDY,
+    InProcessEngine,
+    InProcessWorker,
+    KnowingDrafter,
+    SpeculatingWorker,
+)
+from tests.support.worker_driver import PlanBuilder, Row
+from worker_service.array_types import Int32Array
+from worker_service.config import ModelConfig, RunnerConfig, WorkerConfig
+from worker_service.distributed.layout import Layout
+from worker_service.errors import InvalidOption, InvalidPlan
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.plan import RowErrorReason, StepResult
+from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.speculation import NgramDrafter
+from worker_service.service import wire
+
+EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 4, 1, 2], [3, 4, 1, 2]),
+        ([9, 1, 2, 5, 8, 1, 2, 6, 1, 2], [6, 1, 2, 6]),  # the last of equal matches
+        ([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], [7, 9, 2, 3]),  # the longest match
+        ([5, 6, 5, 6], [5, 6, 5, 6]),  # a loop goes on
+        ([4, 4, 4], [4, 4, 4, 4]),
+        ([1, 2, 3, 4], []),
+        ([7, 2, 8, 2], []),  # one token is too little
+        ([3], []),
+        ([3, 3], []),
+    ],
+)
+def test_ngrams_propose_what_followed_the_longest_match(
+    tokens: list[int], drafts: list[int]
+) -> None:
+    found = NgramDrafter().propose(np.array(tokens, np.int32), 4)
+    assert found.tolist() == drafts
+    assert NgramDrafter().propose(np.array(tokens, np.int32), 1).tolist() == drafts[:1]
+
+
+class FixedDrafter:
+    """Proposes what it is given."""
+
+    def __init__(self) -> None:
+        self.drafts: list[int] = []
+
+    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+        """The drafts."""
+        return np.array(self.drafts[:num_drafts], np.int32)
+
+
+class Bench:
+    """A runner that drafts what it is told to, over a model whose tokens show every mistake."""
+
+    def __init__(self, poison: int | None = None) -> None:
+        model = CountingModel(256, poison=poison)
+        cache = CacheEngine(
+            model.kv_cache_spec,
+            block_size=4,
+            num_gpu_blocks=64,
+            num_cpu_blocks=0,
+            device=torch.device("cpu"),
+        )
+        self.drafter = FixedDrafter()
+        self.runner = ModelRunner(model, cache, 4, drafter=self.drafter)
+        self.plans = PlanBuilder(block_size=4)
+
+    def step(self, *rows: Row, drafts: Sequence[int] = (), **fields: Any) -> StepResult:
+        self.drafter.drafts = list(drafts)
+        plan = self.plans.plan(rows, **fields)
+        return self.runner.launch(wire.decode_plan(plan, 0)).collect()
+
+    def draft(self, seq_id: int, drafts: Sequence[int], lookahead: int) -> list[int]:
+        """Tokens of a decode row that may have `lookahead` drafts."""
+        self.plans.grow(seq_id, lookahead)
+        result = self.step(Row(seq_id), drafts=drafts, lookahead=bytes([lookahead]))
+        tokens: list[int] = result.token_ids.tolist()
+        num_drafts = min(len(drafts), lookahead)
+        if num_drafts:
+            assert result.num_sampled is not None
+            assert result.num_sampled.tolist() == [len(tokens)]
+            assert result.num_drafts is not None
+            assert result.num_drafts.tolist() == [num_drafts]
+        self.plans.lengths[seq_id] += len(tokens) - 1 - lookahead
+        return tokens
+
+
+def output_of(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.mark.parametrize("num_right", range(6))
+def test_drafts_are_kept_up_to_the_first_wrong_one(num_right: int) -> None:
+    bench, wanted = Bench(), output_of(PROMPT, 30)
+    bench.plans.add(1, PROMPT)
+    tokens = bench.step(Row(1, len(PROMPT))).token_ids.tolist()
+    while len(tokens) < 20:
+        drafts = wanted[len(tokens) : len(tokens) + 5]
+        if num_right < 5:
+            drafts[num_right] += 1
+        tokens += (found := bench.draft(1, drafts, 5))
+        assert len(found) == num_right + 1
+    assert tokens == wanted[: len(tokens)]
+
+
+def test_fewer_drafts_than_allowed_and_none_are_right_as_well() -> None:
+    bench, wanted = Bench(), output_of(PROMPT, 8)
+    bench.plans.add(1, PROMPT)
+    tokens = bench.step(Row(1, len(PROMPT))).token_ids.tolist()
+    tokens += bench.draft(1, wanted[1:3], 5)
+    tokens += bench.draft(1, [], 5)
+    tokens += bench.draft(1, wanted[5:9], 2)
+    assert tokens == wanted[:8]
+
+
+def test_an_error_after_a_draft_is_that_of_the_next_row() -> None:
+    wanted = output_of(PROMPT, 8)
+    bench = Bench(poison=wanted[2])
+    bench.plans.add(1, PROMPT)
+    tokens = bench.step(Row(1, len(PROMPT))).token_ids.tolist()
+    tokens += bench.draft(1, wanted[1:5], 4)
+    assert tokens == wanted[:3], "the token that poisons the logits after it was sampled"
+    self_grown = bench.step(Row(1))
+    assert self_grown.errors == {0: RowErrorReason.NON_FINITE_LOGITS}
+    assert self_grown.token_ids.tolist() == [-1]
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        (Row(1), {"lookahead": b"\x01\x01"}),
+        (Row(1), {"lookahead": b"\x08"}),
+        (Row(1, 1, sample=False), {"lookahead": b"\x01"}),
+    ],
+)
+def test_wrong_lookahead_is_refused(row: Row, fields: dict[str, bytes]) -> None:
+    bench = Bench()
+    bench.plans.add(1, PROMPT)
+    bench.step(Row(1, len(PROMPT)))
+    with pytest.raises(InvalidPlan, match=r"^lookahead: "):
+        bench.step(row, **fields)
+
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "random": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "seed": 11},
+    "bad words": {
+        "bad_words": [
+            sampling_pb2.TokenSequence(token_ids=np.array(word, "<i4").tobytes())
+            for word in ([7], [20, 21])
+        ],
+        "temperature": 1.0,
+    },
+    "min_tokens": {
+        "min_tokens": 9,
+        "suppressed_token_ids": np.arange(5, 90, dtype="<i4").tobytes(),
+    },
+    "biases": {
+        "logit_bias": [sampling_pb2.LogitBias(token_id=40, bias=4.0)],
+        "temperature": 1.0,
+        "seed": 3,
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("parameters", PARAMETERS)
+def test_every_position_is_sampled_as_if_the_drafts_were_output(
+    parameters: str, dtype: str
+) -> None:
+    fields = PARAMETERS[parameters]
+    engine = InProcessEngine(EMBEDDED, dtype=dtype)
+    prompts = [[5 + (7 * index + at) % 200 for at in range(6 + 5 * index)] for index in range(4)]
+    plain = engine.generate(prompts, 40, num_choices=2, **fields)
+    outputs = [[*prompts[index // 2], *output.token_ids] for index, output in enumerate(plain)]
+    drafter = KnowingDrafter(outputs)
+
+    class Engine(InProcessEngine):
+        def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+            return SpeculatingWorker(
+                self.loaded.model,
+                drafter=drafter,
+                num_gpu_blocks=num_gpu_blocks,
+                block_size=self.block_size,
+            )
+
+    drafting = Engine(EMBEDDED, dtype=dtype).generate(prompts, 40, num_choices=2, **fields)
+    assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
+    assert drafter.num_drafts > 100
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"frequency_penalty": 0.5},
+        {"repetition_penalty": 1.2},
+        {"logprobs": 1},
+        {"prompt_logprobs": 0},
+    ],
+)
+def test_sequences_that_cannot_have_drafts_have_none(fields: dict[str, Any]) -> None:
+    bench = Bench()
+    sampling = sampling_pb2.SamplerParams(**(GREEDY | fields))  # type: ignore[arg-type]
+    bench.plans.add(1, PROMPT, sampling=sampling)
+    bench.step(Row(1, len(PROMPT)))
+    bench.plans.grow(1, 3)
+    result = bench.step(Row(1), drafts=[1, 2, 3], lookahead=b"\x03")
+    assert result.num_drafts is None
+    assert len(result.token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"speculative": "oracle"}, "speculative: expected one of ngram, got 'oracle'"),
+        ({"num_speculative_tokens": 3}, "num_speculative_tokens: expected speculative with it"),
+        (
+            {"speculative": "ngram", "num_speculative_tokens": 0},
+            "num_speculative_tokens: expected 1 to 255, got 0",
+        ),
+        (
+            {"speculative": "ngram", "num_speculative_tokens": 256},
+            "num_speculative_tokens: expected 1 to 255, got 256",
+        ),
+    ],
+)
+def test_wrong_flags_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        RunnerConfig(**fields)
+
+
+def test_several_ranks_do_not_speculate() -> None:
+    from worker_service.config import GroupConfig
+
+    group = GroupConfig(layout=Layout(tensor_parallel_size=2), distributed_init="127.0.0.1:7999")
+    with pytest.raises(InvalidOption, match="speculative: expected one rank"):
+        WorkerConfig(model=ModelConfig(), runner=RunnerConfig(speculative="ngram"), group=group)
