@@ -118,12 +118,12 @@ class Sequence:
     reserved_length: int = 0
     """The length up to which it can decode without asking the block manager: the end of its last
     block, or less if that block is shared and must be copied first, or if the output ends."""
-    num_drafts: int = 0
-    """Drafts that its rows in flight may keep."""
     forks: list[Sequence] = field(default_factory=list)
     """Choices that start from this one's last prompt token, or idle sequences of a beam search.
     Until they fork from it they are RUNNING, that is, they have places in the batch, but the
     worker does not know them."""
+    num_drafts: int = 0
+    """Drafts that its rows in flight may keep."""
     frontend: Frontend = field(init=False)
     """Its group's; kept here so that delivering a token does not touch the group's memory."""
 
