@@ -20,6 +20,10 @@ VOCAB_SIZE = 5000
 FLAGS = ["--simulate", "--simulate-vocab-size", str(VOCAB_SIZE), "--max-model-len", "512"]
 
 
+SPECULATIVE = ["--speculative", "ngram"]
+SPECULATING_CORE = ["--max-speculative-seqs", "256"]
+
+
 def requests() -> list[pb.GenerateRequest]:
     """Two choices each; prompts of many lengths, some sharing a beginning."""
     return [
@@ -85,11 +89,27 @@ def test_requests_get_their_tokens_with_plenty_and_with_little_memory(
             assert "preempted" in cluster.core.log
 
 
+@pytest.mark.parametrize("num_gpu_blocks", [4096, 96])
+def test_requests_get_the_same_tokens_with_drafts(tmp_path: Path, num_gpu_blocks: int) -> None:
+    flags = [*FLAGS, *SPECULATIVE, "--simulate-gpu-blocks", str(num_gpu_blocks)]
+    flags += ["--log-level", "debug"]
+    with Cluster(tmp_path, worker_flags=flags, core_flags=SPECULATING_CORE) as cluster:
+        start(cluster)
+        with inference_stub(cluster.frontend_address()) as stub:
+            check(generate_together(stub, requests()))
+        for worker in cluster.workers:
+            assert worker.log.count("step stream opened") == 1  # no plan was refused
+            if num_gpu_blocks == 4096:
+                assert worker.log.count("step done") < NUM_TOKENS, "no draft was kept"
+
+
+@pytest.mark.parametrize("speculative", [[], SPECULATIVE], ids=["plain", "with drafts"])
 def test_requests_go_on_with_their_tokens_when_one_of_two_workers_is_killed(
-    tmp_path: Path,
+    tmp_path: Path, speculative: list[str]
 ) -> None:
-    flags = [*FLAGS, "--simulate-step-us", "5000", "--log-level", "debug"]
-    with Cluster(tmp_path, worker_flags=flags) as cluster:
+    step_us = "15000" if speculative else "5000"
+    flags = [*FLAGS, *speculative, "--simulate-step-us", step_us, "--log-level", "debug"]
+    with Cluster(tmp_path, worker_flags=flags, core_flags=SPECULATING_CORE) as cluster:
         start(cluster)
         begun = threading.Semaphore(0)
 

@@ -147,6 +147,47 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.apply(seq_id, update)
         self.write(seq_id, token)
 
+    @rule(
+        seq_id=sequences,
+        drafts=st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9),
+        num_right=st.integers(0, 9),
+        num_spare=st.integers(0, 3),
+    )
+    def look_ahead(
+        self, seq_id: int | None, drafts: list[int], num_right: int, num_spare: int
+    ) -> None:
+        """A row with drafts, of which some are right; blocks for the others stay with it."""
+        if seq_id not in self.tables:
+            return
+        num_tokens = len(self.tokens[seq_id])
+        if not self.manager.can_append(seq_id, num_tokens + 1):
+            return
+        self.append(seq_id, drafts[0])
+        for length in range(num_tokens + 2, num_tokens + len(drafts) + 1):
+            num_free = self.manager.num_free_blocks
+            if not self.manager.can_look_ahead(seq_id, length, num_spare):
+                assert num_free <= num_spare
+                break
+            update = self.manager.append(seq_id, length)
+            self.end_plan()
+            if update is not None:
+                assert num_free > num_spare, "a block that is kept for others"
+                self.apply(seq_id, update)
+            self.write(seq_id, drafts[length - num_tokens - 1])
+        kept = min(len(self.tokens[seq_id]), num_tokens + 1 + num_right)
+        del self.tokens[seq_id][kept:]  # what others wrote is overwritten
+
+    @rule(seq_id=sequences)
+    def trim(self, seq_id: int | None) -> None:
+        """Give back the blocks after a sequence's last token."""
+        if seq_id not in self.tables:
+            return
+        num_blocks = -(-len(self.tokens[seq_id]) // BLOCK_SIZE)
+        has_more = len(self.tables[seq_id]) > num_blocks
+        assert self.manager.trim(seq_id, len(self.tokens[seq_id])) == has_more
+        del self.tables[seq_id][num_blocks:]
+        assert self.manager.table(seq_id) == self.tables[seq_id]
+
     def apply(self, seq_id: int, update: BlockUpdate) -> None:
         assert update.block not in self.used(), "a block in use is given out"
         table = self.tables[seq_id]

@@ -1,0 +1,181 @@
+"""How many drafts rows may have, and what becomes of those that were not kept.
+
+A symbolic worker drafts as many tokens as it may, and keeps from none to all of them.
+"""
+
+import pytest
+
+from scheduler_service.core import StepPlan, StepResult
+from scheduler_service.core.beam_search import BeamParams, EarlyStopping
+from scheduler_service.core.config import PolicyName, PreemptionMode
+from scheduler_service.core.scheduling.pipeline import ResultMismatch
+from tests.support.core_driver import CoreDriver, make_capacity, make_driver
+from tests.support.symbolic_worker import Sampling
+
+NUM_DRAFTS = 5
+
+
+def make(
+    *, num_gpu_blocks: int = 64, num_cpu_blocks: int = 0, **changes: object
+) -> tuple[CoreDriver, list[StepPlan]]:
+    """A driver whose worker drafts, and all plans that it will have executed."""
+    capacity = make_capacity(
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        num_speculative_tokens=NUM_DRAFTS,
+    )
+    defaults: dict[str, object] = {"max_num_batched_tokens": 64, "max_speculative_seqs": 8}
+    driver = make_driver(capacity, **(defaults | changes))
+    plans: list[StepPlan] = []
+    driver.on_plan = lambda group_id, plan: plans.append(plan)
+    return driver, plans
+
+
+def grants(plans: list[StepPlan]) -> list[int]:
+    return [max(plan.lookahead or [0]) for plan in plans]
+
+
+def test_a_decode_may_have_as_many_drafts_as_the_worker_makes() -> None:
+    driver, plans = make()
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=40)
+    driver.run_until_idle()
+    assert len(record.choices[0].tokens) == 40
+    assert max(grants(plans)) == NUM_DRAFTS
+    assert len(plans) < 30, "some drafts were kept"
+    driver.check_empty()
+
+
+def test_no_row_goes_beyond_max_tokens() -> None:
+    for max_tokens in range(1, 12):
+        driver, plans = make()
+        record = driver.submit(prompt=[1, 2, 3], max_tokens=max_tokens)
+        driver.run_until_idle()
+        assert record.choices[0].finish_reason == "length"
+        assert max(grants(plans)) <= max(0, max_tokens - 2)
+        driver.check_empty()
+
+
+def test_what_follows_a_stop_token_in_a_row_is_dropped() -> None:
+    for first in range(8):
+        driver, _ = make()
+        stops = frozenset({first, first + 8})
+        record = driver.submit(prompt=[1, first], max_tokens=60, stop_token_ids=stops)
+        driver.run_until_idle()
+        tokens = record.choices[0].tokens
+        assert not stops & set(tokens[:-1])
+        driver.check_empty()
+
+
+def test_a_large_batch_has_no_drafts() -> None:
+    driver, plans = make(max_speculative_seqs=2)
+    for max_tokens in (30, 30, 10):
+        driver.submit(prompt=[1, 2, 3], max_tokens=max_tokens)
+    driver.run_until_idle()
+    full = [plan for plan in plans if len(plan.seq_ids) == 3]
+    assert full
+    assert grants(full) == [0] * len(full)
+    assert max(grants(plans)) > 0, "once one has ended"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_speculative_seqs": 0}, {"max_num_batched_tokens": 4, "max_num_seqs": 4}]
+)
+def test_speculation_may_be_off_and_needs_room_in_the_step(changes: dict[str, int]) -> None:
+    driver, plans = make(**changes)
+    driver.submit(prompt=[1, 2, 3], max_tokens=20)
+    driver.submit(prompt=[4, 2, 3], max_tokens=20)
+    driver.run_until_idle()
+    most = 0 if "max_speculative_seqs" in changes else 3
+    assert max(grants(plans)) <= most
+    assert all(
+        len(plan.seq_ids) + sum(plan.lookahead or ()) <= driver.config.max_num_batched_tokens
+        for plan in plans
+        if plan.num_tokens is None
+    )
+
+
+def test_log_probabilities_and_beam_searches_have_no_drafts() -> None:
+    driver, plans = make()
+    driver.submit(prompt=[1, 2, 3], max_tokens=20, sampling=Sampling(seed=1, logprobs=True))
+    driver.run_until_idle()
+    driver.submit(prompt=[1, 2, 3], max_tokens=9, sampling=Sampling(seed=1, prompt_logprobs=True))
+    driver.run_until_idle()
+    beams = BeamParams(width=2, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
+    driver.submit(prompt=[1, 2, 3], max_tokens=9, beam_search=beams)
+    driver.run_until_idle()
+    assert max(grants(plans)) == 0
+    driver.check_empty()
+
+
+def test_drafts_take_no_block_that_a_running_sequence_may_need_next() -> None:
+    driver, _ = make(num_gpu_blocks=6)
+    driver.submit(prompt=[1, 2, 3], max_tokens=9)
+    driver.submit(prompt=[4, 2, 3], max_tokens=9)
+    driver.run_until_idle()
+    assert driver.core.snapshot().num_preemptions == 0
+    driver.check_empty()
+
+
+@pytest.mark.parametrize("is_in_flight", [True, False])
+def test_a_sequence_with_drafts_in_flight_is_recomputed_instead_of_swapped(
+    is_in_flight: bool,
+) -> None:
+    driver, plans = make(
+        num_gpu_blocks=10,
+        num_cpu_blocks=40,
+        preemption_mode=PreemptionMode.SWAP,
+        policy=PolicyName.PRIORITY,
+        enable_prefix_caching=False,
+        watermark=0.0,
+    )
+    low = driver.submit(prompt=[1, 2, 3], max_tokens=34, priority=1)
+    while len(low.choices[0].tokens) < 14:
+        driver.schedule("g0")
+        driver.deliver("g0")
+        driver.collect()
+    if is_in_flight:
+        driver.schedule("g0")
+    high = driver.submit(prompt=list(range(26)), max_tokens=2, priority=0)
+    driver.run_until_idle()
+    assert low.finished is not None
+    assert high.finished is not None
+    assert driver.core.snapshot().num_preemptions == 1
+    assert any(plan.swap_in for plan in plans) != is_in_flight
+    driver.check_empty()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (StepResult(step_id=2, token_ids=[1, 2], num_sampled=[1, 1]), "numbers of tokens"),
+        (StepResult(step_id=2, token_ids=[], num_sampled=[0]), "has 0 tokens, expected 1 to 6"),
+        (StepResult(step_id=2, token_ids=[1] * 7, num_sampled=[7]), "has 7 tokens, expected 1 to"),
+        (StepResult(step_id=2, token_ids=[1, 2], num_sampled=[3]), "expected 3 tokens, result"),
+        (StepResult(step_id=2, token_ids=[1, 2]), "expected 1 tokens, result has 2"),
+        (StepResult(step_id=2, token_ids=[1, 32], num_sampled=[2]), "not below 32"),
+        (StepResult(step_id=2, token_ids=[1, -1], num_sampled=[2]), "neither a token nor"),
+    ],
+)
+def test_a_result_with_more_or_fewer_tokens_than_rows_may_bring_changes_nothing(
+    result: StepResult, message: str
+) -> None:
+    driver, _ = make()
+    record = driver.submit(prompt=[1, 2], max_tokens=20)
+    driver.schedule("g0")
+    driver.deliver("g0")
+    driver.schedule("g0")
+    with pytest.raises(ResultMismatch, match=message):
+        driver.core.update("g0", result, driver.now)
+    driver.run_until_idle()
+    assert record.finished is not None
+
+
+def test_a_result_without_numbers_of_tokens_has_one_for_each_row() -> None:
+    driver, _ = make()
+    record = driver.submit(prompt=[1, 2], max_tokens=20)
+    driver.schedule("g0")
+    driver.deliver("g0")
+    driver.core.schedule("g0", driver.now)
+    driver.core.update("g0", StepResult(step_id=2, token_ids=[7]), driver.now)
+    driver.collect()
+    assert record.choices[0].tokens[1:] == [7]
