@@ -65,7 +65,7 @@ class FixedDrafter:
 
 
 class Bench:
-    """A runner that drafts what it is told to, over a model whose tokens show every mistake."""
+    """A runner with given drafts, over a model whose tokens show every mistake."""
 
     def __init__(self, poison: int | None = None) -> None:
         model = CountingModel(256, poison=poison)
