@@ -68,8 +68,8 @@ def parameters_see_drafts_as_output(worker: Worker, stream: StepStream) -> Alone
     first, second = random.Random(2).sample(range(worker.vocab_size), 2)
     ids = [first.to_bytes(4, "little"), second.to_bytes(4, "little")]
     word = sampling_pb2.TokenSequence(token_ids=ids[0] + ids[0] + ids[1])
-    fields = {"temperature": 1.0, "seed": 7}
-    kinds = {
+    fields: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+    kinds: dict[str, dict[str, Any]] = {
         "bad words": {"bad_words": [word]},
         "min_tokens": {"min_tokens": 9, "suppressed_token_ids": ids[0]},
         "a frequency penalty": {"frequency_penalty": 2.0},

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagewire.v1 import sampling_pb2
+from scheduler_service.core.config import SchedulerConfig
 from tests.support.counting_model import CountingModel, next_token
 from tests.support.in_process import (
     GREEDY,
@@ -205,7 +206,10 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
                 block_size=self.block_size,
             )
 
-    drafting = Engine(EMBEDDED, dtype=dtype).generate(prompts, 40, num_choices=2, **fields)
+    config = SchedulerConfig(max_speculative_seqs=8)
+    drafting = Engine(EMBEDDED, dtype=dtype, config=config).generate(
+        prompts, 40, num_choices=2, **fields
+    )
     assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
     assert drafter.num_drafts > 100
 
