@@ -177,7 +177,10 @@ class Preemption:
             if not self._can_swap_in(seq_group.swapped()):
                 return
             seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
+            swapped = seq_group.swapped()
             batch.swap_in += self._running.swap_in(seq_group, batch.now_us)
+            for seq in swapped:  # beams may have results on the way from before; they do not count
+                seq.rejoin(self._state.pipeline.next_step_id)
 
     def _can_swap_in(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):

@@ -13,6 +13,7 @@ from scheduler_service.core import (
     SchedulerConfig,
 )
 from scheduler_service.core.admission.deadlines import _own_us
+from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.step_plan import RowCandidates, StepResult
 from scheduler_service.errors import InvalidArgument
 from tests.support.core_driver import CoreDriver, make_capacity
@@ -230,3 +231,29 @@ def test_the_oracle_itself_finds_different_beams() -> None:
     beams = undisturbed_beams(PROMPT, sampling, THREE, frozenset(), 6)
     assert beams is not None
     assert len({tuple(beam) for beam in beams}) == 3
+
+
+def test_a_result_from_before_a_swap_is_ignored_when_the_beams_are_back() -> None:
+    driver = CoreDriver(
+        dataclasses.replace(
+            CONFIG, max_num_seqs=8, pipeline_depth=3, preemption_mode=PreemptionMode.SWAP
+        )
+    )
+    driver.add_worker_group(make_capacity(num_gpu_blocks=3, num_cpu_blocks=16))
+    other = driver.submit(prompt=[1, 2, 3], max_tokens=16)
+    search = driver.submit(
+        prompt=[1, 2, 3, 4, 5], max_tokens=7, beam_search=dataclasses.replace(THREE, width=1)
+    )
+    plan = driver.schedule("g0")
+    while plan is None or not plan.swap_out:
+        if len(driver.links["g0"].results) >= 2:
+            driver.deliver("g0")
+        plan = driver.schedule("g0")
+    assert driver.links["g0"].results
+    driver.cancel(other)  # so that there is room again before any result is in
+    plan = driver.schedule("g0")
+    assert plan is not None
+    assert plan.swap_in
+    driver.run_until_idle()
+    assert search.finished is not None
+    driver.check_empty()
