@@ -9,6 +9,7 @@ import torch
 from tests.support.gpu_kernels import DEVICE, MARKS
 from worker_service.pinned_memory import Staging
 from worker_service.plan import NewSequence, RowErrorReason
+from worker_service.runner.batch import sampling_batch
 from worker_service.runner.device_rows import FAILURES, DeviceRows
 from worker_service.runner.device_sampler import DevicePenalties, DeviceSampler, SamplingRows
 from worker_service.runner.in_flight_step import FetchedLogprobs
@@ -72,12 +73,7 @@ class Sequences:
     @property
     def batch(self) -> SamplingBatch:
         row_ids = np.array([self.table.row_id(1 + i) for i in range(len(PARAMS))])
-        return SamplingBatch(
-            row_ids=row_ids,
-            positions=np.full(len(row_ids), 2),
-            edited=self.table.edited_rows(row_ids),
-            masked=self.masked,
-        )
+        return sampling_batch(row_ids, self.table, self.masked)
 
     @property
     def masked(self) -> MaskedRows:
@@ -145,9 +141,7 @@ def test_failures_keep_their_first_reason_until_the_row_is_used_again() -> None:
     row_ids = np.array(
         [sequences.table.row_id(1), sequences.table.row_id(50), sequences.table.row_id(2)]
     )
-    batch = SamplingBatch(
-        row_ids=row_ids, positions=np.full(3, 2), edited=sequences.table.edited_rows(row_ids)
-    )
+    batch = sampling_batch(row_ids, sequences.table)
     rows = sequences.rows(batch)
     logits = sequences.logits[:3].to(DEVICE)
     logits[0, 3] = torch.nan
