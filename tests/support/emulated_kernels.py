@@ -5,8 +5,10 @@ import gc
 import struct
 import subprocess
 from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -23,29 +25,41 @@ class _Region(NamedTuple):
 
 
 class EmulatedLibrary(Library):
-    """A library whose kernels run one call at a time, each in a process of its own."""
+    """A library whose kernels run one call at a time, each in a process of its own.
+
+    Until it is closed, objects that are older than it are hidden from the garbage collector, for it
+    looks for tensors at each call and this process may have millions of objects.
+    """
 
     def __init__(self, run_kernel: list[str], library: Path, instruction_set: str) -> None:
         """run_kernel: the command that runs run_kernel.cpp as compiled for the machine."""
         self.instruction_set = instruction_set
         self._command = [*run_kernel, str(library)]
         self._memory = library.with_suffix(".memory")
+        gc.unfreeze()  # a frontend in this process may have frozen some
+        self._older = [each for each in gc.get_objects() if _region_of(each) is not None]
+        gc.freeze()
+
+    def close(self) -> None:
+        gc.unfreeze()
 
     def kernel(self, name: str) -> Kernel:  # type: ignore[override]
         """The kernel `pw_<name>`; it must run on one thread."""
-        return _EmulatedKernel([*self._command, f"pw_{name}", str(self._memory)], self._memory)
+        return _EmulatedKernel([*self._command, f"pw_{name}"], self._memory, self._older)
 
 
 class _EmulatedKernel(Kernel):
-    def __init__(self, command: list[str], memory: Path) -> None:
-        self._command = command
+    def __init__(self, command: list[str], memory: Path, older: list[Any]) -> None:
+        """older: objects that memory may belong to and the garbage collector does not list."""
+        self._command = [*command, str(memory)]
         self._memory = memory
+        self._older = older
         self.call = self._run
         self.address = 0
 
     def _run(self, task: int) -> None:
         """Copy what the task refers to into a file, run the kernel over that, and copy it back."""
-        regions = _reachable(task)
+        regions = _reachable(task, chain(self._older, gc.get_objects()))
         offset = 16 + 32 * len(regions)
         header, offsets = [task, len(regions)], []
         for region in regions:
@@ -65,9 +79,9 @@ class _EmulatedKernel(Kernel):
                 ctypes.memmove(region.address, file.read(region.size), region.size)
 
 
-def _reachable(task: int) -> list[_Region]:
-    """The memory of live structures and tensors that a task points to, directly or not."""
-    regions = _live_regions()
+def _reachable(task: int, objects: Iterable[Any]) -> list[_Region]:
+    """The memory of structures and tensors that a task points to, directly or not."""
+    regions = {region.address: region for each in objects if (region := _region_of(each))}
     starts = sorted(regions)
     found: dict[int, _Region] = {}
     pending = [task]
@@ -85,16 +99,10 @@ def _reachable(task: int) -> list[_Region]:
     return list(found.values())
 
 
-def _live_regions() -> dict[int, _Region]:
-    regions = {}
-    gc.unfreeze()  # objects that a frontend in this process froze would not be among these
-    for each in gc.get_objects():
-        if issubclass(type(each), ctypes.Structure):
-            region = _Region(ctypes.addressof(each), ctypes.sizeof(each), True)
-        elif type(each) in (Tensor, Parameter) and each.device.type == "cpu":  # no FakeTensor
-            storage = each.untyped_storage()
-            region = _Region(storage.data_ptr(), storage.nbytes(), False)
-        else:
-            continue
-        regions[region.address] = region
-    return regions
+def _region_of(value: Any) -> _Region | None:
+    if issubclass(type(value), ctypes.Structure):
+        return _Region(ctypes.addressof(value), ctypes.sizeof(value), True)
+    if type(value) in (Tensor, Parameter) and value.device.type == "cpu":  # no FakeTensor
+        storage = value.untyped_storage()
+        return _Region(storage.data_ptr(), storage.nbytes(), False)
+    return None
