@@ -18,7 +18,7 @@ from tools.launch import ROOT
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
-KERNELS = {"x86_64": {"avx2", "avx512", "avx512_bf16"}, "aarch64": {"neon"}}
+KERNELS = {"x86_64": {"avx2", "avx512", "avx512_bf16", "amx"}, "aarch64": {"neon"}}
 """By machine."""
 
 

@@ -19,11 +19,14 @@ FOLDER = Path(__file__).parent
 SOURCES = FOLDER / "src"
 LIBRARIES = FOLDER / "lib"
 
+_AVX512_BF16 = ["-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"]
+
 INSTRUCTION_SETS_BY_MACHINE: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "avx2": ["-march=x86-64-v3"],
         "avx512": ["-march=x86-64-v4"],
-        "avx512_bf16": ["-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"],
+        "avx512_bf16": _AVX512_BF16,
+        "amx": [*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     },
     "aarch64": {"neon": ["-mno-outline-atomics"]},
 }

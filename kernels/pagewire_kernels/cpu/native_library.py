@@ -101,6 +101,8 @@ def instruction_sets() -> list[str]:
     widest = {"AVX2": "avx2", "AVX512": "avx512"}.get(capability)
     has_more = (torch.cpu._is_vnni_supported, torch.cpu._is_avx512_bf16_supported)
     if widest == "avx512" and all(each() for each in has_more):
-        widest = "avx512_bf16"
+        # Asks the system for room to save tiles in; processors with tiles multiply both types.
+        has_tiles = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
+        widest = "amx" if has_tiles else "avx512_bf16"
     names = list(INSTRUCTION_SETS)
     return names[: names.index(widest) + 1][::-1] if widest is not None else []

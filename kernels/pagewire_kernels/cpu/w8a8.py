@@ -37,7 +37,8 @@ def can_multiply_quantized_rows(weight: QuantizedWeight) -> bool:
 
 def has_vnni(library: Library) -> bool:
     """Whether the processor has an instruction for them that the library may use."""
-    return library.instruction_set.startswith("avx512") and torch.cpu._is_vnni_supported()
+    has_avx512 = library.instruction_set == "amx" or library.instruction_set.startswith("avx512")
+    return has_avx512 and torch.cpu._is_vnni_supported()
 
 
 def quantize_rows(library: Library, rows: Tensor, activations: Int8Activations) -> Tensor:

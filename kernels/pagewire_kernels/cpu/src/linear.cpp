@@ -7,12 +7,18 @@
 #include "linear_finish.h"
 #include "linear_tile.h"
 #include "share.h"
+#include "tiles.h"
 
 namespace pagewire {
 namespace {
 
-constexpr int64_t kBlockRows = 192;  // the most rows of an item
-constexpr int64_t kBlockBytes = 512 << 10;  // of rows, so that they stay in the second-level cache
+#if defined(PAGEWIRE_HAS_TILES)
+constexpr int64_t kBlockRows = 384;  // the most rows of an item
+constexpr int64_t kBlockBytes = 1 << 20;  // of rows, so that they stay in the second-level cache
+#else
+constexpr int64_t kBlockRows = 192;
+constexpr int64_t kBlockBytes = 512 << 10;
+#endif
 constexpr int64_t kStretchSteps = 2048;  // of a panel, for the same reason
 constexpr int64_t kLinesPerStep = kStepBytes / 64;
 
@@ -80,16 +86,37 @@ void multiply_panel(const typename Dot::Input* x, int64_t x_stride, int64_t num_
   }
 }
 
+template <class Dot>
+struct PanelProduct {
+  void operator()(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
+                  const char* panel, const char* next_panel, int64_t num_inputs, float* sums) {
+    multiply_panel<Dot>(x, x_stride, num_rows, panel, next_panel, num_inputs, sums);
+  }
+};
+
+#if defined(PAGEWIRE_HAS_TILES)
+template <>
+struct PanelProduct<BFloat16Dot> {
+  void operator()(const BFloat16* x, int64_t x_stride, int64_t num_rows, const char* panel,
+                  const char* next_panel, int64_t num_inputs, float* sums) {
+    tiles.add_panel<TileProduct::kBFloat16>(reinterpret_cast<const char*>(x), x_stride * 2,
+                                            num_rows, num_inputs * 2, panel, next_panel, sums);
+  }
+
+  Tiles tiles;
+};
+#endif
+
 // sums: [num_rows, kPanel]
 template <class Dot>
 void multiply_block(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t panel,
-                    int64_t next_panel, float* sums) {
+                    int64_t next_panel, PanelProduct<Dot>& product, float* sums) {
   memset(sums, 0, num_rows * kPanel * sizeof(float));
   const int64_t panel_bytes = divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes;
   const auto* x = static_cast<const typename Dot::Input*>(task.x) + first_row * task.x_stride;
   const auto* weights = static_cast<const char*>(task.weight);
-  multiply_panel<Dot>(x, task.x_stride, num_rows, weights + panel * panel_bytes,
-                      weights + next_panel * panel_bytes, task.in_features, sums);
+  product(x, task.x_stride, num_rows, weights + panel * panel_bytes,
+          weights + next_panel * panel_bytes, task.in_features, sums);
 }
 
 // Blocks are of about the same size.
@@ -109,11 +136,12 @@ void multiply(LinearTask& task, Finish finish) {
   const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block) * num_panels;
   alignas(64) float sums[kBlockRows * kPanel];
+  PanelProduct<Dot> product;
   SharedItems items(task, num_items, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
     const int64_t row = item / num_panels * block, panel = item % num_panels;
     const int64_t count = num_rows - row < block ? num_rows - row : block;
-    multiply_block<Dot>(task, row, count, panel, items.following(item) % num_panels, sums);
+    multiply_block<Dot>(task, row, count, panel, items.following(item) % num_panels, product, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }

@@ -14,14 +14,20 @@
 #include "linear_finish.h"
 #include "linear_tile.h"
 #include "share.h"
+#include "tiles.h"
 
 namespace pagewire {
 namespace {
 
 constexpr int64_t kWordInputs = 4;
 constexpr int64_t kHeaderBytes = 64;  // of a row, so that its numbers begin on a cache line
-constexpr int64_t kBlockRows = 192;  // the most rows of an item
-constexpr int64_t kBlockBytes = 512 << 10;  // of rows, so that they stay in the second-level cache
+#if defined(PAGEWIRE_HAS_TILES)
+constexpr int64_t kBlockRows = 384;  // the most rows of an item
+constexpr int64_t kBlockBytes = 2 << 20;  // of rows, so that they stay in the second-level cache
+#else
+constexpr int64_t kBlockRows = 192;
+constexpr int64_t kBlockBytes = 512 << 10;
+#endif
 constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache
 
 // How a row's numbers are stored, as instructions take them.
@@ -190,6 +196,12 @@ inline void finish_sums(const Header& row, const Panel& panel, const int32_t* to
   }
 }
 
+inline void finish_row(const char* row, const Panel& panel, const int32_t* totals, float* y) {
+  Header header;
+  memcpy(&header, row, sizeof(header));
+  finish_sums(header, panel, totals, y);
+}
+
 // y: [num_rows, kPanel]
 template <class Dot>
 void multiply_panel(const char* x, int64_t x_stride, int64_t num_rows, const Panel& panel,
@@ -201,12 +213,41 @@ void multiply_panel(const char* x, int64_t x_stride, int64_t num_rows, const Pan
     const char* first = x + row * x_stride;
     tile_of<Dot>(end - row)(first + kHeaderBytes, x_stride, panel.num_words, panel.weights, totals);
     for (int64_t r = row; r < end; ++r) {
-      Header header;
-      memcpy(&header, x + r * x_stride, sizeof(header));
-      finish_sums(header, panel, totals + (r - row) * kPanel, y + r * kPanel);
+      finish_row(x + r * x_stride, panel, totals + (r - row) * kPanel, y + r * kPanel);
     }
   }
 }
+
+template <class Dot>
+struct PanelProduct {
+  void operator()(const char* x, int64_t x_stride, int64_t num_rows, const Panel& panel,
+                  const Panel&, float* y) {
+    multiply_panel<Dot>(x, x_stride, num_rows, panel, y);
+  }
+};
+
+#if defined(PAGEWIRE_HAS_TILES)
+struct TileDot {
+  static constexpr int kMaxRows = kTileRows;
+};
+
+template <>
+struct PanelProduct<TileDot> {
+  void operator()(const char* x, int64_t x_stride, int64_t num_rows, const Panel& panel,
+                  const Panel& next, float* y) {
+    memset(totals, 0, num_rows * kPanel * sizeof(int32_t));
+    tiles.add_panel<TileProduct::kUnsignedSigned>(x + kHeaderBytes, x_stride, num_rows,
+                                                  panel.num_words * kWordInputs, panel.weights,
+                                                  next.weights, totals);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      finish_row(x + r * x_stride, panel, totals + r * kPanel, y + r * kPanel);
+    }
+  }
+
+  Tiles tiles;
+  alignas(64) int32_t totals[kBlockRows * kPanel];
+};
+#endif
 
 template <class Dot, class Finish>
 void multiply(LinearTask& task, Finish finish) {
@@ -217,12 +258,14 @@ void multiply(LinearTask& task, Finish finish) {
   const int64_t block = divide_up(num_rows, divide_up(num_rows, most));
   const int64_t num_panels = Finish::num_panels(task);
   alignas(64) float sums[kBlockRows * kPanel];
+  PanelProduct<Dot> product;
   SharedItems items(task, divide_up(num_rows, block) * num_panels, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
     const int64_t row = item / num_panels * block, index = item % num_panels;
     const int64_t count = num_rows - row < block ? num_rows - row : block;
     const char* x = static_cast<const char*>(task.x) + row * task.x_stride;
-    multiply_panel<Dot>(x, task.x_stride, count, Panel(task.weight, index, task.in_features), sums);
+    product(x, task.x_stride, count, Panel(task.weight, index, task.in_features),
+            Panel(task.weight, items.following(item) % num_panels, task.in_features), sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, index, sums + r * kPanel);
   }
@@ -234,7 +277,12 @@ void multiply_as_stored(LinearTask& task, Finish finish) {
 #if defined(__AVX512F__)
   Header first;
   memcpy(&first, task.x, sizeof(first));
-  if (first.layout == Layout::kUnsigned) return multiply<VnniDot>(task, finish);
+  if (first.layout == Layout::kUnsigned) {
+#if defined(PAGEWIRE_HAS_TILES)
+    if (*task.num_rows > VnniDot::kMaxRows) return multiply<TileDot>(task, finish);
+#endif
+    return multiply<VnniDot>(task, finish);
+  }
 #endif
   multiply<PlainDot>(task, finish);
 }
