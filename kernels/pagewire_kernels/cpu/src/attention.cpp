@@ -1,5 +1,7 @@
 #include "attention.h"
 
+#include <type_traits>
+
 #include "attention_direct.h"
 #include "attention_items.h"
 #include "attention_multiply.h"
@@ -35,6 +37,11 @@ class Attention {
   using Packed = typename Units<Cached>::Packed;
   static constexpr int64_t kStepUnits = kStep / kPerUnit<Cached>;
   static constexpr bool kHasScales = sizeof(Cached) == 1;
+#if defined(PAGEWIRE_HAS_TILES)
+  static constexpr int64_t kPackedKeys = std::is_same_v<Dot, TileDot> ? 2 * kTileUnits : 1;
+#else
+  static constexpr int64_t kPackedKeys = 1;
+#endif
 
   void load_rows(const Item& item) {
     const int64_t rows_per_head = item.num_tokens * task_.group;
@@ -114,9 +121,16 @@ class Attention {
     gather(task_.value_cache + at, num_keys, scratch_.padded_values, values_, value_scales_);
     const bool is_direct = rows_per_head <= kRows;
     if (!is_direct) {
+      // What else stands in a tile must be numbers.
+      const int64_t num_packed = rounded_up(num_keys, kPackedKeys);
       pack_keys(keys_, num_keys, dim_, scratch_.keys, ahead);
-      pack_values(values_, num_keys, dim_, scratch_.values, ahead);
+      pack_values(values_, num_packed, dim_, scratch_.values, ahead);
     }
+#if defined(PAGEWIRE_HAS_TILES)
+    if constexpr (std::is_same_v<Dot, TileDot>) {
+      if (!is_direct) return take_step_in_tiles(item, key, head * rows_per_head, rows_per_head);
+    }
+#endif
     for (int64_t row = 0; row < rows_per_head; row += kRows) {
       const int64_t first = head * rows_per_head + row;
       take_step(item, key, first, smaller(kRows, rows_per_head - row), is_direct, ahead);
@@ -172,20 +186,76 @@ class Attention {
     }
   }
 
+#if defined(PAGEWIRE_HAS_TILES)
+  // Takes rows over the step's packed keys and values, some in one go.
+  void take_step_in_tiles(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) {
+    constexpr int64_t kMost = TileRegisters::kMostRows;
+    const int64_t end_row = first_row + num_rows;
+    for (int64_t row = first_row; row < end_row; row += kMost) {
+      take_tile_rows(item, key, row, smaller(kMost, end_row - row));
+    }
+  }
+
+  void take_tile_rows(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) {
+    const KeyRange seen = keys_seen(item, key, first_row, num_rows);
+    if (seen.is_empty()) return;
+    alignas(64) float scores[TileRegisters::kMostRows * kStep];
+    alignas(64) BFloat16 weights[TileRegisters::kMostRows * kStep];
+    const int64_t num_tiles = divide_up(seen.end, kPackedKeys);
+    tiles_.configure(num_rows);
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      const char* const queries = reinterpret_cast<const char*>(scratch_.queries + first_row * head_units_);
+      const char* const keys = reinterpret_cast<const char*>(scratch_.keys + t * kPackedKeys);
+      tiles_.add<TileProduct::kBFloat16, true>(
+          {queries, head_units_ * 4, keys, kStep * 4, head_units_ / kTileUnits},
+          reinterpret_cast<char*>(scores + t * kPackedKeys), kStep * 4);
+    }
+    for (int64_t row = 0; row < num_rows; ++row) {
+      BFloat16* const of_row = weights + row * kStep;
+      const ScoreRule rule = rule_of(item, key, first_row + row);
+      const float factor = weigh(scores + row * kStep, rule, scratch_.maxima[first_row + row], of_row);
+      add_weights<Dot>(reinterpret_cast<const float*>(of_row), factor,
+                       scratch_.totals + (first_row + row) * kLanes);
+      if (factor != 1.0f) scale_outputs(first_row + row, factor);
+    }
+    for (int64_t at = 0; at < dim_; at += kChunk<Cached>) {
+      const char* const values = reinterpret_cast<const char*>(scratch_.values + at);
+      tiles_.add<TileProduct::kBFloat16>(
+          {reinterpret_cast<const char*>(weights), kStep * 2, values, dim_ * 4, num_tiles},
+          reinterpret_cast<char*>(scratch_.outputs + first_row * dim_ + at), dim_ * 4);
+    }
+  }
+
+  void scale_outputs(int64_t row, float factor) {
+    float* const outputs = scratch_.outputs + row * dim_;
+    for (int64_t at = 0; at < dim_; at += kLanes) {
+      store_floats(outputs + at, multiply(load_floats(outputs + at), broadcast(factor)));
+    }
+  }
+#endif
+
+  // The keys of a step that any of some rows sees.
+  struct KeyRange {
+    bool is_empty() const { return end <= 0 || first >= kStep; }
+    int64_t first, end;
+  };
+  KeyRange keys_seen(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) const {
+    const int64_t first_token = token_of(item, first_row) - item.first_row;
+    const int64_t last_token = token_of(item, first_row + num_rows - 1) - item.first_row;
+    return {task_.window > 0 ? item.position + first_token - task_.window + 1 - key : 0,
+            smaller(kStep, item.position + last_token + 1 - key)};
+  }
+
   // Takes a few rows over the step's keys and values, packed or as they are.
   template <int num_rows>
   void take_step(const Item& item, int64_t key, int64_t first_row, bool is_direct, Ahead& ahead) {
-    const int64_t first_token = token_of(item, first_row) - item.first_row;
-    const int64_t last_token = token_of(item, first_row + num_rows - 1) - item.first_row;
-    const int64_t end = smaller(kStep, item.position + last_token + 1 - key);
-    const int64_t first =
-        task_.window > 0 ? item.position + first_token - task_.window + 1 - key : 0;
-    if (end <= 0 || first >= kStep) return;
+    const KeyRange seen = keys_seen(item, key, first_row, num_rows);
+    if (seen.is_empty()) return;
 
     alignas(64) float scores[kRows][kStep];
     alignas(64) Packed weights[kRows][kStep];
     float factors[kRows];
-    score<num_rows>(first_row, end, is_direct, scores, ahead);
+    score<num_rows>(first_row, seen.end, is_direct, scores, ahead);
     for (int row = 0; row < num_rows; ++row) {
       const ScoreRule rule = rule_of(item, key, first_row + row);
       factors[row] = weigh(scores[row], rule, scratch_.maxima[first_row + row], weights[row]);
@@ -196,7 +266,7 @@ class Attention {
                        scratch_.totals + (first_row + row) * kLanes);
       if constexpr (kHasScales) scale_weights(weights[row], value_scales_);
     }
-    add<num_rows>(first_row, end, is_direct, units, factors, ahead);
+    add<num_rows>(first_row, seen.end, is_direct, units, factors, ahead);
   }
 
   // Scores of some rows for the step's keys before `end`.
@@ -285,11 +355,17 @@ class Attention {
   const Cached* values_[kStep];
   alignas(64) float key_scales_[kStep];  // of a cache that has them
   alignas(64) float value_scales_[kStep];
+#if defined(PAGEWIRE_HAS_TILES)
+  TileRegisters tiles_;
+#endif
 };
 
 template <class Number, class Cached = Number>
 void attend(AttentionTask& task) {
   Items items(task);
+#if defined(PAGEWIRE_HAS_TILES)
+  const NoSubnormals guard;
+#endif
   Attention<Number, Cached> attention(task);
   while (const Item* const upcoming = items.upcoming()) {
     const Item item = *upcoming;

@@ -15,14 +15,14 @@
 // Steps are counted from the sequence's start, never from the tile's, and what a row does not see
 // has weight zero, so what happens to a row does not depend on the tile it is in. With bfloat16 the
 // weights are rounded to bfloat16, in the total as well, and pairs of products are added in one
-// instruction where the processor has it.
+// instruction where the processor has it, or in tiles (attention_sums.h).
 //
 // Of a cache of int8 the products are those of float32 with the codes: a score is multiplied by its
 // key's scale afterwards, and a weight by its value's scale before.
 #pragma once
 
+#include "attention_sums.h"
 #include "batch.h"
-#include "dot.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -75,7 +75,11 @@ struct Units {
 };
 template <>
 struct Units<BFloat16> {
+#if defined(PAGEWIRE_HAS_TILES)
+  using Dot = TileDot;
+#else
   using Dot = BFloat16Dot;
+#endif
   using Packed = BFloat16;
 };
 

@@ -29,17 +29,23 @@ void score_keys(const float* queries, int64_t head_units, const Number* const* k
         square[i] = load_units(keys[key + i] + unit * kPerUnit<Number>);
       }
       transpose(square);
+      static_assert(PartialSum<Dot>::kUnits >= kLanes);
+      PartialSum<Dot> partial[num_rows];
+#pragma GCC unroll 8
+      for (int row = 0; row < num_rows; ++row) partial[row].begin(sum[row]);
       const auto add_unit = [&](int64_t i, Floats column) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int row = 0; row < num_rows; ++row) {
           int32_t word;
           memcpy(&word, queries + row * head_units + unit + i, sizeof(word));
-          sum[row] = Dot::add(Dot::broadcast(word), Dot::operand(column), sum[row]);
+          partial[row].add(Dot::broadcast(word), Dot::operand(column));
         }
       };
       // What a head is padded with adds nothing to the sums.
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) add_unit(i, square[i]);
+#pragma GCC unroll 8
+      for (int row = 0; row < num_rows; ++row) sum[row] = partial[row].end(sum[row]);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < num_rows; ++row) store_floats(scores[row] + key, sum[row]);
@@ -160,19 +166,33 @@ void add_columns(const float* weights, int64_t num_units, const Number* const* v
                              broadcast(factors[row]));
     }
   }
-  for (int64_t unit = 0; unit < num_units; ++unit) {
-    if (unit % 2 == 0) ahead.fetch();
-    Floats columns[num_vectors];
-    load_values(values, unit, at, columns);
+  for (int64_t first = 0; first < num_units; first += PartialSum<Dot>::kUnits) {
+    PartialSum<Dot> partial[num_rows][num_vectors];
 #pragma GCC unroll 8
     for (int row = 0; row < num_rows; ++row) {
-      int32_t word;
-      memcpy(&word, weights + row * kWeightStride + unit, sizeof(word));
-      const auto weight = Dot::broadcast(word);
 #pragma GCC unroll 8
-      for (int j = 0; j < num_vectors; ++j) {
-        sum[row][j] = Dot::add(weight, Dot::operand(columns[j]), sum[row][j]);
+      for (int j = 0; j < num_vectors; ++j) partial[row][j].begin(sum[row][j]);
+    }
+    const int64_t end = smaller(num_units, first + PartialSum<Dot>::kUnits);
+    for (int64_t unit = first; unit < end; ++unit) {
+      if (unit % 2 == 0) ahead.fetch();
+      Floats columns[num_vectors];
+      load_values(values, unit, at, columns);
+#pragma GCC unroll 8
+      for (int row = 0; row < num_rows; ++row) {
+        int32_t word;
+        memcpy(&word, weights + row * kWeightStride + unit, sizeof(word));
+        const auto weight = Dot::broadcast(word);
+#pragma GCC unroll 8
+        for (int j = 0; j < num_vectors; ++j) {
+          partial[row][j].add(weight, Dot::operand(columns[j]));
+        }
       }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < num_rows; ++row) {
+#pragma GCC unroll 8
+      for (int j = 0; j < num_vectors; ++j) sum[row][j] = partial[row][j].end(sum[row][j]);
     }
   }
 #pragma GCC unroll 8
@@ -189,10 +209,13 @@ template <class Number, int num_rows>
 void add_values(const float* weights, int64_t num_units, const Number* const* values,
                 int64_t padded_dim, const float* factors, float* outputs, Ahead& ahead) {
   constexpr int kLeast = kPerUnit<Number>;  // registers that a unit's values fill at least
+  // Partial sums take up registers, too.
+  constexpr bool kIsWide = sizeof(PartialSum<typename Units<Number>::Dot>) == sizeof(Floats);
+  constexpr int kMost = kIsWide || num_rows <= 2 ? kVectors : kLeast;
   int64_t at = 0;
-  for (; at + kVectors * kLanes <= padded_dim; at += kVectors * kLanes) {
-    add_columns<Number, num_rows, kVectors>(weights, num_units, values, at, factors, outputs,
-                                            padded_dim, ahead);
+  for (; at + kMost * kLanes <= padded_dim; at += kMost * kLanes) {
+    add_columns<Number, num_rows, kMost>(weights, num_units, values, at, factors, outputs,
+                                         padded_dim, ahead);
   }
   for (; at < padded_dim; at += kLeast * kLanes) {
     add_columns<Number, num_rows, kLeast>(weights, num_units, values, at, factors, outputs,

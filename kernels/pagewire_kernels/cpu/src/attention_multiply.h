@@ -7,7 +7,7 @@
 namespace pagewire {
 
 // Sums are held in kRows x kVectors registers.
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(PAGEWIRE_HAS_TILES)
 constexpr int kRows = 6;
 constexpr int kVectors = 4;
 #elif defined(__AVX512F__)

@@ -6,8 +6,8 @@
 // next one is fetched. A thread takes panels that lie one after the other.
 #include "linear_finish.h"
 #include "linear_tile.h"
+#include "linear_tiles.h"
 #include "share.h"
-#include "tiles.h"
 
 namespace pagewire {
 namespace {
@@ -99,11 +99,11 @@ template <>
 struct PanelProduct<BFloat16Dot> {
   void operator()(const BFloat16* x, int64_t x_stride, int64_t num_rows, const char* panel,
                   const char* next_panel, int64_t num_inputs, float* sums) {
-    tiles.add_panel<TileProduct::kBFloat16>(reinterpret_cast<const char*>(x), x_stride * 2,
-                                            num_rows, num_inputs * 2, panel, next_panel, sums);
+    add_panel<TileProduct::kBFloat16>(tiles, reinterpret_cast<const char*>(x), x_stride * 2,
+                                      num_rows, num_inputs * 2, panel, next_panel, sums);
   }
 
-  Tiles tiles;
+  TileRegisters tiles;
 };
 #endif
 

@@ -13,8 +13,8 @@
 //   weights[in_features / 4][kPanel][4]  int8
 #include "linear_finish.h"
 #include "linear_tile.h"
+#include "linear_tiles.h"
 #include "share.h"
-#include "tiles.h"
 
 namespace pagewire {
 namespace {
@@ -236,15 +236,15 @@ struct PanelProduct<TileDot> {
   void operator()(const char* x, int64_t x_stride, int64_t num_rows, const Panel& panel,
                   const Panel& next, float* y) {
     memset(totals, 0, num_rows * kPanel * sizeof(int32_t));
-    tiles.add_panel<TileProduct::kUnsignedSigned>(x + kHeaderBytes, x_stride, num_rows,
-                                                  panel.num_words * kWordInputs, panel.weights,
-                                                  next.weights, totals);
+    add_panel<TileProduct::kUnsignedSigned>(tiles, x + kHeaderBytes, x_stride, num_rows,
+                                            panel.num_words * kWordInputs, panel.weights,
+                                            next.weights, totals);
     for (int64_t r = 0; r < num_rows; ++r) {
       finish_row(x + r * x_stride, panel, totals + r * kPanel, y + r * kPanel);
     }
   }
 
-  Tiles tiles;
+  TileRegisters tiles;
   alignas(64) int32_t totals[kBlockRows * kPanel];
 };
 #endif
