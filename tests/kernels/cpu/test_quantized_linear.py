@@ -16,7 +16,7 @@ from pagewire_kernels.cpu.linear import (
     can_pack_codes,
 )
 from pagewire_kernels.cpu.native_library import Library, instruction_sets
-from pagewire_kernels.quantized_weight import QuantizedWeight, stack
+from pagewire_kernels.quantized_weight import SIGNED_TABLE, QuantizedWeight, stack
 from tests.support.quantized_weights import random_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -76,6 +76,31 @@ def test_products_agree_with_float64(
         assert torch.equal(alone, sums[:num_rows])
     rounded = packed.apply(rows, bias)
     assert torch.equal(rounded, sums.to(dtype))
+
+
+@pytest.mark.parametrize("scales", ["float16", "units"])
+@pytest.mark.parametrize("group_size", [16, 32, 48, 64, 96, 128, 144, 288])
+@pytest.mark.parametrize(
+    ("bits", "table"),
+    [(4, SIGNED_TABLE), (4, TABLE), *((bits, SIGNED_TABLE) for bits in (5, 6, 8))],
+)
+def test_tiles_give_the_bits_of_vector_instructions(
+    bits: int, table: tuple[int, ...], group_size: int, scales: str
+) -> None:
+    if "amx" not in instruction_sets():
+        pytest.skip("this processor lacks amx")
+    weight = random_weight(70, 2304, bits, group_size, offsets=True, scales=scales, table=table)
+    rows = _rows(205, weight, torch.bfloat16)
+    rows[20, 40], rows[30, 1000], rows[40] = torch.nan, -torch.inf, 0.0
+    tiles, vectors = (
+        NativeWeight(weight, Library(library_path(name), name), HugeMemory(), torch.bfloat16)
+        for name in ("amx", "avx512_bf16")
+    )
+    for num_rows in (1, 4, 5, 15, 16, 17, 33, 205):
+        sums = [
+            each.apply(rows[:num_rows], output_dtype=torch.float32) for each in (tiles, vectors)
+        ]
+        torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
 
 
 def test_inputs_that_are_not_finite_or_of_any_size(kernels: Library) -> None:

@@ -12,21 +12,26 @@
 #include "linear_finish.h"
 #include "linear_tile.h"
 #include "quantized_dot.h"
+#include "quantized_tiles.h"
 #include "share.h"
 
 namespace pagewire {
 namespace {
 
 constexpr int64_t kBlockRows = 192;  // the most rows of an item
-constexpr int64_t kBlockBytes = 512 << 10;  // of rows, so that they stay in the second-level cache
+#if defined(PAGEWIRE_HAS_TILES)
+constexpr int64_t kBlockBytes = 1 << 20;  // of rows, so that they stay in the second-level cache
+#else
+constexpr int64_t kBlockBytes = 512 << 10;
+#endif
 constexpr int64_t kMaxGroup = 256;
 constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache; measured on a Xeon
-constexpr int kTileRows = QuantizedDot::kTileRows;
+constexpr int kRegisterRows = QuantizedDot::kRegisterRows;
 constexpr int64_t kOperandBytes = sizeof(QuantizedDot::Operand);
 
 // A block of rows, turned into what `QuantizedDot` takes.
 struct Block {
-  const char* inputs;  // [num_rows][in_features] of kTurnedBytes
+  const char* inputs;  // [num_rows][in_features] of kTurnedBytes, or as `turn_for_tiles` has them
   const QuantizedDot::Inputs* groups;  // [num_rows][num_groups]
   int64_t num_rows, row_bytes, num_groups;
 };
@@ -54,6 +59,13 @@ struct Unpacked {
     return QuantizedDot::load(operands + (kRegister * kPanelVectors + v) * kOperandBytes);
   }
 };
+
+// Add a group's total to a register of a row's sums.
+inline void add_scaled(Floats total, Floats scale, bool has_offsets, Floats offset, float row_sum,
+                       float* at) {
+  const Floats scaled = multiply_add(scale, total, load_floats(at));
+  store_floats(at, has_offsets ? multiply_add(offset, broadcast(row_sum), scaled) : scaled);
+}
 
 // Sums of alternate registers, since an addition waits for the one before.
 template <int kRows>
@@ -116,32 +128,31 @@ inline __attribute__((always_inline)) void add_group(const Block& block, int64_t
     const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
     _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
       const QuantizedDot::Inputs& of_row = turned[r * block.num_groups];
-      float* at = kept + r * kPanel + v * kLanes;
       const Floats total = QuantizedDot::total(sums[r][v][0], sums[r][v][1], of_row);
-      const Floats scaled = multiply_add(scale, total, load_floats(at));
-      store_floats(at, has_offsets ? multiply_add(offset, broadcast(of_row.sum), scaled) : scaled);
+      add_scaled(total, scale, has_offsets, offset, of_row.sum, kept + r * kPanel + v * kLanes);
     }
   }
 }
 
-template <class Codes, int... kRegister>
-void unpack_words(const char* words, const ByteTable& table, char* to,
-                  std::integer_sequence<int, kRegister...>) {
+template <class Codes, class Change, int... kRegister>
+inline void unpack_words(const char* words, const ByteTable& table, Change change, char* to,
+                         std::integer_sequence<int, kRegister...>) {
   const auto store = [&](auto number) {
     constexpr int kAt = decltype(number)::value;
     _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
       QuantizedDot::store(to + (kAt * kPanelVectors + v) * kOperandBytes,
-                          Packed<Codes>::template operand<kAt>(words, v, table));
+                          change(Packed<Codes>::template operand<kAt>(words, v, table)));
     }
   };
   (store(std::integral_constant<int, kRegister>()), ...);
 }
 
-template <class Codes>
-void unpack_group(const char* words, int64_t num_inputs, const ByteTable& table, char* to) {
+template <class Codes, class Change>
+void unpack_group(const char* words, int64_t num_inputs, const ByteTable& table, Change change,
+                  char* to) {
   constexpr int kRegisters = Codes::kInputs / 4;
   for (int64_t i = 0; i < num_inputs; i += Codes::kInputs) {
-    unpack_words<Codes>(words, table, to, std::make_integer_sequence<int, kRegisters>());
+    unpack_words<Codes>(words, table, change, to, std::make_integer_sequence<int, kRegisters>());
     words += Packed<Codes>::kBytes;
     to += kRegisters * kPanelVectors * kOperandBytes;
   }
@@ -150,14 +161,14 @@ void unpack_group(const char* words, int64_t num_inputs, const ByteTable& table,
 // What multiplies a panel; sums: [block.num_rows, kPanel].
 template <class Codes>
 using MultiplyPanel = void (*)(const Block& block, const GroupLayout<Codes>& layout,
-                               int64_t group_size, const char* panel, const ByteTable& table,
+                               const Quantization& q, const char* panel, const ByteTable& table,
                                float* sums);
 
 template <class Codes, int kRows>
-void multiply_few(const Block& block, const GroupLayout<Codes>& layout, int64_t group_size,
+void multiply_few(const Block& block, const GroupLayout<Codes>& layout, const Quantization& q,
                   const char* panel, const ByteTable& table, float* sums) {
   layout.for_each_group(panel, [&](int64_t g, const Group& group) {
-    add_group<Packed<Codes>, kRows>(block, 0, g, group_size, group, table, sums);
+    add_group<Packed<Codes>, kRows>(block, 0, g, q.group_size, group, table, sums);
   });
 }
 
@@ -173,21 +184,64 @@ void add_unpacked(const Block& block, int64_t row, int64_t g, int64_t group_size
 }
 
 template <class Codes>
-void multiply_many(const Block& block, const GroupLayout<Codes>& layout, int64_t group_size,
+void multiply_many(const Block& block, const GroupLayout<Codes>& layout, const Quantization& q,
                    const char* panel, const ByteTable& table, float* sums) {
   alignas(64) char operands[kMaxGroup / 4 * kPanelVectors * kOperandBytes];
   layout.for_each_group(panel, [&](int64_t g, Group group) {
-    unpack_group<Codes>(group.codes, group_size, table, operands);
+    const auto as_is = [](const QuantizedDot::Operand& codes) { return codes; };
+    unpack_group<Codes>(group.codes, q.group_size, table, as_is, operands);
     group.codes = operands;
-    for (int64_t row = 0; row < block.num_rows; row += kTileRows) {
-      add_unpacked<kTileRows>(block, row, g, group_size, group, sums);
+    for (int64_t row = 0; row < block.num_rows; row += kRegisterRows) {
+      add_unpacked<kRegisterRows>(block, row, g, q.group_size, group, sums);
     }
   });
 }
 
-template <class Codes, int kRows = kTileRows>
+#if defined(PAGEWIRE_HAS_TILES)
+// Scale a group's sums of some rows and add them to the rows', [num_rows, kPanel].
+inline void add_sums(const char* sums, const Group& group, const QuantizedDot::Inputs* rows,
+                     int64_t num_rows, float* kept) {
+  const bool has_offsets = group.offsets.numbers != nullptr;
+  for (int64_t v = 0; v < kPanelVectors; ++v) {
+    const Floats scale = group.scales.load(v * kLanes);
+    const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const Floats total = QuantizedDot::total(GroupTiles::load(sums, v, r), rows[r]);
+      add_scaled(total, scale, has_offsets, offset, rows[r].sum, kept + r * kPanel + v * kLanes);
+    }
+  }
+}
+
+template <class Codes>
+void multiply_with_tiles(const Block& block, const GroupLayout<Codes>& layout,
+                         const Quantization& q, const char* panel, const ByteTable& table,
+                         float* kept) {
+  const int64_t tile_rows = rows_per_tile(block.num_rows);
+  const GroupTiles tiles(q.group_size, tile_rows);
+  const Words zero = broadcast_word(static_cast<int32_t>(q.zero * 0x01010101));
+  const auto less_zero = [zero](Words bytes) { return _mm512_sub_epi8(bytes, zero); };
+  alignas(64) char codes[kMaxGroup * kPanel], sums[GroupTiles::kSumsBytes];
+  const char* inputs = block.inputs;
+  layout.for_each_group(panel, [&](int64_t g, const Group& group) {
+    unpack_group<Codes>(group.codes, q.group_size, table, less_zero, codes);
+    for (int64_t row = 0; row < block.num_rows; row += tile_rows) {
+      const int64_t left = block.num_rows - row;
+      tiles.multiply(inputs, codes, sums);
+      add_sums(sums, group, block.groups + g * block.num_rows + row,
+               left < tile_rows ? left : tile_rows, kept + row * kPanel);
+      inputs += GroupTiles::kRows * q.group_size * GroupTiles::kDigits;
+    }
+  });
+}
+#endif
+
+template <class Codes, int kRows = kRegisterRows>
 MultiplyPanel<Codes> panel_product_of(int64_t num_rows) {
-  if (num_rows > kTileRows) return multiply_many<Codes>;
+#if defined(PAGEWIRE_HAS_TILES)
+  if (num_rows > kRegisterRows) return multiply_with_tiles<Codes>;
+#else
+  if (num_rows > kRegisterRows) return multiply_many<Codes>;
+#endif
   if constexpr (kRows > 1) {
     if (num_rows < kRows) return panel_product_of<Codes, kRows - 1>(num_rows);
   }
@@ -208,8 +262,46 @@ inline char* working_memory(int64_t num_bytes) {
   return memory;
 }
 
+#if defined(PAGEWIRE_HAS_TILES)
+// What `GroupTiles` multiply: of each group the digits of 16 rows after the other.
+template <class Input>
+Block turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num_rows,
+                     int64_t num_groups) {
+  constexpr int64_t kRows = GroupTiles::kRows, kDigits = GroupTiles::kDigits;
+  const Quantization& q = task.quantization;
+  const int64_t depth = tile_depth(q.group_size), digit_bytes = kRows * depth;
+  const int64_t tile_bytes = kRows * q.group_size * kDigits;
+  const int64_t tile_rows = rows_per_tile(num_rows);
+  const int64_t group_bytes = divide_up(num_rows, tile_rows) * tile_bytes;
+  const auto size_of_inputs = static_cast<int64_t>(sizeof(QuantizedDot::Inputs));
+  char* inputs = working_memory(num_groups * (group_bytes + num_rows * size_of_inputs));
+  auto* groups = reinterpret_cast<QuantizedDot::Inputs*>(inputs + num_groups * group_bytes);
+  const Words by_digit = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
+    for (int64_t g = 0; g < num_groups; ++g) {
+      char* to = inputs + g * group_bytes + r / tile_rows * tile_bytes + r % tile_rows * depth;
+      int64_t at = 0;
+      const auto store = [=](Words of_fours) mutable {
+        alignas(64) char digits[64];
+        _mm512_store_si512(digits, _mm512_permutexvar_epi32(by_digit, of_fours));
+        for (int d = 0; d < kDigits; ++d) memcpy(to + d * digit_bytes + at, digits + d * kLanes, kLanes);
+        at += kLanes;
+        if (at == depth) at = 0, to += kDigits * digit_bytes;
+      };
+      groups[g * num_rows + r] =
+          QuantizedDot::turn(x + g * q.group_size, q.group_size, q.zero, store);
+    }
+  }
+  return {inputs, groups, num_rows, 0, num_groups};
+}
+#endif
+
 template <class Input>
 Block turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t num_groups) {
+#if defined(PAGEWIRE_HAS_TILES)
+  if (num_rows > kRegisterRows) return turn_for_tiles<Input>(task, first_row, num_rows, num_groups);
+#endif
   const Quantization& q = task.quantization;
   const int64_t row_bytes = task.in_features * kTurnedBytes;
   const int64_t group_bytes = num_groups * static_cast<int64_t>(sizeof(QuantizedDot::Inputs));
@@ -229,7 +321,7 @@ Block turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows, int
 // Blocks are of about the same size.
 inline int64_t rows_per_block(const LinearTask& task) {
   int64_t most = kBlockBytes / (task.in_features * kTurnedBytes);
-  if (most < kTileRows) most = kTileRows;
+  if (most < kRegisterRows) most = kRegisterRows;
   if (most > kBlockRows) most = kBlockRows;
   return divide_up(*task.num_rows, divide_up(*task.num_rows, most));
 }
@@ -257,7 +349,7 @@ void multiply(LinearTask& task, Finish finish) {
     }
     const char* weights = static_cast<const char*>(task.weight) + panel * layout.panel_bytes;
     memset(sums, 0, count * kPanel * sizeof(float));
-    panel_product_of<Codes>(count)(block, layout, q.group_size, weights, table, sums);
+    panel_product_of<Codes>(count)(block, layout, q, weights, table, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }

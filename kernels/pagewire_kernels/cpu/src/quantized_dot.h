@@ -25,7 +25,7 @@ inline float from_bits(uint32_t bits) {
 struct QuantizedDot {
   static constexpr bool kIsExact = true;
   static constexpr int kDigits = 3;
-  static constexpr int kTileRows = 4;
+  static constexpr int kRegisterRows = 4;
   using Operand = Words;
   struct Sum {
     Words of_digits[kDigits];
@@ -38,8 +38,10 @@ struct QuantizedDot {
     int32_t start[kDigits];
   };
 
-  template <class Input>
-  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, char* digits) {
+  // `store` is called with the digits of 16 inputs after the other, four inputs in 16 bytes: their
+  // first digits, their second ones and so on.
+  template <class Input, class Store>
+  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, Store store) {
     Floats most = zeros(), nothing = zeros();
     for (int64_t i = 0; i < num_inputs; i += kLanes) {
       const Floats values = widen(x + i);
@@ -60,7 +62,7 @@ struct QuantizedDot {
       const Words numbers = _mm512_cvtps_epi32(multiply(widen(x + i), units_per_one));
       const Words bytes = _mm512_xor_si512(add_words(numbers, bias), bias);
       const Words of_fours = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(by_digit));
-      _mm512_storeu_si512(digits + i * kTurnedBytes, of_fours);
+      store(of_fours);
       sums = _mm512_dpbusd_epi32(sums, broadcast_word(0x01010101), of_fours);
       total = add_words(total, numbers);
     }
@@ -73,6 +75,14 @@ struct QuantizedDot {
       turned.start[d] = -zero * (of_lanes[d] + of_lanes[4 + d] + of_lanes[8 + d] + of_lanes[12 + d]);
     }
     return turned;
+  }
+
+  template <class Input>
+  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, char* digits) {
+    return turn(x, num_inputs, zero, [digits](Words of_fours) mutable {
+      _mm512_storeu_si512(digits, of_fours);
+      digits += kLanes * kTurnedBytes;
+    });
   }
 
   static Sum first_sum(const Inputs& inputs) {
@@ -105,11 +115,14 @@ struct QuantizedDot {
   }
 
   static Floats total(const Sum& a, const Sum& b, const Inputs& inputs) {
-    Words sums[kDigits];
+    Sum sum;
 #pragma GCC unroll 3
-    for (int d = 0; d < kDigits; ++d) sums[d] = add_words(a.of_digits[d], b.of_digits[d]);
-    const Floats low = to_floats(add_words(sums[0], shift_left<8>(sums[1])));
-    const Floats all = multiply_add(to_floats(sums[2]), broadcast(65536.0f), low);
+    for (int d = 0; d < kDigits; ++d) sum.of_digits[d] = add_words(a.of_digits[d], b.of_digits[d]);
+    return total(sum, inputs);
+  }
+  static Floats total(const Sum& sum, const Inputs& inputs) {
+    const Floats low = to_floats(add_words(sum.of_digits[0], shift_left<8>(sum.of_digits[1])));
+    const Floats all = multiply_add(to_floats(sum.of_digits[2]), broadcast(65536.0f), low);
     return multiply(all, broadcast(inputs.unit));
   }
 };
@@ -121,11 +134,11 @@ struct QuantizedDot {
 struct QuantizedDot {
   static constexpr bool kIsExact = false;
 #if defined(__AVX512F__)
-  static constexpr int kTileRows = 6;
+  static constexpr int kRegisterRows = 6;
 #elif defined(__aarch64__)
-  static constexpr int kTileRows = 2;
+  static constexpr int kRegisterRows = 2;
 #else
-  static constexpr int kTileRows = 3;
+  static constexpr int kRegisterRows = 3;
 #endif
   struct Operand {
     Floats of_inputs[4];

@@ -18,15 +18,37 @@
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define PAGEWIRE_HAS_TILES
 
-#define PAGEWIRE_TILE_LOAD(tile, from, stride) \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"(stride) : "memory")
-#define PAGEWIRE_TILE_STORE(tile, to, stride) \
-  asm volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(to), "r"(stride) : "memory")
-
 namespace pagewire {
 
 constexpr int64_t kTileRows = 16, kTileBytes = 64;
 constexpr int64_t kTileUnits = kTileBytes / 4;
+
+// stride: in bytes
+template <int kTile>
+inline void load_tile(const void* from, int64_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(kTile) : "memory");
+}
+
+template <int kTile>
+inline void store_tile(void* to, int64_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
+}
+
+template <int kTile>
+inline void clear_tile() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+
+// What tiles are shaped like, for `ldtilecfg`.
+struct TileShapes {
+  void load() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
+
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {kTileBytes, kTileBytes, kTileBytes, kTileBytes,
+                            kTileBytes, kTileBytes, kTileBytes, kTileBytes};
+  uint8_t rows[16] = {};
+};
+static_assert(sizeof(TileShapes) == 64);
 
 enum class TileProduct { kBFloat16, kUnsignedSigned };
 
@@ -55,19 +77,13 @@ class TileRegisters {
     if (num_rows == num_rows_) return;
     num_rows_ = num_rows;
     first_rows_ = num_rows > kTileRows ? divide_up(num_rows, 2) : num_rows;
-    struct {
-      uint8_t palette = 1, start_row = 0, reserved[14] = {};
-      uint16_t row_bytes[16] = {};
-      uint8_t rows[16] = {};
-    } shapes;
-    static_assert(sizeof(shapes) == 64);
-    for (int t = 0; t < 8; ++t) shapes.row_bytes[t] = kTileBytes;
+    TileShapes shapes;
     const auto first = static_cast<uint8_t>(first_rows_);
     const auto second = static_cast<uint8_t>(num_rows > first_rows_ ? num_rows - first_rows_ : 1);
     shapes.rows[0] = shapes.rows[1] = shapes.rows[4] = first;
     shapes.rows[2] = shapes.rows[3] = shapes.rows[5] = second;
     shapes.rows[6] = shapes.rows[7] = kTileUnits;
-    asm volatile("ldtilecfg %0" ::"m"(shapes));
+    shapes.load();
   }
 
   // Add the products of the configured rows with 32 columns to their sums, or begin these, and fetch
@@ -89,29 +105,29 @@ class TileRegisters {
     char* second = sums + first_rows_ * sum_bytes;
     const char* more = from.rows + first_rows_ * from.row_bytes;
     if constexpr (kIsFirst) {
-      asm volatile("tilezero %tmm0");
-      asm volatile("tilezero %tmm1");
-      asm volatile("tilezero %tmm2");
-      asm volatile("tilezero %tmm3");
+      clear_tile<0>();
+      clear_tile<1>();
+      clear_tile<2>();
+      clear_tile<3>();
     } else {
-      PAGEWIRE_TILE_LOAD(0, sums, sum_bytes);
-      PAGEWIRE_TILE_LOAD(1, sums + kTileBytes, sum_bytes);
+      load_tile<0>(sums, sum_bytes);
+      load_tile<1>(sums + kTileBytes, sum_bytes);
       if constexpr (kHasMore) {
-        PAGEWIRE_TILE_LOAD(2, second, sum_bytes);
-        PAGEWIRE_TILE_LOAD(3, second + kTileBytes, sum_bytes);
+        load_tile<2>(second, sum_bytes);
+        load_tile<3>(second + kTileBytes, sum_bytes);
       }
     }
     for (int64_t i = 0; i < from.num_tiles; ++i) {
       for (int64_t line = 0; line < num_lines; ++line, fetched += 64) {
         __builtin_prefetch(fetched, 0, 2);
       }
-      PAGEWIRE_TILE_LOAD(4, from.rows, from.row_bytes);
-      PAGEWIRE_TILE_LOAD(6, from.columns, from.unit_bytes);
+      load_tile<4>(from.rows, from.row_bytes);
+      load_tile<6>(from.columns, from.unit_bytes);
       multiply<kProduct, 0, 4, 6>();
-      PAGEWIRE_TILE_LOAD(7, from.columns + kTileBytes, from.unit_bytes);
+      load_tile<7>(from.columns + kTileBytes, from.unit_bytes);
       multiply<kProduct, 1, 4, 7>();
       if constexpr (kHasMore) {
-        PAGEWIRE_TILE_LOAD(5, more, from.row_bytes);
+        load_tile<5>(more, from.row_bytes);
         multiply<kProduct, 2, 5, 6>();
         multiply<kProduct, 3, 5, 7>();
         more += kTileBytes;
@@ -119,11 +135,11 @@ class TileRegisters {
       from.rows += kTileBytes;
       from.columns += kTileUnits * from.unit_bytes;
     }
-    PAGEWIRE_TILE_STORE(0, sums, sum_bytes);
-    PAGEWIRE_TILE_STORE(1, sums + kTileBytes, sum_bytes);
+    store_tile<0>(sums, sum_bytes);
+    store_tile<1>(sums + kTileBytes, sum_bytes);
     if constexpr (kHasMore) {
-      PAGEWIRE_TILE_STORE(2, second, sum_bytes);
-      PAGEWIRE_TILE_STORE(3, second + kTileBytes, sum_bytes);
+      store_tile<2>(second, sum_bytes);
+      store_tile<3>(second + kTileBytes, sum_bytes);
     }
   }
 
