@@ -87,9 +87,9 @@ class SchedulerConfig:
     pipeline_depth: int = 2
     """Most steps planned before the first one's result is in."""
 
-    max_speculative_seqs: int = 2
-    """Most decoding sequences with which a worker that speculates may draft tokens ahead: in a
-    larger batch, computing drafts takes longer than they save. 0: never."""
+    max_speculative_seqs: int = 16
+    """Most decoding sequences with which a worker that speculates may draft tokens ahead, as many
+    as it finds worth their time: in a larger batch none are. 0: never."""
 
     max_steps_together: int = 8
     """Most steps whose plans and results travel together, if all requests of a batch let their

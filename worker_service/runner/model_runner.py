@@ -28,6 +28,7 @@ from worker_service.models.interface import Model
 from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings, monotonic_us
 from worker_service.runner.batch import StepRows, resolve_rows, sampling_batch
 from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.draft_lengths import DraftLengths
 from worker_service.runner.forward import ForwardPass, HostForward
 from worker_service.runner.micro_batches import micro_batches
 from worker_service.runner.pending_tokens import RankOutcomes
@@ -60,11 +61,12 @@ class ModelRunner:
         communicator: Communicator | None = None,
         device: DeviceSteps | None = None,
         drafter: Drafter | None = None,
+        draft_lengths: DraftLengths | None = None,
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
         that share the model, which have joined for an epoch: then the runner is for that epoch.
         device: launches steps ahead; None computes each step when it is launched. drafter: on one
-        rank that computes each step at once; None adds no drafts."""
+        rank that computes each step at once; None adds no drafts. draft_lengths: of its drafts."""
         self._model = model
         self._cache = cache
         self._block_size = block_size
@@ -73,12 +75,14 @@ class ModelRunner:
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))
         self._device = device
         self._drafter = drafter
+        self._draft_lengths = draft_lengths or DraftLengths()
         self._sequences = self._no_sequences()
 
     def reset(self) -> None:
         """Forget all sequences and leave the other ranks; the caches' contents become meaningless.
         Steps in flight may still be collected."""
         self._sequences = self._no_sequences()
+        self._draft_lengths.forget_all()
         if self._device is not None:
             self._device.forget_all()
         self._ranks.leave()
@@ -118,6 +122,7 @@ class ModelRunner:
         """Everything before the forward pass: cache operations, and changes of the sequences."""
         started_us = monotonic_us()
         forgotten = self._sequences.forget(plan)
+        self._draft_lengths.forget(forgotten)
         if self._device is not None:
             self._device.forget(forgotten)
         self._cache.execute(plan)
@@ -164,8 +169,10 @@ class ModelRunner:
             sequences.pending.resolve(table.row_ids(plan.seq_ids, "seq_ids"))
         started_us = monotonic_us()
         rows = resolve_rows(plan, table)
+        are_decodes = rows.are_decodes
         if self._drafter is not None and plan.lookahead is not None:
-            rows = add_drafts(rows, plan.lookahead, sequences, self._drafter)
+            lengths = self._draft_lengths
+            rows = add_drafts(rows, plan.lookahead, sequences, self._drafter, lengths)
         outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
         masks = self._begin_masks(rows) if layout.samples else None
         forward = self._forward.run(rows, table)
@@ -179,6 +186,9 @@ class ModelRunner:
         if logits is not None and layout.samples:
             self._sample(outcome, *logits, rows, masks)
         self._ranks.exchange(plan.step_id, rows, outcome, table, sequences.pending)
+        if self._drafter is not None and are_decodes:
+            time_us = monotonic_us() - started_us
+            self._draft_lengths.note_step(int(rows.num_tokens.sum()), time_us)
         return outcome
 
     def _begin_masks(self, rows: StepRows) -> "Future[MaskedRows] | None":
@@ -235,6 +245,9 @@ class ModelRunner:
         if rows.drafts is not None:
             outcome.num_drafts = rows.drafts.counts
             outcome.kept = kept_drafts(rows, tokens, table)
+            for row in np.flatnonzero(rows.drafts.counts).tolist():
+                num_drafts, num_kept = rows.drafts.counts[row], len(outcome.kept.get(row, ()))
+                self._draft_lengths.note_drafts(int(rows.row_ids[row]), int(num_drafts), num_kept)
             is_first = rows.drafts.offsets == 0
             non_finite = non_finite[is_first[non_finite]]
             no_candidates = no_candidates[is_first[no_candidates]]

@@ -16,6 +16,7 @@ import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch import Drafts, StepRows
+from worker_service.runner.draft_lengths import DraftLengths, Proposal
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
@@ -57,19 +58,30 @@ class NgramDrafter:
 
 
 def add_drafts(
-    rows: StepRows, lookahead: Int32Array, sequences: SequenceState, drafter: Drafter
+    rows: StepRows,
+    lookahead: Int32Array,
+    sequences: SequenceState,
+    drafter: Drafter,
+    lengths: DraftLengths,
 ) -> StepRows:
-    """The rows with the drafts that the plan allows and the drafter proposes, which are written
-    behind their sequences' last tokens."""
+    """The rows with the drafts that the plan allows, the drafter proposes and `lengths` chooses,
+    which are written behind their sequences' last tokens."""
     table = sequences.table
-    counts = np.zeros(len(rows.row_ids), np.int32)
+    found: dict[int, Int32Array] = {}
     for row in np.flatnonzero((lookahead > 0) & rows.computes).tolist():
         row_id = int(rows.row_ids[row])
         if _may_draft(row_id, sequences):
-            end = int(table.num_tokens[row_id])
-            found = drafter.propose(table.token_ids[row_id, :end], int(lookahead[row]))
-            table.token_ids[row_id, end : end + len(found)] = found
-            counts[row] = len(found)
+            tokens = table.token_ids[row_id, : table.num_tokens[row_id]]
+            found[row] = drafter.propose(tokens, int(lookahead[row]))
+    proposals = [Proposal(int(rows.row_ids[row]), len(drafts)) for row, drafts in found.items()]
+    num_tokens = int(rows.num_tokens.sum())
+    chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if found else []
+    counts = np.zeros(len(rows.row_ids), np.int32)
+    for (row, drafts), count in zip(found.items(), chosen, strict=True):
+        row_id = int(rows.row_ids[row])
+        end = int(table.num_tokens[row_id])
+        table.token_ids[row_id, end : end + count] = drafts[:count]
+        counts[row] = count
     if not counts.any():
         return rows
     places = 1 + counts[rows.sampling].astype(np.int64)

@@ -25,6 +25,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
+from worker_service.runner.draft_lengths import DraftLengths, Proposal
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.speculation import NgramDrafter
 from worker_service.service import wire
@@ -65,6 +66,14 @@ class FixedDrafter:
         return np.array(self.drafts[:num_drafts], np.int32)
 
 
+class AllDrafts(DraftLengths):
+    """Chooses all there are."""
+
+    def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
+        """Their lengths."""
+        return [num_drafts for _, num_drafts in proposals]
+
+
 class Bench:
     """A runner with given drafts, over a model whose tokens show every mistake."""
 
@@ -78,7 +87,7 @@ class Bench:
             device=torch.device("cpu"),
         )
         self.drafter = FixedDrafter()
-        self.runner = ModelRunner(model, cache, 4, drafter=self.drafter)
+        self.runner = ModelRunner(model, cache, 4, drafter=self.drafter, draft_lengths=AllDrafts())
         self.plans = PlanBuilder(block_size=4)
 
     def step(self, *rows: Row, drafts: Sequence[int] = (), **fields: Any) -> StepResult:
