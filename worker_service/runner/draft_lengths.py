@@ -33,7 +33,7 @@ _LEAST_VARIANCE = 1e-3
 """Of the tokens of steps that are not alike."""
 
 _ALIKE_STEPS = 16
-"""While steps with drafts are alike, one of so many has none, to show what drafts cost."""
+"""While steps with drafts are alike, every 16th has none, to show what drafts cost."""
 
 
 class _Acceptance:
@@ -103,8 +103,7 @@ class Proposal(NamedTuple):
 
 
 class DraftLengths:
-    """Chooses numbers of drafts, from what it is told about earlier ones. They change the time of a
-    step, never its tokens."""
+    """Chooses numbers of drafts, which change the time of a step and never its tokens."""
 
     def __init__(self) -> None:
         self._of_row = defaultdict[int, _Acceptance](_Acceptance)
