@@ -322,7 +322,11 @@ class SequenceTable:
 
     def _grow(self) -> None:
         old = len(self.num_tokens)
-        self.token_ids = _grown(self.token_ids, 0)
+        # Only tokens are copied: copying whole rows would make every page of both arrays resident.
+        token_ids = np.zeros((2 * old, self.token_ids.shape[1]), np.int32)
+        for row_id, end in enumerate(self.num_tokens.tolist()):
+            token_ids[row_id, :end] = self.token_ids[row_id, :end]
+        self.token_ids = token_ids
         self.block_tables = _grown(self.block_tables, NO_BLOCK)
         self.num_tokens = _grown(self.num_tokens, 0)
         self.num_prompt_tokens = _grown(self.num_prompt_tokens, 0)
