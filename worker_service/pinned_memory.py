@@ -1,5 +1,6 @@
 """Host-to-device copies through pinned memory, without waiting for the device."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ ALIGNMENT = 16
 """Bytes: each column's offset is a multiple of this."""
 
 _INITIAL_BYTES = 2**16
+_PORTABLE = 1
+"""`cudaHostRegisterPortable`: pinned for all devices."""
+
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 
@@ -52,6 +56,17 @@ class Staging:
     def _allocate(self, size: int) -> Tensor:
         pinned = self._device.type == "cuda"
         return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def pin_in_place(memory: npt.NDArray[np.uint8]) -> None:
+    """Pin host memory for GPUs until it is freed. Raises torch.cuda.CudaError if that fails.
+
+    `Tensor.pin_memory` copies to memory of torch's own allocator, which rounds its size up to a
+    power of two and keeps it once it is freed.
+    """
+    runtime, address = torch.cuda.cudart(), memory.ctypes.data
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)))
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 
 def upload(values: npt.NDArray[np.generic], device: torch.device) -> Tensor:

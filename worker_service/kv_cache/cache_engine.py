@@ -33,6 +33,7 @@ from pagewire_kernels.reference import swap_blocks
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
+from worker_service.pinned_memory import pin_in_place
 from worker_service.plan import StepPlan, monotonic_us
 
 MIN_COPY_BYTES = 8 * 2**20
@@ -153,10 +154,14 @@ class CacheEngine:
         """mover: None takes the fastest for the device."""
         self._mover = mover_for(device) if mover is None else mover
         self.device_cache = _allocate(spec, block_size, num_gpu_blocks, device)
-        self.host_cache = _allocate(spec, block_size, num_cpu_blocks, torch.device("cpu"))
         self._stream = _SideStream(device) if device.type == "cuda" else None
-        if self._stream is not None and num_cpu_blocks:
-            self.host_cache = self.host_cache.pin_memory()
+        self.host_cache = _allocate(
+            spec,
+            block_size,
+            num_cpu_blocks,
+            torch.device("cpu"),
+            pinned=self._stream is not None and num_cpu_blocks > 0,
+        )
 
     def fits(self, num_gpu_blocks: int, num_cpu_blocks: int) -> bool:
         """Whether the caches have exactly these sizes."""
@@ -269,13 +274,24 @@ def _no_time() -> int:
     return 0
 
 
-def _allocate(spec: KVCacheSpec, block_size: int, num_blocks: int, device: torch.device) -> Tensor:
-    """A zeroed cache. Pages of host memory are allocated when they are first written to."""
+def _allocate(
+    spec: KVCacheSpec,
+    block_size: int,
+    num_blocks: int,
+    device: torch.device,
+    *,
+    pinned: bool = False,
+) -> Tensor:
+    """A zeroed cache. Pages of host memory are allocated when they are first written to, or all at
+    once if they are pinned for GPUs."""
     shape = (num_blocks, *spec.block_shape(block_size))
     if device.type != "cpu":
         return torch.zeros(shape, dtype=spec.dtype, device=device)
     num_bytes = num_blocks * spec.block_bytes(block_size)
-    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT, np.uint8))
+    pages = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    if pinned:
+        pin_in_place(pages)
+    memory = torch.from_numpy(pages)
     start = -memory.data_ptr() % _ALIGNMENT
     return memory[start : start + num_bytes].view(spec.dtype).view(shape)
 
