@@ -24,12 +24,17 @@ def expect_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
 
 def expect_rows(name: str, tensor: Tensor, *shape: int | None) -> None:
     """Raises ValueError unless the shape fits (None: any) and the last axis is dense."""
-    wanted = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
-    fits = len(shape) == tensor.dim() and all(
-        size is None or size == got for size, got in zip(shape, tensor.shape, strict=True)
-    )
-    expect(fits, f"{name}: expected shape {wanted}, got {list(tensor.shape)}")
-    expect(tensor.stride(-1) == 1, f"{name}: expected a dense last axis, got {tensor.stride()}")
+    # Called some twenty times in each layer of a step: nothing is formatted unless it is wrong.
+    got = tensor.shape
+    fits = len(shape) == len(got)
+    if fits:
+        for wanted, size in zip(shape, got, strict=True):
+            fits = fits and (wanted is None or wanted == size)
+    if not fits:
+        listed = ", ".join("*" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name}: expected shape [{listed}], got {list(got)}")
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: expected a dense last axis, got {tensor.stride()}")
 
 
 def expect_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> None:
