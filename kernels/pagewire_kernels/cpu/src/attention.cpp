@@ -187,42 +187,65 @@ class Attention {
   }
 
 #if defined(PAGEWIRE_HAS_TILES)
-  // Takes rows over the step's packed keys and values, some in one go.
+  // Takes rows over the step's packed keys and values: all scores first, then all weights, since a
+  // load has to wait for what a tile has just stored, and a tile for what registers have.
   void take_step_in_tiles(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) {
-    constexpr int64_t kMost = TileRegisters::kMostRows;
+    alignas(64) float scores[kRowsTogether * kStep];
+    alignas(64) BFloat16 weights[kRowsTogether * kStep];
     const int64_t end_row = first_row + num_rows;
-    for (int64_t row = first_row; row < end_row; row += kMost) {
-      take_tile_rows(item, key, row, smaller(kMost, end_row - row));
+    for (int64_t from = first_row; from < end_row; from += kRowsTogether) {
+      const int64_t end = smaller(end_row, from + kRowsTogether);
+      for_each_tile(item, key, from, end, [&](int64_t row, int64_t count, int64_t num_tiles) {
+        score_in_tiles(row, count, num_tiles, scores + (row - from) * kStep);
+      });
+      for_each_tile(item, key, from, end, [&](int64_t row, int64_t count, int64_t) {
+        for (const int64_t last = row + count; row < last; ++row) {
+          const int64_t at = (row - from) * kStep;
+          weigh_row(rule_of(item, key, row), row, scores + at, weights + at);
+        }
+      });
+      for_each_tile(item, key, from, end, [&](int64_t row, int64_t count, int64_t num_tiles) {
+        add_in_tiles(row, count, num_tiles, weights + (row - from) * kStep);
+      });
     }
   }
 
-  void take_tile_rows(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) {
-    const KeyRange seen = keys_seen(item, key, first_row, num_rows);
-    if (seen.is_empty()) return;
-    alignas(64) float scores[TileRegisters::kMostRows * kStep];
-    alignas(64) BFloat16 weights[TileRegisters::kMostRows * kStep];
-    const int64_t num_tiles = divide_up(seen.end, kPackedKeys);
+  static constexpr int64_t kRowsTogether = 128;
+
+  // Calls `visit` with the first of some rows, their number, and that of the tiles of keys they see.
+  template <class Visit>
+  void for_each_tile(const Item& item, int64_t key, int64_t row, int64_t end, Visit visit) const {
+    for (; row < end; row += TileRegisters::kMostRows) {
+      const int64_t count = smaller(TileRegisters::kMostRows, end - row);
+      const KeyRange seen = keys_seen(item, key, row, count);
+      if (!seen.is_empty()) visit(row, count, divide_up(seen.end, kPackedKeys));
+    }
+  }
+
+  void score_in_tiles(int64_t row, int64_t num_rows, int64_t num_tiles, float* scores) {
     tiles_.configure(num_rows);
-    for (int64_t t = 0; t < num_tiles; ++t) {
-      const char* const queries = reinterpret_cast<const char*>(scratch_.queries + first_row * head_units_);
-      const char* const keys = reinterpret_cast<const char*>(scratch_.keys + t * kPackedKeys);
+    const auto* queries = reinterpret_cast<const char*>(scratch_.queries + row * head_units_);
+    for (int64_t key = 0; key < num_tiles * kPackedKeys; key += kPackedKeys) {
+      const auto* keys = reinterpret_cast<const char*>(scratch_.keys + key);
       tiles_.add<TileProduct::kBFloat16, true>(
           {queries, head_units_ * 4, keys, kStep * 4, head_units_ / kTileUnits},
-          reinterpret_cast<char*>(scores + t * kPackedKeys), kStep * 4);
+          reinterpret_cast<char*>(scores + key), kStep * 4);
     }
-    for (int64_t row = 0; row < num_rows; ++row) {
-      BFloat16* const of_row = weights + row * kStep;
-      const ScoreRule rule = rule_of(item, key, first_row + row);
-      const float factor = weigh(scores + row * kStep, rule, scratch_.maxima[first_row + row], of_row);
-      add_weights<Dot>(reinterpret_cast<const float*>(of_row), factor,
-                       scratch_.totals + (first_row + row) * kLanes);
-      if (factor != 1.0f) scale_outputs(first_row + row, factor);
-    }
+  }
+
+  void weigh_row(const ScoreRule& rule, int64_t row, const float* scores, BFloat16* weights) {
+    const float factor = weigh(scores, rule, scratch_.maxima[row], weights);
+    add_weights<Dot>(reinterpret_cast<const float*>(weights), factor, scratch_.totals + row * kLanes);
+    if (factor != 1.0f) scale_outputs(row, factor);
+  }
+
+  void add_in_tiles(int64_t row, int64_t num_rows, int64_t num_tiles, const BFloat16* weights) {
+    tiles_.configure(num_rows);
     for (int64_t at = 0; at < dim_; at += kChunk<Cached>) {
-      const char* const values = reinterpret_cast<const char*>(scratch_.values + at);
+      const auto* values = reinterpret_cast<const char*>(scratch_.values + at);
       tiles_.add<TileProduct::kBFloat16>(
           {reinterpret_cast<const char*>(weights), kStep * 2, values, dim_ * 4, num_tiles},
-          reinterpret_cast<char*>(scratch_.outputs + first_row * dim_ + at), dim_ * 4);
+          reinterpret_cast<char*>(scratch_.outputs + row * dim_ + at), dim_ * 4);
     }
   }
 

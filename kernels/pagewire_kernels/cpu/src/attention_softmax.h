@@ -80,6 +80,7 @@ float weigh(const float* scores, const ScoreRule& rule, float& maximum, Packed* 
 #pragma GCC unroll 8
   for (int j = 0; j < kStepVectors; ++j) score[j] = exp(subtract(score[j], origin));
   store_weights(weights, score);
+  if (maximum == before) return 1.0f;
   return first_lane(exp(subtract(broadcast(before), origin)));
 }
 
