@@ -218,7 +218,7 @@ class CacheConfig:
         _expect(swap is None or swap >= 0, "swap_space", "0 bytes or more", swap)
 
 
-DRAFTERS = ("ngram",)
+DRAFTERS = ("ngram", "draft")
 DEFAULT_SPECULATIVE_TOKENS = 4
 MAX_SPECULATIVE_TOKENS = 255
 """As many as a plan can express."""
@@ -242,7 +242,12 @@ class RunnerConfig:
 
     speculative: str | None = None
     """Draft tokens ahead and check several in one step, which changes no output: ngram takes drafts
-    from what followed the same tokens earlier in the prompt or output. On a CPU."""
+    from what followed the same tokens earlier in the prompt or output, draft from a second, smaller
+    model. On a CPU."""
+
+    speculative_model: str | None = None
+    """The model of `--speculative draft`: checkpoint directory or hub id, with the vocabulary of
+    `--model`. Loaded with the flags of `--model`."""
 
     num_speculative_tokens: int | None = None
     """Most drafts added to a sequence's step."""
@@ -252,6 +257,9 @@ class RunnerConfig:
         _expect(size >= 1, "max_graph_batch_size", "at least 1", size)
         if self.speculative is not None:
             _expect_one_of(DRAFTERS, "speculative", self.speculative)
+        named, needs_model = self.speculative_model, self.speculative == "draft"
+        expected = "a directory or a hub id" if needs_model else "speculative draft with it"
+        _expect(bool(named) if needs_model else named is None, "speculative_model", expected, named)
         count = self.num_speculative_tokens
         if count is not None:
             has_drafter = self.speculative is not None

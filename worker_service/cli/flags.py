@@ -82,6 +82,7 @@ RUNNER = ConfigFlags(
     RunnerConfig,
     settings={
         "speculative": {"show_default": "no speculation"},
+        "speculative_model": {"show_default": "none"},
         "num_speculative_tokens": {
             "show_default": f"{DEFAULT_SPECULATIVE_TOKENS} with --speculative"
         },

@@ -47,14 +47,22 @@ def profile_blocks(
     num_ranks: int = 1,
     num_graphs: int = 0,
     largest_graph: int = 0,
+    draft: Model | None = None,
 ) -> BlockCounts:
     """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does, or if there
     is less host memory than the settings ask for.
 
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
     memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`.
+    draft: a model on a CPU whose cache has as many blocks, beside the first one's in the budget.
     """
-    block_bytes = model.kv_cache_spec.block_bytes(block_size)
+    swapped_bytes = block_bytes = model.kv_cache_spec.block_bytes(block_size)
+    held_bytes = 0 if cache is None else cache.device_cache.nbytes
+    if draft is not None:
+        draft_bytes = draft.kv_cache_spec.block_bytes(block_size)
+        held_bytes += 0 if cache is None else len(cache.device_cache) * draft_bytes
+        block_bytes += draft_bytes
+        run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS)
     if device.type == "cuda":
         graph_bytes = 0
         if num_graphs:
@@ -63,14 +71,13 @@ def profile_blocks(
         run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens))
         torch.cuda.reset_peak_memory_stats(device)
         run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
-        held_bytes = 0 if cache is None else cache.device_cache.nbytes
         budget = _gpu_budget(config, device, held_bytes, graph_bytes)
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
         run_batch(model, block_size, device, 2, _WARM_UP_TOKENS)
-        budget = _cpu_budget(model, config, block_size, max_num_seqs, num_ranks)
+        budget = _cpu_budget(model, config, block_size, block_bytes, max_num_seqs, num_ranks)
         swap_space = config.swap_space or 0
-    _require_host_memory(device, budget, swap_space, cache)
+    _require_host_memory(device, budget, swap_space, cache, held_bytes)
     num_gpu_blocks = budget // block_bytes
     if num_gpu_blocks < 1:
         raise OutOfMemory(
@@ -83,17 +90,21 @@ def profile_blocks(
             num_tokens,
             model.max_model_len,
         )
-    return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // block_bytes)
+    return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // swapped_bytes)
 
 
 def _require_host_memory(
-    device: torch.device, budget: int, swap_space: int, cache: CacheEngine | None
+    device: torch.device,
+    budget: int,
+    swap_space: int,
+    cache: CacheEngine | None,
+    held_bytes: int,
 ) -> None:
     wanted = {"swap_space": swap_space}
     held = 0 if cache is None else cache.host_cache.nbytes
     if device.type == "cpu":
         wanted = {"kv_cache_memory": budget, **wanted}
-        held += 0 if cache is None else cache.device_cache.nbytes
+        held += held_bytes
     available = available_host_memory() + held
     if sum(wanted.values()) > available:
         names = " and ".join(name for name, size in wanted.items() if size)
@@ -168,12 +179,16 @@ def _file_pages(stat: Path, prefix: str) -> int:
 
 
 def _cpu_budget(
-    model: Model, config: CacheConfig, block_size: int, max_num_seqs: int, num_ranks: int
+    model: Model,
+    config: CacheConfig,
+    block_size: int,
+    block_bytes: int,
+    max_num_seqs: int,
+    num_ranks: int,
 ) -> int:
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
     blocks_per_seq = -(-model.max_model_len // block_size)
-    block_bytes = model.kv_cache_spec.block_bytes(block_size)
     useful = max_num_seqs * blocks_per_seq * block_bytes
     return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // (CPU_SHARE * num_ranks))
 

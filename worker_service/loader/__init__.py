@@ -14,6 +14,6 @@ device.py        device, dtype, threads, and returning freed host memory
 trial.py         a first run that checks batch invariance
 """
 
-from worker_service.loader.load import LoadedModel, load_model
+from worker_service.loader.load import LoadedModel, load_draft_model, load_model
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "load_draft_model", "load_model"]

@@ -20,7 +20,7 @@ from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_ker
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
-from worker_service.errors import InvalidOption, UnsupportedModel
+from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
 from worker_service.loader.device import (
     freed_memory_returns,
     initialize_vector_math,
@@ -293,6 +293,31 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         time.monotonic() - started,
     )
     return loaded
+
+
+def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> LoadedModel:
+    """Load the model that drafts tokens for `target`, in blocks of as many tokens.
+
+    Raises a `WorkerError` that names the option, also for another vocabulary.
+    """
+    config = replace(
+        target.config,
+        model=name,
+        revision=None,
+        max_model_len=None,
+        threads=torch.get_num_threads(),
+        cpus=None,  # the threads are pinned already
+    )
+    try:
+        draft = load_model(config, replace(cache, block_size=target.block_size))
+    except WorkerError as error:
+        raise type(error)(f"speculative_model: {error}") from error
+    if (got := draft.model.vocab_size) != (expected := target.model.vocab_size):
+        raise InvalidOption(
+            f"speculative_model: expected a model with the {expected} tokens of"
+            f" {target.config.model}, got {name} with {got}"
+        )
+    return draft
 
 
 def require_cache_dtype(dtype: str, device: torch.device, attention: str | None) -> None:

@@ -9,6 +9,7 @@
 | `pending_tokens.py` | tokens sampled on the device, or by another rank, not yet known here |
 | `batch.py` | a step's rows, and the flattened inputs of the forward pass |
 | `draft_lengths.py` | how many guesses a step computes |
+| `draft_model.py` | guesses of a second, smaller model |
 | `speculation.py` | drafts: which tokens are guessed, and which guesses are kept |
 | `forward.py` | the forward pass of a step that the host computes |
 | `step_outcome.py` | tokens, log probabilities and failures of a step by row |

@@ -24,8 +24,9 @@ from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import NgramDrafter
+from worker_service.runner.speculation import Drafter, NgramDrafter
 from worker_service.structured.vocabulary import token_texts
 
 if TYPE_CHECKING:
@@ -95,14 +96,19 @@ class ModelExecutor:
         load: Callable[[], LoadedModel],
         rendezvous: Rendezvous | None = None,
         runner: RunnerConfig | None = None,
+        load_draft: Callable[[LoadedModel], LoadedModel] | None = None,
     ) -> None:
-        """rendezvous: where the ranks join, if several share the model."""
+        """rendezvous: where the ranks join, if several share the model. load_draft: loads the draft
+        model of the model that it is given; None without one."""
         self._config = config
         self._profiler = profiler
         self._load = load
+        self._load_draft = load_draft
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
+        self._draft: Model | None = None
+        self._draft_cache: CacheEngine | None = None
         self._grammars: Grammars | None = None
         """None where the model's tokenizer cannot give its tokens' texts."""
         self._cache: CacheEngine | None = None
@@ -125,6 +131,8 @@ class ModelExecutor:
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._runner.speculative is not None:
             self._check_speculation(self._loaded)
+        if self._load_draft is not None:
+            self._draft = self._load_draft(self._loaded).model
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return _facts_of(
@@ -158,6 +166,7 @@ class ModelExecutor:
             num_ranks=self.loaded.communicator.layout.world_size,
             num_graphs=len(sizes),
             largest_graph=max(sizes, default=0),
+            draft=self._draft,
         )
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
@@ -169,7 +178,7 @@ class ModelExecutor:
             # write to memory that is in use again by then.
             if self._cache is not None:
                 self._cache.finish()
-            self._cache = self._state = None
+            self._cache = self._draft_cache = self._state = None
             self._cache = CacheEngine(
                 self.loaded.model.kv_cache_spec,
                 block_size=self.loaded.block_size,
@@ -184,8 +193,21 @@ class ModelExecutor:
             self._grammars,
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
-            drafter=NgramDrafter() if self._runner.speculative else None,
+            drafter=self._make_drafter(num_gpu_blocks),
         )
+
+    def _make_drafter(self, num_gpu_blocks: int) -> Drafter | DraftModel | None:
+        if self._draft is None:
+            return NgramDrafter() if self._runner.speculative else None
+        if self._draft_cache is None:
+            self._draft_cache = CacheEngine(
+                self._draft.kv_cache_spec,
+                block_size=self.loaded.block_size,
+                num_gpu_blocks=num_gpu_blocks,
+                num_cpu_blocks=0,
+                device=self._device,
+            )
+        return DraftModel(self._draft, self._draft_cache.device_cache)
 
     def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
         """Launches steps ahead on a GPU of one rank; None elsewhere."""

@@ -17,6 +17,7 @@ import numpy as np
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch import Drafts, StepRows
 from worker_service.runner.draft_lengths import DraftLengths, Proposal
+from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
@@ -61,27 +62,33 @@ def add_drafts(
     rows: StepRows,
     lookahead: Int32Array,
     sequences: SequenceState,
-    drafter: Drafter,
+    drafter: Drafter | DraftModel,
     lengths: DraftLengths,
 ) -> StepRows:
     """The rows with the drafts that the plan allows, the drafter proposes and `lengths` chooses,
-    which are written behind their sequences' last tokens."""
+    which are written behind their sequences' last tokens. A draft model, whose drafts take time, is
+    asked for the chosen number of them only."""
     table = sequences.table
-    found: dict[int, Int32Array] = {}
-    for row in np.flatnonzero((lookahead > 0) & rows.computes).tolist():
-        row_id = int(rows.row_ids[row])
-        if _may_draft(row_id, sequences):
+    may_draft = np.flatnonzero((lookahead > 0) & rows.computes).tolist()
+    asked = [row for row in may_draft if _may_draft(int(rows.row_ids[row]), sequences)]
+    row_ids = rows.row_ids[asked]
+    most = lookahead[asked].tolist()
+    found: list[Int32Array] = []
+    if not isinstance(drafter, DraftModel):
+        for row_id, count in zip(row_ids.tolist(), most, strict=True):
             tokens = table.token_ids[row_id, : table.num_tokens[row_id]]
-            found[row] = drafter.propose(tokens, int(lookahead[row]))
-    proposals = [Proposal(int(rows.row_ids[row]), len(drafts)) for row, drafts in found.items()]
+            found.append(drafter.propose(tokens, count))
+        most = [len(drafts) for drafts in found]
+    proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
     num_tokens = int(rows.num_tokens.sum())
-    chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if found else []
+    chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if asked else []
+    if isinstance(drafter, DraftModel):
+        found = drafter.propose(row_ids, chosen, table)
     counts = np.zeros(len(rows.row_ids), np.int32)
-    for (row, drafts), count in zip(found.items(), chosen, strict=True):
-        row_id = int(rows.row_ids[row])
+    for row, row_id, drafts, count in zip(asked, row_ids.tolist(), found, chosen, strict=True):
+        counts[row] = len(drafts[:count])
         end = int(table.num_tokens[row_id])
-        table.token_ids[row_id, end : end + count] = drafts[:count]
-        counts[row] = count
+        table.token_ids[row_id, end : end + counts[row]] = drafts[:count]
     if not counts.any():
         return rows
     places = 1 + counts[rows.sampling].astype(np.int64)

@@ -246,7 +246,12 @@ def test_sequences_that_cannot_have_drafts_have_none(fields: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"speculative": "oracle"}, "speculative: expected one of ngram, got 'oracle'"),
+        ({"speculative": "oracle"}, "speculative: expected one of ngram, draft, got 'oracle'"),
+        ({"speculative": "draft"}, "speculative_model: expected a directory or a hub id"),
+        (
+            {"speculative": "ngram", "speculative_model": "embedded"},
+            "speculative_model: expected speculative draft with it",
+        ),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens: expected speculative with it"),
         (
             {"speculative": "ngram", "num_speculative_tokens": 0},

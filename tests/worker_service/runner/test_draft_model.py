@@ -1,0 +1,246 @@
+"""Drafts of a second model: outputs stay, right drafts are many, and wrong KV costs only drafts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from tests.support.checkpoints import checkpoint
+from tests.support.in_process import InProcessEngine, InProcessWorker, Output
+from tests.support.worker_driver import PlanBuilder, Row, column
+from tests.worker_service.runner.test_speculation import AllDrafts
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
+from worker_service.errors import InvalidOption, WorkerError
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.loader import LoadedModel, load_draft_model, load_model
+from worker_service.models.interface import Model
+from worker_service.runner import draft_model
+from worker_service.runner.draft_model import DraftModel
+from worker_service.runner.model_executor import ModelExecutor, Profiler
+from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.sequence_table import SequenceTable
+from worker_service.service import wire
+
+NUM_DRAFTS = 3
+PROMPTS = [[5 + (7 * index + at) % 200 for at in range(6 + 9 * index)] for index in range(4)]
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 11},
+    {"temperature": 1.0, "seed": 3, "top_k": 20, "min_tokens": 9},
+]
+
+
+class Counted(AllDrafts):
+    """Counts drafts and how many were right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_drafts = self.num_right = 0
+
+    def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
+        self.num_drafts += num_drafts
+        self.num_right += num_right
+
+
+class Engine(InProcessEngine):
+    """Drafts with the model that `draft` names, over a cache of as many blocks."""
+
+    def __init__(self, model: Path, draft: Path, **options: Any) -> None:
+        self.counted = Counted()
+        self.drafter: DraftModel | None = None
+        self.draft: Model = load_model(
+            ModelConfig(model=str(draft), device="cpu", dtype="float32")
+        ).model
+        super().__init__(model, **options)
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        spec, block_size = self.draft.kv_cache_spec, self.block_size
+        caches = CacheEngine(
+            spec,
+            block_size=block_size,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=0,
+            device=self.device,
+        )
+        self.drafter = DraftModel(self.draft, caches.device_cache)
+
+        def make_runner(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
+            return ModelRunner(
+                model, cache, block_size, drafter=self.drafter, draft_lengths=self.counted
+            )
+
+        return InProcessWorker(
+            self.loaded.model,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            block_size=block_size,
+            make_runner=make_runner,
+            num_speculative_tokens=NUM_DRAFTS,
+        )
+
+
+def tokens_of(outputs: list[Output]) -> list[list[int]]:
+    return [each.token_ids for each in outputs]
+
+
+def config(**fields: Any) -> SchedulerConfig:
+    return SchedulerConfig(max_speculative_seqs=8, **fields)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("draft", ["llama", "qwen3"])
+def test_outputs_are_those_without_drafts(draft: str, sampling: dict[str, Any]) -> None:
+    """Of the model itself as its own draft nearly all are right; another's may all be wrong."""
+    model = checkpoint("llama")
+    plain = InProcessEngine(model).generate(PROMPTS, 40, num_choices=2, **sampling)
+    engine = Engine(model, checkpoint(draft), config=config())
+    drafting = engine.generate(PROMPTS, 40, num_choices=2, **sampling)
+    assert tokens_of(drafting) == tokens_of(plain)
+    assert engine.counted.num_drafts > 100
+    if draft == "llama":
+        assert engine.counted.num_right == engine.counted.num_drafts
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("sampling", SAMPLING[:2])
+def test_drafts_are_right_after_preemption(
+    mode: str, sampling: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only a few sequences draft, since those with drafts in flight are never swapped."""
+    model = checkpoint("llama")
+    plain = InProcessEngine(model).generate(PROMPTS, 60, num_choices=2, **sampling)
+    engine = Engine(
+        model,
+        model,
+        num_gpu_blocks=48,
+        num_cpu_blocks=256,
+        config=SchedulerConfig(max_speculative_seqs=3, preemption_mode=PreemptionMode(mode)),
+    )
+    drafting = engine.generate(PROMPTS, 60, num_choices=2, **sampling)
+    assert tokens_of(drafting) == tokens_of(plain)
+    moved = "num_swapped" if mode == "swap" else "num_recomputed"
+    assert re.search(f"{moved}=[1-9]", caplog.text)
+    assert engine.counted.num_drafts > 20
+    assert engine.counted.num_right == engine.counted.num_drafts
+
+
+def test_a_copied_block_is_computed_again() -> None:
+    model = loaded(str(checkpoint("llama"))).model
+    caches = [
+        CacheEngine(
+            model.kv_cache_spec,
+            block_size=4,
+            num_gpu_blocks=32,
+            num_cpu_blocks=0,
+            device=torch.device("cpu"),
+        )
+        for _ in range(2)
+    ]
+    drafter = DraftModel(loaded(str(checkpoint("llama"))).model, caches[1].device_cache)
+    runner = ModelRunner(model, caches[0], 4, drafter=drafter, draft_lengths=AllDrafts())
+    plans = PlanBuilder(block_size=4)
+
+    def step(row: Row, **fields: Any) -> list[int]:
+        plan = plans.plan([row], **fields)
+        return runner.launch(wire.decode_plan(plan, 0)).collect().token_ids.tolist()
+
+    plans.add(1, PROMPTS[1])
+    step(Row(1, len(PROMPTS[1])))
+    lookahead = bytes([NUM_DRAFTS])
+    plans.grow(1, NUM_DRAFTS)
+    assert len(step(Row(1), lookahead=lookahead)) == 1 + NUM_DRAFTS
+    plans.grow(1, NUM_DRAFTS)
+    plans._updates += [1, 0, 31]
+    assert len(step(Row(1), lookahead=lookahead, copy=column([0, 31]))) == 1 + NUM_DRAFTS
+
+
+def test_a_long_prompt_is_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "MAX_CATCH_UP", 5)
+    model = checkpoint("llama")
+    plain = InProcessEngine(model).generate(PROMPTS, 20)
+    engine = Engine(model, model, config=config())
+    assert tokens_of(engine.generate(PROMPTS, 20)) == tokens_of(plain)
+    assert 0 < engine.counted.num_right == engine.counted.num_drafts
+
+
+def test_wrong_keys_cost_drafts_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = checkpoint("llama")
+    plain = InProcessEngine(model).generate(PROMPTS, 40)
+    engine = Engine(model, model, config=config())
+    propose = DraftModel.propose
+
+    def forget_keys(
+        self: DraftModel, row_ids: Int64Array, counts: list[int], table: SequenceTable
+    ) -> list[Int32Array]:
+        self._forward._kv_cache.normal_(generator=torch.Generator().manual_seed(len(row_ids)))
+        return propose(self, row_ids, counts, table)
+
+    monkeypatch.setattr(DraftModel, "propose", forget_keys)
+    assert tokens_of(engine.generate(PROMPTS, 40)) == tokens_of(plain)
+    assert engine.counted.num_right < engine.counted.num_drafts
+
+
+def test_no_drafts_beyond_the_length_of_the_draft_model() -> None:
+    model = checkpoint("llama")
+    plain = InProcessEngine(model).generate(PROMPTS[:1], 60)
+    engine = Engine(model, model, config=config())
+    longest = engine.draft.max_model_len
+    assert engine.drafter is not None
+    engine.drafter._max_model_len = 30
+    assert tokens_of(engine.generate(PROMPTS[:1], 60)) == tokens_of(plain)
+    assert longest > 60
+    assert 10 < engine.counted.num_right == engine.counted.num_drafts <= 30 - len(PROMPTS[0])
+
+
+def loaded(model: str) -> LoadedModel:
+    return load_model(ModelConfig(model=model, device="cpu", dtype="float32"))
+
+
+def test_another_vocabulary_is_refused() -> None:
+    target = loaded("embedded")
+    name = str(checkpoint("llama"))
+    with pytest.raises(InvalidOption) as raised:
+        load_draft_model(name, target, CacheConfig())
+    expected = f"expected a model with the {target.model.vocab_size} tokens of embedded"
+    assert str(raised.value) == f"speculative_model: {expected}, got {name} with 300"
+
+
+def test_a_missing_draft_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match=r"^speculative_model: "):
+        load_draft_model(str(tmp_path), loaded("embedded"), CacheConfig())
+
+
+def test_the_budget_holds_both_caches() -> None:
+    name = str(checkpoint("llama"))
+
+    def executor(speculative: str | None) -> ModelExecutor:
+        cache = CacheConfig(block_size=16, kv_cache_memory=2**20, swap_space=2**20)
+        runner = RunnerConfig(
+            speculative=speculative, speculative_model=name if speculative else None
+        )
+        model = ModelConfig(model=name, device="cpu", dtype="float32")
+        made = ModelExecutor(
+            cache,
+            Profiler(Path(".")),
+            lambda: load_model(model, cache),
+            None,
+            runner,
+            (lambda target: load_draft_model(name, target, cache)) if speculative else None,
+        )
+        made.load()
+        return made
+
+    plain = executor(None).profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
+    drafting = executor("draft")
+    counts = drafting.profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
+    assert counts.num_gpu_blocks == plain.num_gpu_blocks // 2
+    assert counts.num_cpu_blocks == plain.num_cpu_blocks, "the draft model's KV is not swapped"
+    drafting.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, 1)
+    assert drafting._draft_cache is not None
+    assert drafting._draft_cache.fits(counts.num_gpu_blocks, 0)
+    assert np.isclose(drafting._draft_cache.device_cache.nbytes, 2**19, rtol=0.05)
