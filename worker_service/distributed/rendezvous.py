@@ -25,6 +25,8 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import GroupBroken
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
+"""For connections to rank 0's store, and among ranks that have met: one may be lost meanwhile."""
+
 _MEET_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -99,15 +101,17 @@ class EpochRendezvous:
             raise GroupBroken(f"lost rank 0: {str(error).splitlines()[0]}") from None
 
     def process_group(self, name: str, ranks: Sequence[int]) -> Any:
-        """A gloo group of some ranks, including this one."""
+        """A gloo group of some ranks, including this one. Raises GroupBroken."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [self._gloo_device()]
-        options._timeout = _COLLECTIVE_TIMEOUT
+        options._timeout = _CONNECT_TIMEOUT
         options._threads = 1
-        return self._make(ProcessGroupGloo, name, ranks, options)
+        group = self._make(ProcessGroupGloo, name, ranks, options)
+        group._set_default_timeout(_COLLECTIVE_TIMEOUT)
+        return group
 
     def device_process_group(self, name: str, ranks: Sequence[int]) -> Any:
-        """An NCCL group of some ranks, including this one."""
+        """An NCCL group of some ranks, including this one, which connect when it is first used."""
         survive_lost_peers(os.environ)
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = _COLLECTIVE_TIMEOUT

@@ -1,15 +1,18 @@
 """What a rank does when another is gone, or does not come."""
 
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 
 from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import checkpoint
-from tests.support.rank_threads import RankThreads
+from tests.support.rank_threads import RankThreads, free_port
 from tests.support.worker_driver import PlanBuilder, Row
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import Communicator
@@ -20,6 +23,7 @@ from worker_service.errors import GroupBroken
 NUM_BLOCKS = 64
 SOON_S = 20
 """Far less than gloo's own patience."""
+SHORT = timedelta(seconds=1)
 
 
 @pytest.fixture
@@ -101,6 +105,43 @@ def test_a_rank_that_is_told_to_give_up_while_it_looks_for_the_store_does_not_wa
 
     with pytest.raises(GroupBroken, match="not all ranks of the group have joined"):
         communicator.join(Slow(TcpAddress("127.0.0.1", 1), layout), 1, torch.device("cpu"))
+
+
+def process_groups(lost: bool) -> "list[Future[Any]]":
+    """What two ranks that have met get as a process group, if the second is not lost before."""
+    address = TcpAddress("127.0.0.1", free_port())
+
+    def join(rank: int) -> Any:
+        meeting = rendezvous[rank].meet(1, threading.Event())
+        meeting.wait_for_all()
+        return None if lost and rank else meeting.process_group("everyone", range(2))
+
+    rendezvous = [
+        Rendezvous(address, Layout(tensor_parallel_size=2, rank=rank)) for rank in range(2)
+    ]
+    rendezvous[0].open()
+    with ThreadPoolExecutor(2) as ranks:
+        return [ranks.submit(join, rank) for rank in range(2)]
+
+
+def test_a_rank_that_is_lost_before_it_connects_ends_the_wait_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker_service.distributed.rendezvous._CONNECT_TIMEOUT", SHORT)
+    waiting, _ = process_groups(lost=True)
+    with pytest.raises(GroupBroken, match="cannot create process group 'everyone'"):
+        waiting.result(SOON_S)
+
+
+def test_connected_ranks_wait_longer_for_each_other_than_for_a_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker_service.distributed.rendezvous._CONNECT_TIMEOUT", SHORT)
+    first, second = [group.result(SOON_S) for group in process_groups(lost=False)]
+    waiting = first.broadcast(torch.ones(1), 1)
+    time.sleep(2 * SHORT.total_seconds())
+    second.broadcast(torch.ones(1), 1).wait()
+    waiting.wait()
 
 
 def test_ranks_that_were_parted_meet_again_and_give_the_same_tokens(two: RankThreads) -> None:
