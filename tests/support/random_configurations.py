@@ -153,8 +153,8 @@ class Configuration:
 
 
 def with_speculation(drawn: Configuration) -> Configuration:
-    """The same with requests of which most can have drafts: without log probabilities, penalties
-    and constraints; and with budgets and batches that leave room for drafts in most steps."""
+    """The same with requests of which most can have drafts: without log probabilities and
+    constraints; and with budgets and batches that leave room for drafts in most steps."""
     draw = Random(-1 - drawn.number)
     jobs = []
     for job in drawn.jobs:
@@ -163,8 +163,6 @@ def with_speculation(drawn: Configuration) -> Configuration:
         if job.beam_search is None and draw.random() < 0.8:
             for name in ("logprobs", "prompt_logprobs", "constraint"):
                 sampling.ClearField(name)
-            sampling.repetition_penalty = 1.0
-            sampling.presence_penalty = sampling.frequency_penalty = 0.0
         jobs.append(replace(job, sampling=sampling))
     scheduler = replace(
         drawn.scheduler,

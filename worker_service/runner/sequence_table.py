@@ -194,6 +194,7 @@ class SequenceTable:
         self.token_ids[row_id, end : end + len(tokens)] = tokens
         self.num_tokens[row_id] += len(tokens)
         self.num_computed_tokens[row_id] += len(tokens)
+        self.sampling.append(np.full(len(tokens), row_id), tokens)
 
     def expect_tokens(self, row_ids: Int64Array) -> Int64Array:
         """Append an unknown token to each of these sequences. Returns the tokens' positions."""
@@ -243,10 +244,11 @@ class SequenceTable:
         if not edits:
             return []
         starts = self.num_prompt_tokens[row_ids].tolist()
-        rows = zip(row_ids.tolist(), starts, ends.tolist(), strict=True)
+        num_drafts = (ends - self.num_tokens[row_ids]).tolist()
+        rows = zip(row_ids.tolist(), starts, ends.tolist(), num_drafts, strict=True)
         return [
-            EditedRow(row, edits[row_id], self.token_ids[row_id, start:end])
-            for row, (row_id, start, end) in enumerate(rows)
+            EditedRow(row, edits[row_id], self.token_ids[row_id, start:end], count)
+            for row, (row_id, start, end, count) in enumerate(rows)
             if row_id in edits
         ]
 

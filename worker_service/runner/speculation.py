@@ -104,13 +104,10 @@ def add_drafts(
 
 def _may_draft(row_id: int, sequences: SequenceState) -> bool:
     """Whether each position of a sequence can be sampled before the tokens before it are known:
-    counts of tokens and grammars advance token by token, and a result has room for the log
-    probabilities of one token of a row."""
+    grammars advance token by token, and a result has room for the log probabilities of one token
+    of a row."""
     table = sequences.table
     sampling = table.sampling
-    edits = sampling.edits.get(row_id)
-    if edits is not None and edits.occurrences is not None:
-        return False
     if sampling.num_logprobs[row_id] != NO_LOGPROBS or sampling.num_candidates[row_id] > 0:
         return False
     if row_id in table.prompt_logprobs:

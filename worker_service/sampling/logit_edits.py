@@ -92,6 +92,20 @@ class Occurrences:
         self._token_ids[index] = token
         self._counts[index] += 1
 
+    def with_drafts(self, drafts: Int32Array) -> tuple[Int32Array, Int32Array]:
+        """The distinct tokens and their counts as if these drafts had been output, too."""
+        if len(drafts) == 0:
+            return self.token_ids, self.output_counts
+        added, times = np.unique(drafts, return_counts=True)
+        index = np.array([self._index.get(token, -1) for token in added.tolist()])
+        is_new = index < 0
+        counts = self.output_counts.copy()
+        counts[index[~is_new]] += times[~is_new].astype(np.int32)
+        return (
+            np.concatenate([self.token_ids, added[is_new]]),
+            np.concatenate([counts, times[is_new].astype(np.int32)]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
@@ -134,7 +148,14 @@ class EditedRow(NamedTuple):
     row: int
     edits: LogitEdits
     output: Int32Array
-    """Its output tokens so far."""
+    """Its output tokens so far, drafts included."""
+    num_drafts: int = 0
+    """How many of them, the last ones, are drafts: `edits.occurrences` does not count these."""
+
+    @property
+    def drafts(self) -> Int32Array:
+        """The drafts."""
+        return self.output[len(self.output) - self.num_drafts :]
 
 
 def apply_edits(logits: Tensor, rows: list[EditedRow]) -> None:
@@ -170,12 +191,16 @@ def _add_biases(logits: Tensor, rows: list[EditedRow]) -> None:
 def apply_penalties(logits: Tensor, rows: list[EditedRow]) -> None:
     """Repetition (Keskar et al. 2019), then frequency, then presence penalties, from counts of
     tokens that these rows have."""
-    occurrences = [row.edits.occurrences for row in rows if row.edits.occurrences is not None]
-    if not occurrences:
+    found = [
+        row.edits.occurrences.with_drafts(row.drafts)
+        for row in rows
+        if row.edits.occurrences is not None
+    ]
+    if not found:
         return
-    index = _indices(logits, [row.row for row in rows], [each.token_ids for each in occurrences])
-    counts = np.concatenate([each.output_counts for each in occurrences])
-    repeats = [len(each) for each in occurrences]
+    index = _indices(logits, [row.row for row in rows], [token_ids for token_ids, _ in found])
+    counts = np.concatenate([counts for _, counts in found])
+    repeats = [len(token_ids) for token_ids, _ in found]
 
     def per_token(name: str) -> Tensor:
         values = np.array([getattr(row.edits.params, name) for row in rows], np.float32)

@@ -65,7 +65,7 @@ class SamplingTable:
             self.edits[row_id] = LogitEdits.of(params, prompt, output)
 
     def append(self, row_ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
-        """Record one more output token of each of these rows."""
+        """Record one more output token of each of these rows, which may be named repeatedly."""
         if not self.edits:
             return
         for row_id, token in zip(row_ids.tolist(), tokens.tolist(), strict=True):

@@ -191,6 +191,18 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "temperature": 1.0,
         "seed": 3,
     },
+    "a frequency penalty": {"frequency_penalty": 0.7},
+    "a presence penalty": {"presence_penalty": -0.8, "temperature": 0.9, "seed": 5},
+    "a repetition penalty": {"repetition_penalty": 1.4, "temperature": 1.0, "seed": 2**33},
+    "all penalties": {
+        "frequency_penalty": -0.4,
+        "presence_penalty": 0.5,
+        "repetition_penalty": 1.2,
+        "temperature": 0.7,
+        "top_k": 20,
+        "min_tokens": 5,
+        "suppressed_token_ids": np.arange(5, 90, dtype="<i4").tobytes(),
+    },
 }
 
 
@@ -226,8 +238,6 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"frequency_penalty": 0.5},
-        {"repetition_penalty": 1.2},
         {"logprobs": 1},
         {"prompt_logprobs": 0},
     ],

@@ -45,27 +45,33 @@ def edit_params(draw: st.DrawFn) -> SamplerParams:
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
-        st.tuples(edit_params(), st.lists(TOKENS, min_size=1), st.lists(TOKENS, max_size=12)),
+        st.tuples(
+            edit_params(),
+            st.lists(TOKENS, min_size=1),
+            st.lists(TOKENS, max_size=12),
+            st.integers(0, 5),
+        ),
         min_size=1,
         max_size=4,
     ),
     st.integers(0, 2**32),
 )
 def test_edits_of_a_batch_equal_the_reference_of_each_row(
-    rows: list[tuple[SamplerParams, list[int], list[int]]], seed: int
+    rows: list[tuple[SamplerParams, list[int], list[int], int]], seed: int
 ) -> None:
     logits = np.random.default_rng(seed).normal(size=(len(rows), VOCAB_SIZE)).astype(np.float32)
     edited = torch.from_numpy(logits.copy())
     batch = []
-    for row, (params, prompt, output) in enumerate(rows):
-        # Tokens come one by one, as they do when they are sampled.
+    for row, (params, prompt, output, most_drafts) in enumerate(rows):
+        # Tokens come one by one, as they do when they are sampled; the last may be drafts.
+        num_drafts = min(most_drafts, len(output))
         edits = LogitEdits.of(params, int32(prompt), int32([]))
-        for token in output:
+        for token in output[: len(output) - num_drafts]:
             if edits.occurrences is not None:
                 edits.occurrences.append(token)
-        batch.append(EditedRow(row, edits, int32(output)))
+        batch.append(EditedRow(row, edits, int32(output), num_drafts))
     apply_edits(edited, batch)
-    for row, (params, prompt, output) in enumerate(rows):
+    for row, (params, prompt, output, _) in enumerate(rows):
         expected = reference.edited_logits(logits[row].tolist(), params, prompt, output)
         np.testing.assert_allclose(edited[row].numpy(), expected, rtol=1e-5, atol=1e-6)
 
@@ -83,6 +89,20 @@ def test_occurrences_kept_token_by_token_equal_those_counted_at_once(
         found = zip(occurrences.token_ids.tolist(), occurrences.output_counts.tolist(), strict=True)
         assert dict(found) == expected
         assert len(occurrences) == len(expected)
+
+
+@given(st.lists(TOKENS), st.lists(TOKENS), st.lists(TOKENS, max_size=9), st.booleans())
+def test_occurrences_with_drafts_equal_those_after_as_much_output(
+    prompt: list[int], output: list[int], drafts: list[int], with_prompt: bool
+) -> None:
+    counted = Occurrences(int32(prompt), int32(output), with_prompt=with_prompt)
+    later = Occurrences(int32(prompt), int32(output + drafts), with_prompt=with_prompt)
+    before = counted.output_counts.tolist()
+    token_ids, counts = counted.with_drafts(int32(drafts))
+    found = dict(zip(token_ids.tolist(), counts.tolist(), strict=True))
+    assert len(found) == len(token_ids)
+    assert found == dict(zip(later.token_ids.tolist(), later.output_counts.tolist(), strict=True))
+    assert counted.output_counts.tolist() == before, "refused drafts leave nothing behind"
 
 
 def test_occurrences_grow_beyond_their_first_columns() -> None:
