@@ -26,8 +26,8 @@ from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
+from worker_service.runner.drafter import Drafter, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import Drafter
 from worker_service.service import wire as worker_wire
 
 GROUP = "group"
@@ -118,7 +118,7 @@ class SpeculatingWorker(InProcessWorker):
         super().__init__(model, **options)
 
 
-class KnowingDrafter:
+class KnowingDrafter(SequenceDrafter):
     """Proposes what is known to follow, except for about every fourth token."""
 
     def __init__(self, outputs: Iterable[Sequence[int]]) -> None:
@@ -126,7 +126,7 @@ class KnowingDrafter:
         self.num_drafts = 0
         self._outputs = [np.array(output, np.int32) for output in outputs]
 
-    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+    def follow(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
         """The drafts; none for an output that is not known."""
         for output in self._outputs:
             if len(output) > len(tokens) and np.array_equal(output[: len(tokens)], tokens):

@@ -10,7 +10,8 @@
 | `batch.py` | a step's rows, and the flattened inputs of the forward pass |
 | `draft_lengths.py` | how many guesses a step computes |
 | `draft_model.py` | guesses of a second, smaller model |
-| `speculation.py` | drafts: which tokens are guessed, and which guesses are kept |
+| `drafter.py` | guesses of the tokens that follow, from those that a sequence has |
+| `speculation.py` | drafts: rows that compute guesses, and which guesses are kept |
 | `forward.py` | the forward pass of a step that the host computes |
 | `step_outcome.py` | tokens, log probabilities and failures of a step by row |
 | `micro_batches.py` | parts of a step, computed one after the other by the stages of a pipeline |

@@ -18,6 +18,7 @@ from torch import Tensor
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.runner.batch import Drafts, StepRows, sampling_batch
+from worker_service.runner.drafter import Drafter
 from worker_service.runner.forward import HostForward
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
@@ -29,8 +30,10 @@ model has no KV, does not hold up the batch. Until it has caught up, the sequenc
 _NO_ROWS = np.empty(0, np.int64)
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Drafts for all rows of a step together, one position after the other."""
+
+    takes_time = True
 
     def __init__(self, model: Model, cache: Tensor) -> None:
         """cache: of `model`, with the blocks of the target's cache."""
@@ -40,11 +43,11 @@ class DraftModel:
         """By row of the table."""
 
     def forget(self, row_ids: Int64Array) -> None:
-        """Compute what gets these rows of the table from its first token on."""
+        """Compute what gets these rows next from its first token on."""
         self._num_computed[row_ids[row_ids < len(self._num_computed)]] = 0
 
     def forget_all(self) -> None:
-        """The same for all rows."""
+        """The same with all rows."""
         self._num_computed[:] = 0
 
     def note_blocks(self, row_ids: Int64Array, indices: Int32Array, block_size: int) -> None:
@@ -56,8 +59,7 @@ class DraftModel:
     def propose(
         self, row_ids: Int64Array, counts: list[int], table: SequenceTable
     ) -> list[Int32Array]:
-        """At most `counts` drafts of each sequence. They are written behind its tokens, which
-        nothing reads before they are compared."""
+        """Sampled as if each draft had been output. Sequences that are far behind have none yet."""
         missing = table.num_rows - len(self._num_computed)
         self._num_computed = np.append(self._num_computed, np.zeros(missing, np.int64))
         ends = table.num_tokens[row_ids]

@@ -25,8 +25,8 @@ from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_model import DraftModel
+from worker_service.runner.drafter import Drafter, NgramDrafter
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import Drafter, NgramDrafter
 from worker_service.structured.vocabulary import token_texts
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class ModelExecutor:
             drafter=self._make_drafter(num_gpu_blocks),
         )
 
-    def _make_drafter(self, num_gpu_blocks: int) -> Drafter | DraftModel | None:
+    def _make_drafter(self, num_gpu_blocks: int) -> Drafter | None:
         if self._draft is None:
             return NgramDrafter() if self._runner.speculative else None
         if self._draft_cache is None:

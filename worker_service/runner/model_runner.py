@@ -29,13 +29,13 @@ from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTiming
 from worker_service.runner.batch import StepRows, resolve_rows, sampling_batch
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_lengths import DraftLengths
-from worker_service.runner.draft_model import DraftModel
+from worker_service.runner.drafter import Drafter
 from worker_service.runner.forward import ForwardPass, HostForward
 from worker_service.runner.micro_batches import micro_batches
 from worker_service.runner.pending_tokens import RankOutcomes
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
-from worker_service.runner.speculation import Drafter, add_drafts, kept_drafts
+from worker_service.runner.speculation import add_drafts, kept_drafts
 from worker_service.runner.step_outcome import StepOutcome, StepStart
 from worker_service.sampling.logprobs import prompt_logprobs
 from worker_service.sampling.sampler import NO_TOKEN, Largest, sample
@@ -61,7 +61,7 @@ class ModelRunner:
         *,
         communicator: Communicator | None = None,
         device: DeviceSteps | None = None,
-        drafter: Drafter | DraftModel | None = None,
+        drafter: Drafter | None = None,
         draft_lengths: DraftLengths | None = None,
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
@@ -84,7 +84,7 @@ class ModelRunner:
         Steps in flight may still be collected."""
         self._sequences = self._no_sequences()
         self._draft_lengths.forget_all()
-        if isinstance(self._drafter, DraftModel):
+        if self._drafter is not None:
             self._drafter.forget_all()
         if self._device is not None:
             self._device.forget_all()
@@ -126,14 +126,14 @@ class ModelRunner:
         started_us = monotonic_us()
         forgotten = self._sequences.forget(plan)
         self._draft_lengths.forget(forgotten)
-        if isinstance(self._drafter, DraftModel):
+        if self._drafter is not None:
             self._drafter.forget(forgotten)
         if self._device is not None:
             self._device.forget(forgotten)
         self._cache.execute(plan)
         cache_done_us = monotonic_us()
         self._sequences.admit(plan)
-        if isinstance(self._drafter, DraftModel):
+        if self._drafter is not None:
             row_ids = self._sequences.table.row_ids(plan.block_updates[:, 0], "block_updates")
             self._drafter.note_blocks(row_ids, plan.block_updates[:, 1], self._block_size)
         if self._device is not None:

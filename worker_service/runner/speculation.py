@@ -10,79 +10,40 @@ the sequence's last computed token and are overwritten by its next row.
 """
 
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch import Drafts, StepRows
 from worker_service.runner.draft_lengths import DraftLengths, Proposal
-from worker_service.runner.draft_model import DraftModel
+from worker_service.runner.drafter import Drafter
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 from worker_service.sampling.sampling_table import NO_LOGPROBS
-
-MIN_MATCH, MAX_MATCH = 2, 5
-"""Tokens at a sequence's end that must have occurred before, and the most that are compared."""
-
-
-class Drafter(Protocol):
-    """Guesses tokens. A bad guess costs time and changes nothing else."""
-
-    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
-        """At most `num_drafts` tokens that may follow `tokens`, a sequence's prompt and output."""
-        ...
-
-
-class NgramDrafter:
-    """Proposes what followed the last occurrence of the sequence's last tokens, of those that match
-    longest (Saxena 2023, prompt lookup decoding)."""
-
-    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
-        """Prompt and output are searched alike. Where the continuation ends, it begins again: the
-        tokens between the two occurrences may be a loop."""
-        last = len(tokens) - 1
-        ends = np.flatnonzero(tokens[:last] == tokens[last])
-        num_matched = 1 if len(ends) else 0
-        while 0 < num_matched < MAX_MATCH:
-            longer = ends[ends >= num_matched]
-            longer = longer[tokens[longer - num_matched] == tokens[last - num_matched]]
-            if len(longer) == 0:
-                break
-            ends = longer
-            num_matched += 1
-        if num_matched < MIN_MATCH:
-            return tokens[:0]
-        start = int(ends[-1]) + 1
-        return tokens[start + np.arange(num_drafts) % (len(tokens) - start)]
 
 
 def add_drafts(
     rows: StepRows,
     lookahead: Int32Array,
     sequences: SequenceState,
-    drafter: Drafter | DraftModel,
+    drafter: Drafter,
     lengths: DraftLengths,
 ) -> StepRows:
     """The rows with the drafts that the plan allows, the drafter proposes and `lengths` chooses,
-    which are written behind their sequences' last tokens. A draft model, whose drafts take time, is
-    asked for the chosen number of them only."""
+    which are written behind their sequences' last tokens."""
     table = sequences.table
     may_draft = np.flatnonzero((lookahead > 0) & rows.computes).tolist()
     asked = [row for row in may_draft if _may_draft(int(rows.row_ids[row]), sequences)]
     row_ids = rows.row_ids[asked]
     most = lookahead[asked].tolist()
-    found: list[Int32Array] = []
-    if not isinstance(drafter, DraftModel):
-        for row_id, count in zip(row_ids.tolist(), most, strict=True):
-            tokens = table.token_ids[row_id, : table.num_tokens[row_id]]
-            found.append(drafter.propose(tokens, count))
+    if not drafter.takes_time:
+        found = drafter.propose(row_ids, most, table)
         most = [len(drafts) for drafts in found]
     proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
     num_tokens = int(rows.num_tokens.sum())
     chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if asked else []
-    if isinstance(drafter, DraftModel):
+    if drafter.takes_time:
         found = drafter.propose(row_ids, chosen, table)
     counts = np.zeros(len(rows.row_ids), np.int32)
     for row, row_id, drafts, count in zip(asked, row_ids.tolist(), found, chosen, strict=True):

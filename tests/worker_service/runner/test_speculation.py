@@ -26,8 +26,8 @@ from worker_service.errors import InvalidOption, InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
 from worker_service.runner.draft_lengths import DraftLengths, Proposal
+from worker_service.runner.drafter import NgramDrafter, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import NgramDrafter
 from worker_service.service import wire
 
 EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
@@ -50,18 +50,18 @@ EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
 def test_ngrams_propose_what_followed_the_longest_match(
     tokens: list[int], drafts: list[int]
 ) -> None:
-    found = NgramDrafter().propose(np.array(tokens, np.int32), 4)
+    found = NgramDrafter().follow(np.array(tokens, np.int32), 4)
     assert found.tolist() == drafts
-    assert NgramDrafter().propose(np.array(tokens, np.int32), 1).tolist() == drafts[:1]
+    assert NgramDrafter().follow(np.array(tokens, np.int32), 1).tolist() == drafts[:1]
 
 
-class FixedDrafter:
+class FixedDrafter(SequenceDrafter):
     """Proposes what it is given."""
 
     def __init__(self) -> None:
         self.drafts: list[int] = []
 
-    def propose(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+    def follow(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
         """The drafts."""
         return np.array(self.drafts[:num_drafts], np.int32)
 
