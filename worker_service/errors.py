@@ -6,6 +6,7 @@
     ├── UnsupportedModel   the checkpoint is sound, but Pagewire cannot serve it
     ├── BadCheckpoint      files are missing, damaged or do not fit the model
     ├── OutOfMemory        not even one KV block fits
+    ├── CaptureFailed      decode steps cannot be captured as CUDA graphs
     ├── NotReady           the model is still loading, or the worker is shutting down
     ├── InvalidPlan        a message from the core contradicts itself or our state
     ├── OutOfOrder         a call or a step that is out of order
@@ -51,6 +52,10 @@ class BadCheckpoint(WorkerError):
 
 class OutOfMemory(WorkerError):
     """Memory does not suffice for a KV cache of one block."""
+
+
+class CaptureFailed(WorkerError):
+    """Decode steps cannot be captured as CUDA graphs; the message names the flags that help."""
 
 
 class NotReady(WorkerError):

@@ -63,6 +63,7 @@ class ModelInfo:
     """Whether answers do not depend on other requests."""
     structured_output: bool
     arithmetic: str
+    uses_cuda_graphs: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +107,7 @@ class WorkerGroupStatus:
     decode_step_us: float
     prefill_token_us: float
     arithmetic: str
+    uses_cuda_graphs: bool
     gpu_blocks: BlockMap
     cpu_blocks: BlockMap
 

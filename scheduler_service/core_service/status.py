@@ -176,6 +176,7 @@ class StatusBoard:
             heartbeat_age_s=self._driver.clock() - group.last_heartbeat,
             world_size=group.world_size,
             arithmetic=group.registration.model.arithmetic,
+            uses_cuda_graphs=group.registration.model.uses_cuda_graphs,
         )
         if planned is not None:
             for name in _OF_PLANNED:

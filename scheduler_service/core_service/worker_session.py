@@ -15,8 +15,8 @@ the worker.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -177,9 +177,14 @@ class WorkerSession:
             num_cpu_blocks=blocks.num_cpu_blocks,
             epoch=self.epoch,
         )
-        await run_all(
-            *(_answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
-        )
+        # A worker whose graphs cannot be captured fails in the same way in every epoch.
+        with _final(grpc.StatusCode.FAILED_PRECONDITION):
+            await run_all(
+                *(
+                    _answer(stub.InitializeCache(request, timeout=PROFILE_TIMEOUT_S))
+                    for stub in stubs
+                )
+            )
         return self._capacity(
             blocks,
             takes_several_plans=all(info.takes_several_plans for info in infos),
@@ -218,16 +223,11 @@ class WorkerSession:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
-        try:
+        # A worker will not have more memory later.
+        with _final(grpc.StatusCode.RESOURCE_EXHAUSTED):
             found = await run_all(
                 *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
             )
-        except grpc.aio.AioRpcError as error:
-            if (
-                error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            ):  # it will not have more memory later
-                raise CannotServe(error.details()) from error
-            raise
         blocks = worker_pb.ProfileBlocksResponse(
             num_gpu_blocks=min(each.num_gpu_blocks for each in found),
             num_cpu_blocks=min(each.num_cpu_blocks for each in found),
@@ -331,3 +331,14 @@ class WorkerSession:
 async def _answer(call: Awaitable[Response]) -> Response:
     """Await a call, as a coroutine."""
     return await call
+
+
+@contextmanager
+def _final(code: grpc.StatusCode) -> Iterator[None]:
+    """Raise CannotServe for calls that a worker refuses with this code, which are not repeated."""
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        if error.code() is code:
+            raise CannotServe(error.details()) from error
+        raise

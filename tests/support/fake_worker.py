@@ -157,6 +157,7 @@ class FakeWorker(WorkerServiceServicer):
             dtype=dtype,
             block_size=BLOCK_SIZE,
             aliases=aliases,
+            uses_cuda_graphs=True,
         )
         self.epochs: list[int] = []
         """Of each InitializeCache."""
@@ -172,6 +173,7 @@ class FakeWorker(WorkerServiceServicer):
         """Sends the first result once more, before the real one, as of this epoch."""
         self.answer_next_as_step: int | None = None
         """Reports this step number in the next result, once."""
+        self.refuses_to_initialize = False
         self.directives: list[str] = []
         """Kinds of directives, and errors that ended a registration, as they came."""
         self.stop_reason: str | None = None
@@ -321,6 +323,9 @@ class FakeWorker(WorkerServiceServicer):
         self, request: worker_service_pb2.InitializeCacheRequest, context: Any
     ) -> worker_service_pb2.InitializeCacheResponse:
         await self.may_initialize.wait()
+        if self.refuses_to_initialize:
+            reason = "decode steps cannot be captured"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         if request.epoch <= max(self.epochs, default=0):
             await context.abort(grpc.StatusCode.ABORTED, "an epoch must be greater than any before")
         self.epochs.append(request.epoch)

@@ -47,6 +47,9 @@ class ModelFacts:
     arithmetic: str
     """Identity of the arithmetic: equal strings mean bitwise equal logits."""
 
+    uses_cuda_graphs: bool = False
+    """Whether decode steps are replayed as CUDA graphs."""
+
     num_speculative_tokens: int = 0
     """Most drafts that the worker adds to a row."""
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
@@ -52,7 +53,9 @@ class DeviceState:
         """recorder: captures decode steps of these padded sizes; None captures none.
         num_rows: initial capacity in sequences; None takes the usual capacity, at least `num_seqs`,
         since growing takes as long as capturing all graphs again.
-        max_penalty_bytes: memory for counts of tokens."""
+        max_penalty_bytes: memory for counts of tokens.
+
+        Raises CaptureFailed."""
         self._model = model
         self._kv_cache = cache.device_cache
         self._max_blocks = -(-model.max_model_len // block_size)
@@ -100,13 +103,25 @@ class DeviceState:
             self.graphs = self._record(self._recorder)
 
     @torch.inference_mode()
-    def _record(self, recorder: GraphRecorder) -> DecodeGraphs | None:
+    def _record(self, recorder: GraphRecorder) -> DecodeGraphs:
         graphs = DecodeGraphs(self._model, self._kv_cache, self.rows, self.sampler, self._sizes)
         try:
             graphs.record(recorder)
-        except RuntimeError as error:
-            # A model of transformers may synchronise with the device in the middle of a step.
-            reason = str(error).splitlines()[0]
-            logger.warning("decode steps cannot be recorded, running them eagerly error=%s", reason)
-            return None
+        except Exception as error:
+            # Out of memory, or a model of transformers that synchronises with the device in the
+            # middle of a step. Running eagerly would be several times slower without a notice.
+            logger.exception("capturing decode steps failed")
+            raise CaptureFailed(_advice(error)) from error
         return graphs
+
+
+def _advice(error: Exception) -> str:
+    reason = (str(error) or type(error).__name__).splitlines()[0]
+    if isinstance(error, torch.OutOfMemoryError):
+        advice = "lower --gpu-memory-utilization or --max-graph-batch-size, or"
+    else:
+        advice = "if the model synchronises with the device in a step,"
+    return (
+        f"cuda_graphs: decode steps cannot be captured: {reason}; {advice} compute them eagerly,"
+        " which is slower, with --no-cuda-graphs"
+    )

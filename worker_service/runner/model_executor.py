@@ -138,6 +138,7 @@ class ModelExecutor:
         return _facts_of(
             self._loaded,
             structured_output=self._grammars is not None,
+            uses_cuda_graphs=self._uses_cuda_graphs,
             num_speculative_tokens=self._runner.max_drafts,
         )
 
@@ -231,15 +232,18 @@ class ModelExecutor:
             num_seqs=self._max_num_seqs,
         )
 
-    def _graph_sizes(self) -> list[int]:
-        """Padded batch sizes of the decode steps to record."""
-        records = (
+    @property
+    def _uses_cuda_graphs(self) -> bool:
+        return (
             self._runner.cuda_graphs
             and self._device.type == "cuda"
             and self._rendezvous is None
             and self.loaded.config.attention_backend not in _WAITING_BACKENDS
         )
-        if not records:
+
+    def _graph_sizes(self) -> list[int]:
+        """Padded batch sizes of the decode steps to record."""
+        if not self._uses_cuda_graphs:
             return []
         return graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs))
 
@@ -300,7 +304,11 @@ def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
 
 
 def _facts_of(
-    loaded: LoadedModel, *, structured_output: bool, num_speculative_tokens: int
+    loaded: LoadedModel,
+    *,
+    structured_output: bool,
+    uses_cuda_graphs: bool,
+    num_speculative_tokens: int,
 ) -> ModelFacts:
     model = loaded.model
     return ModelFacts(
@@ -316,6 +324,7 @@ def _facts_of(
         num_parameters=model.num_parameters,
         batch_invariant=loaded.batch_invariant,
         structured_output=structured_output,
+        uses_cuda_graphs=uses_cuda_graphs,
         num_speculative_tokens=num_speculative_tokens,
         device=loaded.config.device,
         attention_backend=loaded.config.attention_backend or "",

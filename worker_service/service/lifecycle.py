@@ -128,6 +128,7 @@ class Worker:
             last_epoch=engine.last_epoch,
             busy_s=engine.busy_s,
             num_weight_loads=engine.num_weight_loads,
+            uses_cuda_graphs=loaded is not None and loaded.uses_cuda_graphs,
             labels=(
                 network.worker_id,
                 network.group_id,

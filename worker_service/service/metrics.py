@@ -78,6 +78,10 @@ GAUGES = {
     "num_weight_loads": gauge(
         "pagewire_worker_weight_loads", "Times that the process has loaded its weights."
     ),
+    "uses_cuda_graphs": gauge(
+        "pagewire_worker_cuda_graphs",
+        "Whether decode steps are replayed as CUDA graphs (1) or launched kernel by kernel (0).",
+    ),
 }
 """By the attribute of `WorkerFacts`."""
 
@@ -104,6 +108,7 @@ class WorkerFacts:
     last_epoch: int
     busy_s: float
     num_weight_loads: int
+    uses_cuda_graphs: bool
     labels: tuple[str, ...]
     """Of `pagewire_worker_info`."""
 

@@ -33,6 +33,7 @@ STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {
     errors.UnsupportedModel: grpc.StatusCode.FAILED_PRECONDITION,
     errors.BadCheckpoint: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.CaptureFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotReady: grpc.StatusCode.UNAVAILABLE,
     errors.InvalidPlan: grpc.StatusCode.INVALID_ARGUMENT,
     errors.OutOfOrder: grpc.StatusCode.FAILED_PRECONDITION,

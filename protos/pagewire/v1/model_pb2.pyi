@@ -39,6 +39,7 @@ class ModelInfo(_message.Message):
     STRUCTURED_OUTPUT_FIELD_NUMBER: _builtins.int
     ARITHMETIC_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    USES_CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
@@ -78,6 +79,10 @@ class ModelInfo(_message.Message):
     strings compute the same bits for a row if both are batch invariant. The core resumes a
     sequence on a worker with its arithmetic wherever there is one. Empty: not reported.
     """
+    uses_cuda_graphs: _builtins.bool
+    """Whether the worker replays decode steps as CUDA graphs instead of launching kernel by
+    kernel.
+    """
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names that clients may use in GenerateRequest.model. Answers carry the name
@@ -103,10 +108,11 @@ class ModelInfo(_message.Message):
         structured_output: _builtins.bool = ...,
         arithmetic: _builtins.str = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
+        uses_cuda_graphs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "structured_output", b"structured_output", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "structured_output", b"structured_output", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -231,6 +231,17 @@ async def test_a_worker_without_memory_is_told_so(service: CoreService, fleet: F
     assert "block" in (worker.stop_reason or "")
 
 
+async def test_a_worker_that_can_never_serve_is_stopped_with_its_reason(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = FakeWorker()
+    worker.refuses_to_initialize = True
+    await fleet.start(worker)
+    await until(lambda: worker.stop_reason, "it was asked to stop")
+    assert "decode steps cannot be captured" in (worker.stop_reason or "")
+    assert worker.num_profiles == 1
+
+
 async def test_a_registration_without_facts_is_an_error(core: SchedulerServiceStub) -> None:
     call = core.RegisterWorker()
     await call.write(pb.RegisterWorkerRequest(heartbeat=pb.WorkerHeartbeat()))
@@ -323,6 +334,7 @@ async def test_status_tells_of_requests_and_groups(
         assert (group.group_id, group.model, group.epoch) == ("g", "counter", 1)
         assert group.state == status_pb2.WORKER_STATE_READY
         assert group.address == worker.address
+        assert group.uses_cuda_graphs
         assert group.num_gpu_blocks == worker.num_gpu_blocks
         assert 0 < group.num_free_gpu_blocks < worker.num_gpu_blocks
         assert group.num_steps >= 4

@@ -95,6 +95,7 @@ async def test_the_core_learns_who_the_worker_is() -> None:
         assert values(info.model.eos_token_ids) == [0]
         assert not info.model.HasField("bos_token_id")
         assert (info.model.block_size, info.model.block_bytes) == (4, 32)
+        assert not info.model.uses_cuda_graphs
         await running.initialize(41)
         assert (await running.stub.GetInfo(pb.GetInfoRequest())).last_epoch == 41
 

@@ -1,6 +1,5 @@
-"""What is recorded, and what happens where it cannot be."""
+"""Which sizes are recorded, and what happens where recording fails."""
 
-import logging
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ from tests.support.counting_model import CountingModel
 from tests.support.runners import HostEvent
 from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
+from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.cuda_graphs import Replay, graph_sizes
 from worker_service.runner.device_rows import initial_rows
@@ -31,33 +31,39 @@ def test_sizes_rise_to_the_largest_and_waste_little(max_size: int) -> None:
 class Refusing:
     """A recorder for models that wait for the device."""
 
-    def __init__(self) -> None:
-        self.num_asked = 0
+    def __init__(self, error: Exception) -> None:
+        self._error = error
 
     def record(self, work: Callable[[], None]) -> Replay:
-        self.num_asked += 1
-        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        raise self._error
 
 
-def test_a_model_that_cannot_be_recorded_is_served_without(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    recorder = Refusing()
+WAITS = RuntimeError("operation not permitted when stream is capturing\nand more")
 
-    def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
-        state = DeviceState(model, cache, block_size, recorder, [1, 2])
-        return ModelRunner(
-            model, cache, block_size, device=DeviceSteps(model, cache, state, HostEvent)
-        )
 
-    with caplog.at_level(logging.WARNING):
-        bench = Bench(make_runner=make_runner)
-    assert recorder.num_asked == 1
-    assert "cannot be recorded" in caplog.text
-    assert "not permitted when stream is capturing" in caplog.text
-    bench.plans.add(1, [1, 2])
-    tokens = [bench.step([Row(1, 2)]), bench.step([Row(1)])]
-    assert [int(each.token_ids[0]) for each in tokens] == continuation([1, 2], 2)
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (WAITS, "not permitted when stream is capturing; .* with --no-cuda-graphs"),
+        (torch.OutOfMemoryError("out of memory"), "lower --gpu-memory-utilization"),
+        (TypeError(), "TypeError; .* with --no-cuda-graphs"),
+    ],
+    ids=repr,
+)
+def test_a_failed_capture_is_an_error_that_names_what_helps(error: Exception, says: str) -> None:
+    model = CountingModel()
+    with pytest.raises(CaptureFailed, match=says):
+        DeviceState(model, small_cache(model), 4, Refusing(error), [1, 2])
+
+
+def small_cache(model: CountingModel) -> CacheEngine:
+    return CacheEngine(
+        model.kv_cache_spec,
+        block_size=4,
+        num_gpu_blocks=16,
+        num_cpu_blocks=0,
+        device=torch.device("cpu"),
+    )
 
 
 def test_recordings_outlive_an_epoch() -> None:
@@ -71,13 +77,7 @@ def test_recordings_outlive_an_epoch() -> None:
             return work
 
     model, recorder = CountingModel(), Counting()
-    cache = CacheEngine(
-        model.kv_cache_spec,
-        block_size=4,
-        num_gpu_blocks=16,
-        num_cpu_blocks=0,
-        device=torch.device("cpu"),
-    )
+    cache = small_cache(model)
     state = DeviceState(model, cache, 4, recorder, [1, 2, 4])
     assert recorder.num_recorded == 6
     for _ in range(2):
