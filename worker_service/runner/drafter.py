@@ -1,4 +1,4 @@
-"""Sources of drafts: what they share, and the one that needs nothing but a sequence's own tokens."""
+"""Sources of drafts: what they share, and the one that needs only a sequence's own tokens."""
 
 from abc import ABC, abstractmethod
 
@@ -14,7 +14,8 @@ MIN_MATCH, MAX_MATCH = 2, 5
 class Drafter(ABC):
     """Guesses the tokens that follow. A bad guess costs time and changes nothing else.
 
-    It is notified of what happens to the rows of the table, of which it may keep state.
+    It is notified of what happens to the rows of the table. Those that keep no state of rows have
+    nothing to do then.
     """
 
     takes_time = False
@@ -28,13 +29,15 @@ class Drafter(ABC):
         """At most `counts` tokens that may follow each of these sequences. What lies behind a
         sequence's tokens in the table may be overwritten."""
 
-    def forget(self, row_ids: Int64Array) -> None:
+    def forget(self, row_ids: Int64Array) -> None:  # noqa: B027
         """The sequences with these rows have left."""
 
-    def forget_all(self) -> None:
+    def forget_all(self) -> None:  # noqa: B027
         """All sequences have left, and the table is replaced."""
 
-    def note_blocks(self, row_ids: Int64Array, indices: Int32Array, block_size: int) -> None:
+    def note_blocks(  # noqa: B027
+        self, row_ids: Int64Array, indices: Int32Array, block_size: int
+    ) -> None:
         """Entries of block tables were set, at `indices` of the tables of `row_ids`."""
 
 
