@@ -9,8 +9,11 @@ renamed, so that readers never see a part of it, and several workers may write i
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,6 +33,10 @@ logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
 """Incremented when other numbers, or the same in another form, are written."""
+
+_UNFINISHED = "-unfinished"
+_ABANDONED_AFTER_S = 24 * 3600.0
+"""Age of an unfinished file whose writer must have ended."""
 
 
 class _Rounded(StoredWeight):
@@ -143,12 +150,23 @@ def _write(
             tensors[f"{module}.scales"] = rounded.scales.half()
             if rounded.offsets is not None:
                 tensors[f"{module}.offsets"] = rounded.offsets.half()
-    with tempfile.TemporaryDirectory(dir=folder, prefix=f"{key}-") as unfinished:
+    _delete_abandoned(folder)
+    with tempfile.TemporaryDirectory(
+        dir=folder, prefix=f"{key}-", suffix=_UNFINISHED
+    ) as unfinished:
         part = Path(unfinished) / "part"
         save_file(tensors, part)
         with part.open("rb") as stream:
             os.fsync(stream.fileno())
         return part.replace(folder / f"{key}-{_digest(part)}.safetensors")
+
+
+def _delete_abandoned(folder: Path) -> None:
+    """Delete what workers that were killed have left of files that they wrote."""
+    for left in folder.glob(f"*{_UNFINISHED}"):
+        with suppress(OSError):  # another worker may delete it at the same time
+            if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:
+                shutil.rmtree(left)
 
 
 def _digest(file: Path) -> str:

@@ -1,7 +1,9 @@
 """`--quantization`: dense weights are rounded while they are loaded, each as far as it says."""
 
+import os
 import resource
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -232,10 +234,22 @@ def test_a_damaged_file_is_written_again(
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     file.write_bytes(damage(content))
-    (tmp_path / f"{file.name[:32]}-unfinished").mkdir()  # of a worker that was killed
     assert _logits(_cached(llama, tmp_path)).equal(expected)
     assert f"cached weights are damaged, rounding again file={file}" in caplog.text
     assert file.read_bytes() == content
+
+
+def test_what_killed_workers_have_left_is_deleted_after_a_day(llama: Path, tmp_path: Path) -> None:
+    young, old = (tmp_path / f"{name}-unfinished" for name in ("young", "old"))
+    for left, age_s in ((young, 3600), (old, 25 * 3600)):
+        left.mkdir()
+        (left / "part").write_bytes(b"half")
+        os.utime(left, (0, time.time() - age_s))
+    expected = _logits(_cached(llama, tmp_path))
+    assert young.exists()
+    assert not old.exists()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert _logits(_cached(llama, tmp_path)).equal(expected)
 
 
 def test_workers_may_write_at_once(llama: Path, tmp_path: Path) -> None:
