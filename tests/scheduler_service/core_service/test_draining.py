@@ -52,6 +52,7 @@ async def test_what_runs_goes_on_in_another_group_at_once(
         await frontend.submit(1, [1, 2, 3], max_tokens=200)
         await frontend.wait_tokens(1, 3)
         leaving.hold_results()
+        await until(lambda: len(leaving.plans) >= leaving.num_results + 2, "a step is in flight")
         if by == "operator":
             await core.DrainWorker(pb.DrainWorkerRequest(group_id="leaving"))
         else:
