@@ -30,6 +30,9 @@ def main(
     requests: Annotated[int, typer.Option(help="Number of different requests.")] = 120,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULT.dtype,
     seed: Annotated[int, typer.Option(help="Seed of requests and disturbances.")] = DEFAULT.seed,
+    speculative: Annotated[
+        str, typer.Option(help="ngram, draft or no; the undisturbed run has no drafts.")
+    ] = DEFAULT.speculative,
     workers: Annotated[int, typer.Option()] = DEFAULT.num_workers,
     ranks: Annotated[int, typer.Option(help="Hosts of each worker.")] = DEFAULT.num_ranks,
     bad_links: Annotated[
@@ -58,6 +61,7 @@ def main(
         time_limit_s=time_limit,
         num_asks=requests,
         dtype=dtype,
+        speculative=speculative,
         num_workers=workers,
         num_ranks=ranks,
         has_bad_links=bad_links,

@@ -18,6 +18,8 @@ class ChaosConfig:
     num_asks: int = 24
     """Number of different requests, which streams repeat."""
     dtype: str = "float32"
+    speculative: str = "no"
+    """What drafts tokens: ngram, draft (the model itself), or no. The undisturbed run has none."""
     num_workers: int = 3
     num_ranks: int = 1
     """Hosts of each worker, which share every layer; more than one needs namespaces."""

@@ -8,7 +8,9 @@ from tests.chaos.config import ChaosConfig
 from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import Link, Network, star
 from tests.chaos.relays import RelayNetwork
+from tools.launch import ROOT
 
+EMBEDDED_MODEL = ROOT / "worker_service/embedded_model"
 BYTES_PER_TOKEN = {"float32": 2048, "bfloat16": 1024}
 """Of KV, in the embedded model."""
 
@@ -58,6 +60,12 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
         "--kv-cache-memory": BYTES_PER_TOKEN[config.dtype] * 2400,
         "--swap-space": BYTES_PER_TOKEN[config.dtype] * 800,
     }
+    if config.speculative != "no":
+        worker["--speculative"] = config.speculative
+        worker["--num-speculative-tokens"] = draw.choice((1, 3, 5))
+    if config.speculative == "draft":  # whose KV takes half of the memory
+        worker["--speculative-model"] = EMBEDDED_MODEL
+        worker["--kv-cache-memory"] = BYTES_PER_TOKEN[config.dtype] * 4800
     return Flags(
         core=[str(word) for flag in core.items() for word in flag],
         frontend=["--grace-period", "3"],

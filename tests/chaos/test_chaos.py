@@ -78,6 +78,13 @@ def test_long_runs_on_bad_links_find_nothing_either(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("speculative", ["ngram", "draft"])
+def test_long_runs_with_drafts_equal_one_without(speculative: str, tmp_path: Path) -> None:
+    config = ChaosConfig(speculative=speculative, num_kills=100, num_streams=200, num_asks=60)
+    assert run_to_end(config, tmp_path).faults == []
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_long_runs_find_nothing_either(dtype: str, seed: int, tmp_path: Path) -> None:
