@@ -20,8 +20,8 @@ from tests.chaos.timeline import Timeline
 from tests.chaos.undisturbed import run_undisturbed
 from tests.chaos.workload import draw_asks
 
-REST_TIMEOUT_S = 120.0
-"""Time for the last blocks to be freed, and all groups to be ready, after the last stream."""
+REST_TIMEOUT_S = 60.0
+"""Time for the last blocks to be freed after the last stream has ended."""
 
 TELL_S = 3.0
 """Time for processes to log their stacks before they are killed."""

@@ -234,6 +234,7 @@ def test_a_damaged_file_is_written_again(
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     file.write_bytes(damage(content))
+    (tmp_path / f"{file.name[:32]}-unfinished").mkdir()  # of a worker that was killed
     assert _logits(_cached(llama, tmp_path)).equal(expected)
     assert f"cached weights are damaged, rounding again file={file}" in caplog.text
     assert file.read_bytes() == content
