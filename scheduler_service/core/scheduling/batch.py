@@ -25,6 +25,8 @@ class Batch:
         """Whether a sequence was preempted because memory ran out."""
         self.num_prefill_tokens = 0
         """Tokens of all prefill rows."""
+        self.num_attended_pairs = 0
+        """As in `StepWork`."""
         self.outgrown: list[SequenceGroup] = []
         """Groups that have become longer than the whole cache; they end after the plan."""
         self.lookahead: list[int] = []
@@ -56,12 +58,14 @@ class Batch:
         """Add a row that samples one token, and may add drafts."""
         self.lookahead += [0] * (len(self.rows) - len(self.lookahead))  # rows of beams
         self.lookahead.append(num_drafts)
+        self.num_attended_pairs += seq.length
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
 
     def add_beam(self, seq: Sequence) -> None:
         """Add a decode row that reports candidates."""
         self._lockstep_rows.append(len(self.rows))
+        self.num_attended_pairs += seq.length
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
 
@@ -80,6 +84,7 @@ class Batch:
         self._prefill_samples.append(sample)
         self._prefills.append((seq, seq.num_computed, sample))
         self.num_prefill_tokens += num_tokens
+        self.num_attended_pairs += num_tokens * seq.num_computed
         self.budget -= num_tokens
 
     @property
@@ -124,17 +129,12 @@ class Batch:
 
     def _work(self) -> StepWork:
         num_decodes = len(self.rows) - len(self._prefill_tokens)
-        pairs = sum([seq.length for seq in self.rows[:num_decodes]])
-        for num_tokens, (_, num_computed, _) in zip(
-            self._prefill_tokens, self._prefills, strict=True
-        ):
-            pairs += num_tokens * num_computed
         return StepWork(
             num_tokens=num_decodes + self.num_prefill_tokens,
             num_prefill_tokens=self.num_prefill_tokens,
             num_moved_blocks=(len(self.swap_out) + len(self.swap_in)) // 2,
             swaps_in=bool(self.swap_in),
-            num_attended_pairs=pairs,
+            num_attended_pairs=self.num_attended_pairs,
         )
 
     def _in_batch_order(self) -> list[NewSequence]:

@@ -78,7 +78,9 @@ class StepPlanner:
             self._add_speculative_decodes(batch, num_drafts)
         else:
             reserve = partial(self._reserve, batch)
-            extend_all(self._running.decoding, reserve, batch.seq_ids, batch.rows)
+            batch.num_attended_pairs += extend_all(
+                self._running.decoding, reserve, batch.seq_ids, batch.rows
+            )
         batch.budget -= len(batch.rows) + sum(batch.lookahead)
 
     def _num_drafts(self, batch: Batch) -> int:
