@@ -22,6 +22,8 @@ PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
 GPU_ENGINES ?= pagewire "pagewire in-process" vllm nano-vllm
 # Parallel test processes: many tests start services and wait for them.
 JOBS ?= 2
+# The tests start hundreds of processes, which would each compile the project again.
+unexport PYTHONDONTWRITEBYTECODE
 # Flags of a chaos run, such as --kills 200 --streams 500 --dtype bfloat16 --seed 7.
 CHAOS ?=
 # Targets and flags of a fuzzing run.
@@ -57,7 +59,7 @@ test: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/
 
 ## test-long: the randomised tests at full length
 test-long: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_modules/.ready
-	$(BIN)/python -m pytest -m "not gpu and not containers and not real"
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not gpu and not containers and not real"
 
 ## test-containers: as root, build the images, start docker-compose.yml and disturb it; needs the
 ## programs docker, dockerd and debootstrap, and uses no registry of images

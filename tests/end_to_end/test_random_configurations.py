@@ -226,5 +226,5 @@ def test_tokens_of_many_more_are_those_of_a_run_without_drafts(number: int) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", LONG)
-def test_tokens_of_many_more_are_those_of_an_are_those_of_an_undisturbed_run(number: int) -> None:
+def test_tokens_of_many_more_are_those_of_an_undisturbed_run(number: int) -> None:
     assert compare_runs(number)["steps"] > 0
