@@ -37,8 +37,6 @@ def _run(*arguments: str | Path, **environment: str) -> None:
             "-m",
             "pytest",
             "-q",
-            "-m",
-            "not gpu",
             *NO_CACHE,
             *arguments,
         ],
@@ -52,8 +50,22 @@ def _run(*arguments: str | Path, **environment: str) -> None:
 
 @pytest.mark.parametrize("file", INTERPRETED, ids=lambda file: file.stem)
 def test_the_kernels_agree_with_the_reference_in_the_interpreter(file: Path) -> None:
-    _run(file)
+    _run(file, "-m", "not gpu and not long", "-k", "not in_any_batch")
 
 
-def test_rows_keep_their_bits_in_any_batch_whatever_processor_interprets() -> None:
-    _run(GPU_TESTS, SAMPLER, "-k", "in_any_batch", **OTHER_BLAS)
+@pytest.mark.long
+def test_the_remaining_cases_agree_with_the_reference_too() -> None:
+    _run(*INTERPRETED, "-m", "long and not gpu", "-k", "not in_any_batch")
+
+
+@pytest.mark.parametrize(
+    "blas",
+    [
+        pytest.param(OTHER_BLAS, id="of AVX2"),
+        pytest.param({}, id="of this processor", marks=pytest.mark.long),
+    ],
+)
+def test_rows_keep_their_bits_in_any_batch_whatever_processor_interprets(
+    blas: dict[str, str],
+) -> None:
+    _run(GPU_TESTS, SAMPLER, "-m", "not gpu", "-k", "in_any_batch", **blas)

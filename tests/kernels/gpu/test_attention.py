@@ -99,7 +99,13 @@ def test_decodes_agree_with_the_reference(dtype: torch.dtype, launch: Launch) ->
     assert_agrees(output, _expected(sequences, DECODES, scale=0.3, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": 500}], ids=["plain", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.long),
+        pytest.param({"sliding_window": 500}, id="window"),
+    ],
+)
 def test_many_splits_are_merged(options: dict[str, Any]) -> None:
     sequences = PagedSequences(Shape(), [700, 40, 5])
     _written(sequences)

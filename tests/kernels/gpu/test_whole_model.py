@@ -30,6 +30,9 @@ from worker_service.models.registry import build_native_model
 
 pytestmark = MARKS
 
+LONG = pytest.mark.long
+"""For models that take many seconds in the interpreter; their kernels have short tests."""
+
 OURS = Kernels(TritonBackend(batch_invariant=True), TritonLayerKernels())
 PLAIN = Kernels(ReferenceBackend(), TorchLayerKernels())
 
@@ -120,7 +123,15 @@ def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> Non
     assert torch.equal(torch.cat(pieces), together[1])
 
 
-@pytest.mark.parametrize("source", ["awq", "fp8", "llama_tied Q4_K", "qwen3 IQ4_XS"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        "awq",
+        pytest.param("fp8", marks=LONG),
+        "llama_tied Q4_K",
+        pytest.param("qwen3 IQ4_XS", marks=LONG),
+    ],
+)
 def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_ones(
     source: str, tmp_path: Path
 ) -> None:
@@ -136,7 +147,11 @@ def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_on
 
 @pytest.mark.parametrize(
     ("family", "quantization"),
-    [("llama_tied", "int8"), ("gpt2", "int8"), ("llama_tied", "fp8")],
+    [
+        ("llama_tied", "fp8"),
+        pytest.param("llama_tied", "int8", marks=LONG),
+        pytest.param("gpt2", "int8", marks=LONG),
+    ],
 )
 def test_weights_that_are_rounded_while_loading_are_packed(
     family: str, quantization: str, tmp_path: Path
