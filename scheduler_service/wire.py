@@ -167,6 +167,9 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         max_hold_us=submit.max_hold_ms * 1000,
         num_worker_losses=submit.num_worker_losses,
         traceparent=submit.traceparent,
+        num_speculative_tokens=(
+            submit.num_speculative_tokens if submit.HasField("num_speculative_tokens") else None
+        ),
     )
 
 

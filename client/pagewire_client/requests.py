@@ -35,6 +35,9 @@ class CallOptions(SamplingOptions, total=False):
     """May be left out when the deployment serves one model."""
     priority: int
     """Lower values are served earlier if the scheduler's policy is `priority`."""
+    num_speculative_tokens: int | None
+    """Most tokens drafted for a step; 0 switches speculative decoding off, None is the
+    deployment's. The answer is the same."""
     timeout: float | None
     """Seconds, for the whole call. None: the client's own."""
 
@@ -157,6 +160,7 @@ def generate_request(
         request_id=options.get("request_id") or uuid.uuid4().hex,
         model=options.get("model"),
         priority=options.get("priority") or None,
+        num_speculative_tokens=options.get("num_speculative_tokens"),
         max_hold_ms=MAX_HOLD_MS if is_whole else None,
     )
     fill_prompt(request, prompt)
@@ -177,11 +181,15 @@ def generate_requests(
     params = [given] * len(prompts) if isinstance(given, SamplingParams) else given
     if len(params) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts need as many sampling_params, not {len(params)}")
-    model, priority = options.get("model"), options.get("priority", 0)
+    shared: GenerateOptions = {
+        "model": options.get("model"),
+        "priority": options.get("priority", 0),
+        "num_speculative_tokens": options.get("num_speculative_tokens"),
+    }
     requests = []
     for position, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         try:
-            request = generate_request(prompt, own, model=model, priority=priority, is_whole=True)
+            request = generate_request(prompt, own, is_whole=True, **shared)
         except ValueError as error:
             raise ValueError(f"prompts[{position}]: {error}") from None
         requests.append(request)

@@ -55,6 +55,8 @@ class Request:
     """Longest time for which its tokens may be buffered, to be sent together with later ones."""
     traceparent: str = ""
     """Parent of its spans; empty if its trace is not recorded."""
+    num_speculative_tokens: int | None = None
+    """Most drafts of one of its rows; None: as many as its worker makes."""
     num_worker_losses: int = 0
     """Workers that died while they were computing it, as counted by former cores."""
 

@@ -115,9 +115,15 @@ def test_a_chat_takes_tools_and_variables_of_the_template(
 
 
 def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: FakeFrontend) -> None:
-    client.generate("Hi", SamplingParams(seed=3), request_id="mine", priority=-2, model=MODEL)
-    request = frontend.requests[0]
-    assert (request.request_id, request.priority, request.model) == ("mine", -2, MODEL)
+    options = {"priority": -2, "model": MODEL, "num_speculative_tokens": 0}
+    client.generate("Hi", SamplingParams(seed=3), request_id="mine", **options)
+    client.generate_many(["Hi"], SamplingParams(seed=3), **options)
+    request, of_many = frontend.requests
+    for each in (request, of_many):
+        assert (each.priority, each.model) == (-2, MODEL)
+        assert each.HasField("num_speculative_tokens")
+        assert each.num_speculative_tokens == 0
+    assert request.request_id == "mine"
     assert request.sampling_params == SamplingParams(seed=3).to_proto()
 
 

@@ -175,6 +175,12 @@ def submit(**changes: object) -> pb.Submit:
     return pb.Submit(**fields | changes)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("most", [None, 0, 3])
+def test_a_submission_may_limit_its_drafts(most: int | None) -> None:
+    request = wire.decode_submit(submit(num_speculative_tokens=most), "front", now=0.0)
+    assert request.num_speculative_tokens == most
+
+
 def test_a_submission_becomes_a_request() -> None:
     generated = [
         pb.GeneratedTokens(

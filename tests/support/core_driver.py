@@ -169,6 +169,7 @@ class CoreDriver:
         priority: int = 0,
         min_tokens: int = 0,
         max_hold_us: int = 0,
+        num_speculative_tokens: int | None = None,
     ) -> RequestRecord:
         """Submit a request. Raises what the core raises; it is then not recorded."""
         handle = self.next_handle
@@ -195,6 +196,7 @@ class CoreDriver:
             max_hold_us=max_hold_us,
             deadline=None if timeout is None else self.now + timeout,
             fingerprint=b"of this request",
+            num_speculative_tokens=num_speculative_tokens,
         )
         self.core.submit(request, self.now)
         record = RequestRecord(request, self.now, [ChoiceRecord() for _ in range(n)])

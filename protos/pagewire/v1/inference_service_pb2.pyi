@@ -68,6 +68,7 @@ class GenerateRequest(_message.Message):
     MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's key for this request, 1 to 128 characters of [A-Za-z0-9._:-]. While
     the request is live, on any frontend, a second request with the same key is refused
@@ -105,6 +106,11 @@ class GenerateRequest(_message.Message):
     text contains them already, for example because a chat template rendered it.
     Default true.
     """
+    num_speculative_tokens: _builtins.int
+    """Most tokens that the worker drafts for one step of a choice of this request, at most
+    255; 0 switches speculative decoding off for it. The tokens are the same in any case.
+    Absent, or more than that: the deployment's num_speculative_tokens.
+    """
     @_builtins.property
     def token_ids(self) -> Global___PromptTokens:
         """Token ids, used unchanged. Not empty."""
@@ -138,10 +144,11 @@ class GenerateRequest(_message.Message):
         max_hold_ms: _builtins.int | None = ...,
         attempt: _builtins.int = ...,
         add_special_tokens: _builtins.bool | None = ...,
+        num_speculative_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "attempt", b"attempt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "attempt", b"attempt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
@@ -149,6 +156,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__max_hold_ms: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
+    _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
     _WhichOneofReturnType__priority: _TypeAlias = _typing.Literal["priority"]  # noqa: Y015
     _WhichOneofArgType__priority: _TypeAlias = _typing.Literal["_priority", b"_priority"]  # noqa: Y015
     _WhichOneofReturnType__request_id: _TypeAlias = _typing.Literal["request_id"]  # noqa: Y015
@@ -161,6 +170,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_hold_ms) -> _WhichOneofReturnType__max_hold_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__priority) -> _WhichOneofReturnType__priority | None: ...
     @_typing.overload

@@ -138,6 +138,7 @@ class Submit(_message.Message):
     WAITED_US_FIELD_NUMBER: _builtins.int
     NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's number for the request's first choice; choice i is handle + i.
     Unique on the stream while the request lives; positive, below 2^31.
@@ -191,6 +192,8 @@ class Submit(_message.Message):
     """The request's span in W3C Trace Context format (`traceparent`) if its trace is
     recorded: the parent of the spans of core and workers. Empty otherwise.
     """
+    num_speculative_tokens: _builtins.int
+    """As in GenerateRequest."""
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
         """Beam search, with every default filled in; `sampling` then sets num_candidates to
@@ -230,13 +233,19 @@ class Submit(_message.Message):
         waited_us: _builtins.int = ...,
         num_worker_losses: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        num_speculative_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
     _WhichOneofReturnType__timeout_us: _TypeAlias = _typing.Literal["timeout_us"]  # noqa: Y015
     _WhichOneofArgType__timeout_us: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_us) -> _WhichOneofReturnType__timeout_us | None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015

@@ -108,6 +108,8 @@ class StepPlanner:
         request = seq.seq_group.request
         if request.wants_logprobs or request.wants_prompt_logprobs:
             return 0
+        if request.num_speculative_tokens is not None:
+            num_drafts = min(num_drafts, request.num_speculative_tokens)
         max_length = seq.seq_group.num_prompt_tokens + seq.max_output_tokens
         end = min(seq.length + num_drafts, max_length - 1)
         num_kept = self._running.num_places

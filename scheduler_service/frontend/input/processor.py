@@ -31,8 +31,8 @@ FINGERPRINT_BYTES = 16
 
 
 def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
-    """A hash of the prompt and of all parameters except the seed, which a client may learn only
-    from the first response."""
+    """A hash of the prompt and of all parameters that tokens depend on, except the seed, which a
+    client may learn only from the first response."""
     reduced = inference_pb.GenerateRequest()
     reduced.CopyFrom(request)
     reduced.ClearField("request_id")
@@ -40,6 +40,7 @@ def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
     reduced.ClearField("resume")
     reduced.ClearField("priority")
     reduced.ClearField("max_hold_ms")
+    reduced.ClearField("num_speculative_tokens")
     reduced.ClearField("model")  # absent or named; the core compares which it is
     reduced.sampling_params.ClearField("seed")
     if not reduced.sampling_params.ByteSize():  # present only for the seed, if at all
@@ -154,6 +155,11 @@ def resolve_request(
             max_hold_ms=0 if params.stop else request.max_hold_ms,
             attempt=request.attempt,
             fingerprint=fingerprint(request),
+            num_speculative_tokens=(
+                request.num_speculative_tokens
+                if request.HasField("num_speculative_tokens")
+                else None
+            ),
         ),
         model=model,
         prompt_token_ids=prompt,

@@ -71,6 +71,7 @@ REQUEST = Request(
     wants_logprobs=True,
     deadline=1234.000000001,
     generated={1: GeneratedTokens(token_ids=[5], cumulative_logprob=-0.1, finished=True)},
+    num_speculative_tokens=0,
 )
 
 RESULT = StepResult(

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, m
 from pydantic_core import PydanticCustomError
 
 from pagewire.v1 import sampling_pb2
+from pagewire.v1.inference_service_pb2 import GenerateRequest
 from pagewire.validation import limits_of
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.middleware import REQUEST_ID
@@ -202,6 +203,9 @@ class SamplingFields(RequestBody):
     priority: int | None = Field(
         None, ge=-(2**31), le=2**31 - 1, description="Lower is served earlier, by that policy."
     )
+    num_speculative_tokens: (
+        Annotated[int, proto_range("num_speculative_tokens", GenerateRequest)] | None
+    ) = Field(None, description="Most tokens drafted for a step; 0: no speculative decoding.")
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None

@@ -285,6 +285,8 @@ def make_request(
         request.model = body.model
     if body.priority is not None:
         request.priority = body.priority
+    if body.num_speculative_tokens is not None:
+        request.num_speculative_tokens = body.num_speculative_tokens
     if not body.stream:
         request.max_hold_ms = HOLD_MS
     return request

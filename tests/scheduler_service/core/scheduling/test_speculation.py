@@ -45,6 +45,18 @@ def test_a_decode_may_have_as_many_drafts_as_the_worker_makes() -> None:
     driver.check_empty()
 
 
+@pytest.mark.parametrize("most", [0, 2, 9])
+def test_a_request_may_limit_its_drafts(most: int) -> None:
+    driver, plans = make()
+    driver.submit(prompt=[1, 2, 3], max_tokens=20, num_speculative_tokens=most)
+    driver.run_until_idle()
+    assert max(grants(plans)) == min(most, NUM_DRAFTS)
+    driver.submit(prompt=[4, 2, 3], max_tokens=30)
+    driver.submit(prompt=[1, 2, 3], max_tokens=30, num_speculative_tokens=most)
+    driver.run_until_idle()
+    assert max(grants(plans)) == NUM_DRAFTS, "of the other request"
+
+
 def test_no_row_goes_beyond_max_tokens() -> None:
     for max_tokens in range(1, 12):
         driver, plans = make()

@@ -15,6 +15,8 @@ GOOD: list[dict[str, Any]] = [
     {"chat": {"messages": [{"role": "user", "content": ""}]}},
     {"request_id": "A.b_c:9-" + "x" * 120, "text": "a"},
     {"text": "a", "priority": -5},
+    {"text": "a", "num_speculative_tokens": 0},
+    {"text": "a", "num_speculative_tokens": 255},
 ]
 GOOD_SAMPLING: list[dict[str, Any]] = [
     {"n": 128},
@@ -72,6 +74,7 @@ BAD = [
     ({"text": "a", "request_id": "é"}, "request_id"),
     ({"text": "a", "request_id": "a\n"}, "request_id"),
     ({"text": "a", "max_hold_ms": 60_001}, "max_hold_ms"),
+    ({"text": "a", "num_speculative_tokens": 256}, "num_speculative_tokens"),
 ]
 BAD_SAMPLING = [
     ({"n": 0}, "n"),
