@@ -334,7 +334,9 @@ class StepStream:
             is_right = 1 <= count <= 1 + row.lookahead
             expect_true(is_right, f"row {index} has {count} tokens, {row.lookahead} drafts allowed")
         expect("tokens in the result, of all sampling rows", len(tokens), sum(counts))
-        entries = {entry.row: entry for entry in message.logprobs}
+        entries: dict[int, list[plan_pb2.RowLogprobs]] = {}
+        for reported in message.logprobs:
+            entries.setdefault(reported.row, []).append(reported)
         result = Result(message=message)
         for error in message.errors:
             expect_true(error.row < len(rows), f"the result has an error for row {error.row}")
@@ -345,7 +347,9 @@ class StepStream:
         remaining = iter(tokens)
         for count, (index, row) in zip(counts, sampling, strict=True):
             sequence = row.sequence
-            found = [sampled(next(remaining), entries.get(index)) for _ in range(count)]
+            own: Items[plan_pb2.RowLogprobs | None] = entries.get(index) or [None] * count
+            expect(f"entries in `logprobs` of row {index}, one for each token", len(own), count)
+            found = [sampled(next(remaining), entry) for entry in own]
             result.sampled[sequence.seq_id] = found[0]
             if not sequence.sampling.HasField("num_candidates"):
                 sequence.num_pending -= 1

@@ -84,10 +84,17 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
     sent_us: when it could be sent, on the worker's clock; 0: at once.
     """
     timings = message.timings
+    logprobs: dict[int, RowLogprobs] = {}
+    kept_logprobs: dict[int, list[RowLogprobs]] = {}
+    for entry in message.logprobs:
+        decoded = _decode_row_logprobs(entry)
+        if logprobs.setdefault(entry.row, decoded) is not decoded:
+            kept_logprobs.setdefault(entry.row, []).append(decoded)
     return StepResult(
         step_id=message.step_id,
         token_ids=from_column(message.token_ids, "token_ids"),
-        logprobs={entry.row: _decode_row_logprobs(entry) for entry in message.logprobs},
+        logprobs=logprobs,
+        kept_logprobs=kept_logprobs,
         prompt_logprobs={
             entry.row: _decode_prompt_logprobs(entry) for entry in message.prompt_logprobs
         },

@@ -167,6 +167,9 @@ class StepResult:
     """[num_sampling]: drafts of each sampling row; None: none. For the worker's metrics."""
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    kept_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Of the tokens after a row's first, in order."""
+
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)

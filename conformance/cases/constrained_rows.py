@@ -23,6 +23,7 @@ from pagewire.v1 import plan_pb2
 NUM_LETTERS = 12
 LETTERS = "abcdefghij"
 NUM_DRAWS = 24
+LOOKAHEAD = 4
 FUNCTION_OF_OUTPUT = (
     "The allowed tokens are therefore a function of the constraint and the output tokens"
 )
@@ -81,6 +82,20 @@ def steps_planned_ahead_follow_the_constraint(worker: Worker, stream: StepStream
     stream.receive_all()
     expect_letters(worker, "four steps sent at once", sequence.output)
     return {"four steps sent at once": sequence}
+
+
+@stream_case("sampling", FUNCTION_OF_OUTPUT)
+def drafts_count_as_output(worker: Worker, stream: StepStream) -> Alone:
+    known, alone = texts_of(worker), {}
+    for pattern in ("(?:abc){99}", "[ab]{99}", "(?:ab|ba|c){99}"):
+        asked = known_constraint(worker, {"regex": pattern}, texts(*LETTERS))
+        sequence = stream.prefilled(worker.prompt(4), sampling=asked.params(seed=3))
+        for _ in range(NUM_LETTERS):
+            stream.step(sequence.row(lookahead=LOOKAHEAD))
+        text = b"".join(known[token] for token in sequence.output)
+        expect_true(set(text) <= set(b"abc"), f"{pattern}: the output {text!r} does not match")
+        alone[f"a text of {pattern}, with drafts"] = sequence
+    return alone
 
 
 @case("sampling", "continues where the other worker stopped")

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from conformance.assertions import Skipped, expect_true
+from conformance.assertions import Skipped, expect, expect_true
 from conformance.case import Alone, case, refusal_case, stream_case
 from conformance.sequence import Sequence, sampler_params
 from conformance.step_stream import StepStream
@@ -18,7 +18,7 @@ CONSTANT_BIAS = 100.0
 
 
 def params(**fields: Any) -> sampling_pb2.SamplerParams:
-    """Parameters without log probabilities, for which a worker may draft."""
+    """Parameters without log probabilities."""
     return sampler_params(**({"logprobs": None, "temperature": 0.0} | fields))
 
 
@@ -81,6 +81,20 @@ def parameters_see_drafts_as_output(worker: Worker, stream: StepStream) -> Alone
         sequence = stream.prefilled(worker.prompt(number), sampling=sampling)
         extend(stream, sequence, NUM_TOKENS, LOOKAHEAD)
         alone[what] = sequence
+    return alone
+
+
+@stream_case("plan", "one for each of the row's tokens in")
+def every_token_has_its_log_probabilities(worker: Worker, stream: StepStream) -> Alone:
+    alone = {}
+    for num_choices, width in ((1, 0), (2, 4)):
+        width = min(width, worker.vocab_size)
+        sampling = looping(worker, num_choices, temperature=1.0, logprobs=width)
+        sequence = stream.prefilled(worker.prompt(num_choices), sampling=sampling)
+        extend(stream, sequence, NUM_TOKENS, LOOKAHEAD)
+        tokens = [each.token_ids[:1] for each in sequence.sampled]
+        expect("tokens of the entries in `logprobs`", tokens, [[each] for each in sequence.output])
+        alone[f"{width} most probable tokens"] = sequence
     return alone
 
 

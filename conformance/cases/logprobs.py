@@ -76,7 +76,7 @@ def logprobs_of_0_reports_the_sampled_token_alone(worker: Worker) -> None:
     expect("number of log probabilities", len(columns.unpack_floats(entry.logprobs)), 1)
 
 
-@case("plan", "For sampling rows that request them, in row order.")
+@case("plan", "For sampling rows that request them, in row order:")
 def only_rows_that_asked_get_log_probabilities(worker: Worker) -> None:
     silent = sampler_params()
     silent.ClearField("logprobs")

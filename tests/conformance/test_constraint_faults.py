@@ -141,6 +141,7 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
             "steps planned ahead",
             "a fork follows",
             "an output that does not match",
+            "drafts count as output",
         ],
     ),
     "ignores choices": (_ignores("choice"), ["a choice allows", "a character may come"]),
@@ -174,7 +175,10 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
         lambda: Fault(result=_mixes_rows_up),
         ["rows without a constraint", "a step beyond the end"],
     ),
-    "is not the same twice": (_forgets_what_it_computed, ["steps planned ahead"]),
+    "is not the same twice": (
+        _forgets_what_it_computed,
+        ["steps planned ahead", "drafts count as output"],
+    ),
 }
 
 

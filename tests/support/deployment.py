@@ -149,6 +149,7 @@ class Deployment:
             num_choices=job.num_choices,
             tenant=job.tenant,
             priority=job.priority,
+            num_speculative_tokens=job.num_speculative_tokens,
             max_hold_us=job.max_hold_us,
             max_tokens=job.max_tokens,
             stop_token_ids=job.stop_token_ids,
@@ -237,6 +238,9 @@ class Deployment:
             result = link.plans.popleft()()
             self.disturbance["kept drafts"] += sum(result.num_sampled or ()) - len(
                 result.num_sampled or ()
+            )
+            self.disturbance["kept log probabilities"] += sum(
+                map(len, result.kept_logprobs.values())
             )
             self._core.update(str(index), result, now=0.0)
             self.disturbance["wasted tokens"] += len(result.token_ids)

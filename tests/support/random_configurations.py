@@ -66,6 +66,8 @@ class Job:
     priority: int = 0
     max_hold_us: int = 0
     """How long its tokens may wait for others."""
+    num_speculative_tokens: int | None = None
+    """Most drafts of a row; None: as many as the worker makes."""
     beam_search: BeamParams | None = None
     """Search for the best choices instead of sampling them; they come all at the end."""
     cancelled_after: int | None = None
@@ -153,17 +155,18 @@ class Configuration:
 
 
 def with_speculation(drawn: Configuration) -> Configuration:
-    """The same with requests of which most can have drafts: without log probabilities and
-    constraints; and with budgets and batches that leave room for drafts in most steps."""
+    """The same with requests of which most can have drafts: without log probabilities of prompts,
+    and some with fewer drafts or none; and with budgets and batches that leave room for drafts in
+    most steps."""
     draw = Random(-1 - drawn.number)
     jobs = []
     for job in drawn.jobs:
         sampling = sampling_pb2.SamplerParams()
         sampling.CopyFrom(job.sampling)
-        if job.beam_search is None and draw.random() < 0.8:
-            for name in ("logprobs", "prompt_logprobs", "constraint"):
-                sampling.ClearField(name)
-        jobs.append(replace(job, sampling=sampling))
+        if draw.random() < 0.8:
+            sampling.ClearField("prompt_logprobs")
+        num_drafts = draw.choice((None, None, None, None, 2, 0))
+        jobs.append(replace(job, sampling=sampling, num_speculative_tokens=num_drafts))
     scheduler = replace(
         drawn.scheduler,
         max_num_batched_tokens=drawn.scheduler.max_num_batched_tokens + draw.choice((0, 8, 40)),

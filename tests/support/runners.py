@@ -13,6 +13,7 @@ from worker_service.plan import monotonic_us
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, Replay
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.draft_lengths import DraftLengths, Proposal
 from worker_service.runner.drafter import Drafter
 from worker_service.runner.in_flight_step import DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
@@ -68,9 +69,19 @@ def host(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     return ModelRunner(model, cache, block_size, grammars(model.vocab_size))
 
 
+class AllDrafts(DraftLengths):
+    """Chooses all there are."""
+
+    def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
+        """Their lengths."""
+        return [num_drafts for _, num_drafts in proposals]
+
+
 def speculating(drafter: Drafter, model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
-    """The same with drafts."""
-    return ModelRunner(model, cache, block_size, grammars(model.vocab_size), drafter=drafter)
+    """The same with drafts, whatever they cost."""
+    known = grammars(model.vocab_size)
+    lengths = AllDrafts()
+    return ModelRunner(model, cache, block_size, known, drafter=drafter, draft_lengths=lengths)
 
 
 def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:

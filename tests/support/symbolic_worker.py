@@ -405,7 +405,7 @@ class SymbolicWorker:
             require(0 <= num_drafts <= 255, f"{seq.seq_id} has {num_drafts} drafts")
             params = seq.sampling
             may_draft = sample and num > 0 and params.num_candidates is None
-            may_draft &= not params.logprobs and not params.prompt_logprobs
+            may_draft &= not params.prompt_logprobs
             require(not num_drafts or may_draft, f"{seq.seq_id} cannot have drafts")
             for position in range(seq.num_computed, seq.num_computed + num_drafts):
                 self._write_slot(seq, position, b"draft", {seq.seq_id})
@@ -480,7 +480,11 @@ class SymbolicWorker:
             result.token_ids.append(token)
             if seq.sampling.logprobs:
                 result.logprobs[row] = logprobs_of(token)
-            num_sampled[-1] += self._keep_drafts(seq, lookahead[row], result.token_ids)
+            num_kept = self._keep_drafts(seq, lookahead[row], result.token_ids)
+            num_sampled[-1] += num_kept
+            if seq.sampling.logprobs and num_kept:
+                kept = result.token_ids[-num_kept:]
+                result.kept_logprobs[row] = [logprobs_of(token) for token in kept]
         if plan.lookahead is not None:
             result.num_sampled = num_sampled
         return result

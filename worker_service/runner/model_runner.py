@@ -25,7 +25,14 @@ from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.plan import RowErrorReason, StepPlan, StepResult, StepTimings, monotonic_us
+from worker_service.plan import (
+    RowErrorReason,
+    StepPlan,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+    monotonic_us,
+)
 from worker_service.runner.batch import StepRows, resolve_rows, sampling_batch
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_lengths import DraftLengths
@@ -201,7 +208,9 @@ class ModelRunner:
 
     def _begin_masks(self, rows: StepRows) -> "Future[MaskedRows] | None":
         """Begin to compute which tokens constraints allow, concurrently with the forward pass."""
-        constrained = self._sequences.constrained_rows(rows.row_ids[rows.sampling])
+        num_drafts = None if rows.drafts is None else rows.drafts.offsets
+        row_ids = rows.row_ids[rows.sampling]
+        constrained = self._sequences.constrained_rows(row_ids, num_drafts)
         masks = self._sequences.masks
         return masks.begin(constrained) if constrained and masks is not None else None
 
@@ -260,8 +269,10 @@ class ModelRunner:
             non_finite = non_finite[is_first[non_finite]]
             no_candidates = no_candidates[is_first[no_candidates]]
         if masked is not None:
-            failed = sampling[masked.rows[masked.failed]].tolist()
-            self._fail(outcome, rows, failed, RowErrorReason.CONSTRAINT)
+            unmatched = masked.rows[masked.failed]
+            if rows.drafts is not None:
+                unmatched = unmatched[is_first[unmatched]]
+            self._fail(outcome, rows, sampling[unmatched].tolist(), RowErrorReason.CONSTRAINT)
         self._fail(outcome, rows, sampling[non_finite].tolist(), RowErrorReason.NON_FINITE_LOGITS)
         failed = [row for row in sampling[no_candidates].tolist() if row not in errors]
         self._fail(outcome, rows, failed, RowErrorReason.NO_CANDIDATES)
@@ -269,9 +280,7 @@ class ModelRunner:
             sampling, tokens = sampling[is_first], tokens[is_first]
         outcome.tokens[sampling] = tokens
         outcome.tokens[list(errors)] = NO_TOKEN
-        for index, entry in samples.logprobs.items():
-            if (row := int(rows.sampling[index])) not in errors:
-                outcome.logprobs[row] = entry
+        self._add_logprobs(outcome, rows, samples.logprobs)
         for index, offered in samples.candidates.items():
             if (row := int(rows.sampling[index])) not in errors:
                 outcome.candidates[row] = offered
@@ -281,6 +290,21 @@ class ModelRunner:
         table.append_tokens(rows.row_ids[sampled], outcome.tokens[sampled])
         for row, further in outcome.kept.items():
             table.append_kept(int(rows.row_ids[row]), further)
+
+    def _add_logprobs(
+        self, outcome: StepOutcome, rows: StepRows, logprobs: dict[int, TokenLogprobs]
+    ) -> None:
+        """Log probabilities of the tokens that rows have brought. logprobs: by place in
+        `rows.sampling`."""
+        for index, entry in logprobs.items():
+            row = int(rows.sampling[index])
+            offset = 0 if rows.drafts is None else int(rows.drafts.offsets[index])
+            if row in outcome.errors:
+                continue
+            if offset == 0:
+                outcome.logprobs[row] = entry
+            elif offset <= len(outcome.kept.get(row, ())):
+                outcome.kept_logprobs.setdefault(row, []).append(entry)
 
     def _fail(
         self, outcome: StepOutcome, rows: StepRows, failed: Iterable[int], reason: RowErrorReason

@@ -49,12 +49,16 @@ class SequenceState:
         table.append_chosen(plan.appended_tokens)
         table.update_blocks(plan.block_updates)
 
-    def constrained_rows(self, row_ids: Int64Array) -> list[ConstrainedRow]:
-        """The rows of a batch that have a constraint and have not failed."""
+    def constrained_rows(
+        self, row_ids: Int64Array, num_drafts: Int64Array | None = None
+    ) -> list[ConstrainedRow]:
+        """The rows of a batch that have a constraint and have not failed. num_drafts: those behind
+        each one's last token that count as its output."""
         if self.masks is None:
             return []
+        counts = np.zeros(len(row_ids), np.int64) if num_drafts is None else num_drafts
         return [
-            ConstrainedRow(row, row_id, self.table.output(row_id))
+            ConstrainedRow(row, row_id, self.table.output(row_id, int(counts[row])), counts[row])
             for row, row_id in self.masks.constrained(row_ids)
             if row_id not in self.table.failures
         ]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.sampling.logit_edits import EditedRow
@@ -233,9 +233,16 @@ class SequenceTable:
         """Rows in use."""
         return list(self._row_id_of.values())
 
-    def output(self, row_id: int) -> Int32Array:
-        """A sequence's output tokens so far, including unknown ones."""
-        return self.token_ids[row_id, self.num_prompt_tokens[row_id] : self.num_tokens[row_id]]
+    def output(self, row_id: int, num_drafts: int = 0) -> Int32Array:
+        """A sequence's output tokens so far, including unknown ones, and drafts behind them."""
+        end = self.num_tokens[row_id] + num_drafts
+        return self.token_ids[row_id, self.num_prompt_tokens[row_id] : end]
+
+    def may_draft(self, row_ids: Int64Array) -> BoolArray:
+        """Which of these sequences can have drafts: those of beams have none, nor those that ask
+        for log probabilities of their prompts."""
+        reports = [row_id in self.prompt_logprobs for row_id in row_ids.tolist()]
+        return (self.sampling.num_candidates[row_ids] == 0) & ~np.array(reports, np.bool_)
 
     def edited_rows(self, row_ids: Int64Array, ends: Int64Array) -> list[EditedRow]:
         """Those of the batch's rows whose logits need edits. ends: where each one's output ends,

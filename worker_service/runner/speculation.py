@@ -20,7 +20,6 @@ from worker_service.runner.drafter import Drafter
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
-from worker_service.sampling.sampling_table import NO_LOGPROBS
 
 
 def add_drafts(
@@ -33,21 +32,22 @@ def add_drafts(
     """The rows with the drafts that the plan allows, the drafter proposes and `lengths` chooses,
     which are written behind their sequences' last tokens."""
     table = sequences.table
-    may_draft = np.flatnonzero((lookahead > 0) & rows.computes).tolist()
-    asked = [row for row in may_draft if _may_draft(int(rows.row_ids[row]), sequences)]
+    asked = np.flatnonzero((lookahead > 0) & rows.computes)
+    asked = asked[table.may_draft(rows.row_ids[asked])]
     row_ids = rows.row_ids[asked]
     most = lookahead[asked].tolist()
     if not drafter.takes_time:
-        found = drafter.propose(row_ids, most, table)
+        found = _propose(row_ids, most, sequences, drafter)
         most = [len(drafts) for drafts in found]
     proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
     num_tokens = int(rows.num_tokens.sum())
-    chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if asked else []
+    chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if len(asked) else []
     if drafter.takes_time:
-        found = drafter.propose(row_ids, chosen, table)
+        found = _propose(row_ids, chosen, sequences, drafter)
     counts = np.zeros(len(rows.row_ids), np.int32)
-    for row, row_id, drafts, count in zip(asked, row_ids.tolist(), found, chosen, strict=True):
+    for row, drafts, count in zip(asked.tolist(), found, chosen, strict=True):
         counts[row] = len(drafts[:count])
+        row_id = int(rows.row_ids[row])
         end = int(table.num_tokens[row_id])
         table.token_ids[row_id, end : end + counts[row]] = drafts[:count]
     if not counts.any():
@@ -63,17 +63,15 @@ def add_drafts(
     )
 
 
-def _may_draft(row_id: int, sequences: SequenceState) -> bool:
-    """Whether each position of a sequence can be sampled before the tokens before it are known:
-    grammars advance token by token, and a result has room for the log probabilities of one token
-    of a row."""
-    table = sequences.table
-    sampling = table.sampling
-    if sampling.num_logprobs[row_id] != NO_LOGPROBS or sampling.num_candidates[row_id] > 0:
-        return False
-    if row_id in table.prompt_logprobs:
-        return False
-    return sequences.masks is None or not sequences.masks.constrained(np.array([row_id]))
+def _propose(
+    row_ids: Int64Array, counts: list[int], sequences: SequenceState, drafter: Drafter
+) -> list[Int32Array]:
+    """Drafts of these sequences, up to the first that a constraint does not allow."""
+    found = drafter.propose(row_ids, counts, sequences.table)
+    for row in sequences.constrained_rows(row_ids):
+        assert sequences.masks is not None
+        found[row.row] = found[row.row][: sequences.masks.num_allowed(row, found[row.row])]
+    return found
 
 
 def kept_drafts(rows: StepRows, tokens: Int64Array, table: SequenceTable) -> dict[int, Int64Array]:

@@ -51,6 +51,9 @@ class StepOutcome:
 
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    kept_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Those of `kept`."""
+
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
 
@@ -98,6 +101,7 @@ class StepOutcome:
             num_sampled=num_sampled,
             num_drafts=num_drafts,
             logprobs=self.logprobs,
+            kept_logprobs=self.kept_logprobs,
             prompt_logprobs=self.prompt_logprobs,
             candidates=self.candidates,
             errors=dict(sorted(self.errors.items())),

@@ -77,7 +77,8 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
         token_ids=_bytes(result.token_ids, "<i4"),
         logprobs=[
             plan_pb2.RowLogprobs(row=row, sampled_rank=entry.rank, **_columns(entry))
-            for row, entry in result.logprobs.items()
+            for row, first in result.logprobs.items()
+            for entry in (first, *result.kept_logprobs.get(row, ()))
         ],
         prompt_logprobs=[
             plan_pb2.RowPromptLogprobs(

@@ -24,7 +24,13 @@ from worker_service.plan import (
 )
 from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import NextToken, prompt_logprobs, token_logprobs
-from worker_service.simulated.sequences import Batch, Row, SimulatedSequenceTable, resolve_rows
+from worker_service.simulated.sequences import (
+    Batch,
+    KnownSequence,
+    Row,
+    SimulatedSequenceTable,
+    resolve_rows,
+)
 
 NO_TOKEN = -1
 
@@ -43,6 +49,9 @@ class RowResults:
     """Drafts of each sampling row."""
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    kept_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """Of a row's tokens after its first."""
+
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
@@ -116,6 +125,7 @@ class SimulatedRunner:
             num_sampled=np.array(outcome.num_sampled, np.int32) if drafts else None,
             num_drafts=np.array(outcome.num_drafts, np.int32) if drafts else None,
             logprobs=outcome.logprobs,
+            kept_logprobs=outcome.kept_logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
             candidates=outcome.candidates,
             errors=outcome.errors,
@@ -208,16 +218,19 @@ class SimulatedRunner:
             sequence = row.sequence
             if outcome.tokens[-1] != draft:
                 return
-            token = sequence.next_token(NextToken(sequence.histories[-1], self._config.vocab_size))
+            distribution = NextToken(sequence.histories[-1], self._config.vocab_size)
+            token = sequence.next_token(distribution)
             if token is None:
                 return  # its next row fails
+            if (entry := self._logprobs(sequence, distribution, token)) is not None:
+                outcome.kept_logprobs.setdefault(row.index, []).append(entry)
             sequence.num_computed = sequence.num_checked = len(sequence.tokens)
             sequence.extend((token,))
             outcome.tokens.append(token)
 
     def _sample_row(self, row: Row, outcome: RowResults) -> None:
-        sequence, vocab_size = row.sequence, self._config.vocab_size
-        distribution = NextToken(sequence.histories[-1], vocab_size)
+        sequence = row.sequence
+        distribution = NextToken(sequence.histories[-1], self._config.vocab_size)
         if sequence.sampling.num_candidates is not None:
             outcome.candidates[row.index] = sequence.offer(distribution)
             outcome.tokens.append(NO_TOKEN)
@@ -227,13 +240,19 @@ class SimulatedRunner:
             sequence.failure = outcome.errors[row.index] = RowErrorReason.NO_CANDIDATES
             outcome.tokens.append(NO_TOKEN)
             return
-        num_top = sequence.sampling.num_logprobs
-        if num_top is not None:
-            outcome.logprobs[row.index] = token_logprobs(
-                distribution, token, min(num_top, vocab_size)
-            )
+        if (entry := self._logprobs(sequence, distribution, token)) is not None:
+            outcome.logprobs[row.index] = entry
         sequence.extend((token,))
         outcome.tokens.append(token)
+
+    def _logprobs(
+        self, sequence: KnownSequence, distribution: NextToken, token: int
+    ) -> TokenLogprobs | None:
+        """A sampled token's log probabilities, if the sequence asks for them."""
+        num_top = sequence.sampling.num_logprobs
+        if num_top is None:
+            return None
+        return token_logprobs(distribution, token, min(num_top, self._config.vocab_size))
 
 
 def _wait_until(end_us: float) -> None:

@@ -33,10 +33,10 @@ class KnownSequence(SimulatedSequence):
 
     @property
     def may_draft(self) -> bool:
-        """Whether its rows may bring several tokens: their results have no log probabilities."""
+        """Whether its rows may bring several tokens."""
         params = self.sampling
-        reported = (params.num_logprobs, params.num_prompt_logprobs, params.num_candidates)
-        return self.failure is None and reported == (None, None, None)
+        reported = (params.num_prompt_logprobs, params.num_candidates)
+        return self.failure is None and reported == (None, None)
 
     def drafts(self, num_drafts: int, vocab_size: int) -> list[int]:
         """Guesses of its next tokens; they end where no token may follow."""

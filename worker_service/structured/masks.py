@@ -49,11 +49,21 @@ class OutputMatcher:
         """Why it has failed, for log lines."""
         return str(self.matcher.get_error())
 
-    def fork(self, constraint: Constraint, min_tokens: int) -> "OutputMatcher":
-        """A copy for a fork of the sequence."""
-        fork = OutputMatcher(constraint, min_tokens, self.matcher.deep_copy())
+    def fork(self) -> "OutputMatcher":
+        """A copy for a fork of the sequence, or for its drafts."""
+        fork = OutputMatcher(self._constraint, self._min_tokens, self.matcher.deep_copy())
         fork._num_taken_in, fork._has_ended = self._num_taken_in, self._has_ended
         return fork
+
+    def num_allowed(self, drafts: Int32Array) -> int:
+        """How many of these tokens may follow the output as text, and the one that ends it."""
+        if self._has_ended or self.has_failed:
+            return 0
+        tokens = drafts.tolist()
+        ends = [index for index, token in enumerate(tokens) if token in self._ending]
+        num_texts = ends[0] if ends else len(tokens)
+        num_valid = int(self.matcher.validate_tokens(tokens[:num_texts]))
+        return num_valid + (num_valid == num_texts < len(tokens))
 
     def take_in(self, output: Int32Array) -> None:
         """Match the rest of the output, which extends the output of the last call."""
@@ -126,7 +136,9 @@ class ConstrainedRow(NamedTuple):
     row: int
     row_id: int
     output: Int32Array
-    """Its output tokens so far."""
+    """Its output tokens so far, drafts included."""
+    num_drafts: int = 0
+    """How many of them, the last ones, are drafts. The row before it then has one less."""
 
 
 class _Asked(NamedTuple):
@@ -158,7 +170,7 @@ class TokenMasks:
         compiled = None
         parent = None if parent_row_id is None else self._matchers.get(parent_row_id)
         if parent is not None:
-            self._matchers[row_id] = parent.fork(constraint, min_tokens)
+            self._matchers[row_id] = parent.fork()
         else:
             compiled = self._grammars.expect(constraint)
         self._asked[row_id] = _Asked(constraint, min_tokens, compiled)
@@ -184,7 +196,13 @@ class TokenMasks:
     def compute(self, rows: Sequence[ConstrainedRow]) -> MaskedRows:
         """The masks of these rows, at least one."""
         vocab_size = self._grammars.vocab_size
-        matchers = [self._follow(each) for each in rows]
+        matchers: list[OutputMatcher] = []
+        for row in rows:
+            if row.num_drafts:
+                matchers.append(matchers[-1].fork())
+                matchers[-1].take_in(row.output)
+            else:
+                matchers.append(self._follow(row))
         # One more token than logits: llguidance's own end of sequence.
         bitmask = np.zeros((len(rows), vocab_size // 32 + 1), np.uint32)
         alive = [(each.matcher, i) for i, each in enumerate(matchers) if not each.has_failed]
@@ -201,6 +219,10 @@ class TokenMasks:
             bitmask=np.ascontiguousarray(bitmask[:, : -(-vocab_size // 32)]).view(np.int32),
             failed=np.array([each.has_failed for each in matchers]),
         )
+
+    def num_allowed(self, row: ConstrainedRow, drafts: Int32Array) -> int:
+        """How many of these drafts the constraint allows after the row's output."""
+        return self._follow(row).num_allowed(drafts)
 
     def _follow(self, row: ConstrainedRow) -> OutputMatcher:
         """The row's matcher, at the end of its output."""

@@ -292,7 +292,9 @@ class StepResult(_message.Message):
     """
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:
-        """For sampling rows that request them, in row order."""
+        """For sampling rows that request them, in row order: one for each of the row's tokens in
+        token_ids, in their order.
+        """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowPromptLogprobs]:

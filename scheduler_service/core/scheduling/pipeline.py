@@ -65,6 +65,19 @@ def _check_num_sampled(step: InFlightStep, num_sampled: list[int]) -> None:
             )
 
 
+def _check_logprobs(step: InFlightStep, result: StepResult) -> None:
+    """Each token of a row that reports log probabilities has an entry."""
+    if not (result.kept_logprobs or (result.logprobs and result.num_sampled)):
+        return
+    counts = dict(zip(step.sampled, result.num_sampled or (), strict=False))
+    for row in result.logprobs.keys() | result.kept_logprobs.keys():
+        entries = (row in result.logprobs) + len(result.kept_logprobs.get(row, ()))
+        count = counts.get(step.rows[row], 1)
+        if entries != count:
+            problem = f"row {row} has {entries} log probabilities"
+            raise ResultMismatch(f"{problem}, expected one for each of its {count} tokens")
+
+
 class Pipeline:
     """Steps in flight of one worker group, answered in order, and how long they take."""
 
@@ -141,9 +154,11 @@ class Pipeline:
         if len(tokens) != len(sampled):
             raise ResultMismatch(f"expected {len(sampled)} tokens, result has {len(tokens)}")
         self._check_candidates(step, result)
-        for rows in (result.errors, result.logprobs, result.prompt_logprobs):
+        named = (result.errors, result.logprobs, result.kept_logprobs, result.prompt_logprobs)
+        for rows in named:
             if rows and not 0 <= min(rows) <= max(rows) < len(step.rows):
                 raise ResultMismatch(f"result names a row beyond the {len(step.rows)} of the batch")
+        _check_logprobs(step, result)
         if tokens and max(tokens) >= self._vocab_size:
             raise ResultMismatch(f"token {max(tokens)} is not below {self._vocab_size}")
         if tokens and min(tokens) < 0:

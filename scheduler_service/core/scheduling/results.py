@@ -102,6 +102,11 @@ def deliver_logprobs(seq: Sequence, logprobs: RowLogprobs) -> None:
         seq.seq_group.frontend.outbox.logprobs.append((seq.handle, logprobs))
 
 
+def first_token(logprobs: RowLogprobs) -> int:
+    """The sampled token that they are of."""
+    return int.from_bytes(logprobs.token_ids[:_ENTRY_BYTES], "little")
+
+
 def deliver_prompt_logprobs(seq_group: SequenceGroup, update: RowPromptLogprobs) -> None:
     """Pass on the part of a prompt's log probabilities that was not delivered yet.
 
@@ -222,5 +227,9 @@ class ResultProcessor:
 def _deliver_logprobs(step: InFlightStep, result: StepResult) -> None:
     for row, prompt_logprobs in result.prompt_logprobs.items():
         deliver_prompt_logprobs(step.rows[row].seq_group, prompt_logprobs)
-    for row, logprobs in result.logprobs.items():
-        deliver_logprobs(step.rows[row], logprobs)
+    for row, first in result.logprobs.items():
+        seq = step.rows[row]
+        for logprobs in (first, *result.kept_logprobs.get(row, ())):
+            deliver_logprobs(seq, logprobs)
+            if first_token(logprobs) in seq.stop_token_ids:
+                break  # the tokens after it are dropped as well

@@ -106,7 +106,7 @@ class StepPlanner:
         how many it may have. Nothing is preempted for drafts, and each running sequence finds a
         block for its next token."""
         request = seq.seq_group.request
-        if request.wants_logprobs or request.wants_prompt_logprobs:
+        if request.wants_prompt_logprobs:
             return 0
         if request.num_speculative_tokens is not None:
             num_drafts = min(num_drafts, request.num_speculative_tokens)

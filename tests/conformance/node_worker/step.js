@@ -146,11 +146,10 @@ function compute(row, byId, cache) {
   ];
 }
 
-/** Write the slots of the row's drafts after its own; results have no logprobs for them. */
+/** Write the slots of the row's drafts after its own. */
 function computeDrafts(row, cache, read) {
   const { sequence, lookahead } = row;
-  const { params } = sequence;
-  const reported = [params.logprobs, params.promptLogprobs, params.numCandidates];
+  const reported = [sequence.params.promptLogprobs, sequence.params.numCandidates];
   if (lookahead === 0 || reported.some((each) => each !== null)) return;
   row.drafts = draft(sequence.tokens, Math.min(lookahead, MAX_DRAFTS));
   row.draftLogits = row.drafts.map((token, index) => {
@@ -162,7 +161,8 @@ function computeDrafts(row, cache, read) {
 }
 
 /** Sample after each draft that is right; returns these tokens, which the sequence has then. */
-function keepDrafts({ sequence, drafts, draftLogits }) {
+function keepDrafts(row, logprobs) {
+  const { sequence, drafts, draftLogits } = row;
   const { params, numPrompt, choiceIndex } = sequence;
   const kept = [];
   for (const [index, guess] of drafts.entries()) {
@@ -173,8 +173,21 @@ function keepDrafts({ sequence, drafts, draftLogits }) {
     sequence.numComputed += 1;
     sequence.tokens.push(token);
     kept.push(token);
+    reportLogprobs(row, draftLogits[index], token, logprobs);
   }
   return kept;
+}
+
+/** Add a sampled token's entry, if the sequence asks for log probabilities. */
+function reportLogprobs({ sequence, index }, logits, token, logprobs) {
+  if (sequence.params.logprobs === null) return;
+  const entry = logprobsOf(logits, token, sequence.params.logprobs);
+  logprobs.push({
+    row: index,
+    token_ids: pack(entry.tokenIds),
+    logprobs: packFloats(entry.logprobs),
+    sampled_rank: entry.rank,
+  });
 }
 
 function sampleAll(rows, mayDraft) {
@@ -196,18 +209,10 @@ function sampleAll(rows, mayDraft) {
       if (token !== null) {
         tokens.push(token);
         sequence.tokens.push(token);
-        const kept = keepDrafts(row);
+        reportLogprobs(row, sequence.lastLogits, token, logprobs);
+        const kept = keepDrafts(row, logprobs);
         tokens.push(...kept);
         counts[counts.length - 1] += kept.length;
-        if (params.logprobs !== null) {
-          const entry = logprobsOf(sequence.lastLogits, token, params.logprobs);
-          logprobs.push({
-            row: index,
-            token_ids: pack(entry.tokenIds),
-            logprobs: packFloats(entry.logprobs),
-            sampled_rank: entry.rank,
-          });
-        }
         continue;
       }
       sequence.failure = "ROW_ERROR_REASON_NO_CANDIDATES";

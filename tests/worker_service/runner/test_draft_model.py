@@ -11,8 +11,8 @@ import torch
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine, InProcessWorker, Output
+from tests.support.runners import AllDrafts
 from tests.support.worker_driver import PlanBuilder, Row, column
-from tests.worker_service.runner.test_speculation import AllDrafts
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.errors import InvalidOption, WorkerError

@@ -10,22 +10,22 @@ import torch
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.core.config import SchedulerConfig
+from tests.support import vocabularies
 from tests.support.counting_model import CountingModel, next_token
 from tests.support.in_process import (
-    GREEDY,
     InProcessEngine,
     InProcessWorker,
     KnowingDrafter,
     SpeculatingWorker,
 )
-from tests.support.worker_driver import PlanBuilder, Row
+from tests.support.runners import AllDrafts
+from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.array_types import Int32Array
 from worker_service.config import ModelConfig, RunnerConfig, WorkerConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
-from worker_service.runner.draft_lengths import DraftLengths, Proposal
 from worker_service.runner.drafter import NgramDrafter, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
@@ -66,14 +66,6 @@ class FixedDrafter(SequenceDrafter):
         return np.array(self.drafts[:num_drafts], np.int32)
 
 
-class AllDrafts(DraftLengths):
-    """Chooses all there are."""
-
-    def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
-        """Their lengths."""
-        return [num_drafts for _, num_drafts in proposals]
-
-
 class Bench:
     """A runner with given drafts, over a model whose tokens show every mistake."""
 
@@ -87,7 +79,14 @@ class Bench:
             device=torch.device("cpu"),
         )
         self.drafter = FixedDrafter()
-        self.runner = ModelRunner(model, cache, 4, drafter=self.drafter, draft_lengths=AllDrafts())
+        self.runner = ModelRunner(
+            model,
+            cache,
+            4,
+            vocabularies.grammars(model.vocab_size),
+            drafter=self.drafter,
+            draft_lengths=AllDrafts(),
+        )
         self.plans = PlanBuilder(block_size=4)
 
     def step(self, *rows: Row, drafts: Sequence[int] = (), **fields: Any) -> StepResult:
@@ -172,6 +171,46 @@ def test_wrong_lookahead_is_refused(row: Row, fields: dict[str, bytes]) -> None:
         bench.step(row, **fields)
 
 
+def test_each_token_of_a_row_has_its_log_probabilities() -> None:
+    sampling = sampler_params(temperature=0.0, logprobs=2)
+    alone, bench = Bench(), Bench()
+    for each in (alone, bench):
+        each.plans.add(1, PROMPT, sampling=sampling)
+        each.step(Row(1, len(PROMPT)))
+    expected = [alone.step(Row(1)).logprobs[0] for _ in range(5)]
+    drafts = [int(entry.token_ids[0]) for entry in expected[:4]]
+    drafts[3] += 1
+    bench.plans.grow(1, 4)
+    result = bench.step(Row(1), drafts=drafts, lookahead=b"\x04")
+    found = [result.logprobs[0], *result.kept_logprobs[0]]
+    assert [entry.token_ids[0] for entry in found] == result.token_ids.tolist()
+    assert len(found) == 4
+    for one, other in zip(found, expected, strict=False):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
+        assert one.rank == other.rank
+    assert len(wire.encode_result(result).logprobs) == 4
+
+
+@pytest.mark.parametrize(
+    ("drafts", "num_allowed"), [("abab", 4), ("abac", 3), ("xaba", 0), ("ab\0ab", 3)]
+)
+def test_drafts_end_before_one_that_the_constraint_forbids(drafts: str, num_allowed: int) -> None:
+    """A zero stands for the token that may end the output, after which nothing is drafted."""
+    texts = vocabularies.token_texts(256)
+    ids = [texts.index(each.encode()) if each != "\0" else vocabularies.END for each in drafts]
+    constraint = sampling_pb2.Constraint(regex="x(?:ab)*", end_token_ids=ENDS)
+    bench = Bench()
+    bench.plans.add(1, PROMPT, sampling=sampler_params(temperature=0.0, constraint=constraint))
+    assert bench.step(Row(1, len(PROMPT))).token_ids.tolist() == [texts.index(b"x")]
+    bench.plans.grow(1, 5)
+    result = bench.step(Row(1), drafts=ids, lookahead=b"\x05")
+    found = [0] if result.num_drafts is None else result.num_drafts.tolist()
+    assert found == [num_allowed]
+
+
+ENDS = np.array([vocabularies.END], "<i4").tobytes()
+
 PARAMETERS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "random": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "seed": 11},
@@ -203,6 +242,27 @@ PARAMETERS: dict[str, dict[str, Any]] = {
         "min_tokens": 5,
         "suppressed_token_ids": np.arange(5, 90, dtype="<i4").tobytes(),
     },
+    "log probabilities": {"logprobs": 3, "temperature": 0.9, "seed": 8},
+    "a grammar": {
+        "constraint": sampling_pb2.Constraint(
+            grammar=r'start: "(" start ")" | start "+" start | /[0-9]{1,3}/', end_token_ids=ENDS
+        ),
+        "temperature": 1.2,
+        "seed": 4,
+    },
+    "a JSON schema": {
+        "constraint": sampling_pb2.Constraint(
+            json_schema='{"type": "array", "items": {"enum": ["a", 1, null]}, "minItems": 40}',
+            end_token_ids=ENDS,
+        ),
+    },
+    "a short constraint, and log probabilities": {
+        "constraint": sampling_pb2.Constraint(regex="(?:ab|ba|[A-F]){9,12}!", end_token_ids=ENDS),
+        "min_tokens": 3,
+        "logprobs": 0,
+        "temperature": 0.8,
+        "frequency_penalty": 0.2,
+    },
 }
 
 
@@ -232,19 +292,13 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
         prompts, 40, num_choices=2, **fields
     )
     assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
+    assert [each.logprobs for each in drafting] == [each.logprobs for each in plain]
     assert drafter.num_drafts > 100
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"logprobs": 1},
-        {"prompt_logprobs": 0},
-    ],
-)
-def test_sequences_that_cannot_have_drafts_have_none(fields: dict[str, Any]) -> None:
+def test_prompts_with_log_probabilities_have_no_drafts() -> None:
     bench = Bench()
-    sampling = sampling_pb2.SamplerParams(**(GREEDY | fields))  # type: ignore[arg-type]
+    sampling = sampler_params(temperature=0.0, prompt_logprobs=0)
     bench.plans.add(1, PROMPT, sampling=sampling)
     bench.step(Row(1, len(PROMPT)))
     bench.plans.grow(1, 3)

@@ -153,6 +153,28 @@ def test_rows_with_several_constraints_have_each_their_own() -> None:
     assert found == [{ids[b"a"], ids[b"ab"]}, {ids[b"b"]}, {ids[b" "]}]
 
 
+def test_drafts_count_as_output_of_the_rows_after_them() -> None:
+    asked = constraint("regex", "(?:ab|ba)+")
+    ids = {text: token for token, text in enumerate(TEXTS) if text}
+    a, b = ids[b"a"], ids[b"b"]
+    masks = TokenMasks(GRAMMARS)
+    for row_id in (4, 5):
+        masks.add(row_id, asked, 0, None)
+    output = np.array([a, b, b, a, END, a], np.int32)
+    wrong = np.array([a, b, b, b, a], np.int32)
+    rows = [ConstrainedRow(place, 4, output[: 2 + place], place) for place in range(5)]
+    rows += [ConstrainedRow(5 + place, 5, wrong[: 2 + place], place) for place in range(4)]
+    masked = masks.compute(rows)
+    bits = np.unpackbits(masked.bitmask.view(np.uint8), axis=1, bitorder="little")
+    found = [set(np.flatnonzero(row).tolist()) for row in bits]
+    texts = [output[:2], output[:3], output[:4], output[:5], output[:6], wrong[:2], wrong[:3]]
+    assert found[:7] == [allowed(asked, text.tolist()) for text in texts]
+    assert found[7:] == [set(), set()], "after a text that cannot be continued"
+    assert masked.failed.tolist() == [False] * 7 + [True] * 2
+    again = masks.compute([ConstrainedRow(0, 5, np.array([a, b, ids[b"ba"]], np.int32))])
+    assert again.failed.tolist() == [False], "what was drafted has left no trace"
+
+
 def test_a_fork_goes_on_from_its_parent_by_itself() -> None:
     masks = TokenMasks(GRAMMARS)
     asked = constraint("regex", "(?:ab|ba)+")

@@ -3,6 +3,8 @@
 A symbolic worker drafts as many tokens as it may, and keeps from none to all of them.
 """
 
+from typing import Any
+
 import pytest
 
 from scheduler_service.core import StepPlan, StepResult
@@ -10,7 +12,7 @@ from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import PolicyName, PreemptionMode
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
-from tests.support.symbolic_worker import Sampling
+from tests.support.symbolic_worker import Sampling, logprobs_of
 
 NUM_DRAFTS = 5
 
@@ -106,10 +108,23 @@ def test_speculation_may_be_off_and_needs_room_in_the_step(changes: dict[str, in
     )
 
 
-def test_log_probabilities_and_beam_searches_have_no_drafts() -> None:
+def test_log_probabilities_come_with_every_token_up_to_a_stop_token() -> None:
+    for first in range(8):
+        driver, plans = make()
+        stops = frozenset({first, first + 8})
+        sampling = Sampling(seed=first, logprobs=True)
+        record = driver.submit(
+            prompt=[1, first], max_tokens=60, stop_token_ids=stops, sampling=sampling
+        )
+        driver.run_until_idle()
+        (choice,) = record.choices
+        assert choice.num_logprobs == len(choice.tokens)
+        assert len(choice.tokens) < 5 or max(grants(plans)) > 0
+        driver.check_empty()
+
+
+def test_prompt_log_probabilities_and_beam_searches_have_no_drafts() -> None:
     driver, plans = make()
-    driver.submit(prompt=[1, 2, 3], max_tokens=20, sampling=Sampling(seed=1, logprobs=True))
-    driver.run_until_idle()
     driver.submit(prompt=[1, 2, 3], max_tokens=9, sampling=Sampling(seed=1, prompt_logprobs=True))
     driver.run_until_idle()
     beams = BeamParams(width=2, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
@@ -177,6 +192,30 @@ def test_a_result_with_more_or_fewer_tokens_than_rows_may_bring_changes_nothing(
     driver.deliver("g0")
     driver.schedule("g0")
     with pytest.raises(ResultMismatch, match=message):
+        driver.core.update("g0", result, driver.now)
+    driver.run_until_idle()
+    assert record.finished is not None
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"logprobs": {0: logprobs_of(1)}},
+        {"kept_logprobs": {0: [logprobs_of(1), logprobs_of(2)]}, "logprobs": {0: logprobs_of(1)}},
+        {"kept_logprobs": {0: [logprobs_of(1)]}},
+    ],
+)
+def test_a_result_without_log_probabilities_of_each_token_changes_nothing(
+    entries: dict[str, Any],
+) -> None:
+    driver, _ = make()
+    sampling = Sampling(seed=1, logprobs=True)
+    record = driver.submit(prompt=[1, 2], max_tokens=20, sampling=sampling)
+    driver.schedule("g0")
+    driver.deliver("g0")
+    driver.schedule("g0")
+    result = StepResult(step_id=2, token_ids=[1, 2], num_sampled=[2], **entries)
+    with pytest.raises(ResultMismatch, match="log probabilities, expected one for each of its 2"):
         driver.core.update("g0", result, driver.now)
     driver.run_until_idle()
     assert record.finished is not None
