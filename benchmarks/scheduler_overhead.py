@@ -5,9 +5,10 @@
 There is no worker: each plan is answered at once with fixed tokens. A step is all that the core
 does for it: `schedule`, encoding the plan, decoding the result, `update`, and encoding the outputs
 for two frontends. Sequences are in steady decoding; their prompts share nothing; prefix caching is
-on. With several worker groups they are shared out among them, and a step is one group's. Times are
-medians over steps of the thread's CPU time, so waiting for a core does not count, though sharing
-its caches does.
+on. With `--drafts`, each row of a step has that many, and keeps half of them on average. With
+several worker groups they are shared out among them, and a step is one group's. Times are medians
+over steps of the thread's CPU time, so waiting for a core does not count, though sharing its caches
+does.
 
 With `--vllm-python` vLLM's `Scheduler` works on the same queue in turns with ours (see
 `vllm_scheduler` for what its step is). "deciding" is schedule + update alone; "all" is with each
@@ -17,6 +18,7 @@ side's own serialisation: protobuf here, pickle and msgpack there.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -25,8 +27,8 @@ from benchmarks.steady_core import Queue, SteadyCore, StepTimes
 from benchmarks.tables import general, print_table, script_parser
 from benchmarks.vllm_process import SCRIPT, VllmProcess, VllmTimes
 
-BUDGETS_US = {256: 500.0, 4096: 8000.0}
-"""Limits for a step's CPU time, by its running sequences."""
+BUDGETS_US = {(256, 0): 500.0, (4096, 0): 8000.0, (256, 3): 700.0}
+"""Limits for a step's CPU time, by its running sequences and the drafts of each."""
 
 TURN_STEPS = 20
 """Steps before it is the other scheduler's turn."""
@@ -41,23 +43,26 @@ class Settings:
     running: Sequence[int]
     prompt_tokens: Sequence[int]
     groups: Sequence[int]
+    drafts: Sequence[int]
     steps: int
 
     def queues(self) -> Iterator[Queue]:
         """One for each line of the table."""
-        for num_groups in self.groups:
-            for prompt_tokens in self.prompt_tokens:
-                for num_seqs in self.running:
-                    if num_seqs >= num_groups:
-                        yield Queue(
-                            num_seqs=num_seqs, prompt_tokens=prompt_tokens, num_groups=num_groups
-                        )
+        lines = product(self.groups, self.prompt_tokens, self.running, self.drafts)
+        for num_groups, prompt_tokens, num_seqs, num_drafts in lines:
+            if num_seqs >= num_groups:
+                yield Queue(
+                    num_seqs=num_seqs,
+                    prompt_tokens=prompt_tokens,
+                    num_groups=num_groups,
+                    num_drafts=num_drafts,
+                )
 
 
 def measure(queue: Queue, num_steps: int, vllm: VllmProcess | None) -> Row:
     """One line: medians per step, in microseconds."""
     ours = SteadyCore(queue)
-    rival = vllm if vllm is not None and queue.num_groups == 1 else None
+    rival = vllm if queue.num_groups == 1 and queue.num_drafts == 0 else None
     if rival is not None:
         rival.prepare(queue)
     times: list[StepTimes] = []
@@ -79,6 +84,7 @@ def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) 
         "groups": queue.num_groups,
         "running": queue.num_seqs,
         "prompt_tokens": queue.prompt_tokens,
+        "drafts": queue.num_drafts,
         "rows_per_step": rows,
         "schedule_us": median(step.schedule for step in times),
         "encode_plan_us": median(step.encode_plan for step in times),
@@ -89,7 +95,7 @@ def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) 
         "all_us": total,
         "all_us_per_row": total / rows,
         "plan_bytes_per_row": sum(step.plan_bytes for step in times) / len(times) / rows,
-        "budget_us": BUDGETS_US.get(rows),
+        "budget_us": BUDGETS_US.get((rows, queue.num_drafts)),
     }
     if rivals:
         theirs = median(step.deciding for step in rivals)
@@ -108,8 +114,8 @@ def growth(rows: Sequence[Row]) -> dict[str, float | None]:
     a longer context against one in a shorter (1 is flat); the worst of all such pairs. Below 256
     rows what a step costs whatever is in it outweighs them. None: there is no such pair."""
     return {
-        "with_rows": _worst(rows, "rows_per_step", 256, ("groups", "prompt_tokens")),
-        "with_length": _worst(rows, "prompt_tokens", 0, ("groups", "rows_per_step")),
+        "with_rows": _worst(rows, "rows_per_step", 256, ("groups", "prompt_tokens", "drafts")),
+        "with_length": _worst(rows, "prompt_tokens", 0, ("groups", "rows_per_step", "drafts")),
     }
 
 
@@ -134,6 +140,7 @@ COLUMNS = {
     "groups": "groups",
     "running": "running",
     "prompt_tokens": "prompt",
+    "drafts": "drafts",
     "schedule_us": "schedule",
     "encode_plan_us": "encode",
     "decode_result_us": "decode",
@@ -155,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--running", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[64, 4096])
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 16])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--vllm-python", type=Path, help="a Python that can import vllm")
     args = parser.parse_args(arguments)
@@ -162,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         running=args.running,
         prompt_tokens=args.prompt_tokens,
         groups=args.groups,
+        drafts=args.drafts,
         steps=args.steps,
     )
     load = ForeignLoad()

@@ -36,6 +36,8 @@ class Queue:
     block_size: int = 16
     num_groups: int = 1
     """Worker groups, among which the sequences are shared out evenly."""
+    num_drafts: int = 0
+    """Drafts of each row, of which rows keep none to all in turn."""
 
     @property
     def num_blocks(self) -> int:
@@ -92,7 +94,8 @@ class SteadyCore:
         self._core = make_core(
             SchedulerConfig(
                 max_num_seqs=rows,
-                max_num_batched_tokens=rows + PREFILL_TOKENS,
+                max_num_batched_tokens=rows * (1 + queue.num_drafts) + PREFILL_TOKENS,
+                max_speculative_seqs=rows,
                 max_queue_requests=queue.num_seqs,
                 max_queue_tokens=2**40,
             )
@@ -158,6 +161,7 @@ def _capacity(group_id: str, queue: Queue) -> WorkerGroupCapacity:
         block_size=queue.block_size,
         max_model_len=queue.prompt_tokens + queue.block_size + GROWTH_TOKENS,
         vocab_size=32_000,
+        num_speculative_tokens=queue.num_drafts,
     )
 
 
@@ -175,7 +179,11 @@ def _request(index: int, queue: Queue) -> Request:
 
 
 def _answer(plan: StepPlan) -> bytes:
-    num_sampled = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
-    token_ids = TOKEN_ID.to_bytes(4, "little") * num_sampled
-    message = StepResultMessage(epoch=1, step_id=plan.step_id, token_ids=token_ids)
+    num_tokens = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+    message = StepResultMessage(epoch=1, step_id=plan.step_id)
+    if plan.lookahead is not None:
+        rows = enumerate(plan.lookahead, start=plan.step_id)
+        message.num_sampled = bytes(1 + place % (1 + most) for place, most in rows)
+        num_tokens = sum(message.num_sampled)
+    message.token_ids = TOKEN_ID.to_bytes(4, "little") * num_tokens
     return message.SerializeToString()

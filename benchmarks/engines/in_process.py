@@ -20,10 +20,10 @@ from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from service_common.version import VERSION
-from worker_service.config import CacheConfig, ModelConfig
+from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.engine.executor import Step
-from worker_service.loader import load_model
+from worker_service.loader import load_draft_model, load_model
 from worker_service.plan import StepResult
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.service import wire as worker_wire
@@ -68,13 +68,20 @@ class InProcess:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         limits = {name: settings[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
-        self._core = SchedulerCore(SchedulerConfig(**limits))
+        self._core = SchedulerCore(SchedulerConfig(**limits, **settings.get("scheduler", {})))
         self._num_requests = 0
         cache = CacheConfig(kv_cache_memory=settings["kv_cache_gib"] * 2**30)
+        runner = RunnerConfig(**settings.get("runner", {}))
+        draft = runner.speculative_model
         executor = ModelExecutor(
-            cache, Profiler(Path()), lambda: load_model(_model_config(settings))
+            cache,
+            Profiler(Path()),
+            lambda: load_model(_model_config(settings)),
+            runner=runner,
+            load_draft=None if draft is None else lambda of: load_draft_model(draft, of, cache),
         )
         facts = executor.load()
+        self.executor = executor
         counts = executor.profile_blocks(**limits)
         self._runner = executor.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, EPOCH)
         capacity = WorkerGroupCapacity(
@@ -85,6 +92,7 @@ class InProcess:
             block_size=facts.block_size,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
+            num_speculative_tokens=facts.num_speculative_tokens,
         )
         self._core.add_worker_group(capacity, time.monotonic())
 
@@ -98,12 +106,13 @@ class InProcess:
         prompts: list[list[int]],
         num_tokens: list[int],
         sampling: SamplerParams = GREEDY,
+        **fields: Any,
     ) -> list[list[int]]:
-        """Tokens for each prompt."""
+        """Tokens for each prompt; `fields` are those of all requests."""
         outputs: dict[int, list[int]] = {}
         for prompt, count in zip(prompts, num_tokens, strict=True):
             self._num_requests += 1
-            request = _request(self._num_requests, prompt, count, sampling)
+            request = _request(self._num_requests, prompt, count, sampling, **fields)
             self._core.submit(request, time.monotonic())
             outputs[self._num_requests] = []
         self._run(outputs)
@@ -120,12 +129,13 @@ class InProcess:
                 )
             if not launched:
                 return
-            self._update(launched.popleft().collect())
+            self.update(launched.popleft().collect())
             for outbox in self._core.take_outboxes().values():
                 for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
                     outputs[handle].append(token)
 
-    def _update(self, result: StepResult) -> None:
+    def update(self, result: StepResult) -> None:
+        """Give the core a step's result."""
         message = worker_wire.encode_result(result)
         self._core.update(GROUP, scheduler_wire.decode_result(message), time.monotonic())
 
@@ -135,7 +145,9 @@ def _model_config(settings: dict[str, Any]) -> ModelConfig:
     return ModelConfig(**{name: settings[name] for name in names}, show_progress=False)
 
 
-def _request(number: int, prompt: list[int], num_tokens: int, sampling: SamplerParams) -> Request:
+def _request(
+    number: int, prompt: list[int], num_tokens: int, sampling: SamplerParams, **fields: Any
+) -> Request:
     return Request(
         frontend_id=FRONTEND,
         handle=number,
@@ -144,6 +156,7 @@ def _request(number: int, prompt: list[int], num_tokens: int, sampling: SamplerP
         prompt_token_ids=prompt,
         max_tokens=num_tokens,
         sampling=sampling,
+        **fields,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.scheduler_overhead import growth, main, measure
 from benchmarks.steady_core import Queue, SteadyCore
 from benchmarks.vllm_process import VllmProcess
+from scheduler_service.core import StepPlan
 
 RIVAL = """
 import json, sys
@@ -21,7 +22,7 @@ for line in sys.stdin:
 
 def test_it_writes_a_row_for_each_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--running", "2", "4", "--prompt-tokens", "20", "40", "--groups", "1", "4"]
-    main([*flags, "--steps", "3", "--results", str(tmp_path)])
+    main([*flags, "--drafts", "0", "--steps", "3", "--results", str(tmp_path)])
     content = json.loads((tmp_path / "scheduler_overhead.json").read_text())
     rows = content["rows"]
     assert [(row["groups"], row["prompt_tokens"], row["running"]) for row in rows] == [
@@ -53,12 +54,24 @@ def test_every_step_is_a_decode_of_everything() -> None:
     assert SteadyCore(queue).round()[0].plan_bytes >= 4 * 3
 
 
+def test_rows_keep_none_to_all_of_their_drafts_in_turn() -> None:
+    plans: list[StepPlan] = []
+    core = SteadyCore(
+        Queue(num_seqs=4, prompt_tokens=20, num_drafts=3), on_plan=lambda plan: plans.append(plan)
+    )
+    before = core.core.snapshot().num_generated_tokens
+    core.round()
+    assert plans[-1].lookahead == [3] * 4
+    assert core.core.snapshot().num_generated_tokens - before == 1 + 2 + 3 + 4
+
+
 def test_growth_compares_what_differs_in_one_thing() -> None:
     def row(rows: int, length: int, cost: float) -> dict[str, float | int | None]:
         return {
             "groups": 1,
             "rows_per_step": rows,
             "prompt_tokens": length,
+            "drafts": 0,
             "all_us_per_row": cost,
         }
 
