@@ -42,6 +42,7 @@ class Sequence:
     sampling: sampling_pb2.SamplerParams = field(default_factory=lambda: GREEDY)
     choice_index: int = 0
     prompt_logprobs_start: int = 0
+    tenant: int = 0
     parent: "Sequence | None" = None
     num_own_tokens: int = 0
     """In a fork: tokens that follow the parent's."""
@@ -82,6 +83,7 @@ class Sequence:
             message.token_ids = columns.pack(self.tokens)
             message.num_prompt_tokens = self.num_prompt_tokens
             message.num_computed_tokens = self.num_computed_tokens
+            message.tenant = self.tenant
         return message
 
     def row(

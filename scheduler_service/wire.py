@@ -75,6 +75,7 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
         parent_seq_id=sequence.parent_seq_id,
         prompt_logprobs_start=sequence.prompt_logprobs_start,
         traceparent=sequence.traceparent,
+        tenant=sequence.tenant,
     )
 
 

@@ -218,7 +218,7 @@ class CacheConfig:
         _expect(swap is None or swap >= 0, "swap_space", "0 bytes or more", swap)
 
 
-DRAFTERS = ("ngram", "draft")
+DRAFTERS = ("ngram", "suffix", "draft")
 DEFAULT_SPECULATIVE_TOKENS = 4
 MAX_SPECULATIVE_TOKENS = 255
 """As many as a plan can express."""
@@ -242,8 +242,8 @@ class RunnerConfig:
 
     speculative: str | None = None
     """Draft tokens ahead and check several in one step, which changes no output: ngram takes drafts
-    from what followed the same tokens earlier in the prompt or output, draft from a second, smaller
-    model. On a CPU."""
+    from what followed the same tokens earlier in the prompt or output, suffix also from recent
+    outputs of the same tenant, draft from a second, smaller model. On a CPU."""
 
     speculative_model: str | None = None
     """The model of `--speculative draft`: checkpoint directory or hub id, with the vocabulary of

@@ -78,6 +78,8 @@ class NewSequence:
     parent_seq_id: int | None
     prompt_logprobs_start: int
     traceparent: str = ""
+    tenant: int = 0
+    """Nothing learned from a sequence may affect those of other numbers; 0 in a fork."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

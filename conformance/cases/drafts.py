@@ -154,6 +154,17 @@ def a_row_never_has_more_tokens_than_allowed(worker: Worker, stream: StepStream)
     return {"drafts limited": sequence}
 
 
+@stream_case("plan", "No token depends on it")
+def tokens_are_the_same_for_every_tenant(worker: Worker, stream: StepStream) -> Alone:
+    sampling = looping(worker, 3, temperature=1.0, seed=5)
+    alone: dict[str, Sequence] = {}
+    for tenant in (0, 1, 2**64 - 1, 1):
+        sequence = stream.prefilled(worker.prompt(9), sampling=sampling, tenant=tenant)
+        extend(stream, sequence, NUM_TOKENS, LOOKAHEAD)
+        alone[f"sequence {len(alone)}, of tenant {tenant}"] = sequence
+    return alone
+
+
 @case("worker_service", "The most drafts that the worker adds to a row")
 def right_drafts_are_kept(worker: Worker) -> None:
     most = worker.info.num_speculative_tokens

@@ -47,7 +47,9 @@ class SchedulerCore:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._tenants = Tenants(config.default_tenant, config.tenants)
+        self._tenants = Tenants(
+            config.default_tenant, config.tenants, isolate=config.isolate_tenants
+        )
         self._registry = RequestRegistry(POLICIES[config.policy].rank, self._tenants)
         self._fleet = Fleet(config, self._tenants)
         self._admission = AdmissionControl(config, self._registry, self._fleet)

@@ -24,6 +24,8 @@ class NewSequence:
     prompt_logprobs_start: int = 0
     traceparent: str = ""
     """Parent of the worker's spans; empty if the request's trace is not recorded."""
+    tenant: int = 0
+    """Digest of the tenant's name; 0 in a fork."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Tenants: what each one uses, and its limits."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +14,8 @@ class TenantUsage:
 
     name: str
     config: TenantConfig
+    digest: int = 0
+    """Of the name, for workers; 0 if it has none, or if tenants are not isolated."""
     num_requests: int = 0
     """Live requests."""
     num_queued_tokens: int = 0
@@ -36,9 +39,13 @@ class TenantUsage:
 class Tenants:
     """All tenants that have live requests, by name."""
 
-    def __init__(self, default: TenantConfig, named: Mapping[str, TenantConfig]) -> None:
+    def __init__(
+        self, default: TenantConfig, named: Mapping[str, TenantConfig], *, isolate: bool = True
+    ) -> None:
+        """isolate: whether workers are to know them apart."""
         self._default = default
         self._named = named
+        self._isolate = isolate
         self._live: dict[str, TenantUsage] = {}
 
     def __len__(self) -> int:
@@ -49,7 +56,11 @@ class Tenants:
 
     def find(self, name: str) -> TenantUsage:
         """The tenant of this name; a new one if it has no live requests."""
-        return self._live.get(name) or TenantUsage(name, self._named.get(name, self._default))
+        known = self._live.get(name)
+        if known is not None:
+            return known
+        digest = _digest(name) if self._isolate and name else 0
+        return TenantUsage(name, self._named.get(name, self._default), digest)
 
     def add_request(self, tenant: TenantUsage, now_us: int) -> None:
         """Count a new live request."""
@@ -72,3 +83,8 @@ class Tenants:
             assert tenant.num_requests > 0
             assert tenant.num_queued_tokens >= 0
             assert tenant.may_hold(0)
+
+
+def _digest(name: str) -> int:
+    """64 bits, so that two of a million names have the same with a chance of 1 in 37 million."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

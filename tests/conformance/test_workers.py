@@ -10,7 +10,7 @@ from tests.support.processes import node_worker, python_worker, run_kit, running
 COMMANDS = {
     "model": python_worker(
         *("--model", "embedded", "--dtype", "float32", "--swap-space", "64MiB"),
-        *("--speculative", "ngram", "--num-speculative-tokens", "5"),
+        *("--speculative", "suffix", "--num-speculative-tokens", "5"),
     ),
     "simulated": python_worker(
         "--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"

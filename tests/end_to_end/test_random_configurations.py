@@ -40,6 +40,7 @@ from worker_service.loader import load_model
 from worker_service.models.interface import Model
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import NgramDrafter
+from worker_service.runner.suffix_drafter import SuffixDrafter
 
 EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
 
@@ -48,7 +49,7 @@ QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
 AHEAD = range(0, NUM_QUICK, 2)
 SPECULATING = QUICK
-DRAFTERS = ("knowing", "draft", "knowing", "ngram", "knowing")
+DRAFTERS = ("knowing", "draft", "suffix", "ngram", "knowing")
 """In turn; their number and that of the models have no common divisor."""
 
 KINDS = (
@@ -212,10 +213,16 @@ def speculation(number: int) -> Counter[str]:
     worker_type = {
         "knowing": partial(SpeculatingWorker, drafter=KnowingDrafter(outputs)),
         "ngram": partial(SpeculatingWorker, drafter=NgramDrafter()),
+        "suffix": worker_with_history,
         "draft": worker_with_draft_model,
     }[DRAFTERS[number % len(DRAFTERS)]]
     worker_type = partial(worker_type, num_drafts=draw.choice((1, 2, 4, 7)))
     return compare_runs(number, worker_type, speculates=True)
+
+
+def worker_with_history(model: Model, **options: Any) -> InProcessWorker:
+    """A worker whose drafts come from what it has output recently, which it soon forgets."""
+    return SpeculatingWorker(model, drafter=SuffixDrafter(200), **options)
 
 
 def worker_with_draft_model(

@@ -45,6 +45,7 @@ new_sequences = st.builds(
     ),
     parent_seq_id=st.none() | count,
     prompt_logprobs_start=count,
+    tenant=st.integers(0, 2**64 - 1),
     traceparent=st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
 )
 
@@ -99,6 +100,7 @@ def assert_same_sequence(sent: plan_pb2.NewSequence, new: NewSequence) -> None:
         "num_prompt_tokens",
         "num_computed_tokens",
         "prompt_logprobs_start",
+        "tenant",
         "sampling",
         "traceparent",
     ):

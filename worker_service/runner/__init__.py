@@ -11,6 +11,7 @@
 | `draft_lengths.py` | how many guesses a step computes |
 | `draft_model.py` | guesses of a second, smaller model |
 | `drafter.py` | guesses of the tokens that follow, from those that a sequence has |
+| `suffix_drafter.py` | guesses from recent outputs of the same tenant, too |
 | `speculation.py` | drafts: rows that compute guesses, and which guesses are kept |
 | `forward.py` | the forward pass of a step that the host computes |
 | `step_outcome.py` | tokens, log probabilities and failures of a step by row |

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
+from worker_service.plan import StepPlan
 from worker_service.runner.batch import Drafts, StepRows, sampling_batch
 from worker_service.runner.drafter import Drafter
 from worker_service.runner.forward import HostForward
@@ -50,10 +51,11 @@ class DraftModel(Drafter):
         """The same with all rows."""
         self._num_computed[:] = 0
 
-    def note_blocks(self, row_ids: Int64Array, indices: Int32Array, block_size: int) -> None:
-        """Entries of block tables were set: KV in the blocks before them remains."""
+    def begin(self, plan: StepPlan, table: SequenceTable) -> None:
+        """KV remains in the blocks before those that are set in a block table."""
+        row_ids = table.row_ids(plan.block_updates[:, 0], "block_updates")
         known = row_ids < len(self._num_computed)
-        firsts = indices[known].astype(np.int64) * block_size
+        firsts = plan.block_updates[known, 1].astype(np.int64) * table.block_size
         np.minimum.at(self._num_computed, row_ids[known], firsts)
 
     def propose(

@@ -5,6 +5,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
+from worker_service.plan import StepPlan
+from worker_service.runner.batch import StepRows
+from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 
 MIN_MATCH, MAX_MATCH = 2, 5
@@ -14,8 +17,8 @@ MIN_MATCH, MAX_MATCH = 2, 5
 class Drafter(ABC):
     """Guesses the tokens that follow. A bad guess costs time and changes nothing else.
 
-    It is notified of what happens to the rows of the table. Those that keep no state of rows have
-    nothing to do then.
+    It is notified of steps, and of rows of the table that become free. Those that keep no state
+    have nothing to do then.
     """
 
     takes_time = False
@@ -29,16 +32,20 @@ class Drafter(ABC):
         """At most `counts` tokens that may follow each of these sequences. What lies behind a
         sequence's tokens in the table may be overwritten."""
 
+    def begin(self, plan: StepPlan, table: SequenceTable) -> None:  # noqa: B027
+        """A step begins: its cache operations and its changes of the table are done."""
+
+    def observe(  # noqa: B027
+        self, rows: StepRows, forward: ForwardPass, table: SequenceTable
+    ) -> None:
+        """A step is done: its tokens are in the table. forward: its hidden states, valid until the
+        model's next pass."""
+
     def forget(self, row_ids: Int64Array) -> None:  # noqa: B027
         """The sequences with these rows have left."""
 
     def forget_all(self) -> None:  # noqa: B027
         """All sequences have left, and the table is replaced."""
-
-    def note_blocks(  # noqa: B027
-        self, row_ids: Int64Array, indices: Int32Array, block_size: int
-    ) -> None:
-        """Entries of block tables were set, at `indices` of the tables of `row_ids`."""
 
 
 class SequenceDrafter(Drafter):
@@ -63,17 +70,24 @@ class NgramDrafter(SequenceDrafter):
     def follow(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
         """Prompt and output are searched alike. Where the continuation ends, it begins again: the
         tokens between the two occurrences may be a loop."""
-        last = len(tokens) - 1
-        ends = np.flatnonzero(tokens[:last] == tokens[last])
-        num_matched = 1 if len(ends) else 0
-        while 0 < num_matched < MAX_MATCH:
-            longer = ends[ends >= num_matched]
-            longer = longer[tokens[longer - num_matched] == tokens[last - num_matched]]
-            if len(longer) == 0:
-                break
-            ends = longer
-            num_matched += 1
+        ends, num_matched = match_suffix(tokens, MAX_MATCH)
         if num_matched < MIN_MATCH:
             return tokens[:0]
         start = int(ends[-1]) + 1
         return tokens[start + np.arange(num_drafts) % (len(tokens) - start)]
+
+
+def match_suffix(tokens: Int32Array, max_match: int) -> tuple[Int64Array, int]:
+    """Where the longest match of the last tokens ends before the last token, at all places, and how
+    many tokens match, at most `max_match`."""
+    last = len(tokens) - 1
+    ends = np.flatnonzero(tokens[:last] == tokens[last])
+    num_matched = 1 if len(ends) else 0
+    while 0 < num_matched < max_match:
+        longer = ends[ends >= num_matched]
+        longer = longer[tokens[longer - num_matched] == tokens[last - num_matched]]
+        if len(longer) == 0:
+            break
+        ends = longer
+        num_matched += 1
+    return ends, num_matched

@@ -27,6 +27,7 @@ from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.suffix_drafter import SuffixDrafter
 from worker_service.structured.vocabulary import token_texts
 
 if TYPE_CHECKING:
@@ -198,8 +199,12 @@ class ModelExecutor:
         )
 
     def _make_drafter(self, num_gpu_blocks: int) -> Drafter | None:
+        if self._runner.speculative == "ngram":
+            return NgramDrafter()
+        if self._runner.speculative == "suffix":
+            return SuffixDrafter()
         if self._draft is None:
-            return NgramDrafter() if self._runner.speculative else None
+            return None
         if self._draft_cache is None:
             self._draft_cache = CacheEngine(
                 self._draft.kv_cache_spec,

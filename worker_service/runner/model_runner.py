@@ -141,8 +141,7 @@ class ModelRunner:
         cache_done_us = monotonic_us()
         self._sequences.admit(plan)
         if self._drafter is not None:
-            row_ids = self._sequences.table.row_ids(plan.block_updates[:, 0], "block_updates")
-            self._drafter.note_blocks(row_ids, plan.block_updates[:, 1], self._block_size)
+            self._drafter.begin(plan, self._sequences.table)
         if self._device is not None:
             self._device.admit(plan, self._sequences)
         return StepStart(started_us, cache_done_us, monotonic_us())
@@ -201,6 +200,8 @@ class ModelRunner:
         if logits is not None and layout.samples:
             self._sample(outcome, *logits, rows, masks)
         self._ranks.exchange(plan.step_id, rows, outcome, table, sequences.pending)
+        if self._drafter is not None and forward is not None:
+            self._drafter.observe(rows, forward, table)
         if self._drafter is not None and are_decodes:
             time_us = monotonic_us() - started_us
             self._draft_lengths.note_step(int(rows.num_tokens.sum()), time_us)

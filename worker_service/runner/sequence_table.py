@@ -67,6 +67,7 @@ class SequenceTable:
         self.num_prompt_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_blocks = np.zeros(_INITIAL_ROWS, np.int64)
+        self.tenants = np.zeros(_INITIAL_ROWS, np.uint64)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
         """By row, for sequences that asked for them."""
         self.failures: dict[int, RowErrorReason] = {}
@@ -310,10 +311,12 @@ class SequenceTable:
         if parent is None:
             self.num_prompt_tokens[row_id] = new.num_prompt_tokens
             self.num_computed_tokens[row_id] = new.num_computed_tokens
+            self.tenants[row_id] = new.tenant
         else:
             self.token_ids[row_id, :inherited] = self.token_ids[parent, :inherited]
             self.num_prompt_tokens[row_id] = self.num_prompt_tokens[parent]
             self.num_computed_tokens[row_id] = self.num_computed_tokens[parent]
+            self.tenants[row_id] = self.tenants[parent]
         self.token_ids[row_id, inherited:end] = new.token_ids
         self.num_tokens[row_id] = end
 
@@ -341,6 +344,7 @@ class SequenceTable:
         self.num_prompt_tokens = _grown(self.num_prompt_tokens, 0)
         self.num_computed_tokens = _grown(self.num_computed_tokens, 0)
         self.num_blocks = _grown(self.num_blocks, 0)
+        self.tenants = _grown(self.tenants, 0)
         self.sampling.resize(2 * old)
         self._add_rows(old, 2 * old)
 

@@ -129,6 +129,7 @@ class Worker:
             busy_s=engine.busy_s,
             num_weight_loads=engine.num_weight_loads,
             uses_cuda_graphs=loaded is not None and loaded.uses_cuda_graphs,
+            drafter=self._config.runner.speculative,
             labels=(
                 network.worker_id,
                 network.group_id,

@@ -18,12 +18,6 @@ COUNTERS = {
         "pagewire_worker_tokens_total", "Tokens computed, of prefills and decodes."
     ),
     "num_sampled": counter("pagewire_worker_sampled_tokens_total", "Tokens sampled."),
-    "num_drafts": counter(
-        "pagewire_worker_draft_tokens_total", "Drafts computed with rows (speculation)."
-    ),
-    "num_kept_drafts": counter(
-        "pagewire_worker_accepted_tokens_total", "Drafts that agreed with the sampled tokens."
-    ),
     "num_row_errors": counter(
         "pagewire_worker_row_errors_total",
         "Rows that could not be computed or sampled; each ended its request.",
@@ -39,6 +33,20 @@ COUNTERS = {
     ),
 }
 """By the `StepMeter`'s attribute."""
+
+DRAFT_COUNTERS = {
+    "num_drafts": counter(
+        "pagewire_worker_draft_tokens_total",
+        "Drafts computed with rows (speculation), by their source.",
+        ("drafter",),
+    ),
+    "num_kept_drafts": counter(
+        "pagewire_worker_accepted_tokens_total",
+        "Drafts that agreed with the sampled tokens, by their source.",
+        ("drafter",),
+    ),
+}
+"""By the `StepMeter`'s attribute; without samples unless the worker speculates."""
 
 STEP_TIME = counter(
     "pagewire_worker_step_time_seconds_total",
@@ -60,6 +68,7 @@ STEP_DURATION = histogram(
 TOKENS_PER_ROW = histogram(
     "pagewire_worker_speculative_row_tokens",
     "Tokens that a row with drafts brought: those accepted, and one more.",
+    ("drafter",),
 )
 
 GAUGES = {
@@ -92,7 +101,7 @@ INFO = gauge(
 )
 
 ALL = (
-    *(INFO, *GAUGES.values(), *COUNTERS.values()),
+    *(INFO, *GAUGES.values(), *COUNTERS.values(), *DRAFT_COUNTERS.values()),
     *(STEP_TIME, IDLE, STEP_DURATION, TOKENS_PER_ROW),
 )
 """In the order in which they are reported."""
@@ -109,6 +118,8 @@ class WorkerFacts:
     busy_s: float
     num_weight_loads: int
     uses_cuda_graphs: bool
+    drafter: str | None
+    """As `--speculative` names it."""
     labels: tuple[str, ...]
     """Of `pagewire_worker_info`."""
 
@@ -130,9 +141,11 @@ class WorkerCollector(Collector):
         yield INFO.family({facts.labels: 1})
         yield from families(GAUGES, {(): facts})
         yield from families(COUNTERS, {(): meter})
+        drafters = [] if facts.drafter is None else [(facts.drafter,)]
+        yield from families(DRAFT_COUNTERS, dict.fromkeys(drafters, meter))
         parts = ("cache_ops", "forward", "sample", "other")
         yield STEP_TIME.family({(part,): getattr(meter, f"{part}_us") / 1e6 for part in parts})
         idle = {"no_plan": meter.idle_without_plan_us, "plan_ready": meter.idle_with_plan_us}
         yield IDLE.family({(reason,): us / 1e6 for reason, us in idle.items()})
         yield STEP_DURATION.histograms([((), meter.durations)])
-        yield TOKENS_PER_ROW.histograms([((), meter.tokens_per_row)])
+        yield TOKENS_PER_ROW.histograms([(each, meter.tokens_per_row) for each in drafters])

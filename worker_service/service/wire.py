@@ -128,6 +128,7 @@ def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequenc
         parent_seq_id=message.parent_seq_id if message.HasField("parent_seq_id") else None,
         prompt_logprobs_start=message.prompt_logprobs_start,
         traceparent=message.traceparent,
+        tenant=message.tenant,
     )
 
 

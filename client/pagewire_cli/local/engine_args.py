@@ -66,7 +66,7 @@ FLAGS = (
     Flag("batch_invariant", bool, "worker", "Make tokens independent of the batch, on GPUs too."),
     Flag("cuda_graphs", bool, "worker", "Record decode steps at start (GPUs).", True),
     Flag("max_graph_batch_size", int, "worker", "Largest batch of decodes recorded."),
-    Flag("speculative", str, "worker", "Draft tokens ahead by ngram or a draft model (CPUs)."),
+    Flag("speculative", str, "worker", "Draft tokens by ngram, suffix or draft (CPUs)."),
     Flag("speculative_model", str, "worker", "The model that drafts, with --speculative draft."),
     Flag("num_speculative_tokens", int, "worker", "Most drafts added to a sequence's step."),
     Flag("compile", bool, "worker", "Compile the model's layers by torch.compile (GPUs)."),

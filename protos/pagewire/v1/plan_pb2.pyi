@@ -196,6 +196,7 @@ class NewSequence(_message.Message):
     PARENT_SEQ_ID_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """The core's number for the sequence, unique on the stream while the worker knows it;
     positive, below 2^31.
@@ -232,6 +233,11 @@ class NewSequence(_message.Message):
     request. Empty in a fork, which belongs to its parent's request, and if no trace is
     recorded.
     """
+    tenant: _builtins.int
+    """A digest of the tenant's name; 0 if tenants share everything, or have no names, and in a
+    fork, which is its parent's tenant's. Nothing that the worker learns from a sequence, such
+    as which tokens to guess, may affect a sequence with another number. No token depends on it.
+    """
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplerParams:
         """How tokens are sampled."""
@@ -249,10 +255,11 @@ class NewSequence(_message.Message):
         parent_seq_id: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        tenant: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "parent_seq_id", b"parent_seq_id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "block_ids", b"block_ids", "choice_index", b"choice_index", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "block_ids", b"block_ids", "choice_index", b"choice_index", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_seq_id: _TypeAlias = _typing.Literal["parent_seq_id"]  # noqa: Y015
     _WhichOneofArgType__parent_seq_id: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id"]  # noqa: Y015

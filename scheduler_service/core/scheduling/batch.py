@@ -159,4 +159,5 @@ def make_new_sequence(seq: Sequence, block_ids: list[int]) -> NewSequence:
         sampling=seq_group.request.sampling,
         prompt_logprobs_start=seq_group.prompt_logprobs_start,
         traceparent=seq_group.request.traceparent,
+        tenant=seq_group.tenant.digest,
     )

@@ -310,7 +310,10 @@ def test_prompts_with_log_probabilities_have_no_drafts() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"speculative": "oracle"}, "speculative: expected one of ngram, draft, got 'oracle'"),
+        (
+            {"speculative": "oracle"},
+            "speculative: expected one of ngram, suffix, draft, got 'oracle'",
+        ),
         ({"speculative": "draft"}, "speculative_model: expected a directory or a hub id"),
         (
             {"speculative": "ngram", "speculative_model": "embedded"},

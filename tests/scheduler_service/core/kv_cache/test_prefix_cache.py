@@ -222,3 +222,19 @@ def test_tenants_share_nothing_where_they_are_isolated(isolated: bool, found: in
     assert num_found(driver, PROMPT, tenant="one") == 0
     assert num_found(driver, PROMPT, tenant="other") == found
     assert num_found(driver, PROMPT, tenant="one") == 36
+
+
+@pytest.mark.parametrize(("isolated", "count"), [(False, 1), (True, 3)])
+def test_workers_know_tenants_apart_where_they_are_isolated(isolated: bool, count: int) -> None:
+    driver = make_driver(isolate_tenants=isolated)
+    found: dict[str, set[int]] = {}
+    for tenant in ("", "one", "other", "one", "other"):
+        driver.submit(prompt=PROMPT, max_tokens=2, n=2, tenant=tenant)
+        parent, fork = plan_of(driver).new_sequences
+        assert (fork.parent_seq_id, fork.tenant) == (parent.seq_id, 0)
+        found.setdefault(tenant, set()).add(parent.tenant)
+        driver.run_until_idle()
+    assert found[""] == {0}
+    assert all(len(digests) == 1 for digests in found.values()), "the same after it was idle"
+    assert len(set.union(*found.values())) == count
+    assert max(set.union(*found.values())) < 2**64

@@ -1,0 +1,228 @@
+"""Drafts from what other outputs of the same tenant have in common with a sequence (Oliaro et al.
+2024, SuffixDecoding): the longest match of its last tokens, and the most frequent continuation.
+
+The last tokens are searched for in the sequence's own prompt and output, and in a history of the
+outputs of all sequences of its tenant, finished and running. The paper keeps suffix trees. Here a
+search compares the 16-bit hashes of all pairs of tokens in the history with that of the last pair,
+which takes some 20 microseconds, and looks closer where they are equal. So tokens are added in
+constant time, and the oldest ones are dropped by moving the arrays.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.runner.batch import StepRows
+from worker_service.runner.drafter import MIN_MATCH, Drafter, match_suffix
+from worker_service.runner.forward import ForwardPass
+from worker_service.runner.sequence_table import SequenceTable
+
+MAX_MATCH = 16
+"""Tokens at a sequence's end that are compared; longer matches predict hardly better."""
+
+HISTORY_TOKENS = 1 << 17
+"""Most output tokens that a worker remembers, of all tenants: some 130 answers of 1000 tokens, in
+5 MB. The oldest half is dropped when it is full."""
+
+_NONE = -1
+
+
+class SuffixDrafter(Drafter):
+    """Follows the sequence's own tokens or its tenant's history, whichever matches more of its last
+    tokens."""
+
+    def __init__(self, history_tokens: int = HISTORY_TOKENS) -> None:
+        self.history = OutputHistory(history_tokens)
+        self._num_tokens = np.zeros(0, np.int64)
+        """By row of the table: tokens of the sequence, so far as they are in the history; 0: the
+        sequence is new."""
+        self._last = np.zeros(0, np.int64)
+        """By row: position of the last of them in the history, or _NONE."""
+
+    def propose(
+        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
+    ) -> list[Int32Array]:
+        """Each sequence for itself."""
+        rows = zip(row_ids.tolist(), counts, strict=True)
+        return [self._follow(row_id, count, table) for row_id, count in rows]
+
+    def _follow(self, row_id: int, num_drafts: int, table: SequenceTable) -> Int32Array:
+        tokens = table.token_ids[row_id, : table.num_tokens[row_id]]
+        ends, num_matched = match_suffix(tokens, MAX_MATCH)
+        found, num_found = self.history.match(table.tenants[row_id], tokens)
+        if num_found > num_matched:
+            return most_frequent(self.history.continuations(found, num_drafts))
+        if num_matched < MIN_MATCH:
+            return tokens[:0]
+        starts = ends[:, None] + 1
+        # Where a continuation ends, it begins again: its tokens may be a loop.
+        return most_frequent(tokens[starts + np.arange(num_drafts) % (len(tokens) - starts)])
+
+    def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
+        """Add the step's output tokens to the history."""
+        missing = table.num_rows - len(self._last)
+        self._num_tokens = np.append(self._num_tokens, np.zeros(missing, np.int64))
+        self._last = np.append(self._last, np.full(missing, _NONE))
+        row_ids = np.unique(rows.row_ids[rows.sampling])
+        row_ids = row_ids[table.sampling.num_candidates[row_ids] == 0]  # the core chooses a beam's
+        ends, starts = table.num_tokens[row_ids], self._num_tokens[row_ids]
+        # What a new sequence has already output, before it was preempted, is known from then.
+        starts = np.where(starts > 0, starts, ends - 1)
+        starts = np.maximum(starts, table.num_prompt_tokens[row_ids])
+        counts = ends - starts
+        row_ids, starts, counts = (each[counts > 0] for each in (row_ids, starts, counts))
+        firsts = np.cumsum(counts) - counts
+        all_rows = np.repeat(row_ids, counts)
+        places = np.repeat(starts - firsts, counts) + np.arange(len(all_rows))
+        positions = self.history.num_added + np.arange(len(all_rows))
+        before = positions - 1
+        before[firsts] = self._last[row_ids]
+        self.history.add(
+            table.tenants[all_rows],
+            table.token_ids[all_rows, places - 1],
+            table.token_ids[all_rows, places],
+            before,
+        )
+        self._num_tokens[row_ids] = starts + counts
+        self._last[row_ids] = positions[firsts + counts - 1]
+
+    def forget(self, row_ids: Int64Array) -> None:
+        """Their outputs stay in the history."""
+        row_ids = row_ids[row_ids < len(self._last)]
+        self._num_tokens[row_ids], self._last[row_ids] = 0, _NONE
+
+    def forget_all(self) -> None:
+        """The same with all rows."""
+        self.forget(np.arange(len(self._last)))
+
+
+class OutputHistory:
+    """Output tokens in the order in which they were sampled, each linked to the one after it.
+
+    Positions count all tokens that were ever added; the last `_size` of them are here.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        """capacity: most tokens, at least 2."""
+        self.num_added = 0
+        """The next token's position."""
+        self._capacity = capacity
+        self._size = 0
+        self._hashes = np.zeros(capacity, np.uint16)
+        """Of tenant, token before and token."""
+        self._tenants = np.zeros(capacity, np.uint64)
+        self._previous = np.zeros(capacity, np.int32)
+        """The token before; of an output's first token the prompt's last."""
+        self._tokens = np.zeros(capacity, np.int32)
+        self._to_before = np.zeros(capacity, np.int64)
+        """Distance from the token before it in the same output; 0: that is not here."""
+        self._to_after = np.zeros(capacity, np.int64)
+        """Distance to the token after it; 0: there is none yet."""
+
+    def add(
+        self,
+        tenants: npt.NDArray[np.uint64],
+        previous: Int32Array,
+        tokens: Int32Array,
+        before: Int64Array,
+    ) -> None:
+        """Add tokens, each after the one at the position `before`, or _NONE. All [num_tokens]."""
+        half = self._capacity // 2
+        for start in range(0, len(tokens), half):
+            part = slice(start, start + half)
+            self._add_part(tenants[part], previous[part], tokens[part], before[part])
+
+    def _add_part(
+        self,
+        tenants: npt.NDArray[np.uint64],
+        previous: Int32Array,
+        tokens: Int32Array,
+        before: Int64Array,
+    ) -> None:
+        if self._size + len(tokens) > self._capacity:
+            self._drop_oldest()
+        new = slice(self._size, self._size + len(tokens))
+        self._hashes[new] = _hash(tenants, previous, tokens)
+        self._tenants[new], self._previous[new], self._tokens[new] = tenants, previous, tokens
+        gaps = self.num_added + np.arange(len(tokens)) - before
+        first = self.num_added - self._size
+        is_here = before >= first
+        self._to_before[new] = np.where(is_here, gaps, 0)
+        self._to_after[new] = 0
+        self._to_after[before[is_here] - first] = gaps[is_here]
+        self._size = new.stop
+        self.num_added += len(tokens)
+
+    def _drop_oldest(self) -> None:
+        """Keep half of the tokens."""
+        kept = self._capacity // 2
+        columns = self._hashes, self._tenants, self._previous, self._tokens
+        for column in (*columns, self._to_before, self._to_after):
+            column[:kept] = column[self._size - kept : self._size].copy()
+        self._to_before[:kept][self._to_before[:kept] > np.arange(kept)] = 0
+        self._size = kept
+
+    def match(self, tenant: np.uint64, tokens: Int32Array) -> tuple[Int64Array, int]:
+        """Where outputs of the tenant have the longest match of the last of `tokens` and continue,
+        oldest first, and how many tokens match: 0, or from 2 to MAX_MATCH."""
+        if len(tokens) < MIN_MATCH:
+            return np.empty(0, np.int64), 0
+        wanted = tokens[: -MAX_MATCH - 1 : -1]
+        is_alike = self._hashes[: self._size] == _hash(tenant, wanted[1:2], wanted[:1])
+        ends = np.flatnonzero(is_alike)
+        ends = ends[
+            (self._tokens[ends] == wanted[0])
+            & (self._previous[ends] == wanted[1])
+            & (self._tenants[ends] == tenant)
+            & (self._to_after[ends] > 0)
+        ]
+        if len(ends) == 0:
+            return ends, 0
+        num_matched, at = MIN_MATCH, ends
+        while num_matched < len(wanted):
+            gaps = self._to_before[at]
+            at = at - gaps
+            longer = (gaps > 0) & (self._previous[at] == wanted[num_matched])
+            if not longer.any():
+                break
+            ends, at = ends[longer], at[longer]
+            num_matched += 1
+        return ends, num_matched
+
+    def continuations(self, ends: Int64Array, num_tokens: int) -> Int32Array:
+        """[len(ends), num_tokens]: what followed each; _NONE where it is not known yet."""
+        found = np.full((len(ends), num_tokens), _NONE, np.int32)
+        rows, at = np.arange(len(ends)), ends
+        for column in range(num_tokens):
+            gaps = self._to_after[at]
+            rows, at = rows[gaps > 0], at[gaps > 0] + gaps[gaps > 0]
+            found[rows, column] = self._tokens[at]
+        return found
+
+
+def _hash(
+    tenants: npt.NDArray[np.uint64] | np.uint64, previous: Int32Array, tokens: Int32Array
+) -> npt.NDArray[np.uint16]:
+    """Multiplicative hashes of pairs of tokens (Knuth 1973)."""
+    pairs = (previous.astype(np.uint64) << np.uint64(32)) ^ tokens.astype(np.uint64) ^ tenants
+    return ((pairs * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(48)).astype(np.uint16)
+
+
+def most_frequent(continuations: Int32Array) -> Int32Array:
+    """Of each token's successors the most frequent one, the latest of equals, as far as it goes.
+
+    continuations: [n, num_tokens], oldest first; _NONE after the end of one.
+    """
+    path = []
+    for column in range(continuations.shape[1]):
+        tokens = continuations[:, column]
+        continuations, tokens = continuations[tokens != _NONE], tokens[tokens != _NONE]
+        if len(tokens) == 0:
+            break
+        best = tokens[-1]
+        if (tokens != best).any():
+            _, places, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+            best = tokens[np.flatnonzero(counts[places] == counts.max())[-1]]
+            continuations = continuations[tokens == best]
+        path.append(best)
+    return np.array(path, np.int32)
