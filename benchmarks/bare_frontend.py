@@ -6,7 +6,6 @@ column, so that it takes much less processor time than the core does.
 
 import asyncio
 from array import array
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -47,12 +46,7 @@ class BareFrontend:
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._submit())]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

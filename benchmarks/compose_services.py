@@ -7,7 +7,6 @@ each take a free one, as each container has addresses of its own.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import yaml
@@ -63,12 +62,7 @@ class Composed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         """Stop in reverse order; after an error kill, as requests may be open."""
         for service in reversed(self._started):
             if service.exit_code is not None:

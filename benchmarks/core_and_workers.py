@@ -2,7 +2,6 @@
 
 import asyncio
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -53,12 +52,7 @@ class CoreAndWorkers:
         self._core.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         processes = [*self._workers, self._core]
         for process in processes:
             process.kill()

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncGenerator
-from types import TracebackType
 from typing import Any, Self
 
 import aiohttp
@@ -39,12 +38,7 @@ class OpenAITarget:
         )
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
     async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:

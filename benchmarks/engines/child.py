@@ -6,7 +6,6 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -75,12 +74,7 @@ class ChildEngine:
         self.about = About(**self._process.ready)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.resume()
         descendants = tree(self._process.pid)
         self._process.close(END_TIMEOUT_S)

@@ -2,7 +2,6 @@
 
 import time
 from importlib.util import find_spec
-from types import TracebackType
 from typing import Any, Self
 
 import psutil
@@ -71,12 +70,7 @@ class Pagewire:
         self._pids = sorted(_children() - others)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._llm.close()
 
 

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
@@ -116,12 +115,7 @@ class CoreService:
         ]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.frontends.close(Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN"))
         self.registry.close()
         await self.runner.stop(FLUSH_S)

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from itertools import count
-from types import TracebackType
 from typing import Any, Self
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -187,12 +186,7 @@ class RequestBatch:
         self._watching = asyncio.create_task(self._watch())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._watching is not None
         self._watching.cancel()
         self._opened.close()

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -120,13 +119,8 @@ class Deployment:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
             print(self.cluster.logs())
         if self._load is not None:
             self._load.stop()

@@ -5,7 +5,6 @@ from array import array
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -73,12 +72,7 @@ class AttachedFrontend:
         await until(lambda: self.models is not None or self.end, "the first message came")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.leave()
 
     async def leave(self) -> None:

@@ -10,7 +10,6 @@ async with FakeCore() as core:
 
 import asyncio
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -181,12 +180,7 @@ class FakeCore(pb_grpc.SchedulerServiceServicer):
         await self.start("127.0.0.1:0")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     async def start(self, address: str) -> None:
