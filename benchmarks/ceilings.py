@@ -25,8 +25,7 @@ from statistics import harmonic_mean
 import torch
 from torch import Tensor
 
-from benchmarks.engines import lines
-from benchmarks.json_lines_process import LineProcess
+from benchmarks.json_lines import LineProcess, take_stdout
 from benchmarks.model_shapes import BYTES_PER_VALUE
 from benchmarks.processes import send_signal
 from worker_service.models.linear import OneDNNWeight, can_pack, pack
@@ -183,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
-    answers = lines.take_stdout() if args.when_asked else sys.stdout
+    answers = take_stdout() if args.when_asked else sys.stdout
     measurer = Measurer(getattr(torch, args.dtype), torch.device(args.device))
     for _ in chain([""], sys.stdin if args.when_asked else []):
         print(json.dumps(asdict(measurer.measure())), file=answers, flush=True)

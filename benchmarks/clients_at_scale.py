@@ -11,17 +11,19 @@ the CPU time of the frontend includes the answer's few tokens.
 
 import asyncio
 import json
-import multiprocessing
+import os
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 
 from benchmarks.machine import ForeignLoad, save
+from benchmarks.processes import Processes
 from benchmarks.tables import print_table, script_parser
 from pagewire_client import AsyncClient, PagewireError, SamplingParams
 from pagewire_client.connection import MAX_OPEN_REQUESTS
@@ -93,12 +95,11 @@ def prompt(index: int) -> list[int]:
 CLIENTS = {"python": python_requests, "http": http_requests}
 
 
-def run_client(pipe: Connection, way: str, *arguments: object) -> None:
+async def run_client(pipe: Connection, way: str, *arguments: Any) -> None:
     """Send the requests of `way` when there is a message on `pipe`; send the number of failures."""
-    pipe.send("ready")
-    pipe.recv()
-    client: Callable[..., object] = CLIENTS[way]
-    pipe.send(asyncio.run(client(*arguments)))  # type: ignore[arg-type]
+    pipe.send(os.getpid())
+    await asyncio.to_thread(pipe.recv)
+    pipe.send(await CLIENTS[way](*arguments))
 
 
 class Peak:
@@ -155,19 +156,15 @@ def measure(way: str, requests: int, tokens: int, most_open: int) -> dict[str, o
 
 def _run_python(arguments: Sequence[object], frontend: Peak) -> tuple[int, int]:
     """Failures and the client's memory."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=run_client, args=(theirs, *arguments), daemon=True)
-    process.start()
-    ours.recv()
-    assert process.pid is not None
-    client = Peak(process.pid)
-    ours.send("begin")
-    while not ours.poll(POLL_S):
+    processes = Processes()
+    pipe = processes.start(run_client, *arguments)
+    client = Peak(processes.receive(pipe))
+    pipe.send("begin")
+    while not pipe.poll(POLL_S):
         client.look()
         frontend.look()
-    failed: int = ours.recv()
-    process.join()
+    failed: int = processes.receive(pipe)
+    processes.join()
     return failed, client.grown_bytes
 
 

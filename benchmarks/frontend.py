@@ -14,19 +14,17 @@ The protocols take turns, so that a machine whose speed drifts affects them equa
 
 import argparse
 import asyncio
-import multiprocessing
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from statistics import median
-from typing import Any
 
 import aiohttp
 import grpc
 
 from benchmarks.machine import ForeignLoad, save
+from benchmarks.processes import Processes
 from benchmarks.tables import print_table, script_parser
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from scheduler_service.columns import to_column
@@ -36,8 +34,6 @@ from tests.support.tokenizers import byte_level
 
 WAYS = ("grpc", "http")
 PROMPT = "hello"
-
-Role = Callable[..., Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,47 +145,6 @@ async def _begin_together(pipe: Connection) -> None:
     """Wait until the core waits for requests, too."""
     pipe.send("ready")
     await asyncio.to_thread(pipe.recv)
-
-
-class Processes:
-    """Those of one run, each with a pipe to it."""
-
-    def __init__(self) -> None:
-        self._all: dict[Connection, BaseProcess] = {}
-
-    def start(self, role: Role, *arguments: object) -> Connection:
-        """Run a coroutine function with one end of a pipe in a process; the other end."""
-        context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_run, args=(role, theirs, *arguments), daemon=True)
-        process.start()
-        theirs.close()
-        self._all[ours] = process
-        return ours
-
-    def receive(self, pipe: Connection) -> Any:
-        """What comes next; raises RuntimeError if one of the processes fails instead."""
-        while not pipe.poll(0.1):
-            if any(process.exitcode for process in self._all.values()):
-                self.kill()
-                raise RuntimeError("a process of the benchmark has failed")
-        return pipe.recv()
-
-    def join(self) -> None:
-        """Wait until all have ended."""
-        for pipe, process in self._all.items():
-            process.join()
-            pipe.close()
-
-    def kill(self) -> None:
-        """End all at once."""
-        for process in self._all.values():
-            process.kill()
-        self.join()
-
-
-def _run(role: Role, *arguments: object) -> None:
-    asyncio.run(role(*arguments))
 
 
 def measure(case: Case) -> Figures:

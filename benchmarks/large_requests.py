@@ -24,7 +24,7 @@ from typing import Any
 
 import grpc
 
-from benchmarks.frontend import Processes
+from benchmarks.processes import Processes
 from benchmarks.tables import print_table
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc

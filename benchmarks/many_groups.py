@@ -28,8 +28,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from benchmarks.bare_frontend import BareFrontend
-from benchmarks.core_and_workers import MODEL, CoreAndWorkers
+from benchmarks.core_and_workers import MODEL, BareFrontend, CoreAndWorkers
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.tables import print_table, script_parser
 from pagewire.v1 import scheduler_service_pb2 as pb

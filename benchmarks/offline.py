@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from benchmarks.agreement import agreements
 from benchmarks.ceilings import Ceilings, CeilingsProcess
-from benchmarks.comparison import PAGEWIRE, all_runs, ceilings_range, compare, table
+from benchmarks.comparison import PAGEWIRE, agreements, all_runs, ceilings_range, compare, table
 from benchmarks.engines import transformers_static
 from benchmarks.engines.choice import NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings

@@ -153,16 +153,18 @@ def best_goodput(rows: Sequence[Row], share: float = 0.9) -> dict[str, float]:
 
 
 COLUMNS = {
-    "rate": "rate, 1/s",
+    "rate": "requests/s",
     "engine": "engine",
-    "output_tokens_per_s": "tokens/s",
     "first_token_ms_p50": "first token p50, ms",
+    "first_token_ms_p90": "p90",
     "first_token_ms_p99": "p99",
     "inter_token_ms_p50": "between tokens p50, ms",
+    "inter_token_ms_p90": "p90",
     "inter_token_ms_p99": "p99",
     "total_ms_p50": "answer p50, ms",
     "total_ms_p99": "p99",
-    "good_requests_per_s": "good, 1/s",
+    "output_tokens_per_s": "output tokens/s",
+    "good_requests_per_s": "good requests/s",
     "num_failed": "failed",
     "client_cores": "client, cores",
 }

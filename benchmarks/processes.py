@@ -1,10 +1,16 @@
-"""Trees of processes: their signals, their processor time, their memory."""
+"""Trees of processes: their signals, their processor time, their memory; roles of a benchmark."""
 
+import asyncio
 import contextlib
+import multiprocessing
 import signal
 import socket
 import sys
+from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -62,3 +68,48 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+Role = Callable[..., Coroutine[Any, Any, None]]
+"""A coroutine function that takes one end of a pipe, and more arguments."""
+
+
+class Processes:
+    """The roles of one run, each in a process of its own with a pipe to it."""
+
+    def __init__(self) -> None:
+        self._all: dict[Connection, BaseProcess] = {}
+
+    def start(self, role: Role, *arguments: object) -> Connection:
+        """Run a coroutine function with one end of a pipe in a process; the other end."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(role, theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self._all[ours] = process
+        return ours
+
+    def receive(self, pipe: Connection) -> Any:
+        """What comes next; raises RuntimeError if one of the processes fails instead."""
+        while not pipe.poll(0.1):
+            if any(process.exitcode for process in self._all.values()):
+                self.kill()
+                raise RuntimeError("a process of the benchmark has failed")
+        return pipe.recv()
+
+    def join(self) -> None:
+        """Wait until all have ended."""
+        for pipe, process in self._all.items():
+            process.join()
+            pipe.close()
+
+    def kill(self) -> None:
+        """End all at once."""
+        for process in self._all.values():
+            process.kill()
+        self.join()
+
+
+def _run(role: Role, *arguments: object) -> None:
+    asyncio.run(role(*arguments))

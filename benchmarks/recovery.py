@@ -22,16 +22,20 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from benchmarks.killable_services import KillableServices
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.processes import end_in_order_when_told
 from benchmarks.tables import print_table, script_parser
 from pagewire_client import AsyncClient, RequestOutput, SamplingParams
 from scheduler_service.core_service.config import CoreServiceConfig
+from tests.support.cluster import Cluster
+from tools.launch import Service
 
+NUM_WORKERS = 2
+NUM_FRONTENDS = 2
 NUM_STREAMS = 8
 TOKENS_BEFORE_KILL = 16
 ON_THE_WAY_S = 0.05
@@ -40,9 +44,10 @@ BUDGET_S = 2 * CoreServiceConfig().lease_ms / 1000
 """For a lost worker, beside the time to compute again what its streams had: two leases."""
 
 WORKERS = {
-    "embedded": ("--model", "embedded", "--dtype", "float32"),
+    "embedded": ("--dtype", "float32"),
     "simulated": ("--simulate", "--simulate-step-us", "5000"),
 }
+QUIET = ("--log-level", "warning")
 VICTIMS = ("worker", "core", "frontend")
 MAX_TOKENS = 200
 
@@ -92,8 +97,8 @@ def new_streams() -> list[Stream]:
 class Rounds:
     """Kills, one after the other, in one deployment."""
 
-    def __init__(self, services: KillableServices, client: AsyncClient) -> None:
-        self._services = services
+    def __init__(self, cluster: Cluster, client: AsyncClient) -> None:
+        self._cluster = cluster
         self._client = client
         self._draw = random.Random(0)
         self._undisturbed: list[list[int]] = []
@@ -104,8 +109,7 @@ class Rounds:
         self._undisturbed = await self._answers(new_streams())
         recoveries: list[float] = []
         for number in range(num_kills):
-            name = victim if victim == "core" else f"{victim}-{number % 2}"
-            recoveries += await self._kill_once(name)
+            recoveries += await self._kill_once(victim, number % NUM_FRONTENDS)
         return {
             "victim": victim,
             "kills": num_kills,
@@ -116,22 +120,32 @@ class Rounds:
             "foreign_cores": load.cores,
         }
 
-    async def _kill_once(self, name: str) -> list[float]:
-        """The recoveries, in seconds, of the streams that the process carried."""
-        await self._services.wait_whole()
+    async def _kill_once(self, victim: str, index: int) -> list[float]:
+        """The recoveries, in seconds, of the streams that the process carried: the core, the
+        frontend with this index, or the worker that has run for longest."""
+        await wait_whole(self._cluster)
         streams = new_streams()
         answers = asyncio.create_task(self._answers(streams))
         for stream in streams:
             await stream.has_begun.wait()
         await asyncio.sleep(self._draw.uniform(0, 0.05))
         killed_at = time.monotonic()
-        self._services.kill(name)
-        if name == "core":
-            self._services.start(name)
-        assert await answers == self._undisturbed, f"other tokens after the death of {name}"
-        if name != "core":
-            self._services.start(name)
-        return [s.recovery_s(killed_at) for s in streams if _was_hit(s, name, killed_at)]
+        self._process(victim, index).kill()
+        if victim == "core":
+            self._cluster.start_core()
+        assert await answers == self._undisturbed, f"other tokens after the death of a {victim}"
+        if victim == "frontend":
+            self._cluster.restart_frontend(index)
+        elif victim == "worker":
+            self._cluster.start_worker()
+        return [s.recovery_s(killed_at) for s in streams if _was_hit(s, victim, killed_at)]
+
+    def _process(self, victim: str, index: int) -> Service:
+        core = self._cluster.core
+        assert core is not None
+        if victim == "frontend":
+            return self._cluster.frontends[index]
+        return core if victim == "core" else self._cluster.workers[-NUM_WORKERS]
 
     async def _answers(self, streams: Sequence[Stream]) -> list[list[int]]:
         async with asyncio.TaskGroup() as tasks:
@@ -140,25 +154,41 @@ class Rounds:
         return [s.output.outputs[0].token_ids for s in streams if s.output is not None]
 
 
-def _was_hit(stream: Stream, name: str, killed_at: float) -> bool:
+def _was_hit(stream: Stream, victim: str, killed_at: float) -> bool:
     """Whether a stream was on the process, and not at its end."""
     assert stream.output is not None
     assert stream.output.timings is not None
     if stream.arrivals[-1] <= killed_at:
         return False
-    return not name.startswith("worker") or stream.output.timings.recovery_us > 0
+    return victim != "worker" or stream.output.timings.recovery_us > 0
+
+
+async def wait_whole(cluster: Cluster) -> None:
+    """Wait until every frontend serves and every worker is ready."""
+    await asyncio.to_thread(cluster.wait_serving)
+    await asyncio.to_thread(cluster.wait_num_ready, NUM_WORKERS)
 
 
 async def measure(model: str, victims: Sequence[str], num_kills: int) -> list[dict[str, object]]:
     """A line for each kind of process."""
     rows: list[dict[str, object]] = []
-    async with KillableServices(WORKERS[model]) as services:
-        await services.wait_whole()
+    with (
+        TemporaryDirectory(prefix="pagewire-") as folder,
+        Cluster(
+            Path(folder),
+            worker_flags=[*WORKERS[model], *QUIET],
+            core_flags=QUIET,
+            frontend_flags=QUIET,
+        ) as cluster,
+    ):
+        cluster.start(num_workers=NUM_WORKERS, num_frontends=NUM_FRONTENDS)
+        await wait_whole(cluster)
+        addresses = [cluster.frontend_address(index) for index in range(NUM_FRONTENDS)]
         for victim in victims:
             # After the death of a frontend a client uses another address; a new client for each
             # victim begins with the first.
-            async with AsyncClient(services.addresses) as client:
-                rows.append(await Rounds(services, client).run(victim, num_kills))
+            async with AsyncClient(addresses) as client:
+                rows.append(await Rounds(cluster, client).run(victim, num_kills))
                 print(rows[-1], flush=True)
     return rows
 

@@ -12,22 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import clients_at_scale, many_groups, plots, scaling_out
+from benchmarks import (
+    clients_at_scale,
+    endurance,
+    many_groups,
+    online,
+    pipelining,
+    plots,
+    scaling_out,
+    startup,
+)
 from benchmarks.machine import RESULTS
 
 Columns = Mapping[str, str]
 """Titles by the names in a result's rows."""
 
-STARTUP: Columns = {
-    "shape": "model",
-    "dtype": "dtype",
-    "engine": "server",
-    "first_token_s": "launch to first token, s",
-    "first_token_s_worst": "at worst",
-    "times_pagewire_first_token": "÷ ours",
-    "peak_mib": "peak memory, MiB",
-    "times_pagewire_peak": "÷ ours",
-}
 _SUMMARY: Columns = {
     "best_peer": "best peer",
     "ratio": "ours ÷ best peer",
@@ -105,21 +104,6 @@ OVERHEAD: Columns = {
     "vllm_all_us": "vLLM all, µs",
     "all_ratio": "vLLM all ÷ ours",
 }
-PIPELINING: Columns = {
-    "worker": "worker",
-    "pipeline_depth": "depth",
-    "step_us_p50": "step p50, µs",
-    "idle_us_p50": "idle p50, µs",
-    "idle_us_p99": "idle p99, µs",
-    "idle_share": "idle, share of time",
-    "plans_sent_ahead": "plans sent ahead",
-}
-ENDURANCE: Columns = {
-    "process": "process",
-    "rss_mib_at_a_fifth": "MiB at a fifth",
-    "rss_mib_at_the_end": "MiB at the end",
-    "bytes_per_request": "bytes per request",
-}
 RECOVERY: Columns = {
     "victim": "killed",
     "kills": "times",
@@ -169,22 +153,6 @@ WIRE_ROUND_TRIPS: Columns = {
     "p50_us": "round trip p50, µs",
     "p99_us": "p99, µs",
 }
-ONLINE: Columns = {
-    "rate": "requests/s",
-    "engine": "engine",
-    "first_token_ms_p50": "first token p50, ms",
-    "first_token_ms_p90": "p90",
-    "first_token_ms_p99": "p99",
-    "inter_token_ms_p50": "between tokens p50, ms",
-    "inter_token_ms_p90": "p90",
-    "inter_token_ms_p99": "p99",
-    "total_ms_p50": "answer p50, ms",
-    "total_ms_p99": "p99",
-    "output_tokens_per_s": "output tokens/s",
-    "good_requests_per_s": "good requests/s",
-    "num_failed": "failed",
-    "client_cores": "client, cores",
-}
 
 KERNELS: Columns = {
     "kernel": "kernel",
@@ -214,12 +182,14 @@ def _overhead(results: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _pipelining(results: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{results['rows'][0]['running']} sequences.", _table(PIPELINING, results["rows"])
+    return f"{results['rows'][0]['running']} sequences.", _table(
+        pipelining.COLUMNS, results["rows"]
+    )
 
 
 def _endurance(results: Mapping[str, Any]) -> tuple[str, str]:
     facts = f"{results['requests']:,} requests, {results['requests_per_s']} a second."
-    return facts, _table(ENDURANCE, results["processes"])
+    return facts, _table(endurance.COLUMNS, results["processes"])
 
 
 def _recovery(results: Mapping[str, Any]) -> tuple[str, str]:
@@ -285,7 +255,7 @@ def _online(results: Mapping[str, Any]) -> tuple[str, str]:
         f"token within {limits} on average. The highest rate up to which 90 % were good: "
         f"{', '.join(best)}."
     )
-    return facts, _table(ONLINE, results["rows"])
+    return facts, _table(online.COLUMNS, results["rows"])
 
 
 def _offline(results: Mapping[str, Any]) -> tuple[str, str]:
@@ -294,7 +264,7 @@ def _offline(results: Mapping[str, Any]) -> tuple[str, str]:
 
 def _startup(results: Mapping[str, Any]) -> tuple[str, str]:
     facts = f"{results['kv_cache_gib']} GiB for KV. Medians of {results['rows'][0]['repeats']}."
-    return facts, _table(STARTUP, results["rows"])
+    return facts, _table(startup.COLUMNS, results["rows"])
 
 
 def _kernels(results: Mapping[str, Any]) -> tuple[str, str]:

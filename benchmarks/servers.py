@@ -15,7 +15,6 @@ from typing import Self
 
 import aiohttp
 
-from benchmarks.checkpoints import checkpoint
 from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
 from benchmarks.openai_target import OpenAITarget
@@ -150,7 +149,7 @@ class ServedPagewire(Server):
     HTTP or by our own over gRPC."""
 
     def __init__(self, settings: Settings, interface: str = "HTTP") -> None:
-        self._model = checkpoint(settings.shape, settings.dtype, settings.checkpoints)
+        self._model = settings.model()
         grpc, http = (f"{HOST}:{free_port()}" for _ in range(2))
         self._address = http if interface == "HTTP" else grpc
         name = "pagewire" if interface == "HTTP" else f"pagewire {interface}"
@@ -160,16 +159,11 @@ class ServedPagewire(Server):
             "http": http if interface == "HTTP" else "off",
             "log_level": "warning",
         }
-        options = [
-            part
-            for flag, value in flags.items()
-            for part in ("--" + flag.replace("_", "-"), str(value))
-        ]
         super().__init__(
             name,
             interface,
             port=int(self._address.rpartition(":")[2]),
-            command=[sys.executable, "-m", "pagewire_cli", "serve", *options],
+            command=[sys.executable, "-m", "pagewire_cli", "serve", *vllm.options(flags)],
             # Its services import from the same folders.
             environment={"PYTHONPATH": ":".join(path for path in sys.path if path)},
             log=settings.log(name.replace(" ", "_")),
@@ -178,7 +172,7 @@ class ServedPagewire(Server):
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Target]:
         if self.interface == "HTTP":
-            async with OpenAITarget(f"http://{self._address}", str(self._model)) as target:
+            async with OpenAITarget(f"http://{self._address}", self._model) as target:
                 yield target
         else:
             async with AsyncClient(self._address, retry=NO_RETRIES) as client:
@@ -193,8 +187,8 @@ class ServedVllm(Server):
 
     def __init__(self, python: Path, settings: Settings) -> None:
         port = free_port()
-        self._model = checkpoint(settings.shape, settings.dtype, settings.checkpoints)
-        command = vllm.server_command(python, settings, self._model, HOST, port)
+        self._model = settings.model()
+        command = vllm.server_command(python, settings, HOST, port)
         super().__init__(
             "vllm",
             "HTTP",
@@ -205,7 +199,7 @@ class ServedVllm(Server):
         )
 
     def _open(self) -> AbstractAsyncContextManager[Target]:
-        return OpenAITarget(f"http://{HOST}:{self._port}", str(self._model))
+        return OpenAITarget(f"http://{HOST}:{self._port}", self._model)
 
 
 @asynccontextmanager

@@ -32,11 +32,13 @@ from pagewire_cli.load import Arrival
 SAMPLE_S = 0.1
 OURS = "pagewire"
 COLUMNS = {
+    "shape": "model",
+    "dtype": "dtype",
     "engine": "server",
-    "first_token_s": "first token, s",
-    "first_token_s_worst": "worst",
-    "peak_mib": "peak, MiB",
+    "first_token_s": "launch to first token, s",
+    "first_token_s_worst": "at worst",
     "times_pagewire_first_token": "÷ ours",
+    "peak_mib": "peak memory, MiB",
     "times_pagewire_peak": "÷ ours",
 }
 """Titles by the names in a row."""

@@ -16,11 +16,9 @@ from collections.abc import Sequence
 from statistics import median
 
 import grpc
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.bare_frontend import BareFrontend
-from benchmarks.core_and_workers import MODEL, CoreAndWorkers
+from benchmarks.core_and_workers import MODEL, BareFrontend, CoreAndWorkers
+from benchmarks.tables import print_table
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -115,12 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each round")
     parser.add_argument("--rounds", type=int, default=3, help="with watchers, and as many without")
     rows = asyncio.run(measure(parser.parse_args(arguments)))
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" for value in row.values()))
-    console = Console()
-    console.print(table)
-    console.print(f"watchers cost {100 * cost(rows):.2f} % of the core's loop")
+    print_table(rows, "rounds with and without watchers", cell=lambda value: f"{value:.4g}")
+    print(f"watchers cost {100 * cost(rows):.2f} % of the core's loop")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from dataclasses import replace
 from itertools import product
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.ceilings import measure
 from benchmarks.stopwatch import median_seconds
+from benchmarks.tables import print_table
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.triton import Launch, choose_launch, paged_attention
 
@@ -69,7 +68,7 @@ def timed(
         try:
             yield launch, median_seconds(attend, device, repeats=repeats)
         except Exception as error:  # whatever a compiler raises for what does not fit
-            Console().print(f"{launch}: {type(error).__name__}")
+            print(f"{launch}: {type(error).__name__}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -88,18 +87,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         *timed(args.sequences, args.context, args.heads, args.kv_heads, device, args.repeats)
     ]
     chosen = results[0][0]
-    table = Table("keys", "warps", "stages", "splits", "µs", "of reading", "chosen")
-    for launch, seconds in sorted(results, key=lambda each: each[1]):
-        table.add_row(
-            str(launch.tile_keys),
-            str(launch.num_warps),
-            str(launch.num_stages),
-            str(launch.num_splits),
-            f"{seconds * 1e6:.1f}",
-            f"{num_bytes / seconds / read:.3f}",
-            "*" if launch == chosen else "",
-        )
-    Console().print(table)
+    rows = [
+        {
+            "keys": launch.tile_keys,
+            "warps": launch.num_warps,
+            "stages": launch.num_stages,
+            "splits": launch.num_splits,
+            "µs": f"{seconds * 1e6:.1f}",
+            "of reading": f"{num_bytes / seconds / read:.3f}",
+            "chosen": "*" if launch == chosen else "",
+        }
+        for launch, seconds in sorted(results, key=lambda each: each[1])
+    ]
+    print_table(rows, "launches of paged decode attention")
 
 
 if __name__ == "__main__":

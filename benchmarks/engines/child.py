@@ -11,7 +11,7 @@ from typing import Any, Self
 import psutil
 
 from benchmarks.engines.engine import About, Outputs
-from benchmarks.json_lines_process import LineProcess
+from benchmarks.json_lines import LineProcess
 from benchmarks.processes import send_signal, tree
 from benchmarks.workloads import Job
 

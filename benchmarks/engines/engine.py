@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
+from benchmarks.checkpoints import checkpoint
 from benchmarks.model_shapes import Shape
 from benchmarks.workloads import Job
 
@@ -25,6 +26,17 @@ class Settings:
     threads: int = 2
     logs: Path | None = None
     """Directory for the engines' logs; None discards them."""
+
+    LIMITS: ClassVar = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
+    """Names of the settings that bound a batch."""
+
+    def model(self) -> str:
+        """The path of the checkpoint that all engines load; created if necessary."""
+        return str(checkpoint(self.shape, self.dtype, self.checkpoints))
+
+    def named(self, *names: str) -> dict[str, Any]:
+        """The settings of these names."""
+        return {name: getattr(self, name) for name in names}
 
     @property
     def kv_tokens(self) -> int:

@@ -12,8 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints import checkpoint
-from benchmarks.engines import lines
+from benchmarks import json_lines
 from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Settings
 from pagewire.v1.sampling_pb2 import SamplerParams
@@ -36,14 +35,9 @@ GREEDY = SamplerParams(top_p=1.0, repetition_penalty=1.0)
 def engine(settings: Settings) -> ChildEngine:
     """The parent's end."""
     described = {
-        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
-        "dtype": settings.dtype,
-        "device": settings.device,
+        "model": settings.model(),
+        **settings.named("dtype", "device", "kv_cache_gib", *settings.LIMITS),
         "threads": settings.threads if settings.device == "cpu" else None,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "kv_cache_gib": settings.kv_cache_gib,
     }
     return ChildEngine(
         NAME,
@@ -161,5 +155,4 @@ def _request(
 
 
 if __name__ == "__main__":
-    answers = lines.take_stdout()
-    lines.serve(InProcess(lines.settings()), answers)
+    json_lines.serve(InProcess)

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engines import lines
+from benchmarks import json_lines
 
 if TYPE_CHECKING:  # not to be known where nano-vllm is
     from benchmarks.engines.child import ChildEngine
@@ -15,16 +15,9 @@ _WEIGHTS_AND_ACTIVATIONS_GIB = 8
 
 def engine(python: Path, settings: "Settings") -> "ChildEngine":
     """The parent's end."""
-    from benchmarks.checkpoints import checkpoint
     from benchmarks.engines.child import ChildEngine
 
-    described = {
-        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
-        "kv_cache_gib": settings.kv_cache_gib,
-    }
+    described = {"model": settings.model(), **settings.named(*settings.LIMITS, "kv_cache_gib")}
     return ChildEngine(NAME, python, "nano_vllm", described, log=settings.log("nano_vllm"))
 
 
@@ -68,5 +61,4 @@ def _utilization(kv_cache_gib: int) -> float:
 
 
 if __name__ == "__main__":
-    answers = lines.take_stdout()
-    lines.serve(NanoVllm(lines.settings()), answers)
+    json_lines.serve(NanoVllm)

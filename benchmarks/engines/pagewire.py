@@ -6,7 +6,6 @@ from typing import Any, Self
 
 import psutil
 
-from benchmarks.checkpoints import checkpoint
 from benchmarks.engines.engine import About, Outputs, Settings
 from benchmarks.workloads import Job
 from service_common.version import VERSION
@@ -33,7 +32,7 @@ class Pagewire:
 
     def __init__(self, settings: Settings) -> None:
         self._flags = flags(settings)
-        self._model = str(checkpoint(settings.shape, settings.dtype, settings.checkpoints))
+        self._model = settings.model()
         self.about = About(version=VERSION, settings=self._flags)
 
     @property
@@ -81,11 +80,7 @@ def _children() -> set[int]:
 def flags(settings: Settings) -> dict[str, Any]:
     """The services' flags for what all engines have in common."""
     chosen = {
-        "device": settings.device,
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        **settings.named("device", "dtype", *settings.LIMITS),
         "kv_cache_memory": f"{settings.kv_cache_gib}GiB",
     }
     return chosen | ({"threads": settings.threads} if settings.device == "cpu" else {})

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from benchmarks.engines import lines
+from benchmarks import json_lines
 from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Settings
 from benchmarks.engines.transformers_static import describe, load
@@ -73,5 +73,4 @@ class Continuous:
 
 
 if __name__ == "__main__":
-    answers = lines.take_stdout()
-    lines.serve(Continuous(lines.settings()), answers)
+    json_lines.serve(Continuous)

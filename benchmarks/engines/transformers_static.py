@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkpoints import checkpoint
-from benchmarks.engines import lines
+from benchmarks import json_lines
 from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Settings
 
@@ -22,12 +21,7 @@ def engine(settings: Settings) -> ChildEngine:
 
 def describe(settings: Settings) -> dict[str, Any]:
     """The request to the child process."""
-    return {
-        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
-        "dtype": settings.dtype,
-        "device": settings.device,
-        "threads": settings.threads,
-    }
+    return {"model": settings.model(), **settings.named("dtype", "device", "threads")}
 
 
 def load(settings: dict[str, Any]) -> Any:
@@ -76,5 +70,4 @@ class Static:
 
 
 if __name__ == "__main__":
-    answers = lines.take_stdout()
-    lines.serve(Static(lines.settings()), answers)
+    json_lines.serve(Static)

@@ -1,10 +1,11 @@
 """vLLM's offline `LLM`, in a child under the Python that has it; and its best settings on a CPU."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.engines import lines
+from benchmarks import json_lines
 
 if TYPE_CHECKING:  # not to be known where vLLM is
     from benchmarks.engines.child import ChildEngine
@@ -15,15 +16,11 @@ NAME = "vllm"
 
 def engine(python: Path, settings: "Settings") -> "ChildEngine":
     """The parent's end."""
-    from benchmarks.checkpoints import checkpoint
     from benchmarks.engines.child import ChildEngine
 
     described = {
-        "model": str(checkpoint(settings.shape, settings.dtype, settings.checkpoints)),
-        "dtype": settings.dtype,
-        "max_model_len": settings.max_model_len,
-        "max_num_seqs": settings.max_num_seqs,
-        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "model": settings.model(),
+        **settings.named("dtype", *settings.LIMITS),
         "enable_prefix_caching": True,
     }
     if settings.device != "cpu":
@@ -51,22 +48,18 @@ def environment(python: Path, settings: "Settings") -> dict[str, str]:
     }
 
 
-def server_command(
-    python: Path, settings: "Settings", model: str | Path, host: str, port: int
-) -> list[str]:
+def server_command(python: Path, settings: "Settings", host: str, port: int) -> list[str]:
     """What starts its API server."""
-    flags = {
-        "model": model,
-        "host": host,
-        "port": port,
-        "dtype": settings.dtype,
-        "max-model-len": settings.max_model_len,
-        "max-num-seqs": settings.max_num_seqs,
-        "max-num-batched-tokens": settings.max_num_batched_tokens,
-    }
-    options = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+    flags = {"model": settings.model(), "host": host, "port": port}
+    flags |= settings.named("dtype", *settings.LIMITS)
     module = "vllm.entrypoints.openai.api_server"
-    return [str(python), "-m", module, *options, "--enable-prefix-caching"]
+    return [str(python), "-m", module, *options(flags), "--enable-prefix-caching"]
+
+
+def options(flags: Mapping[str, object]) -> list[str]:
+    """Command-line options by the names of flags."""
+    names = {name: "--" + name.replace("_", "-") for name in flags}
+    return [part for name, value in flags.items() for part in (names[name], str(value))]
 
 
 def _find(folder: Path, name: str) -> list[str]:
@@ -107,5 +100,4 @@ class Vllm:
 
 
 if __name__ == "__main__":
-    answers = lines.take_stdout()
-    lines.serve(Vllm(lines.settings()), answers)
+    json_lines.serve(Vllm)

@@ -7,9 +7,8 @@ from typing import Self
 import pytest
 
 from benchmarks import plots
-from benchmarks.agreement import agreement
 from benchmarks.ceilings import Ceilings
-from benchmarks.comparison import ceilings_range, compare
+from benchmarks.comparison import agreement, ceilings_range, compare
 from benchmarks.engines.choice import NAMES, Absent, Programs, make
 from benchmarks.engines.engine import About, Engine, Outputs, Settings
 from benchmarks.interleaved_runs import Gauge, Patience, Results, Run, WrongOutput, compete

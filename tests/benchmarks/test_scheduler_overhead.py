@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduler_overhead import growth, main, measure
+from benchmarks.scheduler_overhead import VllmProcess, growth, main, measure
 from benchmarks.steady_core import Queue, SteadyCore
-from benchmarks.vllm_process import VllmProcess
 from scheduler_service.core import StepPlan
 
 RIVAL = """

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from benchmarks.wire import BUDGET_BYTES, main
-from benchmarks.wire_messages import new_row, steady_row
+from benchmarks.wire import BUDGET_BYTES, main, new_row, steady_row
 
 
 def test_a_plan_for_steady_decoding_keeps_its_budget() -> None:

@@ -1,16 +1,20 @@
-"""A child process with requests and answers as lines of JSON.
+"""A child process with requests and answers as lines of JSON: both ends.
 
-An engine thus runs under a Python of its own, with its own threads and memory.
-The child's side of it is `engines/lines.py`, or anything else that keeps to this: one line when it
-is ready, then one for each line that it reads, until there are no more.
+An engine thus runs under a Python of its own, with its own threads and memory. The child writes a
+line when it is ready, then one for each line that it reads, until there are no more. Pythons that
+have nothing of Pagewire's installed import this module: it needs the standard library alone.
 """
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 
 class LineProcess:
@@ -82,3 +86,42 @@ class LineProcess:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Runs(Protocol):
+    """An engine in its own process."""
+
+    def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
+        """Generate `num_tokens` greedy tokens for each prompt, past end-of-sequence tokens."""
+        ...
+
+    def about(self) -> dict[str, Any]:
+        """Its version, and the settings it was given."""
+        ...
+
+
+def take_stdout() -> Any:
+    """The file whose lines the parent reads; what else is printed, in Python or in C, goes to the
+    standard error."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    if sys.platform == "linux":  # a stopped child would not notice that its parent has gone
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    return answers
+
+
+def serve(make_engine: Callable[[dict[str, Any]], Runs]) -> None:
+    """Make an engine of the settings on the command line, and run jobs until there are no more."""
+    answers = take_stdout()
+    engine = make_engine(json.loads(sys.argv[1]))
+
+    def answer(value: object) -> None:
+        print(json.dumps(value), file=answers, flush=True)
+
+    answer(engine.about())
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.perf_counter()
+        outputs = engine.generate(asked["prompts"], asked["num_tokens"])
+        seconds = time.perf_counter() - began
+        answer({"token_ids": [list(map(int, tokens)) for tokens in outputs], "seconds": seconds})
