@@ -18,7 +18,7 @@ device (`pinned_memory.py`). A package imports only these and the packages liste
 | `runner/` | from a plan to its result: batch, forward pass, sampling, CUDA graphs, ranks |
 | `simulated/` | an executor without a model, which checks every plan (`--simulate`) |
 | `service/` | gRPC: the servicer, registration, the worker's process, metrics |
-| `launcher/`, `cli/` | starting the ranks of a group; command-line flags |
+| `launcher/` | command-line flags; starting the ranks of a group |
 
 One plan, from message to result:
 

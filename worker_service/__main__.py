@@ -14,7 +14,10 @@ from service_common.config_flags import CLUSTER, LOGGING, Flags, takes_flags
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
-from worker_service.cli.flags import (
+from worker_service.config import DEFAULT_LISTEN, WorkerConfig
+from worker_service.cpu_cores import limit_spinning
+from worker_service.errors import InvalidOption, WorkerError
+from worker_service.launcher.flags import (
     CACHE,
     COST,
     CPU_AFFINITY,
@@ -28,7 +31,13 @@ from worker_service.cli.flags import (
     WORKER,
     worker_config,
 )
-from worker_service.cli.ranks import (
+from worker_service.launcher.launcher import (
+    LocalHost,
+    RankHost,
+    die_with_parent,
+    launch,
+)
+from worker_service.launcher.ranks import (
     RANKS,
     RAY,
     LauncherName,
@@ -37,15 +46,6 @@ from worker_service.cli.ranks import (
     RanksToLaunch,
     RayFlags,
     assign_rank,
-)
-from worker_service.config import DEFAULT_LISTEN, WorkerConfig
-from worker_service.cpu_cores import limit_spinning
-from worker_service.errors import InvalidOption, WorkerError
-from worker_service.launcher.launcher import (
-    LocalHost,
-    RankHost,
-    die_with_parent,
-    launch,
 )
 
 if TYPE_CHECKING:

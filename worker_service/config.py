@@ -1,6 +1,6 @@
 """The worker's settings: one frozen dataclass per concern, made once from the command line.
 
-The docstrings of most fields are the help texts of their flags; `cli/flags.py` derives those.
+The docstrings of most fields are the help texts of their flags; `launcher/flags.py` derives those.
 Nothing here imports torch.
 """
 

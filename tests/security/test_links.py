@@ -27,9 +27,9 @@ from scheduler_service.frontend.server import Frontend
 from service_common.cluster import MEMBER_NAME, Cluster, ClusterConfig
 from tests.support.certificates import Authority, Issued
 from tests.support.frontends import client_of, error_of, eventually, generate_request, read_all
-from worker_service.cli.flags import cluster_config
 from worker_service.config import CacheConfig, NetworkConfig, SimulationConfig, WorkerConfig
 from worker_service.errors import InvalidOption
+from worker_service.launcher.flags import cluster_config
 from worker_service.service.lifecycle import Worker
 from worker_service.simulated.executor import SimulatedExecutor
 

@@ -24,8 +24,8 @@ from tests.support.cluster import SERVING, health
 from tests.support.worker_driver import PlanBuilder
 from tools.launch import environment
 from worker_service.__main__ import app
-from worker_service.cli.flags import CACHE, RUNNER, parse_bytes
 from worker_service.config import CacheConfig, RunnerConfig
+from worker_service.launcher.flags import CACHE, RUNNER, parse_bytes
 
 GIB = 2**30
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from worker_service.cli.ranks import (
+from worker_service.distributed.layout import Layout
+from worker_service.errors import InvalidOption
+from worker_service.launcher.launcher import LocalHost, address_of
+from worker_service.launcher.ranks import (
     LauncherName,
     RankAssignment,
     RankFlags,
     RanksToLaunch,
     assign_rank,
 )
-from worker_service.distributed.layout import Layout
-from worker_service.errors import InvalidOption
-from worker_service.launcher.launcher import LocalHost, address_of
 
 TORCHRUN = {
     "RANK": "3",

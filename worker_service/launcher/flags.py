@@ -10,7 +10,6 @@ import typer
 from service_common.cluster import ClusterConfig
 from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
 from service_common.metrics_server import metrics_address
-from worker_service.cli.ranks import RankAssignment
 from worker_service.config import (
     DEFAULT_LISTEN,
     DEFAULT_MAX_MODEL_LEN,
@@ -26,6 +25,7 @@ from worker_service.config import (
 from worker_service.cpu_cores import parse_cpus
 from worker_service.errors import InvalidOption
 from worker_service.launcher.launcher import address_of
+from worker_service.launcher.ranks import RankAssignment
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
