@@ -10,8 +10,7 @@ shares no code with `runner/` and `sampling/`, as it judges them.
 | `executor.py` | the engine's executor; a step: move blocks, add sequences, check, sample, wait |
 | `memory_model.py` | what is in which KV slot, and what may be done with which block |
 | `sequences.py` | sequences and the rows of a step, checked against the rules of `plan.proto` |
-| `model.py` | the simulated model: histories, next tokens, log probabilities |
-| `sampler.py` | which token is chosen, by the same rules as for a real model |
+| `model.py` | the simulated model: histories, next tokens, log probabilities; its sampler |
 
 A plan that breaks a rule ends its stream with `InvalidPlan`, which names the field and the
 problem. A token is a function of the tokens before it, its parameters, choice and position alone,

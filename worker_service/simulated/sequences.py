@@ -10,8 +10,13 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import Candidates, NewSequence, RowErrorReason, StepPlan
 from worker_service.sampling_params import SamplerParams
 from worker_service.simulated.memory_model import MemoryModel
-from worker_service.simulated.model import NextToken, SimulatedSequence, extend, is_misguessed
-from worker_service.simulated.sampler import SimulatedSampler
+from worker_service.simulated.model import (
+    NextToken,
+    SimulatedSampler,
+    SimulatedSequence,
+    extend,
+    is_misguessed,
+)
 
 
 class KnownSequence(SimulatedSequence):

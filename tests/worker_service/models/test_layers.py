@@ -16,7 +16,7 @@ from worker_service.models.linear import (
     can_pack,
     num_padded_rows,
 )
-from worker_service.models.transformers_backend.batch_invariant import InvariantOps
+from worker_service.models.transformers_backend.model import InvariantOps
 
 CPU = torch.device("cpu")
 

@@ -6,9 +6,8 @@ store keys and values in our cache and attend over it.
 
     build.py             loading; features that cannot be supported are refused by name
     attention.py         the registered function, and the KV cache's shape from a trial run
-    model.py             the resulting `Model`
+    model.py             the resulting `Model`, and batch-invariant functions for it
     packed.py            layers over packed weights, filled while the model is loaded
-    batch_invariant.py   functions whose results do not depend on the batch
 """
 
 from worker_service.models.transformers_backend.build import build_transformers_model
