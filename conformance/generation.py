@@ -8,7 +8,7 @@ from conformance.assertions import fail
 from pagewire.v1 import plan_pb2
 
 TOLERANCE = 0.25
-"""Most difference of log probabilities on a worker that is not batch-invariant: far more than
+"""Maximum difference of log probabilities on a worker that is not batch-invariant: far more than
 rounding in bfloat16, far less than another context."""
 
 
@@ -41,7 +41,7 @@ def sampled(token: int, entry: plan_pb2.RowLogprobs | None) -> Sampled:
 
 @dataclass(slots=True)
 class Generation:
-    """What a sequence sampled, in order."""
+    """The tokens that a sequence sampled, in order."""
 
     steps: list[Sampled] = field(default_factory=list)
 

@@ -54,7 +54,7 @@ class Sequence:
     """The most drafts that plans in flight may keep."""
 
     sampled: list[Sampled] = field(default_factory=list)
-    """What its rows sampled on this stream, in order; token -1 where a row failed."""
+    """The tokens that its rows sampled on this stream, in order; -1 where a row failed."""
 
     @property
     def num_tokens(self) -> int:

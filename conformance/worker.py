@@ -152,7 +152,7 @@ class Worker:
         sampling: sampling_pb2.SamplerParams = GREEDY,
         choice_index: int = 0,
     ) -> Generation:
-        """What a sequence samples alone on the worker, with its prompt in one chunk."""
+        """The tokens that a sequence samples alone on the worker, its prompt in one chunk."""
         key = (tuple(prompt), num_tokens, choice_index, sampling.SerializeToString())
         if key not in self._alone:
             with self.open() as session:

@@ -1,4 +1,4 @@
-"""What can go wrong, in our own words.
+"""The errors of the scheduler service, independent of gRPC and HTTP.
 
     PagewireError
     ├── InvalidArgument        a field is wrong, whatever our state

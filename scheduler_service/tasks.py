@@ -40,7 +40,7 @@ async def until_failure(tasks: Iterable[asyncio.Task[None]]) -> None:
 
 
 async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:
-    """What each returns, in order; if one raises, end the others and raise what it raised."""
+    """Return the results in order; if one raises, cancel the others and raise its error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -51,7 +51,7 @@ async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:
 
 
 async def to_its_end(work: Awaitable[Result], timeout_s: float) -> Result:
-    """What `work` returns; a caller that is cancelled meanwhile first waits for its
+    """Return the result of `work`; a caller that is cancelled meanwhile first waits for its
     end, up to `timeout_s`.
 
     For writes to a stream of gRPC's: a call whose write was cut off cannot be given a status.

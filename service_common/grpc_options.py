@@ -6,7 +6,7 @@ MAX_MESSAGE_BYTES = 256 << 20
 """Largest message between the services: a plan that adds thousands of long prompts."""
 
 MAX_METADATA_BYTES = 16 << 10
-"""Most bytes of a call's metadata."""
+"""Maximum size of a call's metadata, in bytes."""
 
 HANDSHAKE_TIMEOUT_MS = 10_000
 """Time limit for the handshake of a connection, including TLS."""

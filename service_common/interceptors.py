@@ -24,7 +24,7 @@ Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 HEALTH = f"/{health.SERVICE_NAME}/"
 REFLECTION = "/grpc.reflection."
-"""Of every version."""
+"""Prefix of the reflection service in every version."""
 
 
 class CallGuard(grpc.aio.ServerInterceptor):

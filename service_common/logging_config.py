@@ -20,7 +20,7 @@ _NUMBERS = (int, float, bool)
 
 
 class LogLevel(StrEnum):
-    """Least severity that is logged."""
+    """Lowest severity that is logged."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -180,7 +180,7 @@ class LogThrottle:
         return True
 
     def end(self) -> None:
-        """Note a success: the next failure is logged."""
+        """Record a success: the next failure is logged."""
         self._logged = None
 
 

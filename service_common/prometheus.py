@@ -61,7 +61,7 @@ class Histogram:
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """In Prometheus' form: (upper bound, number of values up to it)."""
+        """The buckets in Prometheus' form: (upper bound, number of values up to it)."""
         ends = [*map(floatToGoString, self._bounds), "+Inf"]
         return list(zip(ends, map(float, accumulate(self._counts)), strict=True))
 
@@ -82,7 +82,7 @@ class Metric:
     """A metric's description; it has a sample for each combination of its labels' values."""
 
     name: str
-    """As in queries; that of a counter ends with `_total`."""
+    """The name in queries; that of a counter ends with `_total`."""
     kind: Kind
     help: str
     labels: tuple[str, ...] = ()

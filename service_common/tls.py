@@ -14,7 +14,7 @@ class TlsFiles:
     """PEM files of one end of a connection."""
 
     cert: Path
-    """Its certificate chain."""
+    """The certificate chain of the process."""
     key: Path
     """That certificate's key, without a passphrase."""
     ca: Path | None = None

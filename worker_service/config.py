@@ -1,4 +1,4 @@
-"""The worker's settings: one frozen dataclass per concern, made once from the command line.
+"""The worker's settings: one frozen dataclass per concern, built once from the command line.
 
 The docstrings of most fields are the help texts of their flags; `launcher/flags.py` derives those.
 Nothing here imports torch.
@@ -31,7 +31,7 @@ class CostModel:
     """
 
     step_us: float = 0.0
-    """Microseconds that a simulated step takes, whatever is in it."""
+    """Microseconds per simulated step, independent of its rows."""
 
     token_us: float = 0.0
     """Microseconds per token of a row beyond its first, which only prefills have."""
@@ -66,16 +66,16 @@ class SimulationConfig:
     """A simulated model's properties, the cache sizes and the cost of steps."""
 
     model: str = "simulated"
-    """The name the model is served under, unless another is given."""
+    """The name under which the model is served by default."""
 
     vocab_size: int = 32000
-    """Simulated tokens are below this."""
+    """Size of the simulated vocabulary."""
 
     eos_token_id: int = 2
     """Token that ends a simulated sequence."""
 
     max_model_len: int = DEFAULT_MAX_MODEL_LEN
-    """Most tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
 
     num_gpu_blocks: int = 4096
     """Simulated KV blocks on the device."""
@@ -105,7 +105,7 @@ QUANTIZATIONS = ("int8", "int4", "fp8")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Which model to load, and in which form."""
+    """The model to load, its numbers and its device."""
 
     model: str = "embedded"
     """Checkpoint directory, hub id, or `embedded`."""
@@ -129,13 +129,13 @@ class ModelConfig:
     """Write rounded weights to this folder, once, and read them at later starts."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
 
     attention_backend: str | None = None
     """flash, triton, cpu or reference."""
 
     batch_invariant: bool = False
-    """On a GPU, too, tokens do not depend on what else is in the batch; slower."""
+    """Make tokens independent of the rest of the batch on a GPU, too; slower."""
 
     threads: int | None = None
     """CPU threads for the model."""
@@ -151,7 +151,7 @@ class ModelConfig:
     """Place among the ranks on this machine: which GPU `auto` and `cuda` take."""
 
     layout: Layout = field(default_factory=Layout)
-    """Which share of the model to load."""
+    """The part of the model to load."""
 
     show_progress: bool | None = None
     """Whether to draw a progress bar on stderr; None draws it on a terminal only."""
@@ -231,26 +231,26 @@ class RunnerConfig:
     # Not with several ranks, whose steps wait for each other on the host, nor with attention that
     # waits for the device.
     cuda_graphs: bool = True
-    """On a GPU, record decode steps at start and replay them."""
+    """On a GPU, capture decode steps as CUDA graphs at start and replay them."""
 
     max_graph_batch_size: int = 512
-    """Largest batch of decodes recorded."""
+    """Largest batch of decodes captured."""
 
     # Takes long at start and gives up batch invariance.
     compile: bool = False
     """On a GPU, put layers through torch.compile."""
 
     speculative: str | None = None
-    """Draft tokens ahead and check several in one step, which changes no output: ngram takes drafts
+    """Draft tokens and verify several in one step, without changing the output: ngram takes drafts
     from what followed the same tokens earlier in the prompt or output, suffix also from recent
-    outputs of the same tenant, draft from a second, smaller model. On a CPU."""
+    outputs of the same tenant, draft from a second, smaller model. CPUs only."""
 
     speculative_model: str | None = None
     """The model of `--speculative draft`: checkpoint directory or hub id, with the vocabulary of
     `--model`. Loaded with the flags of `--model`."""
 
     num_speculative_tokens: int | None = None
-    """Most drafts added to a sequence's step."""
+    """Maximum number of drafts added to a sequence's step."""
 
     def __post_init__(self) -> None:
         size = self.max_graph_batch_size
@@ -269,7 +269,7 @@ class RunnerConfig:
 
     @property
     def max_drafts(self) -> int:
-        """Most drafts of a row; 0 without speculation."""
+        """Maximum number of drafts of a row; 0 without speculation."""
         if self.speculative is None:
             return 0
         return self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
@@ -283,13 +283,13 @@ class NetworkConfig:
     """`HOST:PORT` or `unix:PATH`; port 0 takes a free one."""
 
     advertise: str | None = None
-    """Address the core is to dial."""
+    """Address at which the core connects to this worker."""
 
     core: str | None = None
-    """Scheduler core to register with; none: only serve."""
+    """Address of the scheduler core to register with; without it, only serve."""
 
     health_listen: str | None = None
-    """Answer health checks here besides, without TLS or credentials."""
+    """Additional address for health checks, without TLS or credentials."""
 
     cluster: ClusterConfig = NO_CLUSTER
     """Credentials between the services of the deployment."""
@@ -298,8 +298,8 @@ class NetworkConfig:
     """HOST:PORT of /metrics for Prometheus. None: no metrics."""
 
     otlp_endpoint: str | None = None
-    """Where requests' spans are exported to (OTLP over gRPC), as http://127.0.0.1:4317; without it
-    as OpenTelemetry's own variables say."""
+    """Address to which spans of requests are exported (OTLP over gRPC), such as
+    http://127.0.0.1:4317; by default taken from OpenTelemetry's environment variables."""
 
     group_id: str = field(default_factory=_random_id)
     """The worker group this worker belongs to."""
@@ -331,7 +331,7 @@ class GroupConfig:
 
     @property
     def store_address(self) -> TcpAddress | None:
-        """Where the ranks' store is; None with one rank."""
+        """Address of the ranks' store; None with one rank."""
         if self.layout.world_size == 1 or self.distributed_init is None:
             return None
         address = parse(self.distributed_init, "distributed_init")
@@ -350,8 +350,8 @@ class WorkerConfig:
     group: GroupConfig = field(default_factory=GroupConfig)
 
     served_model_name: list[str] = field(default_factory=list)
-    """Name by which clients ask for the model; repeat it for further names. Answers carry the
-    first."""
+    """Name by which clients request the model; may be repeated for further names. Responses contain
+    the first."""
 
     grace_period_s: float = 30.0
     """Seconds after SIGTERM in which sequences move to other workers, or else finish."""
@@ -370,7 +370,7 @@ class WorkerConfig:
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry: the first of `served_model_name`, or what `model` is."""
+        """The name in responses: the first of `served_model_name`, or the value of `model`."""
         return self.served_model_name[0] if self.served_model_name else self.model.model
 
     @property

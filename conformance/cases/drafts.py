@@ -14,7 +14,7 @@ LOOKAHEAD = 5
 NUM_TOKENS = 24
 SAME = "as many rows without drafts would sample"
 CONSTANT_BIAS = 100.0
-"""Of each token that an output may consist of, whatever most models make of it."""
+"""Bias of each token that an output may consist of, large enough for most models."""
 
 
 def params(**fields: Any) -> sampling_pb2.SamplerParams:

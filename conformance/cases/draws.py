@@ -14,7 +14,7 @@ TOP_K = 16
 NUM_SEQUENCES = 32
 NUM_TOKENS = 3
 MIN_PREDICTED = NUM_SEQUENCES
-"""Of three times as many draws, those that must be far enough from an edge to be predicted."""
+"""Number of draws, of three times as many, that must be predictable."""
 
 
 def check_draws(worker: Worker, **fields: Any) -> None:

@@ -44,14 +44,14 @@ _NO_SCORE = -1e9
 
 
 class EarlyStopping(Enum):
-    """When the search ends."""
+    """The condition that ends the search."""
 
     WHEN_FULL = "when full"
-    """As soon as there are as many finished candidates as beams (`True` in transformers)."""
+    """There are as many finished candidates as beams (`True` in transformers)."""
     WHEN_HOPELESS = "when hopeless"
-    """When no running beam is likely to beat a finished one (`False`)."""
+    """No running beam is likely to beat a finished one (`False`)."""
     NEVER = "never"
-    """When no running beam can beat a finished one (`"never"`)."""
+    """No running beam can beat a finished one (`"never"`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,9 +74,9 @@ class Path:
     token: int
     """The last token."""
     logprob: float
-    """As it was scored."""
+    """The log probability with which it was scored."""
     place: int
-    """Its index among the candidates."""
+    """Index of the token among the candidates."""
     row: RowCandidates | None
     """All candidates for its position; kept only if they are to be reported."""
 
@@ -214,7 +214,7 @@ def _float32(number: float) -> float:
 
 
 class BeamSequence(Protocol):
-    """What a beam group uses of a sequence."""
+    """The interface of a sequence that a beam group uses."""
 
     order: tuple[tuple[int, ...], int]
 
@@ -247,7 +247,7 @@ class BeamGroup(Generic[Seq]):
         self.held = list(sequences[:1])
         """The sequences of the beams that continue, in the search's order."""
         self.continuations: list[Continuation[Seq]] = []
-        """What the next plan sends to the worker; forks come last."""
+        """The changes that the next plan sends to the worker; forks come last."""
         self.source_of: dict[Seq, Seq] = {}
         """While the group is recomputed: by sequence, the one that computes its first blocks."""
         self.num_prefilling = 0

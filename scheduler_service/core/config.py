@@ -1,43 +1,45 @@
-"""What an operator may choose about scheduling, and what a worker group brings along."""
+"""The scheduler's configuration, its tenants' limits, and the capacity of a worker group."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 MAX_LOOKAHEAD = 255
-"""Most drafts of a row that a plan can express: one byte."""
+"""Maximum number of drafts of a row: a plan has one byte for it."""
 
 
 class PolicyName(StrEnum):
-    """Who is served first."""
+    """The order in which waiting requests are served."""
 
     FCFS = "fcfs"
-    """In the order of arrival."""
+    """First come, first served."""
     PRIORITY = "priority"
-    """Lower priority numbers first, and at the cost of higher ones that run."""
+    """Lower priority numbers first; they preempt running requests with higher ones."""
     FAIR = "fair"
-    """The tenant that has had the fewest tokens for its weight."""
+    """The tenant that has received the fewest tokens for its weight first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantConfig:
-    """What one tenant is due, and the most that it may have. None: no limit."""
+    """The weight and the limits of one tenant. None: no limit."""
 
     weight: float = 1.0
-    """Its share relative to other tenants', where the policy is `fair`."""
+    """Share of the service relative to other tenants' weights, under the policy `fair`."""
 
     max_requests: int | None = None
-    """Most live requests, waiting or running; more are refused."""
+    """Maximum number of live requests, waiting or running; more are refused."""
 
     max_queued_tokens: int | None = None
-    """Most prompt tokens of its waiting requests; more are refused unless none of its waits."""
+    """Maximum number of prompt tokens of its waiting requests; more are refused unless none of its
+    requests waits."""
 
     max_kv_blocks: int | None = None
-    """Most KV blocks that its requests in worker groups may come to need, each counted with its
-    prompt and the most output it may have. Further ones wait; one that needs more is refused."""
+    """Maximum number of KV blocks that its requests in worker groups may need, each counted with
+    its prompt and its maximum output. Further requests wait; one that alone needs more is
+    refused."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers with a ValueError that names the field."""
+        """Raise ValueError, naming the field, if a number is out of range."""
         if not 0 < self.weight < float("inf"):
             raise ValueError(f"weight must be a number above 0, is {self.weight}")
         for name in ("max_requests", "max_queued_tokens", "max_kv_blocks"):
@@ -47,59 +49,63 @@ class TenantConfig:
 
 
 class PreemptionMode(StrEnum):
-    """What happens to the blocks of a request that is preempted because memory ran out."""
+    """What happens to the KV blocks of a request that is preempted because memory ran out."""
 
     AUTO = "auto"
-    """What costs less by the worker group's measured rates; see `preemption.py`."""
+    """The cheaper of the two by the worker group's measured rates; see `preemption.py`."""
     SWAP = "swap"
-    """They are moved to host memory, as long as there is room."""
+    """They are moved to host memory, as long as it has free blocks."""
     RECOMPUTE = "recompute"
-    """They are freed, and computed again."""
+    """They are freed and recomputed later."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerConfig:
-    """Limits and switches of the scheduler core; checked when made."""
+    """Limits and switches of the scheduler core, validated on construction."""
 
     max_num_seqs: int = 256
-    """Most sequences in a worker group's batch; a request with n choices takes n places."""
+    """Maximum number of sequences in a worker group's batch; a request with n choices takes n
+    places."""
 
     max_num_batched_tokens: int = 2048
-    """Most tokens computed in one step. At least max_num_seqs, so that every running sequence gets
-    a token in every step."""
+    """Maximum number of tokens computed in one step. At least max_num_seqs, so that every running
+    sequence gets a token in every step."""
 
     enable_chunked_prefill: bool = True
-    """Compute long prompts in pieces, beside running sequences. Without it, a step must have room
-    for the longest prompt beside a full batch."""
+    """Compute long prompts in chunks, together with running sequences. Without it, a step must have
+    capacity for the longest prompt in addition to a full batch."""
 
     enable_prefix_caching: bool = True
-    """Reuse the KV blocks of prompts and answers that share a prefix, as long as nothing else
-    needs the memory."""
+    """Reuse the KV blocks of prompts and outputs that share a prefix, as long as nothing else needs
+    the memory."""
 
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
-    """What becomes of a request's KV blocks when memory runs out: swap moves them to host memory,
-    recompute drops them, auto does what costs less."""
+    """What happens to a request's KV blocks when memory runs out: swap moves them to host memory,
+    recompute drops them, auto chooses the cheaper."""
 
     watermark: float = 0.01
     """Share of a worker group's blocks kept free when admitting, so that running sequences can
     grow."""
 
     pipeline_depth: int = 2
-    """Most steps planned before the first one's result is in."""
+    """Maximum number of steps planned before the result of the first one has arrived."""
 
     max_speculative_seqs: int = 16
-    """Most decoding sequences with which a worker that speculates may draft tokens ahead, as many
-    as it finds worth their time: in a larger batch none are. 0: never."""
+    """Maximum number of decoding sequences in a batch for which a worker may draft tokens
+    speculatively; it drafts as many as are worth their time, and none in a larger batch. 0:
+    never."""
 
     max_steps_together: int = 8
-    """Most steps whose plans and results travel together, if all requests of a batch let their
-    tokens wait; one more may then be planned before the first one's result is in. 1: none do."""
+    """Maximum number of steps whose plans and results are sent together, if all requests of a batch
+    allow their tokens to be held; one more may then be planned before the first result has arrived.
+    1: each is sent alone."""
 
     max_queue_requests: int = 4096
-    """Most waiting requests; more are refused."""
+    """Maximum number of waiting requests; more are refused."""
 
     max_queue_tokens: int = 4_194_304
-    """Most prompt tokens of waiting requests; more are refused unless nothing waits."""
+    """Maximum number of prompt tokens of all waiting requests; more are refused unless the queue is
+    empty."""
 
     queue_retry_delay_s: float = 1.0
     """Retry delay reported to a refused request while no queue throughput has been measured."""
@@ -108,17 +114,17 @@ class SchedulerConfig:
     """Order of service: by arrival, by priority, or in fair shares for tenants."""
 
     default_tenant: TenantConfig = field(default_factory=TenantConfig)
-    """What every tenant may have that is not among `tenants`; each for itself."""
+    """Weight and limits of each tenant that is not in `tenants`."""
 
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
-    """What tenants may have, by name."""
+    """Weights and limits of tenants by name."""
 
     isolate_tenants: bool = True
-    """Share no KV blocks between tenants: none can find, or infer from response times, what others
-    have sent. Without names of tenants there is only one."""
+    """Share no KV blocks between tenants, so that none can find, or infer from response times, what
+    others have sent. Without names of tenants there is only one."""
 
     max_worker_losses: int = 3
-    """Fail a request after this many worker losses while it was running, as it may be their
+    """Fail a request that was running at this many losses of workers, since it may be their
     cause."""
 
     max_outgrown_wait_s: float | None = 120.0
@@ -127,7 +133,7 @@ class SchedulerConfig:
     no limit."""
 
     def __post_init__(self) -> None:
-        """Refuse contradictory limits with a ValueError that names the field."""
+        """Raise ValueError, naming the field, if limits contradict each other."""
         at_least = {
             "max_num_seqs": 1,
             "max_num_batched_tokens": self.max_num_seqs,
@@ -159,13 +165,13 @@ class SchedulerConfig:
 
     @property
     def max_steps_ahead(self) -> int:
-        """Most steps of a group that are ever planned before the first one's result is in."""
+        """Upper bound of the steps of a group planned before the first one's result arrives."""
         return max(self.pipeline_depth, self.max_steps_together + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroupCapacity:
-    """What one worker group serves and holds, as its worker reported it."""
+    """The model and the KV blocks of one worker group, as its worker reported them."""
 
     worker_group_id: str
     model: str
@@ -174,19 +180,19 @@ class WorkerGroupCapacity:
     block_size: int
     """Tokens per block."""
     max_model_len: int
-    """Most tokens of prompt and output together."""
+    """Maximum number of tokens of prompt and output together."""
     vocab_size: int
     """Token ids are below this."""
     takes_several_plans: bool = False
     """Whether plans of several steps may be sent together."""
     num_speculative_tokens: int = 0
-    """Most drafts that the workers add to a row; 0: they do not speculate."""
+    """Maximum number of drafts that the workers add to a row; 0: no speculation."""
     arithmetic: str = ""
-    """Identity of the workers' arithmetic: only groups with equal ones compute the same bits. Empty
-    if the workers do not report it."""
+    """Identity of the workers' arithmetic: groups compute the same bits only if theirs are equal.
+    Empty if the workers do not report it."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers with a ValueError that names the field."""
+        """Raise ValueError, naming the field, if a number is out of range."""
         for name in ("num_gpu_blocks", "block_size", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
@@ -202,7 +208,7 @@ class WorkerGroupCapacity:
 
     @property
     def num_cache_tokens(self) -> int:
-        """Token positions that the device's blocks hold."""
+        """Number of token positions in the device's blocks."""
         return self.num_gpu_blocks * self.block_size
 
 

@@ -219,7 +219,7 @@ class SchedulerCore:
         return plan
 
     def newest_work(self, worker_group_id: str) -> StepWork:
-        """What the step that was planned last for a group, and is open, takes its worker."""
+        """Estimated duration of the open step that was planned last for a group."""
         return self._fleet.schedulers[worker_group_id].newest_work
 
     def add_plan_time(self, worker_group_id: str, seconds: float) -> None:
@@ -313,7 +313,7 @@ class SchedulerCore:
             assert tenant.num_queued_tokens == tokens
 
     def _why_late(self, seq_group: SequenceGroup, now: float) -> PagewireError | None:
-        """Why a group that is in no batch can no longer meet its deadline; None if it can."""
+        """The reason why a group outside all batches cannot meet its deadline; None if it can."""
         model = self._fleet.models[seq_group.request.model]
         return why_too_late(seq_group, model, self._registry.seq_groups, now)
 

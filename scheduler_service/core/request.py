@@ -10,7 +10,7 @@ from scheduler_service.core.step_plan import RowLogprobs, RowPromptLogprobs
 
 @dataclass(slots=True, kw_only=True)
 class GeneratedTokens:
-    """What was generated of one choice before a core or frontend was lost."""
+    """The tokens of one choice that were generated before a core or frontend was lost."""
 
     token_ids: list[int]
     cumulative_logprob: float = 0.0

@@ -139,7 +139,7 @@ class WaitingQueue:
 
 
 Kind = TypeVar("Kind", bound=Hashable)
-"""What requests that may go to the same worker groups have in common."""
+"""The key of requests that may be placed on the same worker groups."""
 
 
 class ModelQueue(Generic[Kind]):

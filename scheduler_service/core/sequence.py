@@ -92,7 +92,7 @@ class Sequence:
     seq_group: SequenceGroup
     choice_index: int
     handle: int
-    """Its frontend's number for it."""
+    """The handle that its frontend gave it."""
     stop_token_ids: frozenset[int]
     order: tuple[tuple[int, ...], int]
     """Place among running sequences: its group's rank, then the choice; the last is preempted."""
@@ -100,7 +100,7 @@ class Sequence:
     """Number of its tokens, including those sampled but not yet known; the most that it can have
     if rows with drafts are in flight."""
     seq_id: int = 0
-    """Its number for workers and in logs; assigned when its request is accepted."""
+    """Id for workers and logs, assigned when its request is accepted."""
     status: SequenceStatus = SequenceStatus.WAITING
     output_token_ids: list[int] = field(default_factory=list)
     max_output_tokens: int = 0
@@ -125,10 +125,10 @@ class Sequence:
     num_drafts: int = 0
     """Drafts that its rows in flight may keep."""
     frontend: Frontend = field(init=False)
-    """Its group's; kept here so that delivering a token does not touch the group's memory."""
+    """The group's frontend, kept here so that delivering a token does not touch the group."""
 
     tenant: TenantUsage = field(init=False)
-    """Its group's, for the same reason."""
+    """The group's tenant, for the same reason."""
 
     def __post_init__(self) -> None:
         self.frontend = self.seq_group.frontend
@@ -183,12 +183,12 @@ class Sequence:
         return self.num_computed == self.length
 
     def confirm_prefill(self, *, is_complete: bool) -> None:
-        """Note the result of a prefill step; until it is complete, decoded blocks are not offered
+        """Record the result of a prefill step; until it is complete, decoded blocks are not offered
         to the prefix cache."""
         self.is_prefilled = is_complete
 
     def offer_blocks(self, num_blocks: int) -> None:
-        """Note that its first blocks can be found in the prefix cache."""
+        """Record that its first blocks can be found in the prefix cache."""
         self.num_offered_blocks = num_blocks
 
     def start_decode(self, reserved_length: int) -> None:
@@ -331,7 +331,7 @@ class SequenceGroup:
     sequences: list[Sequence] = field(default_factory=list)
     """One per choice, in order; in a beam search one per beam."""
     beams: BeamGroup[Sequence] | None = None
-    """Which of its sequences hold beams, in a beam search."""
+    """The sequences that hold beams, in a beam search."""
     num_unfinished: int = 0
     num_running: int = 0
     """Sequences that are RUNNING."""
@@ -360,7 +360,7 @@ class SequenceGroup:
     arithmetic: str = ""
     """Arithmetic of its latest worker group; empty if unknown."""
     error: Exception | None = None
-    """Why it failed, if it did."""
+    """The error with which it failed, if it did."""
     num_prompt_tokens: int = field(init=False)
     """Tokens of the prompt."""
 
@@ -398,7 +398,7 @@ class SequenceGroup:
         return self.has_output and self.arithmetic not in ("", capacity.arithmetic)
 
     def enter(self, capacity: WorkerGroupCapacity) -> bool:
-        """Note the arithmetic of its new worker group; return whether exactness is given up."""
+        """Record the arithmetic of its new worker group; return whether exactness is given up."""
         is_inexact = self.is_inexact_in(capacity)
         self.clock.timings.num_inexact_recoveries += is_inexact
         self.arithmetic = capacity.arithmetic
@@ -422,8 +422,8 @@ class SequenceGroup:
         self.clock.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
     def most_blocks(self, capacity: WorkerGroupCapacity) -> int:
-        """Most blocks that its sequences can need in a worker group, even if the group has fewer;
-        shared blocks count once per sequence."""
+        """Maximum number of blocks that its sequences can need in a worker group, even if the group
+        has fewer; shared blocks count once per sequence."""
         room = capacity.max_model_len - self.num_prompt_tokens
         num_tokens = self.num_prompt_tokens + min(self.request.max_tokens, room) - 1
         return self.num_unfinished * -(-num_tokens // capacity.block_size)
@@ -436,11 +436,11 @@ class SequenceGroup:
         return is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
 
     def max_length(self, capacity: WorkerGroupCapacity) -> int:
-        """Most tokens that it asks for and that a worker group's model allows."""
+        """Maximum number of tokens that it requests and that a worker group's model allows."""
         return min(self.num_prompt_tokens + self.request.max_tokens, capacity.max_model_len)
 
     def reach(self, capacity: WorkerGroupCapacity) -> int:
-        """Most tokens that one of its sequences can reach in a worker group's cache, if alone."""
+        """Maximum length of one of its sequences in a worker group's cache, if alone there."""
         return min(self.max_length(capacity), capacity.num_cache_tokens + 1)
 
     def unfinished(self) -> Iterator[Sequence]:
@@ -458,7 +458,7 @@ class SequenceGroup:
         self.routing.refusals.clear()  # its other sequences may find room
 
     def waiting(self) -> list[Sequence]:
-        """Its sequences that wait for a place in a batch."""
+        """Its sequences that are waiting for a place in a batch."""
         return [seq for seq in self.sequences if seq.status is SequenceStatus.WAITING]
 
     def running(self) -> list[Sequence]:

@@ -30,7 +30,7 @@ class NewSequence:
 
 @dataclass(slots=True, kw_only=True)
 class StepPlan:
-    """What one worker group does in one step.
+    """The work of one worker group in one step.
 
     Flat lists of pairs and triples: `swap_out` is [device, host, device, host, ...],
     `swap_in` [host, device, ...], `copy` [source, target, ...], `block_updates`
@@ -53,7 +53,7 @@ class StepPlan:
     """The most drafts per row; None: 0 in every row."""
     appended_tokens: list[int] = field(default_factory=list)
     num_together: int = 1
-    """Most steps, including this one, whose results may be sent together."""
+    """Maximum number of steps, including this one, whose results may be sent together."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class RowCandidates:
 
 @dataclass(slots=True, kw_only=True)
 class RowError:
-    """Why a row failed."""
+    """The reason why a row failed."""
 
     reason: str
     message: str

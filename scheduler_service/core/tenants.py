@@ -21,7 +21,7 @@ class TenantUsage:
     num_queued_tokens: int = 0
     """Prompt tokens of requests that wait for a place in a batch."""
     num_kv_blocks: int = 0
-    """Most blocks that its requests in worker groups can come to need."""
+    """Maximum number of blocks that its requests in worker groups can need."""
     ends: QueueThroughput = field(default_factory=QueueThroughput)
     """How fast its requests end."""
 

@@ -20,40 +20,40 @@ class CoreServiceConfig:
     """Address and timeouts of one scheduler core."""
 
     listen: str = "127.0.0.1:7610"
-    """Where frontends and workers call. Without credentials, keep it on loopback."""
+    """Address for frontends and workers. Without credentials, keep it on loopback."""
 
     health_listen: str | None = None
-    """Answer health checks here as well, without TLS or credentials."""
+    """Additional address for health checks, without TLS or credentials."""
 
     cluster: ClusterConfig = NO_CLUSTER
-    """What members of the deployment show each other."""
+    """Credentials between the members of the deployment."""
 
     lease_ms: int = 2000
-    """Milliseconds without a heartbeat after which a worker counts as lost."""
+    """Milliseconds without a heartbeat after which a worker is considered lost."""
 
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
-    """When a step counts as hung, though its worker's heartbeats go on."""
+    """When a step is considered hung although its worker's heartbeats continue."""
 
     otlp_endpoint: str | None = None
-    """Where requests' spans are exported (OTLP over gRPC), such as http://127.0.0.1:4317; by
-    default as OpenTelemetry's own variables say."""
+    """Address to which spans of requests are exported (OTLP over gRPC), such as
+    http://127.0.0.1:4317; by default taken from OpenTelemetry's environment variables."""
 
     metrics: str | None = None
-    """Where Prometheus asks for /metrics; without a host on 127.0.0.1."""
+    """Address at which Prometheus scrapes /metrics; a port alone is on 127.0.0.1."""
 
     grace_period_s: float = 30.0
     """Seconds in which running requests may finish after SIGTERM."""
 
     record: Path | None = None
     """Record all input of the core, prompts included, for `pagewire replay`; compressed if the
-    name ends in .gz. An existing file is kept: the next free number is put into the name. See
+    name ends in .gz. An existing file is kept: the next free number is inserted into the name. See
     docs/replay.md."""
 
     record_plans: bool = False
     """Record whole plans, not only their hashes."""
 
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """Sizes of batches and queues, and how far planning runs ahead."""
+    """Limits of batches and queues, and how many steps are planned ahead."""
 
     def __post_init__(self) -> None:
         check_addresses(listen=self.listen, health_listen=self.health_listen)
@@ -70,20 +70,20 @@ _KEYS = [config_field.name for config_field in fields(TenantConfig)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TenantsFile:
-    """What a file of tenants says."""
+    """The contents of a file of tenants."""
 
     default: TenantConfig = field(default_factory=TenantConfig)
-    """What every tenant may have that is not named, each for itself."""
+    """Weight and limits of each tenant that is not named."""
 
     named: Mapping[str, TenantConfig] = field(default_factory=dict)
-    """What tenants may have, by name."""
+    """Weights and limits of tenants by name."""
 
 
 NO_TENANTS = TenantsFile()
 
 
 def read_tenants(path: Path) -> TenantsFile:
-    """The file's contents. Raises ValueError that names file, tenant and key of what is wrong."""
+    """Parse the file. Raises ValueError that names the file, the tenant and the key."""
     try:
         tables = tomllib.loads(path.read_text())
     except OSError as error:

@@ -28,7 +28,7 @@ class StepCounters:
 
 @dataclass(slots=True)
 class EventCounters:
-    """What has happened to workers and frontends since the core's start."""
+    """Numbers of events of workers and frontends since the core's start."""
 
     num_registrations: int = 0
     num_lease_expiries: int = 0
@@ -47,5 +47,5 @@ class CoreCounters:
     by_model: dict[str, StepCounters] = field(default_factory=dict)
 
     def steps_of(self, model: str) -> StepCounters:
-        """Of a model that a registered worker brings along."""
+        """The counters of a model, created when its first worker registers."""
         return self.by_model.setdefault(model, StepCounters())

@@ -1,4 +1,4 @@
-"""Why the core's session with a worker group ends."""
+"""Errors that end the core's session with a worker group."""
 
 from collections.abc import Sequence
 

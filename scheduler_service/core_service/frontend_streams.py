@@ -197,7 +197,7 @@ class FrontendStreams:
             stream.announce_models(self._models)
 
     def refuse_requests(self) -> None:
-        """From now on every new request fails with Unavailable."""
+        """Make every new request fail with Unavailable from now on."""
         self._accepts_requests = False
         for stream in self._streams.values():
             stream.accepts_requests = False

@@ -100,7 +100,7 @@ class CoreService:
 
     @property
     def address(self) -> str:
-        """Where the service listens."""
+        """The address at which the service listens."""
         return self.runner.address
 
     async def __aenter__(self) -> Self:

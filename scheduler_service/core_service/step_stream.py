@@ -77,7 +77,7 @@ class StepStream:
         )
 
     def drain(self) -> None:
-        """Let `run` return once the group has nothing left; set its `work` event after this."""
+        """Make `run` return once the group has nothing left; set its `work` event after this."""
         self._draining = True
 
     async def _send_plans(self, work: asyncio.Event) -> None:

@@ -28,7 +28,7 @@ _COMMON_FACTS = (
     "max_model_len",
     "vocab_size",
 )
-"""What the ranks of a group must agree on; a block's size in bytes, for example, may differ."""
+"""Properties in which the ranks of a group must agree; a block's size in bytes may differ."""
 
 
 class Worker:
@@ -38,7 +38,7 @@ class Worker:
         self.registration = registration
         self.last_heartbeat = now
         self.stop_reason: str | None = None
-        """Why the process must end, if it must."""
+        """The reason why the process must end, if it must."""
         self.dismissed = asyncio.Event()
         """Set when the core ends the stream."""
         self.stop_sent = asyncio.Event()
@@ -137,7 +137,7 @@ class WorkerGroup:
         return min(worker.last_heartbeat for worker in self.workers)
 
     def why_refused(self, registration: pb.WorkerRegistration) -> str | None:
-        """Why a rank cannot join, or None. A worker that it would replace does not count."""
+        """The reason why a rank cannot join, or None; a worker that it would replace is ignored."""
         rank, world_size = registration.rank, max(1, registration.world_size)
         others = [worker for worker in self.workers if worker.registration.rank != rank]
         if rank >= world_size:

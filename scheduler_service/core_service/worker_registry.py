@@ -179,7 +179,7 @@ class WorkerRegistry:
         return registration
 
     def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
-        """Why the worker cannot join, or None. A worker it would replace does not count."""
+        """The reason why a worker cannot join, or None; one that it would replace is ignored."""
         group = self._groups.get(registration.group_id) or self._make_group(registration)
         return group.why_refused(registration) or self._why_model_differs(registration)
 

@@ -67,7 +67,7 @@ class Principal:
 
 
 PRINCIPAL: ContextVar[Principal] = ContextVar("principal")
-"""Who makes the gRPC call that is being served, as its guard has authenticated."""
+"""The authenticated caller of the gRPC call that is being served."""
 
 
 class Authentication(Protocol):

@@ -17,21 +17,21 @@ class FrontendConfig:
     """Addresses and limits of one frontend."""
 
     core: str = "127.0.0.1:7610"
-    """Where the scheduler core listens."""
+    """Address of the scheduler core."""
 
     listen: str = "127.0.0.1:7600"
-    """Where clients call. Without keys, every caller that reaches the address is served."""
+    """Address for clients. Without keys, every caller that reaches it is served."""
 
     health_listen: str | None = None
-    """Answer health checks here as well, without TLS or credentials."""
+    """Additional address for health checks, without TLS or credentials."""
 
     api_keys: Path | None = None
     """Keys that clients may present, as TOML; without them no key is required. See
     docs/security.md."""
 
     api_key: str | None = field(default=None, repr=False)
-    """The one key that clients may present. Other users of this machine can read it on a command
-    line, but not in the environment."""
+    """A single key for all clients. Other users of this machine can read it on a command line, but
+    not in the environment."""
 
     tls: TlsFiles | None = None
     """The certificate for clients, and the authority of certificates required of them."""
@@ -40,37 +40,37 @@ class FrontendConfig:
     """Credentials for the core."""
 
     max_connections: int = 16_384
-    """Most connections of clients; more are refused."""
+    """Maximum number of client connections; more are refused."""
 
     http: str | None = None
     """Address for HTTP clients, HOST:PORT; None: no HTTP."""
 
     http_share_port: bool = False
-    """Let other frontends on this machine listen for HTTP at the same address; connections are
-    spread."""
+    """Allow other frontends on this machine to listen for HTTP at the same address; the system
+    distributes connections among them."""
 
     http_allowed_hosts: list[str] = field(default_factory=list)
-    """Name by which HTTP clients may call, as in their Host header; repeat it for further names. By
-    default any name, but without keys a loopback address answers only to its own and localhost, so
-    that a page from elsewhere cannot call it under a name that resolves to it."""
+    """Host name that HTTP clients may use, as in their Host header; may be repeated. By default any
+    name, except that a loopback address without keys accepts only its own name and localhost, so
+    that a web page from elsewhere cannot call it under a name that resolves to it."""
 
     otlp_endpoint: str | None = None
-    """Where requests' spans are exported (OTLP over gRPC), such as http://127.0.0.1:4317; by
-    default as OpenTelemetry's own variables say."""
+    """Address to which spans of requests are exported (OTLP over gRPC), such as
+    http://127.0.0.1:4317; by default taken from OpenTelemetry's environment variables."""
 
     metrics: str | None = None
-    """Where Prometheus asks for /metrics; without a host on 127.0.0.1. HTTP, if enabled, answers
-    it as well."""
+    """Address at which Prometheus scrapes /metrics; a port alone is on 127.0.0.1. The HTTP address,
+    if enabled, serves it as well."""
 
     max_concurrent_requests: int = 4096
-    """Most open requests; more are refused."""
+    """Maximum number of open requests; more are refused."""
 
     max_tenant_requests: int | None = None
-    """Most open requests of one tenant, and of one call; by default half of
-    --max-concurrent-requests. Where keys name no tenants, only calls have a share."""
+    """Maximum number of open requests of one tenant, and of one call; by default half of
+    --max-concurrent-requests. If keys name no tenants, the limit applies only to calls."""
 
     default_timeout_s: float | None = None
-    """Deadline of requests that bring none; by default they have none."""
+    """Deadline of requests that set none; by default no deadline."""
 
     grace_period_s: float = 30.0
     """Time in which open requests may finish after SIGTERM."""
@@ -102,7 +102,7 @@ class FrontendConfig:
 
     @property
     def tenant_share(self) -> int:
-        """Most open requests of one tenant or one call."""
+        """Maximum number of open requests of one tenant or one call."""
         if self.max_tenant_requests is not None:
             return min(self.max_tenant_requests, self.max_concurrent_requests)
         return (self.max_concurrent_requests + 1) // 2

@@ -75,7 +75,7 @@ MAX_SUBMIT_BYTES = 4 << 20
 
 
 class SendBuffer:
-    """What one stream has to send, until it is written."""
+    """The messages that one stream has yet to write."""
 
     def __init__(self, frontend_id: str | None = None) -> None:
         """With `frontend_id`, the first message carries it and is due at once."""

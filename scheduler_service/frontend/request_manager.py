@@ -83,7 +83,7 @@ class RequestManager:
         self._checker = checker
         self._max_concurrent_requests = max_concurrent_requests
         self.tenant_share = tenant_share
-        """Most open requests of one tenant or one call."""
+        """Maximum number of open requests of one tenant or one call."""
         self._num_by_tenant: Counter[str] = Counter()
         self._default_timeout_s = default_timeout_s
         self._metrics = metrics

@@ -29,7 +29,7 @@ class Difference:
 
 @dataclass(kw_only=True, slots=True)
 class Summary:
-    """What was replayed, and what differed."""
+    """Summary of a replay and its differences."""
 
     num_inputs: int = 0
     num_requests: int = 0

@@ -39,7 +39,7 @@ def commands() -> Iterator[tuple[str, Any]]:
 
 
 def _as_click(parser: argparse.ArgumentParser) -> SimpleNamespace:
-    """What the page needs of a click command, of the one that is none."""
+    """The attributes of a click command that the page needs, from an argparse parser."""
     params = [
         SimpleNamespace(
             name=action.dest,

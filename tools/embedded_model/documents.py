@@ -1,4 +1,4 @@
-"""What the corpus is made of: documents, each a sequence of segments with a role."""
+"""The documents of the corpus, each a sequence of segments with a role."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Role(Enum):
-    """Who speaks a segment; SYSTEM, USER and ASSISTANT make chats, the others plain text."""
+    """The speaker of a segment; SYSTEM, USER and ASSISTANT make chats, the others plain text."""
 
     SYSTEM = "system"
     USER = "user"

@@ -10,7 +10,7 @@ from tools.what_if.cost_model import Fit
 
 
 def fit_lines(comparison: Comparison) -> list[str]:
-    """What steps cost, by worker group; groups with too few steps share a line."""
+    """Cost of steps by worker group; groups with too few steps share a line."""
     groups: dict[Fit, list[str]] = {}
     for group_id, fit in comparison.fits.items():
         groups.setdefault(fit, []).append(group_id[:8])
@@ -40,7 +40,7 @@ def _digits(value: float) -> str:
 
 
 def population_line(comparison: Comparison) -> str:
-    """Which requests the tables are about."""
+    """The requests that the tables describe."""
     line = f"{comparison.num_requests} requests that ended well in the recording"
     if comparison.num_assumed:
         line += (

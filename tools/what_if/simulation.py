@@ -84,7 +84,7 @@ class Simulated:
     """The outcome of a simulation."""
 
     histories: list[RequestHistory]
-    """Of accepted requests."""
+    """Histories of accepted requests."""
     state: CoreSnapshot
     """At the end."""
 

@@ -136,7 +136,7 @@ class Stop:
     """Where a frontend ends a choice."""
 
     num_tokens: int
-    """Of this core's tokens."""
+    """Number of tokens that this core generated."""
     delay_s: float
     """When the last of them was reported."""
 
@@ -173,7 +173,7 @@ class Trace:
     """The load of a recording."""
 
     histories: list[RequestHistory]
-    """Of accepted requests, as recorded."""
+    """Histories of accepted requests, as recorded."""
     scripts: list[Script]
     interventions: list[Entry]
     steps: list[StepSample]
@@ -205,7 +205,7 @@ class TraceReader:
             self._on_refusal(entry.arguments["request"])
 
     def trace(self) -> Trace:
-        """What was observed."""
+        """The observed load."""
         histories = self._histories.all
         lengths = [
             len(choice.tokens)

@@ -1,4 +1,4 @@
-"""Which part of a model a rank holds, as plain numbers.
+"""The part of a model that a rank holds, as plain numbers.
 
 Ranks are numbered stage by stage: with tensor_parallel_size 2 and pipeline_parallel_size 2
 

@@ -34,7 +34,7 @@ class Engine:
         """The greatest epoch seen."""
         self.num_weight_loads = 0
         self.meter = StepMeter()
-        """Of all streams."""
+        """Counters of the steps of all streams."""
         self._executor = executor
         """Used on the model thread only, except for its assets and `interrupt`."""
         self._traces = traces

@@ -51,7 +51,7 @@ class ModelFacts:
     """Whether decode steps are replayed as CUDA graphs."""
 
     num_speculative_tokens: int = 0
-    """Most drafts that the worker adds to a row."""
+    """Maximum number of drafts that the worker adds to a row."""
 
 
 class Step(Protocol):

@@ -30,7 +30,7 @@ class StepMeter:
         self.num_drafts = 0
         self.num_kept_drafts = 0
         self.tokens_per_row = Histogram(TOKENS_PER_ROW_BOUNDS)
-        """Of rows with drafts."""
+        """Tokens per row, of rows with drafts."""
         self.num_row_errors = 0
         self.num_swapped_out_blocks = 0
         self.num_swapped_in_blocks = 0
@@ -45,7 +45,7 @@ class StepMeter:
         self.idle_with_plan_us = 0
         """Time between steps while a plan was waiting."""
         self.durations = Histogram(STEP_BOUNDS)
-        """Of steps, in seconds."""
+        """Durations of steps, in seconds."""
         self._epoch = 0
         self._last_finished_us = 0
 

@@ -110,8 +110,8 @@ LISTEN = [
         "metrics_port",
         str | None,
         None,
-        "Where Prometheus asks for /metrics; without a host on 127.0.0.1. The ranks that a machine "
-        "starts take the following ports.",
+        "Address at which Prometheus scrapes /metrics; a port alone is on 127.0.0.1. Further ranks "
+        "of the machine use the following ports.",
     ),
 ]
 WORKER = ConfigFlags(
@@ -176,7 +176,7 @@ def _simulation(flags: Flags) -> SimulationConfig:
 
 
 def _network(flags: Flags, assignment: RankAssignment) -> NetworkConfig:
-    """Where one rank listens and with which core it registers."""
+    """The addresses of one rank and of the core with which it registers."""
     addresses = NETWORK.fields_of(flags) | {"listen": flags["listen"] or DEFAULT_LISTEN}
     for name in ("listen", "advertise", "health_listen"):
         if addresses[name] is not None:

@@ -24,7 +24,7 @@ LONG_LIFE_S = 10.0
 """A rank that exits by itself sooner than this is not restarted: it would exit again."""
 
 MAX_QUICK_DEATHS = 5
-"""Of one rank in a row, by signals."""
+"""Maximum number of consecutive early deaths of one rank by signals."""
 
 _BACKOFF_S = 0.5
 
@@ -184,7 +184,7 @@ class LocalHost(RankHost):
     """The launcher's own command line."""
 
     ranks: range
-    """Those of this machine."""
+    """The ranks that this machine runs."""
 
     group_id: str
     listen: str

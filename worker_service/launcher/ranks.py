@@ -11,7 +11,7 @@ from worker_service.errors import InvalidOption
 
 
 class LauncherName(StrEnum):
-    """Who starts the ranks."""
+    """The launcher of the ranks."""
 
     local = "local"
     """The command itself, as children."""
@@ -22,26 +22,26 @@ class LauncherName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankFlags:
-    """How many ranks there are, and which of them this process runs."""
+    """The number of ranks, and which of them this process runs."""
 
     group_id: str | None = None
     """Worker group."""
     tensor_parallel_size: int = 1
-    """Ranks that share each layer of the model."""
+    """Number of ranks that share each layer of the model."""
     pipeline_parallel_size: int = 1
-    """Stages that the layers are spread over."""
+    """Number of stages that the layers are divided into."""
     rank: int | None = None
-    """Be this one of the ranks, and start none."""
+    """Run as this rank, and start no others."""
     local_rank: int = 0
-    """Which of the machine's GPUs a rank takes, or the first of those started."""
+    """Index of the GPU that a rank uses, or of the first of those started here."""
     distributed_init: str | None = None
-    """Where rank 0 is to be found by the others; with --rank."""
+    """Address at which the other ranks find rank 0; with --rank."""
     launcher: LauncherName = LauncherName.local
-    """Who starts the ranks: this command on its machine, or a Ray cluster."""
+    """The launcher of the ranks: this command on its machine, or a Ray cluster."""
     num_nodes: int = 1
     """Machines with equal parts of the ranks, each started with --node-rank."""
     node_rank: int | None = None
-    """Start this machine's part of the ranks."""
+    """Index of this machine among them; starts its part of the ranks."""
 
     def require_one_rank(self, option: str) -> None:
         """Raises InvalidOption where `option` is given for several ranks."""
@@ -89,12 +89,12 @@ class RanksToLaunch:
 
     launcher: LauncherName = LauncherName.local
     distributed_init: str | None = None
-    """Where rank 0 keeps the store, where others start it."""
+    """Address of the store of rank 0, if other machines start it."""
 
     group_id: str | None = None
 
     first_local_rank: int = 0
-    """Which of the machine's GPUs the first of them takes, the others those after it."""
+    """Index of the GPU that the first of them uses; the others use the following ones."""
 
 
 def assign_rank(flags: RankFlags, variables: Mapping[str, str]) -> RankAssignment | RanksToLaunch:

@@ -29,7 +29,7 @@ class GPTSettings(ModelSettings):
     """The row of the position table for position 0."""
 
     scales: tuple[float, ...]
-    """What each layer multiplies its scores by."""
+    """The factor of each layer's attention scores."""
 
     norm_first: bool = True
     """Whether norms stand before attention and MLP, or after."""

@@ -90,7 +90,7 @@ class ModelContext:
     device: torch.device
 
     cache_dtype: torch.dtype | None = None
-    """Of the KV cache; None: `dtype`."""
+    """Type of the KV cache; None: `dtype`."""
 
     batch_invariant: bool = False
     """Whether GPUs, too, must compute a row to the same bits in any batch."""
@@ -129,7 +129,7 @@ class ModelContext:
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Where a checkpoint's tensor, or a part of it, goes: often a view of a larger, stacked one."""
+    """Destination of a checkpoint's tensor or a part of it, often a view of a stacked tensor."""
 
     name: str
     """The tensor's canonical name. Several targets may be parts of one tensor."""
@@ -158,7 +158,7 @@ class WeightTarget:
 
     @property
     def source_index(self) -> tuple[slice, ...]:
-        """Where the part is in the checkpoint's tensor."""
+        """Position of the part in the checkpoint's tensor."""
         if self.shard is None:
             return ()
         part = slice(self.shard.start, self.shard.start + self.shard.size)

@@ -50,7 +50,7 @@ class LayerNorm(nn.Module):
 
 
 def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]:
-    """Where the checkpoint's tensors of the norm called `name` go."""
+    """Destinations of the checkpoint's tensors of the norm called `name`."""
     if norm.weight is not None:
         yield WeightTarget(f"{name}.weight", norm.weight)
     if isinstance(norm, LayerNorm) and norm.bias is not None:
@@ -114,4 +114,4 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""From the names in `config.json` to those of `pagewire_kernels.reference`."""
+"""Names in `pagewire_kernels.reference` by those in `config.json`."""

@@ -150,7 +150,7 @@ def can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
 
 
 def _obstacle(weight: QuantizedWeight) -> str:
-    """Why the device has no products with this weight."""
+    """The reason why the device has no products with this weight."""
     if weight.group_size == 1:
         return "scattered groups that ranks share, or that differ in one product"
     if weight.group_size % GROUP_INPUTS:
@@ -270,7 +270,7 @@ class Linear(nn.Module):
         self._names: Sequence[str] = ()
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Where a checkpoint's tensors go; names: of the stacked layers, in their order.
+        """Destinations of a checkpoint's tensors; names: the stacked layers', in their order.
 
         transposed: whether the checkpoint has weights as [in_features, out_features].
         """
@@ -422,7 +422,7 @@ class VocabEmbedding(nn.Module):
         self._communicator = context.communicator
 
     def table_target(self, name: str) -> WeightTarget:
-        """Where the table called `name` goes."""
+        """Destination of the table called `name`."""
         assert self.weight is not None
         table = self.weight[: self.shard.size]
         rounding = HEAD_ROUNDING if self.is_shared and self._context.quantization else None
@@ -500,7 +500,7 @@ class VocabHead(Linear):
             embedding.share(self.packed, self.weight)
 
     def table_target(self, name: str) -> WeightTarget:
-        """Where the weight called `name` goes."""
+        """Destination of the weight called `name`."""
         assert self.weight is not None
         num_rows, self._names = self.weight.shape[0], (name,)
 

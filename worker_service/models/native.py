@@ -1,4 +1,4 @@
-"""What all native models share: their construction, forward pass, weights and packing."""
+"""The base of all native models: construction, forward pass, weights and packing."""
 
 import re
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ class ModelSettings:
     """The longest sequence that the model's positions allow."""
 
     activation: str
-    """As `config.json` names it."""
+    """The name in `config.json`."""
 
     norm_eps: float
     tie_word_embeddings: bool
@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module, ABC):
 
     @abstractmethod
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
-        """Where the checkpoint's tensors of the layer called `name` go."""
+        """Destinations of the checkpoint's tensors of the layer called `name`."""
 
 
 class NativeModel(nn.Module, ABC):
@@ -132,7 +132,7 @@ class NativeModel(nn.Module, ABC):
             yield f"{self.layers_name}.{i}", layer
 
     def weight_targets(self) -> Iterator[WeightTarget]:
-        """Where each tensor of a checkpoint goes; every target must be filled.
+        """Destinations of the tensors of a checkpoint; all must be filled.
 
         A tied head of a later stage takes the embedding's numbers.
         """

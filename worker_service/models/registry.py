@@ -1,4 +1,4 @@
-"""From an architecture's name to a model."""
+"""Native models by the name of their architecture."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

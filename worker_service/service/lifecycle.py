@@ -66,7 +66,7 @@ class Worker:
         self._registrar: Registrar | None = None
         self._grace_s: float | None = config.grace_period_s
         self._failure: WorkerError | None = None
-        """What `run` raises in the end."""
+        """The error that `run` raises at the end."""
         self._end = asyncio.Event()
         self._released = asyncio.Event()
         """Set when there is nothing to wait for."""
@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def address(self) -> str:
-        """Where it listens; with the real port once it does."""
+        """The address at which it listens; with the real port once it does."""
         return self._server.address
 
     async def run(self) -> None:
@@ -110,7 +110,7 @@ class Worker:
             raise self._failure
 
     def _publish(self) -> MetricsServer | None:
-        """Let Prometheus ask, where it is to. Raises CannotListen."""
+        """Serve metrics to Prometheus if an address is configured. Raises CannotListen."""
         where = self._config.network.metrics
         if where is None:
             return None

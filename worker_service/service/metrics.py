@@ -104,7 +104,7 @@ ALL = (
     *(INFO, *GAUGES.values(), *COUNTERS.values(), *DRAFT_COUNTERS.values()),
     *(STEP_TIME, IDLE, STEP_DURATION, TOKENS_PER_ROW),
 )
-"""In the order in which they are reported."""
+"""All metrics, in the order in which they are reported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +121,7 @@ class WorkerFacts:
     drafter: str | None
     """As `--speculative` names it."""
     labels: tuple[str, ...]
-    """Of `pagewire_worker_info`."""
+    """Labels of `pagewire_worker_info`."""
 
 
 class WorkerCollector(Collector):

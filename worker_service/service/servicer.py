@@ -81,7 +81,7 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
 
 
 class WorkerServicer(pb_grpc.WorkerServiceServicer):
-    """What the core calls."""
+    """The rpcs that the core calls."""
 
     def __init__(self, config: WorkerConfig, engine: Engine) -> None:
         self._config = config

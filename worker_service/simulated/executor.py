@@ -40,7 +40,7 @@ class RowResults:
     """A step's results so far; dictionaries by row."""
 
     tokens: list[int] = field(default_factory=list)
-    """Of each sampling row, in row order; NO_TOKEN where it failed or has candidates."""
+    """The token of each sampling row, in row order; NO_TOKEN if it failed or has candidates."""
 
     num_sampled: list[int] = field(default_factory=list)
     """Number of tokens of each sampling row."""

@@ -208,7 +208,7 @@ class Row:
     num_tokens: int
     sample: bool
     lookahead: int
-    """Most drafts."""
+    """Maximum number of drafts."""
 
     @property
     def is_computed(self) -> bool:

@@ -71,7 +71,7 @@ def _check_beam_search(request: Request, params: BeamParams, config: SchedulerCo
 def why_not(
     seq_group: SequenceGroup, capacities: Iterable[WorkerGroupCapacity]
 ) -> PagewireError | None:
-    """Why no worker group can serve a request; None if one can."""
+    """The reason why no worker group can serve a request; None if one can."""
     error: PagewireError | None = None
     for capacity in capacities:
         error = _why_not_here(seq_group, capacity)

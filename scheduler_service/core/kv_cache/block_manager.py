@@ -197,7 +197,7 @@ class BlockManager:
         return has_more
 
     def fork(self, parent_id: int, child_id: int) -> list[int]:
-        """Let a new sequence share all blocks of another one; returns its block table."""
+        """Make a new sequence share all blocks of another one; returns its block table."""
         assert child_id not in self._tables
         table = list(self._tables[parent_id])
         self.gpu_pool.share(table)

@@ -61,11 +61,11 @@ class CachedBlocks:
             del self._blocks[key]
 
     def free(self, block: int) -> None:
-        """Note that a block with a key is no longer in use."""
+        """Record that a block with a key is no longer in use."""
         self._free[block] = None
 
     def use(self, block: int) -> None:
-        """Note that a free block was found and is in use again."""
+        """Record that a free block was found and is in use again."""
         del self._free[block]
 
     def touch(self, block: int) -> None:

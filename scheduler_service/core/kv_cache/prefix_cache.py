@@ -86,12 +86,12 @@ class PrefixCache:
         return 2 * most_shared * self._block_size > num_missing
 
     def note_admission(self, seq: Sequence) -> None:
-        """Note that a sequence begins to run: its first tokens will be computed."""
+        """Record that a sequence starts to run: its first tokens will be computed."""
         self._unconfirmed = dict.fromkeys(filter(_is_unconfirmed, self._unconfirmed))
         self._unconfirmed[seq] = None
 
     def note_departure(self, seq: Sequence) -> None:
-        """Note that a running sequence moves to another worker group."""
+        """Record that a running sequence moves to another worker group."""
         self._unconfirmed.pop(seq, None)
 
     def note_arrival(self, seq: Sequence) -> None:

@@ -19,7 +19,7 @@ _tenant_of = attrgetter("tenant")
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """What one tenant has had."""
+    """The service that one tenant has received."""
 
     service: float = 0.0
     """Its virtual token counter: the cost of its tokens, divided by its weight."""
@@ -69,11 +69,11 @@ class Fair(Policy):
         return arrival
 
     def queue_name(self, tenant: TenantUsage) -> str:
-        """One for each."""
+        """The tenant's name: each tenant has a queue."""
         return tenant.name
 
     def key(self, head: SequenceGroup) -> tuple[float, int]:
-        """Its tenant's service."""
+        """The service of the group's tenant."""
         account = self._account(head.tenant)
         return account.service, account.last_turn
 

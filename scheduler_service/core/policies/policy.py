@@ -73,16 +73,16 @@ class Policy(ABC):
         del seq_group
 
     def note_tokens(self, rows: Rows[Sequence]) -> None:
-        """A step's result is in, with a token for each of these sequences."""
+        """Account for a step's result, with a token for each of these sequences."""
         del rows
 
 
 class FirstComeFirstServed(Policy):
-    """In the order of arrival."""
+    """First come, first served."""
 
     @staticmethod
     def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
-        """The arrival alone."""
+        """The place by arrival."""
         del request
         return arrival
 
@@ -100,6 +100,6 @@ class Priority(Policy):
     def yielding(
         self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:
-        """Those with higher numbers, the last first. Equal ones never yield to each other."""
+        """Groups with higher numbers, the latest first; equal ones never yield to each other."""
         higher = (o for o in others if o.request.priority > seq_group.request.priority)
         return iter(sorted(higher, key=lambda other: other.rank, reverse=True))

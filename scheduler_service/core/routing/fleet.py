@@ -74,7 +74,7 @@ class ServedModel:
         return not (self.was_served or self.waiting or self.unschedulable)
 
     def capacities(self) -> list[WorkerGroupCapacity]:
-        """Those of its worker groups, present or expected back."""
+        """Capacities of its worker groups, present or expected back."""
         return [
             *(scheduler.capacity for scheduler in self.schedulers),
             *(lost.capacity for lost in self.lost),
@@ -299,7 +299,7 @@ class ServedModel:
                 seq_group.routing.refusals.clear()  # ids may be used again
 
     def _present(self) -> list[tuple[Scheduler, bool]]:
-        """Its worker groups, and whether they are draining."""
+        """The worker groups that are present, and whether they are draining."""
         return [(scheduler, scheduler.is_draining) for scheduler in self.schedulers]
 
 
@@ -343,7 +343,7 @@ class Fleet:
         return scheduler
 
     def scheduler_of(self, seq_group: SequenceGroup) -> Scheduler | None:
-        """Where a live group is placed."""
+        """The worker group's scheduler that has a live group; None if it waits for placement."""
         model = self.models[seq_group.request.model]
         return next((s for s in model.schedulers if seq_group in s.seq_groups), None)
 

@@ -25,7 +25,7 @@ from scheduler_service.core.step_plan import NewSequence, RowCandidates, RowLogp
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where the blocks of a beam that is computed again come from."""
+    """The source of the blocks of a beam that is recomputed."""
 
     seq: Sequence
     found: list[int]
@@ -232,7 +232,7 @@ class BeamScheduler:
         seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
-        """Let an idle sequence continue a copy of a beam with another token."""
+        """Make an idle sequence continue a copy of a beam with another token."""
         self._blocks.fork(parent.seq_id, child.seq_id)
         child.fork_beam(parent, token, self._pipeline.next_step_id)
         self._running.add_beam(child)

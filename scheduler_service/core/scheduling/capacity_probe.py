@@ -1,4 +1,4 @@
-"""What a worker group has capacity for: all that the router asks about it."""
+"""Questions of the router about the capacity of a worker group."""
 
 from dataclasses import dataclass
 from itertools import chain
@@ -14,7 +14,7 @@ RUNNING = SequenceStatus.RUNNING
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityEstimate:
-    """What a group would find in a worker group."""
+    """The cached blocks and free capacity that a group would find in a worker group."""
 
     num_tokens_to_compute: int
     """Tokens that are neither on the device nor on the host."""
@@ -73,7 +73,7 @@ class CapacityProbe:
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
 
     def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
-        """What a group would find here that fits."""
+        """The estimate for a group that fits here."""
         state, longest = self._state, seq_group.longest
         found = self._prefixes.find(longest)
         num_blocks = self._blocks.num_blocks_for(longest.num_known)

@@ -27,13 +27,13 @@ class ResultMismatch(Exception):
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """What a result is read against."""
+    """The rows of a plan in flight, which its result refers to."""
 
     step_id: int
     rows: list[Sequence]
-    """In batch order."""
+    """The rows, in batch order."""
     sampled: list[Sequence]
-    """Those of the rows that sample; the same list when all do."""
+    """The rows that sample; the same list when all do."""
     lookahead: list[int] | None
     """The most drafts of each row, as in the plan. Rows with drafts precede those that do not
     sample."""
@@ -43,7 +43,7 @@ class InFlightStep:
     lockstep_rows: list[int]
     """Rows that report candidates, in order."""
     work: StepWork
-    """What it takes the worker."""
+    """Estimated duration on the worker."""
 
 
 def repeat_rows(sampled: list[Sequence], num_sampled: list[int]) -> list[Sequence]:

@@ -190,7 +190,7 @@ class Preemption:
         return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK
 
     def land(self) -> None:
-        """Let the sequences continue whose blocks the last plan swapped in: they were swapped out,
+        """Resume the sequences whose blocks the last plan swapped in: they were swapped out,
         or their prompts were found on the host."""
         for seq in self._running.land():
             seq.rejoin(self._state.pipeline.next_step_id)

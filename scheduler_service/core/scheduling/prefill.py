@@ -67,7 +67,7 @@ class PrefillScheduler:
         self._running.begin_decoding(seq)
 
     def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
-        """Let a choice sample from its parent's last logits and share its blocks."""
+        """Make a choice sample from its parent's last logits and share its blocks."""
         block_ids = self._blocks.fork(parent.seq_id, fork.seq_id)
         fork.fork_from(parent, self._pipeline.next_step_id)
         # Whoever writes to the shared last block first must ask.

@@ -104,7 +104,7 @@ class RunningSet:
         return seq in self._unknown
 
     def mark_introduced(self, seq: Sequence) -> None:
-        """Note that the plan being made sends a sequence to the worker."""
+        """Record that the plan being made sends a sequence to the worker."""
         self._unknown.discard(seq)
 
     def patience_us(self) -> int:
@@ -149,7 +149,7 @@ class RunningSet:
         self._forget(seq)
 
     def add_beam(self, seq: Sequence) -> None:
-        """Let an idle sequence decode that has been given the blocks of a beam."""
+        """Make an idle sequence decode after it was given the blocks of a beam."""
         insort(self.decoding, seq, key=_order)
         self._unknown.add(seq)
 
@@ -237,7 +237,7 @@ class RunningSet:
             seq_group.clock.leave_batch(now_us, RequestPhase.PREEMPTED)
 
     def _forget(self, seq: Sequence) -> None:
-        """Let the next plan make the worker forget a sequence that it knows."""
+        """Make the next plan instruct the worker to forget a sequence."""
         if seq in self._unknown:
             self._unknown.remove(seq)
         else:
@@ -245,7 +245,7 @@ class RunningSet:
 
 
 class WorkerGroupState:
-    """What is queued, running, stored and in flight on one worker group."""
+    """Queue, batch, blocks and plans in flight of one worker group."""
 
     def __init__(
         self,

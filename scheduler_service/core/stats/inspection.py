@@ -111,12 +111,12 @@ MAX_ENDED = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectionDetail:
-    """What an inspection includes."""
+    """Optional contents of an inspection."""
 
     include_requests: bool = False
     include_blocks: bool = False
     max_requests: int = 256
-    """Most live requests that are listed."""
+    """Maximum number of live requests listed."""
 
 
 @dataclass(slots=True, kw_only=True)

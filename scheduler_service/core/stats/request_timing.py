@@ -1,4 +1,4 @@
-"""Where a request's time goes, and what happened to it when.
+"""A request's time by activity, and the events of its life.
 
 A worker group's time is split at each result into forward pass, sampling, planning and the rest
 (the wire); `StepClock` keeps the running totals of each. A request notes the totals when it
@@ -112,7 +112,7 @@ class Timeline:
 
 
 class RequestPhase(Enum):
-    """What a request is doing, according to its timings."""
+    """The activity of a request, as its timings distinguish them."""
 
     QUEUE = "queue"
     RUNNING = "running"
@@ -129,7 +129,7 @@ class RequestClock:
     since_us: int
     """When the phase began."""
     timings: RequestTimings = field(default_factory=RequestTimings)
-    """Of the phases that are over."""
+    """Durations of the phases that have ended."""
     timeline: Timeline = field(default_factory=Timeline)
     entered: tuple[StepClock, tuple[int, ...]] | None = None
     """The worker group's clock, and its totals when the request entered the batch."""
@@ -140,13 +140,13 @@ class RequestClock:
         return cls(now_us, phase, now_us)
 
     def enter_batch(self, steps: StepClock, now_us: int) -> None:
-        """Note that its first sequence has entered the batch."""
+        """Record that its first sequence has entered the batch."""
         self._close_waiting(now_us)
         self.phase = RequestPhase.RUNNING
         self.entered = steps, steps.totals
 
     def leave_batch(self, now_us: int, phase: RequestPhase) -> None:
-        """Note that its last sequence has left the batch; `phase`: why."""
+        """Record that its last sequence has left the batch; `phase`: the reason."""
         assert self.entered is not None
         steps, before = self.entered
         # The group's parts cover the time from the result before it entered to the last one.
@@ -167,7 +167,7 @@ class RequestClock:
         self.since_us += elapsed
 
     def recover(self, now_us: int) -> None:
-        """Note that it lost its worker group outside the batch, and waits for another one."""
+        """Record that it lost its worker group outside the batch and waits for another one."""
         assert self.phase is not RequestPhase.RUNNING
         self._close_waiting(now_us)
         self.phase = RequestPhase.RECOVERY

@@ -52,18 +52,18 @@ class ModelTotals:
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, of requests that have ended."""
     num_prefix_hits: int = 0
-    """Those of them that were found."""
+    """Of these, the tokens that were found."""
     num_recovered: int = 0
     """Requests that lost their worker group and were queued again."""
     num_inexact_recoveries: int = 0
     """Requests with output that were resumed on a worker group of another arithmetic."""
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
-    """From a request's acceptance to its first token."""
+    """Time from a request's acceptance to its first token."""
     inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Between two consecutive tokens of a sequence."""
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
-        """Note that a running sequence's first `num_tokens` tokens are computed; with `is_last`,
+        """Record that a running sequence's first `num_tokens` tokens are computed; with `is_last`,
         its next token has been sampled."""
         seq_group = seq.seq_group
         seq_group.clock.timeline.add(RequestEvent.PREFILLED, now_us, num_tokens)

@@ -9,7 +9,7 @@ from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.served_models import FrontendModel
 
 MAX_JSON_CHARS = 1 << 20
-"""Of one JSON text: it is parsed in one piece, with the interpreter's lock held."""
+"""Maximum size of one JSON text: it is parsed in one piece, with the interpreter's lock held."""
 MAX_JSON_CONTAINERS = 1 << 18
 """Objects and arrays in all JSON texts of a conversation, counted by their opening brackets: the
 garbage collector visits all of them in one piece."""

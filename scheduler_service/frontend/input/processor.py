@@ -85,7 +85,7 @@ class ResolvedRequest:
     stop_token_ids: frozenset[int]
     """All tokens that end a choice."""
     reported_stop_token_ids: frozenset[int]
-    """Those that are reported as stop reasons: all but ends of sequence."""
+    """The tokens that are reported as stop reasons: all but end-of-sequence tokens."""
     stop: StopStrings
     include_stop: bool
     skip_special_tokens: bool
@@ -308,8 +308,8 @@ def _stop_tokens(
 def _constraint(
     params: sampling_pb2.SamplingParams, model: FrontendModel, stop_token_ids: frozenset[int]
 ) -> sampling_pb2.Constraint:
-    """What the output must match. End-of-sequence tokens that are to be ignored
-    end an output that cannot continue otherwise."""
+    """The constraint of the output. End-of-sequence tokens that are ignored still end an output
+    that cannot continue otherwise."""
     if not stop_token_ids:
         raise InvalidArgument(
             "sampling_params.stop_token_ids",

@@ -26,7 +26,7 @@ SAMPLING_ONLY = {
 MIN_TEMPERATURE = SAMPLING_LIMITS["temperature"].low
 """0.01 as a float32 field holds it, which is a little less."""
 MAX_STRUCTURED_BYTES = 262_144
-"""Of what an output is to match."""
+"""Maximum size of a constraint, in bytes."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -74,7 +74,7 @@ def _check_prompt(request: inference_pb.GenerateRequest) -> None:
 
 
 def _check_sampling(params: sampling_pb2.SamplingParams) -> None:
-    """What is not a matter of ranges."""
+    """Rules that are not ranges."""
     seen: set[int] = set()
     for index, entry in enumerate(params.logit_bias):
         path = f"sampling_params.logit_bias[{index}].token_id"

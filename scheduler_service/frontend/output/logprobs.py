@@ -32,7 +32,7 @@ class PromptLogprobs:
             token_id=prompt_token_ids[0], text=token_text(prompt_token_ids[0])
         )
         self.positions = [inference_pb.TokenLogprobs(token=first)]
-        """Those known so far, from the first one, which has no log probability."""
+        """The entries so far, from that of the first token, which has no log probability."""
 
     @property
     def is_complete(self) -> bool:

@@ -120,7 +120,7 @@ class ChoiceStream:
         self._mark_sent(resumed, field)
 
     def _mark_sent(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
-        """What a client has counts as taken."""
+        """Mark the text and tokens that the client already has as sent."""
         text = "".join(self._text)
         if resumed.num_chars > len(text):
             raise InvalidArgument(
@@ -183,7 +183,7 @@ class ChoiceStream:
     # To the core, after a reconnect.
 
     def generated(self) -> scheduler_pb.GeneratedTokens:
-        """What the core needs in order to continue."""
+        """The state that the core needs in order to continue."""
         return scheduler_pb.GeneratedTokens(
             choice_index=self.index,
             token_ids=to_column(self.token_ids),

@@ -91,11 +91,11 @@ MAX_CHARS = 500
 """Maximum length of a problem; compilers quote their input."""
 
 MAX_OPTIONAL_PROPERTIES = 400
-"""Of one object: each adds four items to a row of the parser, which has at most
-`lark.LIMITS.max_items_in_row`."""
+"""Maximum number of optional properties of one object: each adds four items to a row of the parser,
+which has at most `lark.LIMITS.max_items_in_row`."""
 
 PARSED_BYTES = 16
-"""Of a text that matches: its first rows show whether the parser's limits hold."""
+"""Length of a matching text that is parsed: its first rows show whether the parser's limits hold."""
 
 MAX_COMPILED_SCHEMAS = 200
 """Schemas within a schema that are compiled by themselves, to locate its problem."""
@@ -104,7 +104,7 @@ _NO_BYTE = "NoExtension"
 """The compiler's name for a grammar that nothing matches."""
 
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\\n])+/', re.DOTALL)
-"""Of a grammar: strings, comments, regular expressions."""
+"""Literals of a grammar: strings, comments, regular expressions."""
 
 
 _PREFERRED = (ord('"'), *range(0x21, 0x100), *range(0x21))

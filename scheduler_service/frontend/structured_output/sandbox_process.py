@@ -54,7 +54,7 @@ class SandboxProcess:
         return self._reading.done() or self._process.returncode is not None
 
     async def find_problem(self, kind: str, texts: Sequence[str]) -> str | None:
-        """What is wrong with a constraint, or None. Raises OSError or EOFError if the process ends
+        """The problem of a constraint, or None. Raises OSError or EOFError if the process ends
         before it has answered."""
         self._last_id += 1
         question_id = self._last_id

@@ -36,7 +36,7 @@ class AttentionCall:
 
 @dataclass(slots=True)
 class AttentionState:
-    """What one model's attention function reads; set at each step."""
+    """The state that one model's attention function reads; set at each step."""
 
     backend: AttentionBackend
     kv_cache: Tensor | None = None

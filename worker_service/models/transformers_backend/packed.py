@@ -318,7 +318,7 @@ class Packing:
         return self._pack_dense(target, dense[0] if len(dense) == 1 else torch.cat(dense))
 
     def roundings(self) -> dict[str, str]:
-        """What tensors are rounded to, if they are dense."""
+        """The format to which dense tensors are rounded."""
         found = {target: self._rounding(target) for target in self._stacks}
         return {
             name: to
