@@ -33,9 +33,9 @@ from worker_service.models.linear import OneDNNWeight, can_pack, pack
 READ_BYTES = 2**30
 """Much larger than the caches."""
 TRIALS = 3
-"""Of each way."""
+"""Short trials of each way, of which the best counts."""
 TRIAL_S, SUSTAINED_S = 0.05, 0.3
-"""At least, of a trial and of each of the three parts of what is measured."""
+"""Minimum durations of a trial, and of each of the three parts of a measurement."""
 
 Way = tuple[float, Callable[[], object]]
 """Number of bytes or floating-point operations, and the function that reads or computes them."""
@@ -116,7 +116,7 @@ def _best(ways: list[Way], device: torch.device) -> Way:
 
 
 def _reads(device: torch.device) -> Iterator[Way]:
-    """Ways to look at `READ_BYTES`."""
+    """Ways to read `READ_BYTES`."""
     floats = torch.ones(READ_BYTES // 4, device=device)
     rows, vector = floats.view(-1, 4096), torch.ones(4096, device=device)
     yield READ_BYTES, floats.sum
@@ -128,7 +128,7 @@ def _reads(device: torch.device) -> Iterator[Way]:
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Way]:
-    """Products of several sizes, each in the ways there are."""
+    """Products of several sizes, each in all available ways."""
     if device.type == "cuda":
         sizes = [(8192, 8192, 8192), (16_384, 4096, 4096)]
     else:
@@ -141,7 +141,7 @@ def _products(dtype: torch.dtype, device: torch.device) -> Iterator[Way]:
 
 
 def _products_of(x: Tensor, weight: Tensor) -> Iterator[Callable[[], Tensor]]:
-    """One product, in the ways there are."""
+    """One product, in all available ways."""
     yield lambda: torch.nn.functional.linear(x, weight)
     if can_pack(x.dtype, x.device):
         packed = pack(weight)
@@ -152,7 +152,7 @@ def _products_of(x: Tensor, weight: Tensor) -> Iterator[Callable[[], Tensor]]:
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """What `work` takes, the mean of some tenths of a second."""
+    """Duration of `work`, as the mean of some tenths of a second."""
     return _mean_seconds(work, SUSTAINED_S, device)
 
 

@@ -130,7 +130,7 @@ def write_weights(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Make checkpoints and print where they are."""
+    """Make checkpoints and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where they are kept")
     parser.add_argument("--shape", nargs="+", default=["llama-160m"], choices=list(SHAPES))

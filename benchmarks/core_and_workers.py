@@ -156,7 +156,7 @@ class BareFrontend:
         self._output_tokens = output_tokens
         self._num_submitted = 0
         self._num_wanted = 0
-        self._has_news = asyncio.Event()
+        self._has_output = asyncio.Event()
         self._channel = grpc.aio.insecure_channel(core_address, options=channel_options())
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -177,7 +177,7 @@ class BareFrontend:
     def keep_open(self, num_requests: int) -> None:
         """Keep `num_requests` requests open from now on; surplus ones run to their ends."""
         self._num_wanted = num_requests
-        self._has_news.set()
+        self._has_output.set()
 
     async def run(self, seconds: float) -> None:
         """Sleep; raises the stream's error, if it has ended."""
@@ -195,8 +195,8 @@ class BareFrontend:
 
     async def _submit(self) -> None:
         while True:
-            await self._has_news.wait()
-            self._has_news.clear()
+            await self._has_output.wait()
+            self._has_output.clear()
             num_open = self._num_submitted - self.num_finished
             submits = [self._next() for _ in range(self._num_wanted - num_open)]
             if submits:
@@ -227,5 +227,5 @@ class BareFrontend:
             self.num_tokens += len(message.token_ids) // _INT32_BYTES
             if message.requests_finished:
                 self.num_finished += len(message.requests_finished)
-                self._has_news.set()
+                self._has_output.set()
         raise RuntimeError("the core ended the stream")

@@ -1,4 +1,4 @@
-"""Whether memory grows with the requests that have been served.
+"""Growth of memory with the number of requests served.
 
     python -m benchmarks.endurance --requests 100000
 

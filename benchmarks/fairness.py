@@ -59,7 +59,7 @@ TOKEN = 11
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """What a step takes, in seconds; about an 8B model's on one large GPU."""
+    """The duration of a step in seconds, similar to that of an 8B model on one large GPU."""
 
     step: float = 0.008
     prefill_token: float = 0.00006
@@ -123,7 +123,7 @@ class Simulation:
                 self._execute(plan)
 
     def service(self) -> Counter[str]:
-        """What each tenant has had: its prompts with their first tokens, and its output tokens."""
+        """The service of each tenant: prompts that have a first token, and output tokens."""
         service: Counter[str] = Counter()
         for served in self.served.values():
             if served.times:
@@ -202,7 +202,7 @@ def first_token_p99(policy: PolicyName, *, flooded: bool, until: float = 300.0) 
 
 
 def slowdown(policy: PolicyName, until: float = 300.0) -> float:
-    """How many times longer the calm tenant waits for a first token (p99) beside the flood."""
+    """How many times longer the calm tenant waits for a first token (p99) during the flood."""
     alone = first_token_p99(policy, flooded=False, until=until)
     return first_token_p99(policy, flooded=True, until=until) / alone
 
@@ -231,7 +231,7 @@ def main() -> None:
         flooded = first_token_p99(policy, flooded=True)
         print(f"{policy}: p99 of the calm tenant's time to the first token")
         print(
-            f"  alone {alone * 1e3:.0f} ms, beside ten times as much {flooded * 1e3:.0f} ms: "
+            f"  alone {alone * 1e3:.0f} ms, with ten times as much {flooded * 1e3:.0f} ms: "
             f"{flooded / alone:.2f} times as long"
         )
         print(f"{policy}: shares of the service under saturation, weights 1 : 2 : 4")

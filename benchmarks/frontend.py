@@ -46,7 +46,7 @@ class Case:
     """Steps per second; 0: as fast as it goes."""
     streams: int
     tokens: int
-    """Of each stream."""
+    """Tokens of each stream."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ class Figures:
     """Cost of one run."""
 
     cpu_us_per_token: float
-    """Of all frontends together."""
+    """Processor time of all frontends together."""
     tokens_per_response: float
     tokens_per_s: float
     """By the clock, on this machine, clients and core included."""

@@ -1,4 +1,4 @@
-"""Engines that take turns at the same jobs, so that a drifting machine affects all equally."""
+"""Engines that run the same jobs in turns, so that a drifting machine affects all equally."""
 
 import os
 import statistics
@@ -16,7 +16,7 @@ from benchmarks.processes import processor_seconds
 from benchmarks.workloads import Job, Workload, warm_up
 
 MOST_REPEATS = 7
-"""Turns of a short workload, unless more are asked for."""
+"""Turns of a short workload, unless more are requested."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,14 +34,14 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """How often each engine runs."""
+    """The number of turns of each engine."""
 
     repeats: int = 3
     slow_repeats: int = 1
-    """Of an engine that takes more than `slow_factor` times as long as the fastest."""
+    """Repeats of an engine that takes more than `slow_factor` times as long as the fastest."""
     slow_factor: float = 1.5
     least_s: float = 0.0
-    """Of short workloads there are more turns, until an engine has run for so long."""
+    """Short workloads are repeated until an engine has run for this long."""
     most_repeats: int = MOST_REPEATS
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Results:
     runs: dict[str, dict[str, list[Run]]] = field(default_factory=dict)
 
     def of(self, workload: str, engine: str) -> list[Run]:
-        """Those of one engine at one workload."""
+        """The runs of one engine at one workload."""
         return self.runs.setdefault(workload, {}).setdefault(engine, [])
 
     def fastest_s(self, workload: str) -> float:
@@ -84,8 +84,8 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Gauge:
-    """Measures what the machine can do around one engine's turns: its speed may drift by half
-    within minutes, where others have their share of its memory."""
+    """Measures the machine's ceilings before and after one engine's turns: its speed may change by
+    half within minutes if others use its memory."""
 
     engine: str
     measure: Callable[[], Ceilings]
@@ -149,11 +149,11 @@ def take_turn(engine: Engine, jobs: list[Job], vocab_size: int, num_tokens: int)
 
 
 def check(name: str, jobs: Sequence[Job], outputs: Outputs, vocab_size: int) -> None:
-    """Raise WrongOutput unless there are as many tokens as were asked for, of the vocabulary."""
+    """Raise WrongOutput unless the numbers of tokens are right and all are in the vocabulary."""
     got = [len(tokens) for tokens in outputs.token_ids]
     asked = [job.num_output_tokens for job in jobs]
     if got != asked:
-        raise WrongOutput(f"{name}: asked for {asked} tokens, got {got}")
+        raise WrongOutput(f"{name}: requested {asked} tokens, got {got}")
     if not all(0 <= token < vocab_size for tokens in outputs.token_ids for token in tokens):
         raise WrongOutput(f"{name}: a token is not in the vocabulary of {vocab_size}")
 
@@ -165,6 +165,6 @@ def _own_seconds(pids: Sequence[int]) -> float:
 
 
 def _rotated(engines: Sequence[Engine], turn: int) -> list[Engine]:
-    """So that no engine always runs after the same other."""
+    """The engines in another order, so that none always follows the same one."""
     start = turn % len(engines)
     return [*engines[start:], *engines[:start]]

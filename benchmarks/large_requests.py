@@ -1,4 +1,4 @@
-"""How long the largest requests of one client delay the tokens of another's stream.
+"""Delay of a stream's tokens by the largest requests of another client.
 
     python -m benchmarks.large_requests [--http]
 

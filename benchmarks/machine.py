@@ -1,4 +1,4 @@
-"""Where figures were measured, who else was using the machine, and the files they go to."""
+"""The machine on which figures are measured, its other load, and the files of results."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def _processor() -> str:
 
 
 def _vector_extensions() -> list[str]:
-    """Those of the processor's that decide how fast it multiplies matrices."""
+    """The processor's extensions that determine how fast it multiplies matrices."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("flags"):
             return [flag for flag in VECTOR_EXTENSIONS if flag in line.split()]
@@ -50,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 class ForeignLoad:
-    """How many cores processes other than this one and its children kept busy meanwhile.
+    """The number of cores that processes other than this one and its children kept busy.
 
     Time in which the hypervisor ran somebody else counts as theirs.
     """

@@ -48,7 +48,7 @@ Row = dict[str, float | int | str]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What all groups and requests are like."""
+    """The properties of all groups and requests."""
 
     step_us: int
     rows: int

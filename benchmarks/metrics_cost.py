@@ -1,4 +1,4 @@
-"""What metrics cost the scheduler core: CPU time of its thread with them and without.
+"""CPU time of the scheduler core's thread with and without metrics.
 
     python -m benchmarks.metrics_cost
 
@@ -33,7 +33,7 @@ Row = dict[str, float]
 
 
 def counting_us(meter: StepCounters, num_rows: int) -> float:
-    """What the service counts of one step, in microseconds."""
+    """CPU time of counting one step, in microseconds."""
     plan = plan_pb2.StepPlan(epoch=1, step_id=1, seq_ids=bytes(4 * num_rows))
     request = worker_service_pb2.ExecuteStepsRequest(plan=plan)
     began = thread_time_ns()
@@ -46,7 +46,7 @@ def counting_us(meter: StepCounters, num_rows: int) -> float:
 
 
 def timer_us() -> float:
-    """What it takes to look at the clock."""
+    """CPU time of reading the clock, in microseconds."""
     began = thread_time_ns()
     return (thread_time_ns() - began) / 1000
 

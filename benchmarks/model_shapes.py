@@ -41,7 +41,7 @@ class Shape:
         )
 
     def config(self) -> dict[str, Any]:
-        """What `transformers` makes its configuration of."""
+        """The arguments of the configuration in `transformers`."""
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,

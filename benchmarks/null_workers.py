@@ -2,7 +2,7 @@
 
 They answer each plan as soon as its step would be over, with as many tokens as it samples, and
 check nothing; so they take a fraction of the processor time that the core spends on a step, and
-what is measured beside them is the core.
+what is measured is the core.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class AnsweringWorker(WorkerServiceServicer):
         )
 
     async def register(self, core: str) -> None:
-        """Be registered, for as long as the core is there."""
+        """Stay registered until the core is gone."""
         async with grpc.aio.insecure_channel(core) as channel:
             call = SchedulerServiceStub(channel).RegisterWorker(wait_for_ready=True)
             registration = scheduler_pb.WorkerRegistration(
@@ -72,7 +72,7 @@ class AnsweringWorker(WorkerServiceServicer):
                 await asyncio.sleep(_HEARTBEAT_S)
 
     async def GetInfo(self, request: object, context: object) -> pb.GetInfoResponse:
-        """Who it is."""
+        """The worker's identity."""
         return pb.GetInfoResponse(
             worker_id=self._name, model=self._model, last_epoch=self._last_epoch
         )
@@ -80,18 +80,18 @@ class AnsweringWorker(WorkerServiceServicer):
     async def GetModelAssets(
         self, request: object, context: object
     ) -> AsyncIterator[pb.WorkerServiceGetModelAssetsResponse]:
-        """Hardly any: the load has no text."""
+        """A single file: the load has no text."""
         chunk = model_pb2.ModelAssetChunk(file_name="config.json", data=b"{}")
         yield pb.WorkerServiceGetModelAssetsResponse(chunk=chunk)
 
     async def ProfileBlocks(self, request: object, context: object) -> pb.ProfileBlocksResponse:
-        """By default more than the load needs."""
+        """A fixed number of blocks, by default more than the load needs."""
         return pb.ProfileBlocksResponse(num_gpu_blocks=self._num_gpu_blocks)
 
     async def InitializeCache(
         self, request: pb.InitializeCacheRequest, context: object
     ) -> pb.InitializeCacheResponse:
-        """A new epoch."""
+        """Start a new epoch."""
         self._last_epoch = request.epoch
         return pb.InitializeCacheResponse()
 

@@ -5,8 +5,9 @@
 
 All engines load the same checkpoint, with random weights, and run the same jobs. They take turns,
 workload by workload and repeat by repeat, and medians are compared, so that a machine whose speed
-drifts harms all alike; whoever does not run is stopped. An engine that is far behind the fastest
-runs less often (`--slow-factor`, `--slow-repeats`). Results are written to `benchmarks/results/`.
+drifts affects all equally; engines that are not running are stopped. An engine that is far behind
+the fastest runs less often (`--slow-factor`, `--slow-repeats`). Results are written to
+`benchmarks/results/`.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from benchmarks.engines.engine import Engine, Settings
 from benchmarks.interleaved_runs import MOST_REPEATS, Gauge, Patience, Run, compete
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
-from benchmarks.processes import end_in_order_when_told
+from benchmarks.processes import exit_on_sigterm
 from benchmarks.quantized_layers import CONFIGS
 from benchmarks.roofline import floor_seconds
 from benchmarks.workloads import FOUR, WORKLOADS, Workload
@@ -53,7 +54,7 @@ def run(
             CeilingsProcess(settings.dtype, settings.device, settings.threads)
         )
         gauge = Gauge(PAGEWIRE, ceilings.measure)
-        results = compete(engines, workloads, settings.shape, scale, patience, gauge, _tell)
+        results = compete(engines, workloads, settings.shape, scale, patience, gauge, _print_run)
         agreed = _agreed(engines, settings)
         abouts = {engine.name: asdict(engine.about) for engine in engines}
     floors = {w.name: partial(_floor, w, settings, scale) for w in workloads}
@@ -71,7 +72,7 @@ def run(
     }
 
 
-def _tell(workload: str, engine: str, run: Run) -> None:
+def _print_run(workload: str, engine: str, run: Run) -> None:
     console.print(
         f"{workload:>10} {engine:22} {run.tokens_per_s:9.1f} tokens/s {run.seconds:7.2f} s"
         f"   others {run.foreign_cores:.2f} cores",
@@ -86,7 +87,7 @@ def _floor(workload: Workload, settings: Settings, scale: float, ceilings: Ceili
 
 
 def _agreed(engines: Sequence[Engine], settings: Settings) -> dict[str, dict[str, int]] | None:
-    """In float32, if `transformers` is among the engines."""
+    """Agreement in float32, if `transformers` is among the engines."""
     reference = [engine for engine in engines if engine.name == transformers_static.NAME]
     if settings.dtype != "float32" or not reference:
         return None
@@ -117,7 +118,7 @@ def result_name(shape: str, dtype: str, device: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run each shape in each dtype; print, and write the results."""
     args = parse(arguments)
-    end_in_order_when_told()
+    exit_on_sigterm()
     programs = Programs(
         vllm_python=args.vllm_python,
         nano_vllm_python=args.nano_vllm_python,
@@ -137,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def patience_of(args: argparse.Namespace) -> Patience:
-    """How often each engine runs, as the flags say."""
+    """The number of turns of each engine by the flags."""
     return Patience(
         repeats=args.repeats,
         slow_repeats=args.slow_repeats,
@@ -148,7 +149,7 @@ def patience_of(args: argparse.Namespace) -> Patience:
 
 
 def settings_of(args: argparse.Namespace, shape: str, dtype: str) -> Settings:
-    """What the flags of `add_common` say."""
+    """The settings by the flags of `add_common`."""
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     return Settings(

@@ -62,7 +62,7 @@ class Ladder:
 
 async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> tuple[list[Row], float]:
     """A row for each rate and server, and the cores that anybody else kept busy meanwhile."""
-    _end_in_order_when_told()
+    _cancel_on_sigterm()
     async with all_of(servers):
         for server in servers:
             await _in_turn(server, _warm_up(server.target, ladder))
@@ -77,19 +77,19 @@ async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> tupl
                     run = LoadRun(server.target, arrivals)
                     await _in_turn(server, run.run())
                     seen[server.name].append(Summary.of(run, ladder.limits))
-                    _tell(server, rate, seen[server.name][-1])
+                    _print_summary(server, rate, seen[server.name][-1])
             rows += [row(server, rate, seen[server.name]) for server in servers]
         return rows, load.cores
 
 
-def _end_in_order_when_told() -> None:
+def _cancel_on_sigterm() -> None:
     """SIGTERM must not leave servers behind, least of all stopped ones."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
-def _tell(server: Server, rate: float, seen: Summary) -> None:
+def _print_summary(server: Server, rate: float, seen: Summary) -> None:
     text = f"{server.name} at {rate:g}/s: {seen.num_complete} complete, {seen.num_failed} failed"
     print(f"{text}, {seen.duration_s:.0f} s", *seen.errors, sep="\n  ", file=sys.stderr)
 

@@ -107,7 +107,7 @@ class ObservedCall:
         return code
 
     async def details(self) -> str:
-        """What is said about it."""
+        """The message of that status."""
         details: str = await self._call.details()
         return details
 
@@ -158,7 +158,7 @@ class ObservedWorker:
                 await asyncio.sleep(0.05)
 
     async def run(self, load: Load, *, pipeline_depth: int) -> ObservedCall:
-        """Run all sequences from first to last token, together; what was observed."""
+        """Run all sequences together from first to last token; returns the observed call."""
         self._epoch += 1
         capacity = self._capacity(load)
         await self._stub.InitializeCache(
@@ -188,7 +188,7 @@ class ObservedWorker:
     async def _execute(
         self, call: ObservedCall, driver: CoreDriver, capacity: WorkerGroupCapacity, ends: Ends
     ) -> ObservedCall:
-        """Step until all requests have ended. Raises what ends the stream before."""
+        """Step until all requests have ended. Raises the error that ends the stream before."""
         work = driver.add_worker_group(capacity)
         stream = StepStream(
             [call],  # type: ignore[list-item]
@@ -227,7 +227,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What the worker's clock said of a run's steps, in microseconds."""
+    """The steps of a run by the worker's clock, in microseconds."""
 
     idle_us: list[int]
     """Between each step and the next."""
@@ -237,7 +237,7 @@ class Steps:
 
     @classmethod
     def of(cls, call: ObservedCall) -> "Steps":
-        """Those of steady decoding."""
+        """The steps of steady decoding."""
         timings = call.timings[SETTLING_STEPS:-SETTLING_STEPS]
         written = call.num_written_at_result[SETTLING_STEPS:-SETTLING_STEPS]
         return cls(
@@ -258,7 +258,7 @@ class Steps:
 
 
 def simulated(step_us: int) -> Case:
-    """A worker whose steps take so long, whatever is in them."""
+    """A worker whose steps all take `step_us` microseconds."""
     flags = ["--simulate", "--simulate-step-us", str(step_us)]
     return Case(name=f"simulated, {step_us / 1000:g} ms", flags=flags)
 

@@ -1,4 +1,4 @@
-"""The pictures in docs/benchmarks.md, drawn from the same results as the tables beside them."""
+"""The plots in docs/benchmarks.md, drawn from the same results as the tables there."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ COLOURS = {
     "transformers": "#f85149",
     "transformers cb": "#ffa198",
 }
-"""Of engines, the same in all pictures."""
+"""Colours of engines, the same in all plots."""
 
 Results = Mapping[str, Any]
 Row = Mapping[str, Any]

@@ -31,8 +31,8 @@ def send_signal(pid: int, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
-def end_in_order_when_told() -> None:
-    """Make SIGTERM raise SystemExit, so that it leaves no engine behind, not even a stopped one."""
+def exit_on_sigterm() -> None:
+    """Make SIGTERM raise SystemExit, so that no engine is left behind, not even a stopped one."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
@@ -91,7 +91,7 @@ class Processes:
         return ours
 
     def receive(self, pipe: Connection) -> Any:
-        """What comes next; raises RuntimeError if one of the processes fails instead."""
+        """The next message; raises RuntimeError if one of the processes fails instead."""
         while not pipe.poll(0.1):
             if any(process.exitcode for process in self._all.values()):
                 self.kill()

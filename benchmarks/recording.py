@@ -1,4 +1,4 @@
-"""What `--record` adds to the core's CPU time per step of steady decoding.
+"""CPU time that `--record` adds to a step of steady decoding of the core.
 
     python -m benchmarks.recording
 

@@ -1,4 +1,4 @@
-"""From the SIGKILL of a process to the next token of each stream that it carried.
+"""Time from the SIGKILL of a process to the next token of each stream that it served.
 
     python -m benchmarks.recovery --model embedded --kills 30
 
@@ -27,7 +27,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from benchmarks.machine import ForeignLoad, save
-from benchmarks.processes import end_in_order_when_told
+from benchmarks.processes import exit_on_sigterm
 from benchmarks.tables import print_table, script_parser
 from pagewire_client import AsyncClient, RequestOutput, SamplingParams
 from scheduler_service.core_service.config import CoreServiceConfig
@@ -38,10 +38,10 @@ NUM_WORKERS = 2
 NUM_FRONTENDS = 2
 NUM_STREAMS = 8
 TOKENS_BEFORE_KILL = 16
-ON_THE_WAY_S = 0.05
-"""The time that a token may take from the worker to the client."""
+MAX_TRANSIT_S = 0.05
+"""Upper bound of a token's time from the worker to the client."""
 BUDGET_S = 2 * CoreServiceConfig().lease_ms / 1000
-"""For a lost worker, beside the time to compute again what its streams had: two leases."""
+"""Budget for a lost worker, in addition to the time to recompute its streams: two leases."""
 
 WORKERS = {
     "embedded": ("--dtype", "float32"),
@@ -54,12 +54,12 @@ MAX_TOKENS = 200
 
 @dataclass
 class Stream:
-    """One request, and when its tokens came."""
+    """One request, and when its tokens arrived."""
 
     prompt: list[int]
     params: SamplingParams
     arrivals: list[float] = field(default_factory=list)
-    """Of responses with tokens, by the monotonic clock."""
+    """When responses with tokens arrived, by the monotonic clock."""
     has_begun: asyncio.Event = field(default_factory=asyncio.Event)
     output: RequestOutput | None = None
 
@@ -74,11 +74,11 @@ class Stream:
             self.output = stream.output
 
     def recovery_s(self, killed_at: float) -> float:
-        """From the kill to the end of the pause in which nothing was generated."""
+        """Time from the kill to the end of the pause in which nothing was generated."""
         pauses = [
             (end - start, end)
             for start, end in pairwise(self.arrivals)
-            if end > killed_at and start <= killed_at + ON_THE_WAY_S
+            if end > killed_at and start <= killed_at + MAX_TRANSIT_S
         ]
         return max(pauses)[1] - killed_at
 
@@ -155,7 +155,7 @@ class Rounds:
 
 
 def _was_hit(stream: Stream, victim: str, killed_at: float) -> bool:
-    """Whether a stream was on the process, and not at its end."""
+    """Whether the process served a stream that had not ended."""
     assert stream.output is not None
     assert stream.output.timings is not None
     if stream.arrivals[-1] <= killed_at:
@@ -194,7 +194,7 @@ async def measure(model: str, victims: Sequence[str], num_kills: int) -> list[di
 
 
 def others(path: Path, victims: Sequence[str]) -> list[dict[str, object]]:
-    """Lines that a former run has written of kinds that are not killed in this one."""
+    """Lines of a former run about kinds of processes that are not killed in this one."""
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return [row for row in rows if row["victim"] not in victims]
 
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.kills < 1:
         parser.error("expected at least one kill")
-    end_in_order_when_told()
+    exit_on_sigterm()
     load = ForeignLoad()
     rows = asyncio.run(measure(args.model, args.victims, args.kills))
     print_table(rows, "milliseconds from SIGKILL to each stream's next token", width=100)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.report
 
-The page has a pair of comments for each file under `benchmarks/results/`; what stands between
-them is replaced by the machine and a table. `benchmarks.plots` draws the pictures beside.
+The page has a pair of comments for each file under `benchmarks/results/`; the text between them is
+replaced by the machine and a table. `benchmarks.plots` draws the plots.
 """
 
 import json
@@ -43,7 +43,7 @@ def offline_rows(results: Mapping[str, Any]) -> tuple[Columns, list[dict[str, An
 
 
 def offline_facts(results: Mapping[str, Any]) -> str:
-    """What the table does not say."""
+    """Facts that the table does not show."""
     engines = ", ".join(f"{name} {about['version']}" for name, about in results["engines"].items())
     facts = [
         f"{results['shape']} in {results['dtype']} on {results['device']}; {engines}.",
@@ -167,7 +167,7 @@ KERNELS: Columns = {
 }
 
 Section = Callable[[Mapping[str, Any]], tuple[str, str]]
-"""From results, what to say of them and what to show."""
+"""From results to a text and a table."""
 
 
 def _overhead(results: Mapping[str, Any]) -> tuple[str, str]:

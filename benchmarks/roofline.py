@@ -1,10 +1,10 @@
-"""The least time in which a machine could do a workload, by its memory and its multipliers alone.
+"""The minimum time of a workload by the machine's memory bandwidth and arithmetic throughput.
 
 A step reads all weights once, and the keys and values that its rows attend over; or it is bound by
 its matrix products, if these take longer. The floor of a workload is the sum over the steps of an
-ideal scheduler: everything is there from the beginning, all decodes go into every step, prompts
-fill up the rest of its token budget, what prompts share is computed once and read once a step, and
-nothing takes time between the steps.
+ideal scheduler: all requests arrive at the start, every step has all decodes, prompts fill the rest
+of its token budget, shared prefixes are computed once and read once per step, and no time passes
+between the steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ class Step:
         return int(weights) + kv_tokens * shape.kv_bytes(dtype)
 
     def num_flops(self, shape: Shape) -> int:
-        """Of the matrix products and of attention."""
+        """Operations of the matrix products and of attention."""
         num_sampled = sum(row.samples for row in self.rows)
         linear = shape.layer_weights * self.num_tokens + shape.output_weights * num_sampled
         # The n-th last token of a row attends over n - 1 fewer than the last.
@@ -113,7 +113,7 @@ def _shared(jobs: Sequence[Job]) -> int:
 def floor_seconds(
     jobs: Sequence[Job], shape: Shape, dtype: str, ceilings: Ceilings, max_num_batched_tokens: int
 ) -> float:
-    """The least time for all jobs."""
+    """The minimum time for all jobs."""
     return sum(
         max(
             step.num_bytes(shape, dtype) / ceilings.read_bytes_per_s,

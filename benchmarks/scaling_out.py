@@ -1,13 +1,13 @@
-"""Whether requests notice that workers come and go.
+"""Effect of starting and stopping workers on open requests.
 
     python -m benchmarks.scaling_out --seconds 600
 
 The services of docker-compose.yml run as processes: a scheduler core, a frontend and CPU workers
-with the embedded model, in float32. What `docker compose up --scale worker-cpu=N` does is done to
-them again and again under load: one worker becomes four, then the three that have served longest
-are ended by SIGTERM. Meanwhile streams ask for greedy answers without a pause, and without retries.
-Every answer is compared, token by token, with that of an undisturbed run at the beginning, in which
-each request was alone. Exit code 1 if any request failed or was answered otherwise.
+with the embedded model, in float32. As by `docker compose up --scale worker-cpu=N`, the number of
+workers changes repeatedly under load: one worker becomes four, then the three that have served
+longest receive SIGTERM. Meanwhile streams send greedy requests without a pause and without retries.
+Every output is compared, token by token, with that of an undisturbed run at the beginning, in which
+each request was alone. Exits with 1 if a request failed or had another output.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from typing import Any, Self
 import yaml
 
 from benchmarks.machine import ForeignLoad, save
-from benchmarks.processes import end_in_order_when_told, free_port
+from benchmarks.processes import exit_on_sigterm, free_port
 from benchmarks.tables import print_table, script_parser
 from pagewire_cli.local.health import is_serving
 from pagewire_client import NO_RETRIES, AsyncClient, PagewireError, RequestOutput, SamplingParams
@@ -152,7 +152,7 @@ def draw_jobs(num_jobs: int, max_tokens: int) -> list[Job]:
 
 
 class Load:
-    """Streams that ask for one job after the other."""
+    """Streams that request one job after the other."""
 
     def __init__(self, client: AsyncClient, jobs: Sequence[Job]) -> None:
         self.stages: list[Stage] = []
@@ -162,13 +162,13 @@ class Load:
         self._is_over = False
 
     async def run_undisturbed(self) -> None:
-        """Note what each job's answer is when it is alone."""
+        """Record the output of each job when it is alone."""
         for job in self._jobs:
             output = await self._ask(job)
             self._expected.append(output.outputs[0].token_ids)
 
     def begin_stage(self, num_workers: int) -> None:
-        """Note that there are `num_workers` workers from now on."""
+        """Record that there are `num_workers` workers from now on."""
         if self.stages and self.stages[-1].num_workers == num_workers:
             return
         self._end_stage()
@@ -195,7 +195,7 @@ class Load:
                 output = await self._ask(self._jobs[index])
             except PagewireError as error:
                 self.stages[-1].errors[f"{type(error).__name__}: {error.message}"] += 1
-                await asyncio.sleep(_POLL_S)  # not a storm of requests that fail at once
+                await asyncio.sleep(_POLL_S)  # or requests that fail would keep the services busy
             else:
                 self._note(output, self._expected[index])
 
@@ -221,7 +221,7 @@ class Fleet:
         self._workers: list[Service] = []
 
     def start_first(self) -> None:
-        """Before any status shows which workers are ready."""
+        """Start the first worker, before any status shows which ones are ready."""
         self._workers.append(self._composed.start(WORKER))
 
     async def scale(self, num_workers: int) -> None:
@@ -258,7 +258,7 @@ async def run(
         load.begin_stage(FEW)
         asking = asyncio.create_task(load.run(num_streams))
         try:
-            await _scale_again_and_again(fleet, load, num_cycles, seconds)
+            await _scale_repeatedly(fleet, load, num_cycles, seconds)
         finally:
             load.end()
             await asking
@@ -273,8 +273,8 @@ def _wait_serving(address: str) -> None:
         time.sleep(_POLL_S)
 
 
-async def _scale_again_and_again(fleet: Fleet, load: Load, num_cycles: int, seconds: float) -> None:
-    """An equal time at each number of workers, what it takes to get there included."""
+async def _scale_repeatedly(fleet: Fleet, load: Load, num_cycles: int, seconds: float) -> None:
+    """Spend equal times with each number of workers, including the time of the change."""
     started_at = time.monotonic()
     sizes = list(itertools.islice(itertools.cycle((FEW, MANY)), 2 * num_cycles + 1))
     for number, size in enumerate(sizes, 1):
@@ -286,7 +286,7 @@ async def _scale_again_and_again(fleet: Fleet, load: Load, num_cycles: int, seco
 
 
 def figures_of(load: Load, fleet: Fleet) -> Row:
-    """All that a run has found."""
+    """All figures of a run."""
     leaving = [worker.leaving_s for worker in fleet.ended if worker.leaving_s is not None]
     errors: Counter[str] = sum((stage.errors for stage in load.stages), Counter())
     return {
@@ -357,7 +357,7 @@ def _environment(args: argparse.Namespace) -> dict[str, str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     args = _parser().parse_args(arguments)
-    end_in_order_when_told()
+    exit_on_sigterm()
     foreign = ForeignLoad()
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory()))

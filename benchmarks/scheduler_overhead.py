@@ -2,7 +2,7 @@
 
     python -m benchmarks.scheduler_overhead --vllm-python ENVIRONMENT/bin/python
 
-There is no worker: each plan is answered at once with fixed tokens. A step is all that the core
+There is no worker: each plan is answered immediately with fixed tokens. A step is all that the core
 does for it: `schedule`, encoding the plan, decoding the result, `update`, and encoding the outputs
 for two frontends. Sequences are in steady decoding; their prompts share nothing; prefix caching is
 on. With `--drafts`, each row of a step has that many, and keeps half of them on average. With
@@ -31,7 +31,7 @@ BUDGETS_US = {(256, 0): 500.0, (4096, 0): 8000.0, (256, 3): 700.0}
 """Limits for a step's CPU time, by its running sequences and the drafts of each."""
 
 TURN_STEPS = 20
-"""Steps before it is the other scheduler's turn."""
+"""Consecutive steps of one scheduler, before the other's turn."""
 
 Row = dict[str, float | int | None]
 
@@ -45,12 +45,12 @@ class VllmTimes:
 
     deciding: float
     """`schedule` and `update_from_output`."""
-    carrying: float
+    serializing: float
     """Its messages to and from bytes."""
 
 
 class VllmProcess(LineProcess):
-    """A process that speaks as `vllm_scheduler` does."""
+    """The process in which vLLM's scheduler is timed, `vllm_scheduler`."""
 
     def __init__(self, command: Sequence[str | Path]) -> None:
         super().__init__(command, {"VLLM_LOGGING_LEVEL": "ERROR"})
@@ -75,7 +75,7 @@ class VllmProcess(LineProcess):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What is measured."""
+    """The sizes that are measured."""
 
     running: Sequence[int]
     prompt_tokens: Sequence[int]
@@ -127,7 +127,7 @@ def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) 
         "encode_plan_us": median(step.encode_plan for step in times),
         "decode_result_us": median(step.decode_result for step in times),
         "update_us": median(step.update for step in times),
-        "encode_news_us": median(step.encode_news for step in times),
+        "encode_outputs_us": median(step.encode_outputs for step in times),
         "deciding_us": deciding,
         "all_us": total,
         "all_us_per_row": total / rows,
@@ -136,7 +136,7 @@ def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) 
     }
     if rivals:
         theirs = median(step.deciding for step in rivals)
-        theirs_all = median(step.deciding + step.carrying for step in rivals)
+        theirs_all = median(step.deciding + step.serializing for step in rivals)
         row |= {
             "vllm_deciding_us": theirs,
             "vllm_all_us": theirs_all,
@@ -147,21 +147,21 @@ def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) 
 
 
 def growth(rows: Sequence[Row]) -> dict[str, float | None]:
-    """What a row of a larger batch costs against one of a smaller (1 is linear growth), and one in
-    a longer context against one in a shorter (1 is flat); the worst of all such pairs. Below 256
-    rows what a step costs whatever is in it outweighs them. None: there is no such pair."""
+    """Cost of a row in a larger batch relative to a smaller one (1 is linear growth), and in a
+    longer context relative to a shorter one (1 is flat): the worst of all such pairs. Below 256
+    rows the fixed cost of a step outweighs them. None: there is no such pair."""
     return {
         "with_rows": _worst(rows, "rows_per_step", 256, ("groups", "prompt_tokens", "drafts")),
         "with_length": _worst(rows, "prompt_tokens", 0, ("groups", "rows_per_step", "drafts")),
     }
 
 
-def _worst(rows: Sequence[Row], size: str, least: int, alike: tuple[str, ...]) -> float | None:
+def _worst(rows: Sequence[Row], size: str, least: int, equal: tuple[str, ...]) -> float | None:
     ratios = [
         _number(larger, "all_us_per_row") / _number(smaller, "all_us_per_row")
         for smaller in rows
         for larger in rows
-        if all(smaller[name] == larger[name] for name in alike)
+        if all(smaller[name] == larger[name] for name in equal)
         and least <= _number(smaller, size) < _number(larger, size)
     ]
     return round(max(ratios), 2) if ratios else None
@@ -182,7 +182,7 @@ COLUMNS = {
     "encode_plan_us": "encode",
     "decode_result_us": "decode",
     "update_us": "update",
-    "encode_news_us": "outputs",
+    "encode_outputs_us": "outputs",
     "deciding_us": "deciding",
     "all_us": "all",
     "all_us_per_row": "all/row",

@@ -3,7 +3,7 @@
     python -m benchmarks.startup --shape llama-160m --vllm-python ENVIRONMENT/bin/python
 
 `pagewire serve` with its three services against vLLM's API server: the same checkpoint, the same
-memory for KV, the same limits of a batch. They take turns, nothing else runs meanwhile. A first
+memory for KV, the same limits of a batch. They run in turns, and nothing else runs. The first
 turn of each does not count: it fills the caches of compiled code that both keep on disk, and the
 file system's. Memory is what all processes of a server hold together, pages that several map
 counted once (proportional set size), the most that was seen from the launch to the end of the
@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.engines.engine import Settings
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.offline import add_common, settings_of
-from benchmarks.processes import end_in_order_when_told, resident_bytes
+from benchmarks.processes import exit_on_sigterm, resident_bytes
 from benchmarks.servers import ServedPagewire, ServedVllm, Server
 from benchmarks.tables import print_table
 from benchmarks.workloads import WORKLOADS
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_common(parser)
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(arguments)
-    end_in_order_when_told()
+    exit_on_sigterm()
     rows: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     for shape in args.shape:

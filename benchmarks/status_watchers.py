@@ -2,11 +2,11 @@
 
     python -m benchmarks.status_watchers --groups 16 --blocks 30000 --watchers 32
 
-Each watcher asks for requests and blocks ten times a second. Groups are kept busy by a bare
-frontend, so that block maps are full. Rounds with watchers and without take turns in one run; the
-processor time is that of the core's main thread, which runs its loop and nothing else. The core
-bounds what watchers may cost and gives them fewer statuses than they ask for: statuses per watcher
-and second are in the table.
+Each watcher requests the status with requests and blocks ten times a second. Groups are kept busy
+by a bare frontend, so that block maps are full. Rounds with and without watchers alternate in one
+run; the processor time is that of the core's main thread, which runs its loop and nothing else. The
+core bounds the cost of watchers and sends them fewer statuses than they request: statuses per
+watcher and second are in the table.
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Watchers:
     def __init__(self, core_address: str, number: int) -> None:
         self.num_statuses = 0
         self.num_bytes = 0
-        """Of one status."""
+        """Size of one status."""
         self._core_address = core_address
         self._number = number
         self._tasks: list[asyncio.Task[None]] = []

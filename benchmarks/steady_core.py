@@ -19,7 +19,7 @@ from scheduler_service.core import (
 
 NUM_FRONTENDS = 2
 PREFILL_TOKENS = 16_384
-"""Prompt tokens of one step, beside the decodes."""
+"""Prompt tokens of one step, in addition to the decodes."""
 
 GROWTH_TOKENS = 4096
 """Output tokens for which every sequence has room."""
@@ -29,7 +29,7 @@ TOKEN_ID = 11
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Queue:
-    """What runs: both schedulers are given the same."""
+    """The running sequences, the same for both schedulers."""
 
     num_seqs: int
     prompt_tokens: int
@@ -46,8 +46,8 @@ class Queue:
         return self.num_seqs // self.num_groups * blocks_each
 
     def prompt(self, index: int) -> list[int]:
-        """Of one sequence. Prompts share nothing, and their lengths differ within each group, so
-        that every step fills up some blocks."""
+        """The prompt of one sequence. Prompts share nothing, and their lengths differ within each
+        group, so that every step fills up some blocks."""
         extra = index // self.num_groups % self.block_size
         return [100 + index] + [7] * (self.prompt_tokens + extra - 1)
 
@@ -60,23 +60,23 @@ class StepTimes:
     encode_plan: float
     decode_result: float
     update: float
-    encode_news: float
+    encode_outputs: float
     plan_bytes: int
 
     @property
     def deciding(self) -> float:
-        """What the pure core takes."""
+        """Time of the pure core."""
         return self.schedule + self.update
 
     @property
-    def carrying(self) -> float:
-        """What messages to and from bytes take."""
-        return self.encode_plan + self.decode_result + self.encode_news
+    def serializing(self) -> float:
+        """Time of converting messages to and from bytes."""
+        return self.encode_plan + self.decode_result + self.encode_outputs
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.deciding + self.carrying
+        """Time of the whole step."""
+        return self.deciding + self.serializing
 
 
 class SteadyCore:
@@ -116,7 +116,7 @@ class SteadyCore:
 
     @property
     def core(self) -> SchedulerCore:
-        """The core itself, to be asked only."""
+        """The core itself, for reading only."""
         return self._core
 
     def round(self) -> list[StepTimes]:
@@ -147,7 +147,7 @@ class SteadyCore:
             encode_plan=spent[1],
             decode_result=spent[3],
             update=spent[4],
-            encode_news=spent[5],
+            encode_outputs=spent[5],
             plan_bytes=len(plan_bytes),
         )
 

@@ -1,4 +1,4 @@
-"""What the scripts share: their command line's common part, and tables of results."""
+"""Command lines and tables of results that the scripts have in common."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,9 @@
-"""Which launch of paged decode attention is fastest on this GPU.
+"""The fastest launch of paged decode attention on this GPU.
 
     python -m benchmarks.tune_attention
 
-Tries tiles of keys, warps, stages and splits around what `choose_launch` takes (marked). The
-kernel's choices are arguments of a launch, so that what is found here can be written there.
+Tries tiles of keys, warps, stages and splits around the choice of `choose_launch` (marked). All are
+arguments of a launch, so that the best can be entered there.
 """
 
 import argparse

@@ -3,10 +3,10 @@
 Runs under the Python that has vLLM, and does not import Pagewire: `scheduler_overhead` starts it,
 writes one JSON request per line to it and reads one JSON answer per line.
 
-A step is what the engine core's process does for it: `Scheduler.schedule`, pickling its output for
-the workers and unpickling theirs (as the multi-process executor does), `update_from_output`, and
-encoding the outputs for the frontend in msgpack (as the engine core's client gets them). As in the
-engine core, objects from before the first step are exempt from garbage collection.
+A step is all that the engine core's process does for it: `Scheduler.schedule`, pickling its output
+for the workers and unpickling theirs (as the multi-process executor does), `update_from_output`,
+and encoding the outputs for the frontend in msgpack (as the engine core's client gets them). As in
+the engine core, objects from before the first step are exempt from garbage collection.
 """
 
 import gc
@@ -100,7 +100,7 @@ class Bench:
             )
 
     def step(self) -> tuple[float, float]:
-        """One step; microseconds of the thread's time for deciding, and for carrying over."""
+        """One step; microseconds of the thread's time for deciding, and for serializing."""
         times = [thread_time_ns()]
         output = self._scheduler.schedule()
         times.append(thread_time_ns())
@@ -110,17 +110,17 @@ class Bench:
         times.append(thread_time_ns())
         result = pickle.loads(answer)
         times.append(thread_time_ns())
-        news = self._scheduler.update_from_output(output, result)
+        outputs = self._scheduler.update_from_output(output, result)
         times.append(thread_time_ns())
-        for message in news.values():
+        for message in outputs.values():
             self._encoder.encode(message)
         times.append(thread_time_ns())
         spent = [(after - before) / 1000 for before, after in pairwise(times)]
-        schedule, encode, _, decode, update, tell = spent
-        return schedule + update, encode + decode + tell
+        schedule, encode, _, decode, update, encode_outputs = spent
+        return schedule + update, encode + decode + encode_outputs
 
     def _answer(self, output: Any) -> bytes:
-        """What the workers send back: a token for each request whose prompt is computed."""
+        """The workers' message: a token for each request whose prompt is computed."""
         computed: list[str] = []
         sampled: list[list[int]] = []
         for request_id in output.num_scheduled_tokens:

@@ -8,7 +8,7 @@
 - How long does a message of some size take to another process and back, on a bidirectional gRPC
   stream like that of plans, with the services' channel options, by unix socket and loopback TCP?
 
-What of that a device notices is measured by `benchmarks.pipelining`.
+`benchmarks.pipelining` measures the effect on a device.
 """
 
 import asyncio
@@ -39,10 +39,10 @@ from worker_service.plan import StepResult, StepTimings
 from worker_service.service import wire as worker_wire
 
 BUDGET_BYTES = 16
-"""Of a plan, per sequence and step of steady decoding, on average."""
+"""Budget of a plan, per sequence and step of steady decoding, on average."""
 
 TURN = 200
-"""Round trips before it is another size's turn."""
+"""Consecutive round trips of one size, before the turn of another."""
 
 TIMINGS = StepTimings(
     received_us=3_600_000_000,
@@ -52,7 +52,7 @@ TIMINGS = StepTimings(
     forward_us=4_500,
     sample_us=400,
 )
-"""Of a worker that has been up for an hour, and a step of 5 ms."""
+"""Timings of a step of 5 ms, on a worker that has been up for an hour."""
 
 _BATCH = 10
 """Calls between two readings of the clock, which itself takes as long as the smallest of them."""
@@ -62,7 +62,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A plan and what answers it: bytes, and CPU microseconds of making and reading them."""
+    """A plan and its result: bytes, and CPU microseconds of making and reading them."""
 
     plan_bytes: int
     result_bytes: int
@@ -99,7 +99,7 @@ def steady_row(num_seqs: int, num_steps: int) -> Row:
 
 
 def new_row(prompt_tokens: int, num_repeats: int) -> Row:
-    """One sequence that begins, its whole prompt in the plan."""
+    """One new sequence, its whole prompt in the plan."""
     plans: list[StepPlan] = []
     SteadyCore(Queue(num_seqs=1, prompt_tokens=prompt_tokens), on_plan=plans.append)
     first = plans[0]

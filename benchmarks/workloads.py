@@ -42,8 +42,8 @@ class Workload:
     """Whether slow machines get fewer requests."""
 
     def make_jobs(self, draw: np.random.Generator, vocab_size: int, scale: float = 1) -> list[Job]:
-        """The lengths are always the same; token ids are drawn afresh, so that no run finds
-        another's cache."""
+        """Jobs with the same lengths in every run, but new token ids, so that no run finds the
+        cache of another."""
         lengths = np.random.default_rng(LENGTHS_SEED)
 
         def some(count: int) -> list[int]:
@@ -117,7 +117,7 @@ WORKLOADS = {
     )
 }
 FOUR = ("mixed", "single", "prefill", "prefix")
-"""Those that machines without a GPU run."""
+"""The workloads of machines without a GPU."""
 
 
 def warm_up(jobs: list[Job]) -> list[Job]:

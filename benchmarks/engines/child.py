@@ -20,7 +20,7 @@ END_TIMEOUT_S = 10.0
 
 ROOT = Path(__file__).parents[2]
 SOURCES = tuple(ROOT / folder for folder in ("", "kernels", "client", "protos"))
-"""What our own children import; those under a foreign Python need this package alone."""
+"""Import paths of our own children; those under a foreign Python need this package alone."""
 
 
 class ChildEngine:

@@ -60,7 +60,7 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class About:
-    """What is reported about an engine in addition to its figures."""
+    """Facts about an engine that are reported with its figures."""
 
     version: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Engine(Protocol):
 
     @property
     def pids(self) -> list[int]:
-        """Its processes without their descendants."""
+        """The engine's processes, without their descendants."""
         ...
 
     def run(self, jobs: list[Job]) -> Outputs:

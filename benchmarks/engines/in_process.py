@@ -50,7 +50,7 @@ def engine(settings: Settings) -> ChildEngine:
 
 
 def _environment() -> dict[str, str]:
-    """What the services' worker adds to its environment."""
+    """The variables that the services' worker adds to its environment."""
     changed = dict(os.environ)
     limit_spinning(changed)
     return {name: changed[name] for name in changed.keys() - os.environ.keys()}

@@ -17,15 +17,15 @@ _OF_SERVICES = ("google.rpc", "grpc_health", "grpc_reflection", "llguidance")
 
 
 def missing_modules() -> list[str]:
-    """Those that are not installed here."""
+    """Modules of the services that are not installed here."""
     return [name for name in _OF_SERVICES if find_spec(name) is None]
 
 
 class Pagewire:
     """The offline `LLM`. Its clock includes the client and the wire.
 
-    It is not stopped while others run: its services would take each other for lost. They wait for
-    messages then, which takes no time worth measuring; others' foreign load would show it.
+    It is not stopped while others run, because its services would consider each other lost. They
+    wait for messages, which takes no measurable time; the others' foreign load would show it.
     """
 
     name = NAME

@@ -35,7 +35,7 @@ def engine(python: Path, settings: "Settings") -> "ChildEngine":
 
 
 def environment(python: Path, settings: "Settings") -> dict[str, str]:
-    """What vLLM reads from its environment; on a CPU, the best of what was tried."""
+    """Environment variables of vLLM; on a CPU, the best that were tried."""
     common = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     if settings.device != "cpu":
         return common | {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -49,7 +49,7 @@ def environment(python: Path, settings: "Settings") -> dict[str, str]:
 
 
 def server_command(python: Path, settings: "Settings", host: str, port: int) -> list[str]:
-    """What starts its API server."""
+    """The command that starts its API server."""
     flags = {"model": settings.model(), "host": host, "port": port}
     flags |= settings.named("dtype", *settings.LIMITS)
     module = "vllm.entrypoints.openai.api_server"

@@ -95,7 +95,7 @@ MAX_OPTIONAL_PROPERTIES = 400
 which has at most `lark.LIMITS.max_items_in_row`."""
 
 PARSED_BYTES = 16
-"""Length of a matching text that is parsed: its first rows show whether the parser's limits hold."""
+"""Length of a matching text that is parsed: its first rows show if the parser's limits hold."""
 
 MAX_COMPILED_SCHEMAS = 200
 """Schemas within a schema that are compiled by themselves, to locate its problem."""
