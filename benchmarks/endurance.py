@@ -5,7 +5,7 @@
 A core, a frontend and two simulated workers run as processes, with default settings but for a
 cache small enough to be full all the time. The public client sends short requests in rounds, each
 on a `GenerateMany` stream of its own: distinct prompts, some with a beginning in common, some for
-two choices; and beside them streams that are cancelled after their first token. After each round
+two choices; in addition streams that are cancelled after their first token. After each round
 the resident memory of every process is noted. The slope of the line fitted to it, from a fifth of
 the requests on, is what a finished request leaves behind.
 """

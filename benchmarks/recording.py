@@ -40,9 +40,12 @@ def measure(num_seqs: int, num_steps: int, folder: Path) -> None:
         for _ in range(TURN_STEPS):
             recording_times += recording.round()
     made[0].close()
-    without, beside = _total(plain_times), _total(recording_times)
+    plain_us, recording_us = _total(plain_times), _total(recording_times)
     num_bytes = (folder / f"{num_seqs}.jsonl").stat().st_size
-    print(f"{num_seqs:8} {without:12.0f} {beside:12.0f} {beside - without:12.0f} {num_bytes:12}")
+    print(
+        f"{num_seqs:8} {plain_us:12.0f} {recording_us:12.0f} "
+        f"{recording_us - plain_us:12.0f} {num_bytes:12}"
+    )
 
 
 def _total(times: Sequence[StepTimes]) -> float:

@@ -64,7 +64,8 @@ class Composed:
     """
 
     def __init__(self, environment: Mapping[str, str], logs: Path) -> None:
-        """`environment`: for all services, beside the file's own. `logs`: an existing folder."""
+        """`environment`: variables for all services, in addition to the file's own. `logs`: an
+        existing folder."""
         self._services: Mapping[str, Any] = yaml.safe_load(COMPOSE_FILE.read_text())["services"]
         self._environment = environment
         self._logs = logs

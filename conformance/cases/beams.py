@@ -99,7 +99,7 @@ def beams_and_sampling_rows_share_a_batch(worker: Worker) -> None:
         expect_candidates(worker, result.candidates[each.seq_id], worker.prompt(number))
     for number, each in enumerate(others, start=2):
         expected = worker.alone(worker.prompt(number), 1).tokens[0]
-        expect("a token beside beams", result.token(each), expected)
+        expect("a token of a row in a batch with beams", result.token(each), expected)
 
 
 def candidates_of(worker: Worker, prompt: list[int], **fields: object) -> Mapping[int, float]:

@@ -140,7 +140,7 @@ def rows_without_a_constraint_are_unaffected(worker: Worker, stream: StepStream)
     for _ in range(3):
         stream.step(bound[0], free, bound[1])
     for each in bound:
-        expect_letters(worker, "a constrained row beside others", each.output)
+        expect_letters(worker, "a constrained row in a batch with others", each.output)
     return {"a row between constrained ones": free}
 
 
@@ -161,7 +161,7 @@ def a_step_beyond_the_end_affects_no_other_row(worker: Worker, stream: StepStrea
     other = stream.new(worker.prompt(0))
     stream.step(late, other)
     stream.generate(other, 2, forget=[late])
-    return {"a row beside one that has ended": other}
+    return {"a row in a batch with one that has ended": other}
 
 
 @stream_case("plan", "or tokens generated on another worker do not match it.")
@@ -175,7 +175,7 @@ def an_output_that_does_not_match_fails_alone(worker: Worker, stream: StepStream
     expect("the rows' errors", result.errors, {bad.seq_id: reason})
     expect("the failed row's token", result.token(bad), -1)
     stream.generate(good, 2, forget=[bad])
-    return {"a row beside a failed one": good}
+    return {"a row in a batch with a failed one": good}
 
 
 @case("plan", "Every token was excluded by the request's own constraints.")

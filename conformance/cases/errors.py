@@ -48,4 +48,4 @@ def a_failed_sequence_fails_again_until_forgotten(worker: Worker, stream: StepSt
     expect("the error of the plan in flight", second.errors, {bad.seq_id: NO_CANDIDATES})
     expect("its token", second.token(bad), -1)
     stream.generate(good, 2, forget=[bad])
-    return {"a row beside a failed one": good}
+    return {"a row in a batch with a failed one": good}

@@ -138,7 +138,7 @@ def the_next_step_finds_what_was_swapped_in(worker: Worker, stream: StepStream) 
     again = stream.borrowed(prompt, back)
     stream.send(companion, again)
     stream.receive_all()
-    return {"a sequence right after its swap-in": again, "a row beside swaps": companion}
+    return {"a sequence right after its swap-in": again, "a row of steps with swaps": companion}
 
 
 @stream_case(

@@ -63,7 +63,7 @@ class BeamParams:
     length_penalty: float
     early_stopping: EarlyStopping
     num_logprobs: int | None = None
-    """Most probable tokens reported beside each token of the result; None: no log probabilities."""
+    """Number of most probable tokens reported with each token; None: no log probabilities."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class WorkerGroupCapacity:
 def check_capacity(config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
     """Raise ValueError if the group's longest prompt could never be computed.
 
-    Without chunked prefill a prompt is computed in one step, beside up to max_num_seqs - 1
+    Without chunked prefill a prompt is computed in one step, together with up to max_num_seqs - 1
     decodes; if these two did not fit together, a long prompt would wait until the batch has
     drained.
     """

@@ -104,7 +104,7 @@ class Stopwatch:
         timings.detokenize_us = _us(self.tokenize_s + self.last_text_s)
         timings.total_us = _us(time.monotonic() - self.arrived)
         left = timings.total_us - sum(getattr(timings, f"{part}_us") for part in PARTS)
-        if left < 0:  # two machines' clocks do not tick alike
+        if left < 0:  # the clocks of two machines may differ
             timings.total_us -= left
         else:
             timings.wire_us += left

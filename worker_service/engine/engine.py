@@ -42,7 +42,8 @@ class Engine:
         self._facts: ModelFacts | None = None
         self._runner: Runner | None = None
         self._profiles: dict[tuple[int, int], BlockCounts] = {}
-        """Blocks that fit beside the largest batch, by its sequences and tokens."""
+        """Numbers of blocks that fit together with the largest batch, by its sequences and
+        tokens."""
         self._stream: StepStream | None = None
         self._stream_epoch = 0
         self._is_loading = False
@@ -92,8 +93,8 @@ class Engine:
         return self._executor.assets()
 
     async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
-        """How many KV blocks fit beside the largest batch. Measured once for each batch, so that a
-        core that returns does not wait for another forward pass."""
+        """How many KV blocks fit together with the largest batch. Measured once for each batch, so
+        that a core that returns does not wait for another forward pass."""
         if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
             got = f"{max_num_seqs} and {max_num_batched_tokens}"
             raise InvalidPlan(

@@ -103,7 +103,7 @@ class Executor(Protocol):
         ...
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
-        """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does."""
+        """How many blocks fit together with the largest batch. Raises OutOfMemory if none does."""
         ...
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> Runner:

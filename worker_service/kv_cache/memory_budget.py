@@ -1,8 +1,8 @@
 """The number of KV blocks that fit, found by a profiling forward pass.
 
 On a GPU the largest batch is computed once; the rest of the device's allowed share is for blocks.
-On a CPU a batch is too small beside the model to be worth measuring: the budget is a setting, and
-the forward pass only compiles kernels before the first request needs them.
+On a CPU a batch is too small relative to the model to be worth measuring: the budget is a setting,
+and the forward pass only compiles kernels before the first request needs them.
 """
 
 import logging
@@ -49,12 +49,12 @@ def profile_blocks(
     largest_graph: int = 0,
     draft: Model | None = None,
 ) -> BlockCounts:
-    """How many blocks fit beside the largest batch. Raises OutOfMemory if not one does, or if there
-    is less host memory than the settings ask for.
+    """How many blocks fit together with the largest batch. Raises OutOfMemory if none does, or if
+    there is less host memory than the settings ask for.
 
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
     memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`.
-    draft: a model on a CPU whose cache has as many blocks, beside the first one's in the budget.
+    draft: a model on a CPU whose cache has as many blocks, from the same budget.
     """
     swapped_bytes = block_bytes = model.kv_cache_spec.block_bytes(block_size)
     held_bytes = 0 if cache is None else cache.device_cache.nbytes

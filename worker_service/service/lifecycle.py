@@ -118,7 +118,7 @@ class Worker:
         return MetricsServer(where, registry)
 
     def _facts(self) -> WorkerFacts:
-        """On the scrape's thread: it reads what is there, and changes nothing."""
+        """Collect the metrics; runs on the scrape's thread, so it only reads."""
         engine, network = self._engine, self._config.network
         loaded = engine.facts_if_loaded
         return WorkerFacts(

@@ -51,7 +51,7 @@ DRAFT_COUNTERS = {
 STEP_TIME = counter(
     "pagewire_worker_step_time_seconds_total",
     "Time of steps, by what it was spent on: `cache_ops`, `forward`, `sample` and `other`. Cache "
-    "operations that ran beside the forward pass are in that, too.",
+    "operations that overlap with the forward pass count in both.",
     ("part",),
 )
 IDLE = counter(

@@ -3,7 +3,7 @@
 The beams of a group advance in lockstep: all compute their last tokens in one step, and none before
 all candidates of the previous step have arrived and the search has chosen. So a group is never
 pipelined with itself; other requests are not affected. Its sequences are in the running set's lists
-like any others, so that preemption treats them alike, but always as a whole.
+like any others, so that preemption treats them equally, but always as a whole.
 
 A preempted group is admitted again as a whole, too. Its beams have a common beginning; each is
 computed only from the first block in which it differs from the beams before it, once these are

@@ -21,8 +21,8 @@ class CapacityEstimate:
     num_blocks_to_fetch: int
     """Blocks that are on the host; 0 if computing them again is faster."""
     shortage: float
-    """The share of the sequences there that must end before the group gets places and blocks beside
-    the groups that already wait there; 0 if it would get them now."""
+    """The share of the sequences there that must end before the group gets places and blocks in
+    addition to the groups that already wait there; 0 if it would get them now."""
 
 
 class CapacityProbe:
