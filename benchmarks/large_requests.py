@@ -64,7 +64,7 @@ async def run_stream(pipe: Connection) -> None:
                 first = len(received)
                 await asyncio.to_thread(pipe.recv)
                 last = len(sent)
-                while len(received) < last:  # noqa: ASYNC110 - nobody announces it
+                while len(received) < last:  # noqa: ASYNC110 - nothing signals it
                     await asyncio.sleep(TOKEN_INTERVAL_S)
                 delays = zip(sent[first:last], received[first:last], strict=True)
                 pipe.send(max(came - left for left, came in delays))

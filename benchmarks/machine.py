@@ -52,7 +52,7 @@ def _version(package: str) -> str | None:
 class ForeignLoad:
     """The number of cores that processes other than this one and its children kept busy.
 
-    Time in which the hypervisor ran somebody else counts as theirs.
+    Time that the hypervisor gave to other machines is included.
     """
 
     def __init__(self, own_seconds: Callable[[], float] | None = None) -> None:
@@ -65,8 +65,8 @@ class ForeignLoad:
 
     @property
     def cores(self) -> float:
-        """Mean since this was made. Children count once they have been waited for, or while they
-        live; so ask while those live whose own children nobody waits for: servers."""
+        """Mean since construction. Children count while they live and once they have been waited
+        for; so read it while servers live, whose own children are never waited for."""
         foreign = _busy_seconds() - self._busy - (self._own_seconds() - self._own)
         return round(max(0.0, foreign) / max(1e-9, time.monotonic() - self._wall), 2)
 

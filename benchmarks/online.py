@@ -4,8 +4,8 @@
 
 Pagewire and vLLM serve the same checkpoint with random weights on the same machine, and get the
 same prompts at the same instants (Poisson arrivals) from the same load generator, which is that of
-`pagewire bench`. At each rate they take turns, `--repeats` times with other prompts each, the one
-whose turn it is not idle. A figure is the median over the repeats.
+`pagewire bench`. At each rate they run in turns, `--repeats` times with other prompts each, while
+the other one is idle. A figure is the median over the repeats.
 
 Both are called by the same client of OpenAI's interface over HTTP. With `--grpc` Pagewire takes a
 third turn, by its own interface.
@@ -61,7 +61,7 @@ class Ladder:
 
 
 async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> tuple[list[Row], float]:
-    """A row for each rate and server, and the cores that anybody else kept busy meanwhile."""
+    """A row for each rate and server, and the number of cores that other processes kept busy."""
     _cancel_on_sigterm()
     async with all_of(servers):
         for server in servers:
@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def measure(args: argparse.Namespace, checkpoints: Path) -> tuple[Row, float]:
-    """All that a run finds, and the cores that anybody else kept busy."""
+    """All figures of a run, and the number of cores that other processes kept busy."""
     shape = SHAPES[args.shape]
     settings = Settings(
         shape=shape,

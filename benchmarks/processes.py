@@ -63,7 +63,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def free_port() -> int:
-    """A TCP port on this machine that nobody listens on at the moment."""
+    """A TCP port of this machine on which no process listens at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -237,7 +237,7 @@ class Fleet:
             while await self._num_ready() != num_workers:
                 dead = [worker.name for worker in self._workers if worker.exit_code is not None]
                 if dead:
-                    raise RuntimeError(f"ended by itself: {', '.join(dead)}")
+                    raise RuntimeError(f"ended unexpectedly: {', '.join(dead)}")
                 await asyncio.sleep(_POLL_S)
 
     async def _num_ready(self) -> int:

@@ -76,7 +76,7 @@ class PeakMemory:
 
 
 async def start(server: Server, settings: Settings) -> Start:
-    """Launch, ask for a token, run a workload, end."""
+    """Launch, request a token, run a workload, end."""
     scale = settings.shape.scale if settings.device == "cpu" else 1.0
     draw = np.random.default_rng(0)
     jobs = WORKLOADS["mixed"].make_jobs(draw, settings.shape.vocab_size, scale)

@@ -1,7 +1,7 @@
 """Two tries at one request: which of them gets it.
 
 A client that has lost its connection tries again, perhaps through another frontend, while its
-former try may be live: the frontend that has it is cut off from the client but not from the core,
+former attempt may be live: its frontend is cut off from the client but not from the core,
 or has not noticed yet. The tries are numbered. Whatever order they come in, the greater number has
 the request in the end, the other one ends with an error, and never do both run.
 """

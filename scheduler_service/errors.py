@@ -5,7 +5,7 @@
     ├── PromptTooLong          prompt and output can never fit model or memory
     ├── UnsupportedByModel     this deployment's model cannot: no tokenizer, no chat template
     ├── QueueFull              try again later
-    ├── TenantLimit            the same, for what the caller's tenant has under way
+    ├── TenantLimit            the same, for the open requests of the caller's tenant
     ├── DeadlineUnreachable    the same: what waits before the request takes too long for it
     ├── UnknownModel           no such model is served
     ├── UnknownRequest         no such request is live

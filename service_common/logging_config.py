@@ -36,7 +36,7 @@ class LogFormat(StrEnum):
 
 
 def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
-    """Write this process's log to stderr, without ever waiting for whoever reads it."""
+    """Write this process's log to stderr, without ever waiting for its reader."""
     handler = _stderr_handler()
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else text)

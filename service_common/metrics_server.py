@@ -3,7 +3,7 @@
 The text is in Prometheus' own format, whatever the caller accepts. The client library's OpenMetrics
 writes samples named `vllm:…` as `vllm_…` (prometheus-client 0.26,
 `openmetrics/exposition.py`: it escapes a sample's name as it does a label's), and OpenMetrics is
-what Prometheus 2 asks for first.
+the first choice of Prometheus 2.
 """
 
 import logging

@@ -34,7 +34,7 @@ class TlsFiles:
         for path in self.paths:
             read_file("tls", path)
         try:
-            # Without a password, OpenSSL would ask for that of an encrypted key on the terminal.
+            # Without this, OpenSSL would prompt for the passphrase of an encrypted key.
             context.load_cert_chain(self.cert, self.key, password=_no_passphrase)
         except (ssl.SSLError, ValueError) as error:
             raise ValueError(

@@ -105,5 +105,5 @@ class Service:
             return self.process.wait()
 
     def wait(self, timeout_s: float = 60) -> int:
-        """The exit code of a process that ends by itself."""
+        """The exit code of a process that ends without a signal."""
         return self.process.wait(timeout=timeout_s)

@@ -68,7 +68,7 @@ class About:
 
 
 class Engine(Protocol):
-    """Something that runs jobs greedily, each to its number of tokens whatever they are.
+    """Runs jobs greedily, each to its number of tokens, past end-of-sequence tokens.
 
     A context manager: it is started and warm inside, and gone after.
     """

@@ -1,4 +1,4 @@
-"""Pagewire as its users have it: frontend, core and worker as processes, driven over gRPC."""
+"""Pagewire as users run it: frontend, core and worker as processes, driven over gRPC."""
 
 import time
 from importlib.util import find_spec

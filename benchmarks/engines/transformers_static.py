@@ -32,7 +32,7 @@ def load(settings: dict[str, Any]) -> Any:
         torch.set_num_threads(settings["threads"])
     dtype = getattr(torch, settings["dtype"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=dtype)
-    # Nothing but its length is to end a sequence.
+    # Only its length may end a sequence.
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model.eval().to(settings["device"])
@@ -53,7 +53,7 @@ class Static:
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """Greedy tokens for each prompt; those beyond what was asked for are thrown away."""
+        """Greedy tokens for each prompt; those beyond the requested number are discarded."""
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         rows = [[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]

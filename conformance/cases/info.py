@@ -63,7 +63,7 @@ def the_models_files_are_sent_in_chunks(worker: Worker) -> None:
         expect_true(size <= MAX_CHUNK_BYTES, f"a piece of {name} has {size} bytes")
         if name != current:
             complete.add(current)
-            expect_true(name not in complete, f"{name} goes on after {current}")
+            expect_true(name not in complete, f"{name} continues after {current}")
             current = name
 
 

@@ -43,12 +43,12 @@ Promises to workers, beyond those of plan.proto:
   scheduled: plans are executed in order, so a row whose result is discarded (its sequence ended
   while the step was in flight) writes before the new owner does.
 - A new sequence's `num_computed_tokens` are in full blocks that earlier plans computed, for other
-  sequences or for itself before a preemption, and whose results are in; nobody writes to them. Or
-  it was swapped out, and they are all but its last token. An earlier plan may have swapped the
-  blocks in. At least its last token is left to compute.
+  sequences or for itself before a preemption, and whose results have arrived; nothing writes to
+  them. Or it was swapped out, and they are all but its last token. An earlier plan may have swapped
+  the blocks in. At least its last token is left to compute.
 - What a plan swaps in is not used by it: neither read nor written by its rows, nor copied. A host
   block that it reads is not written before the next plan.
-- No plan asks a sequence for more tokens than its request or the model allows, whatever is still
+- No plan computes more tokens of a sequence than its request or the model allows, whatever is still
   in flight.
 - A sequence comes back to a worker only when all its sampled tokens are known, with all of them.
 - A sequence that reports candidates has at most one row in flight. It gets its next row with the

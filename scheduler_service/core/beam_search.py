@@ -78,7 +78,7 @@ class Path:
     place: int
     """Index of the token among the candidates."""
     row: RowCandidates | None
-    """All candidates for its position; kept only if they are to be reported."""
+    """All candidates for its position; kept only if they are reported."""
 
     def steps(self) -> list["Path"]:
         """One entry per token, the first one first."""

@@ -288,7 +288,7 @@ class SchedulerCore:
         )
 
     def inspect(self, detail: InspectionDetail) -> Inspection:
-        """Requests one by one, and memory block by block; linear in what is asked for."""
+        """Details of requests and blocks; takes time linear in the requested details."""
         return self._inspector.look(self._registry.seq_groups(), detail)
 
     def check(self) -> None:

@@ -5,7 +5,8 @@
   operators ─GetStatus─▶ status ──────────┘              └─ worker_session ─ExecuteSteps─────────┘
 
 One process, one event loop, one thread. Every call into the core goes through the `driver`, so the
-core needs no lock; after each call the driver hands out outputs and wakes whoever may have work.
+core needs no lock; after each call the driver delivers outputs and wakes the worker groups that may
+have work.
 
 `service.py`          composition and shutdown (start reading here)
 `servicer.py`         the RPCs, a line or two each

@@ -53,13 +53,13 @@ CORE_LOSSES = counter(
 )
 REQUESTS = counter(
     "pagewire_requests_total",
-    "Requests ended: `ok`, or the status code they ended or were refused with, such as "
-    "`deadline_exceeded`; `cancelled`: by their client.",
+    "Requests that ended, by outcome: `ok`, the status code of the failure or refusal, such as "
+    "`deadline_exceeded`, or `cancelled` by their client.",
     (*TENANT, "outcome"),
 )
 TENANT_TOKENS = counter(
     "pagewire_tenant_tokens_total",
-    "Tokens of requests that ended well: `prompt`, of it `cached_prompt` apart, and `generated`.",
+    "Tokens of requests that ended well: `prompt`, `cached_prompt` (a part of it) and `generated`.",
     (*TENANT, "kind"),
 )
 TENANT_FIRST_TOKEN = histogram(
@@ -80,7 +80,7 @@ COUNTED = {
         MODEL,
     ),
     "num_generated_tokens": counter(
-        "vllm:generation_tokens_total", "Output tokens, as they come.", MODEL
+        "vllm:generation_tokens_total", "Output tokens received from the core.", MODEL
     ),
     "num_worker_losses": counter(
         "pagewire_request_worker_losses_total",
@@ -92,40 +92,44 @@ COUNTED = {
 
 FINISHED = counter(
     "vllm:request_success_total",
-    "Choices that ended, by `stop` or `length`; requests that ended before: `abort` if "
-    "their client ended them, else `error`.",
+    "Choices that ended by `stop` or `length`, and requests that ended early: `abort` if by their "
+    "client, else `error`.",
     (*MODEL, "finished_reason"),
 )
 FIRST_TOKEN = histogram(
-    "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", MODEL
+    "vllm:time_to_first_token_seconds",
+    "Seconds from a request's arrival to its first token.",
+    MODEL,
 )
 TOKEN_GAP = histogram(
     "vllm:inter_token_latency_seconds",
-    "Between two tokens of a choice; of several that came at once, each took an equal share.",
+    "Seconds between two tokens of a choice; tokens of one message share the time equally.",
     MODEL,
 )
 
 # Each is observed once per request, when it has ended well.
 TIME_PER_OUTPUT_TOKEN = histogram(
     "vllm:request_time_per_output_token_seconds",
-    "From a request's first token to its last, by token.",
+    "Seconds per output token, from a request's first token to its last.",
     MODEL,
 )
 END_TO_END = histogram(
-    "vllm:e2e_request_latency_seconds", "From a request's arrival to its last token.", MODEL
+    "vllm:e2e_request_latency_seconds", "Seconds from a request's arrival to its last token.", MODEL
 )
-QUEUE = histogram("vllm:request_queue_time_seconds", "Waiting for a first place in a batch.", MODEL)
+QUEUE = histogram(
+    "vllm:request_queue_time_seconds", "Seconds until a request's first place in a batch.", MODEL
+)
 PREFILL = histogram(
     "vllm:request_prefill_time_seconds",
-    "From a request's first place in a batch to its first token.",
+    "Seconds from a request's first place in a batch to its first token.",
     MODEL,
 )
 DECODE = histogram(
-    "vllm:request_decode_time_seconds", "From a request's first token to its last.", MODEL
+    "vllm:request_decode_time_seconds", "Seconds from a request's first token to its last.", MODEL
 )
 INFERENCE = histogram(
     "vllm:request_inference_time_seconds",
-    "From a request's first place in a batch to its last token.",
+    "Seconds from a request's first place in a batch to its last token.",
     MODEL,
 )
 PROMPT_TOKENS_OF_REQUEST = histogram(
@@ -136,7 +140,7 @@ GENERATED_TOKENS_OF_REQUEST = histogram(
     "Output tokens of a request, of all its choices together.",
     MODEL,
 )
-CHOICES_OF_REQUEST = histogram("vllm:request_params_n", "Choices that a request asked for.", MODEL)
+CHOICES_OF_REQUEST = histogram("vllm:request_params_n", "Number of choices of a request.", MODEL)
 
 PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
     END_TO_END: REQUEST_BOUNDS,
@@ -153,8 +157,8 @@ PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
 
 REQUEST_PARTS = histogram(
     "pagewire_request_part_seconds",
-    "Where a request's time went, part by part, as in its `timings`; the parts add up to "
-    "the time that its client waited.",
+    "Seconds of a request by part, as in its `timings`; the parts add up to the time that its "
+    "client waited.",
     (*MODEL, "part"),
 )
 
@@ -172,7 +176,7 @@ ALL = (
     *PER_REQUEST,
     REQUEST_PARTS,
 )
-"""In the order in which they are exported."""
+"""All metrics, in the order in which they are exported."""
 
 
 MAX_TENANTS = 100

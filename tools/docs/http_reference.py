@@ -27,9 +27,9 @@ def render() -> str:
 
 def document() -> Json:
     """The OpenAPI document; it needs no running service."""
-    nobody: dict[str, Any] = {field.name: None for field in dataclasses.fields(HttpServices)}
-    nobody["authentication"] = NoAuthentication()
-    return make_app(HttpServices(**nobody)).openapi()
+    services: dict[str, Any] = {field.name: None for field in dataclasses.fields(HttpServices)}
+    services["authentication"] = NoAuthentication()
+    return make_app(HttpServices(**services)).openapi()
 
 
 def _parts(openapi: Json) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 The event loop submits plans and awaits results; the model thread launches each plan; the follow-up
 thread collects its result and queues it for the event loop. Plans queue up, so that the next one is
-launched as soon as the last one was, and the device has it when it is done with the last.
+launched as soon as the last one was, so that the device can start it right after the last.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class StepStream:
             self._traces.end_idle()
 
     async def results(self) -> AsyncIterator[list[StepResult]]:
-        """Results in order, grouped as they are to be sent. Raises the stream's error."""
+        """Results in order, grouped by message. Raises the stream's error."""
         while not isinstance(item := await self._outbox.get(), _End):
             for _ in item:
                 self._capacity.release()

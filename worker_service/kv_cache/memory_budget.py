@@ -50,7 +50,7 @@ def profile_blocks(
     draft: Model | None = None,
 ) -> BlockCounts:
     """How many blocks fit together with the largest batch. Raises OutOfMemory if none does, or if
-    there is less host memory than the settings ask for.
+    there is less host memory than the settings require.
 
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
     memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`.
@@ -110,7 +110,7 @@ def _require_host_memory(
         names = " and ".join(name for name, size in wanted.items() if size)
         raise OutOfMemory(
             f"{names}: {sum(wanted.values()) / 2**30:.1f} GiB are more than the"
-            f" {available / 2**30:.1f} GiB of memory that are available here; ask for less"
+            f" {available / 2**30:.1f} GiB of memory that are available here; choose less"
         )
 
 

@@ -1,4 +1,4 @@
-"""The flags of `python -m worker_service`, and the launchers of the ranks that they ask for.
+"""The flags of `python -m worker_service`, and the launchers of ranks.
 
     flags.py          the flags, mostly fields of the configuration's dataclasses
     ranks.py          flags of ranks, and which rank a process is

@@ -250,5 +250,5 @@ class LocalHost(RankHost):
 
 
 def _terminate(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
         process.terminate()

@@ -164,7 +164,7 @@ def can_stack(parts: Sequence[QuantizedWeight]) -> bool:
 
 
 def refuse_quantized_rows(parts: Sequence[Tensor | QuantizedWeight], names: Sequence[str]) -> None:
-    """Raise UnsupportedModel if the rows of a weight that is to be dequantized must be rounded.
+    """Raise UnsupportedModel if the rows of a weight that is dequantized must be rounded.
 
     names: of the layers.
     """

@@ -50,7 +50,7 @@ def build_native_model(
 
 
 def limit_model_len(asked: int | None, limit: int) -> int:
-    """The length to serve: as asked for, or the model's own limit."""
+    """The length to serve: the requested one, or the model's own limit."""
     if asked is not None and asked > limit:
         raise InvalidOption(f"max_model_len: the model's limit is {limit}, got {asked}")
     return asked or limit

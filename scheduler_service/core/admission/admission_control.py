@@ -128,7 +128,7 @@ def _why_tenant_cannot(
         return None
     return PromptTooLong(
         f"the request may come to need {num_blocks} KV blocks; its tenant has "
-        f"{tenant.config.max_kv_blocks}: ask for fewer output tokens or choices",
+        f"{tenant.config.max_kv_blocks}: request fewer output tokens or choices",
         reason="LARGER_THAN_TENANT_LIMIT",
         details={
             "tenant": tenant.name,

@@ -82,7 +82,7 @@ class Fair(Policy):
     ) -> Iterator[SequenceGroup]:
         """The last of the tenant with the most places in the batch for its weight, as long as it
         keeps at least as many as the group's tenant then has. So a flood that fills the batch
-        does not make others wait for its end, and nobody is preempted in turn."""
+        does not make others wait for its end, and none is preempted in return."""
         running: dict[TenantUsage, list[SequenceGroup]] = {}
         for other in others:
             if other.num_running:

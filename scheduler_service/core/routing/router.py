@@ -202,7 +202,7 @@ def eligible(
 ) -> tuple[EquivalentWorkerGroups, ...]:
     """The worker groups, full or not, that may serve a request.
 
-    These are the groups in which it can get the most of the tokens that it asks for, so that its
+    These are the groups in which it can get the most of the tokens that it requests, so that its
     answer does not depend on where it goes; for a started request the cache size counts, too.
     Draining groups take only started requests that no other group can hold. A request with output
     goes to groups of the arithmetic that computed it, if there are any.
@@ -223,7 +223,7 @@ class RoutingRound:
     """One pass over a model's waiting requests, which hands them over to worker groups with room.
 
     A worker group is open until a request reserves its capacity. Requests that are skipped
-    meanwhile are back in their places when the round is over.
+    meanwhile return to their places at the end of the round.
     """
 
     def __init__(

@@ -36,8 +36,8 @@ class CapacityProbe:
         self._prefixes = state.prefixes
         self._running = state.running
         self._in_vain: tuple[SequenceGroup, int] | None = None
-        """The last group that could preempt nobody, and the running set's changes until then: it
-        asks again in every step, and the answer holds while the same sequences run."""
+        """The last group that could not preempt any other, and the running set's changes until
+        then: it asks again in every step, and the answer holds while the same sequences run."""
 
     @property
     def max_step_tokens(self) -> int:

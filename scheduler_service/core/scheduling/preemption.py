@@ -18,7 +18,7 @@ only if no other sequence has it. (The cache may hold more, unless it is evicted
 
 Until both rates have been measured, a single sequence is recomputed, which takes one pass over its
 tokens, and several sequences are swapped: the blocks that they share move once, but each sequence
-may have to be recomputed by itself.
+may have to be recomputed alone.
 
 The worker forgets a swapped-out group. It comes back as a whole, in two plans: the first one swaps
 its blocks in, which the worker does in parallel with the forward pass; the second one introduces

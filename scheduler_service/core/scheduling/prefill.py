@@ -70,7 +70,7 @@ class PrefillScheduler:
         """Make a choice sample from its parent's last logits and share its blocks."""
         block_ids = self._blocks.fork(parent.seq_id, fork.seq_id)
         fork.fork_from(parent, self._pipeline.next_step_id)
-        # Whoever writes to the shared last block first must ask.
+        # The first to write to the shared last block must copy it.
         parent.reserve(fork.length)
         self._begin_decoding(fork, fork.length)
         batch.add_new(
@@ -163,7 +163,7 @@ def _starts(seq_group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]
     """The group's waiting sequences to prefill, each with the sequences that fork from it.
 
     Sequences without output share the first one's prefill; those with output differ from each
-    other, and each is computed by itself.
+    other, and each is computed separately.
     """
     waiting = seq_group.waiting()
     fresh = [seq for seq in waiting if not seq.output_token_ids]

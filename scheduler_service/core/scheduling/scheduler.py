@@ -22,7 +22,7 @@ class Scheduler:
     """Schedules the requests of one worker group.
 
     When a sequence leaves the batch, its blocks and its id in the worker are released even if steps
-    in flight use them: the worker executes plans in order, and whoever gets them next uses them in
+    in flight use them: the worker executes plans in order, and the next owner uses them in
     a later plan. Tokens of its rows in flight are discarded if it has ended.
     """
 
@@ -216,7 +216,7 @@ class Scheduler:
     def schedule(self, now_us: int, *, is_awaited: bool) -> StepPlan | None:
         """The next step's plan; None if there is nothing to do, or too much is in flight.
 
-        What has outgrown the cache has no row in it; `take_outgrown` is to be called after it.
+        Sequences that have outgrown the cache have no row in it; call `take_outgrown` afterwards.
         """
         num_together = self._num_together(is_awaited)
         if self._pipeline.is_full(num_together):

@@ -15,7 +15,7 @@ MAX_JSON_CONTAINERS = 1 << 18
 garbage collector visits all of them in one piece."""
 
 _END = "\uffff"
-"""Appended to the text of a turn that is to be continued, to find the text's end in the rendered
+"""Appended to the text of a turn that the model continues, to find the text's end in the rendered
 prompt: the template's own words may contain the same text. No character has this code."""
 
 

@@ -161,7 +161,7 @@ class ModelTokenizer:
 def _load_tokenizer(text: str) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_str(text)
-    # The library raises bare `Exception` for whatever is wrong with the file.
+    # The library raises bare `Exception` for any error in the file.
     except Exception as error:
         raise ValueError(f"tokenizer.json: {error}") from error
     tokenizer.no_truncation()

@@ -187,7 +187,7 @@ def _schema_reason(message: str) -> str:
 
 
 def _innermost_with(reason: str, schema: Any) -> str | None:
-    """The pointer to the innermost schema that has this problem by itself."""
+    """The pointer to the innermost schema that has this problem without its context."""
     inner_first = list(places(schema))[MAX_COMPILED_SCHEMAS::-1]
     for pointer, inner in inner_first:
         message = _compile(lark.schema_to_lark(inner)) if isinstance(inner, dict) else None

@@ -33,7 +33,7 @@ TOO_LARGE = f"too complex: compiling it takes more than {MAX_MEMORY_BYTES >> 20}
 
 @dataclass(slots=True)
 class _Child:
-    """One trial under way."""
+    """One trial in progress."""
 
     question_id: int
     pid: int
