@@ -99,7 +99,7 @@ def test_who_is_far_behind_runs_less_often() -> None:
 
 
 def test_too_few_tokens_are_no_result() -> None:
-    with pytest.raises(WrongOutput, match="vllm: asked for"):
+    with pytest.raises(WrongOutput, match="vllm: requested"):
         run_all([Made("vllm", 1.0, missing=1)], [WORKLOADS["single"]])
 
 

@@ -28,7 +28,6 @@ from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.suffix_drafter import SuffixDrafter
-from worker_service.structured.vocabulary import token_texts
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
@@ -299,7 +298,7 @@ def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
     if find_spec("llguidance") is None:
         logger.warning("no structured output error=llguidance is not installed")
         return None
-    from worker_service.structured.grammars import Grammars
+    from worker_service.structured.grammars import Grammars, token_texts
 
     try:
         return Grammars(token_texts(assets["tokenizer.json"], loaded.model.vocab_size))

@@ -2,8 +2,7 @@
 
 | file | holds |
 | --- | --- |
-| `vocabulary.py` | the text of each token, from the model's tokenizer.json |
-| `grammars.py` | constraints as llguidance grammars, compiled once and shared by sequences |
+| `grammars.py` | texts of tokens; constraints as llguidance grammars, compiled once and shared |
 | `masks.py` | each sequence's matcher, and a step's bitmasks, computed during the forward pass |
 
 What is allowed is a pure function of the constraint and the output tokens (`sampling.proto`,

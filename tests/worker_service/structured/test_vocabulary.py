@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.tokenizers import SENTENCEPIECE_DECODERS, byte_level, sentencepiece
-from worker_service.structured.vocabulary import token_texts
+from worker_service.structured.grammars import token_texts
 
 EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model/tokenizer.json"
 TEXTS = ["hello world", "naïve café 你好 😀", ' {"a": [1, 2]}\n', "  two  spaces", "\t\x00"]
