@@ -83,7 +83,7 @@ class Results:
 
 
 @dataclass(frozen=True, slots=True)
-class Gauge:
+class CeilingGauge:
     """Measures the machine's ceilings before and after one engine's turns: its speed may change by
     half within minutes if others use its memory."""
 
@@ -103,13 +103,13 @@ class WrongOutput(Exception):
     """An engine returned wrong output."""
 
 
-def compete(
+def run_in_turns(
     engines: Sequence[Engine],
     workloads: Sequence[Workload],
     shape: Shape,
     scale: float,
     patience: Patience,
-    gauge: Gauge | None = None,
+    gauge: CeilingGauge | None = None,
     on_run: Callable[[str, str, Run], None] = lambda workload, engine, run: None,
 ) -> Results:
     """All engines' runs, after a short one that is not counted. Raises WrongOutput."""

@@ -28,7 +28,7 @@ from benchmarks.comparison import PAGEWIRE, agreements, all_runs, ceilings_range
 from benchmarks.engines import transformers_static
 from benchmarks.engines.choice import NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
-from benchmarks.interleaved_runs import MOST_REPEATS, Gauge, Patience, Run, compete
+from benchmarks.interleaved_runs import MOST_REPEATS, CeilingGauge, Patience, Run, run_in_turns
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
 from benchmarks.processes import exit_on_sigterm
@@ -53,8 +53,10 @@ def run(
         ceilings = stack.enter_context(
             CeilingsProcess(settings.dtype, settings.device, settings.threads)
         )
-        gauge = Gauge(PAGEWIRE, ceilings.measure)
-        results = compete(engines, workloads, settings.shape, scale, patience, gauge, _print_run)
+        gauge = CeilingGauge(PAGEWIRE, ceilings.measure)
+        results = run_in_turns(
+            engines, workloads, settings.shape, scale, patience, gauge, _print_run
+        )
         agreed = _agreed(engines, settings)
         abouts = {engine.name: asdict(engine.about) for engine in engines}
     floors = {w.name: partial(_floor, w, settings, scale) for w in workloads}

@@ -37,20 +37,20 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ladder:
+class RateSweep:
     """The same kind of request at rising rates."""
 
     rates: Sequence[float]
     """Mean arrivals per second."""
     seconds: float
-    """For about so long requests arrive at each."""
+    """Duration of the arrivals at each rate."""
     input_tokens: Lengths
     output_tokens: Lengths
     vocab_size: int
     limits: Limits
 
     def workload(self, rate: float) -> Workload:
-        """One rung."""
+        """The requests at one rate."""
         return Workload(
             num_requests=math.ceil(rate * self.seconds),
             rate=rate,
@@ -60,23 +60,25 @@ class Ladder:
         )
 
 
-async def climb(servers: Sequence[Server], ladder: Ladder, repeats: int) -> tuple[list[Row], float]:
+async def measure_rates(
+    servers: Sequence[Server], sweep: RateSweep, repeats: int
+) -> tuple[list[Row], float]:
     """A row for each rate and server, and the number of cores that other processes kept busy."""
     _cancel_on_sigterm()
     async with all_of(servers):
         for server in servers:
-            await _in_turn(server, _warm_up(server.target, ladder))
+            await _in_turn(server, _warm_up(server.target, sweep))
         load = ForeignLoad()
         rows: list[Row] = []
-        for rung, rate in enumerate(ladder.rates):
+        for index, rate in enumerate(sweep.rates):
             seen: dict[str, list[Summary]] = {server.name: [] for server in servers}
             for repeat in range(repeats):
                 # Others than any before, so that no cache has them; the same for all servers.
-                arrivals = ladder.workload(rate).arrivals(seed=1 + rung * repeats + repeat)
+                arrivals = sweep.workload(rate).arrivals(seed=1 + index * repeats + repeat)
                 for server in servers:
                     run = LoadRun(server.target, arrivals)
                     await _in_turn(server, run.run())
-                    seen[server.name].append(Summary.of(run, ladder.limits))
+                    seen[server.name].append(Summary.of(run, sweep.limits))
                     _print_summary(server, rate, seen[server.name][-1])
             rows += [row(server, rate, seen[server.name]) for server in servers]
         return rows, load.cores
@@ -102,14 +104,14 @@ async def _in_turn(server: Server, work: Awaitable[None]) -> None:
         server.pause()
 
 
-async def _warm_up(target: Target, ladder: Ladder) -> None:
+async def _warm_up(target: Target, sweep: RateSweep) -> None:
     """Warm up, so that everything is compiled and allocated; raises if requests fail."""
     longest = Workload(
         num_requests=WARMUP_REQUESTS,
         rate=math.inf,
-        input_tokens=Lengths(ladder.input_tokens.high, ladder.input_tokens.high),
-        output_tokens=ladder.output_tokens,
-        vocab_size=ladder.vocab_size,
+        input_tokens=Lengths(sweep.input_tokens.high, sweep.input_tokens.high),
+        output_tokens=sweep.output_tokens,
+        vocab_size=sweep.vocab_size,
     )
     run = LoadRun(target, longest.arrivals(seed=0))
     await run.run()
@@ -200,7 +202,7 @@ def measure(args: argparse.Namespace, checkpoints: Path) -> tuple[Row, float]:
         checkpoints=checkpoints,
         logs=args.logs,
     )
-    ladder = Ladder(
+    sweep = RateSweep(
         rates=sorted(args.rates),
         seconds=args.seconds,
         input_tokens=args.input_tokens,
@@ -215,13 +217,13 @@ def measure(args: argparse.Namespace, checkpoints: Path) -> tuple[Row, float]:
         servers.append(ServedPagewire(settings, "gRPC"))
     if args.vllm_python is not None:
         servers.append(ServedVllm(args.vllm_python, settings))
-    rows, foreign_cores = asyncio.run(climb(servers, ladder, args.repeats))
+    rows, foreign_cores = asyncio.run(measure_rates(servers, sweep, args.repeats))
     figures = {
         "shape": shape.name,
         "dtype": args.dtype,
         "device": args.device,
-        "input_tokens": str(ladder.input_tokens),
-        "output_tokens": str(ladder.output_tokens),
+        "input_tokens": str(sweep.input_tokens),
+        "output_tokens": str(sweep.output_tokens),
         "seconds": args.seconds,
         "repeats": args.repeats,
         "ttft_limit_ms": args.ttft_limit_ms,

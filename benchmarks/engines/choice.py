@@ -40,12 +40,12 @@ class Programs:
     llama_server: Path | None = None
 
 
-class Absent(Exception):
+class EngineUnavailable(Exception):
     """An engine is not available; the message says why."""
 
 
 def make(name: str, settings: Settings, programs: Programs) -> Engine:
-    """The engine of this name, not yet started. Raises Absent."""
+    """The engine of this name, not yet started. Raises EngineUnavailable."""
     return _MAKERS[name](settings, programs)
 
 
@@ -59,7 +59,7 @@ def start_all(
     for name in names:
         try:
             engine = stack.enter_context(make(name, settings, programs))
-        except Absent as reason:
+        except EngineUnavailable as reason:
             absent[name] = str(reason)
             continue
         except RuntimeError as error:
@@ -76,7 +76,7 @@ def start_all(
 
 def _pagewire(settings: Settings, _: Programs) -> Engine:
     if missing := pagewire.missing_modules():
-        raise Absent(f"its services need {', '.join(missing)}")
+        raise EngineUnavailable(f"its services need {', '.join(missing)}")
     return pagewire.Pagewire(settings)
 
 
@@ -86,24 +86,24 @@ def _vllm(settings: Settings, programs: Programs) -> Engine:
 
 def _nano_vllm(settings: Settings, programs: Programs) -> Engine:
     if settings.device == "cpu":
-        raise Absent("needs a GPU")
+        raise EngineUnavailable("needs a GPU")
     return nano_vllm.engine(_given(programs.nano_vllm_python, "--nano-vllm-python"), settings)
 
 
 def _llama_cpp(settings: Settings, programs: Programs) -> Engine:
     server = _given(programs.llama_server, "--llama-server")
     if settings.device != "cpu":
-        raise Absent("compared on CPUs only")
+        raise EngineUnavailable("compared on CPUs only")
     if find_spec("gguf") is None:
-        raise Absent("its files need the package gguf")
+        raise EngineUnavailable("its files need the package gguf")
     return llama_cpp.LlamaCpp(server, settings)
 
 
 def _given(program: Path | None, flag: str) -> Path:
     if program is None:
-        raise Absent(f"not given by {flag}")
+        raise EngineUnavailable(f"not given by {flag}")
     if not program.exists():
-        raise Absent(f"{flag}: no such file")
+        raise EngineUnavailable(f"{flag}: no such file")
     # Not resolved: the link identifies a virtual environment's Python.
     return program.absolute()
 

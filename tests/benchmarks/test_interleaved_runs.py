@@ -9,9 +9,16 @@ import pytest
 from benchmarks import plots
 from benchmarks.ceilings import Ceilings
 from benchmarks.comparison import agreement, ceilings_range, compare
-from benchmarks.engines.choice import NAMES, Absent, Programs, make
+from benchmarks.engines.choice import NAMES, EngineUnavailable, Programs, make
 from benchmarks.engines.engine import About, Engine, Outputs, Settings
-from benchmarks.interleaved_runs import Gauge, Patience, Results, Run, WrongOutput, compete
+from benchmarks.interleaved_runs import (
+    CeilingGauge,
+    Patience,
+    Results,
+    Run,
+    WrongOutput,
+    run_in_turns,
+)
 from benchmarks.model_shapes import SHAPES
 from benchmarks.report import render
 from benchmarks.workloads import WORKLOADS, Job, Workload
@@ -52,7 +59,7 @@ class Made:
 
 
 def run_all(engines: Sequence[Engine], workloads: Sequence[Workload], **patience: float) -> Results:
-    return compete(engines, workloads, SHAPE, 1 / 16, Patience(**patience))  # type: ignore[arg-type]
+    return run_in_turns(engines, workloads, SHAPE, 1 / 16, Patience(**patience))  # type: ignore[arg-type]
 
 
 def test_all_get_the_same_jobs_and_none_twice() -> None:
@@ -78,9 +85,9 @@ def test_ceilings_are_those_around_a_turn_of_ours() -> None:
         return Ceilings(read_bytes_per_s=read, flops_per_s=flops)
 
     engines = [Made("pagewire", 1.0), Made("vllm", 1.0)]
-    gauge = Gauge("pagewire", measure)
+    gauge = CeilingGauge("pagewire", measure)
     patience = Patience(repeats=2)
-    results = compete(engines, [WORKLOADS["single"]], SHAPE, 1 / 16, patience, gauge)
+    results = run_in_turns(engines, [WORKLOADS["single"]], SHAPE, 1 / 16, patience, gauge)
     assert [run.ceilings for run in results.of("single", "pagewire")] == [
         Ceilings(read_bytes_per_s=30.0, flops_per_s=1.0),
         Ceilings(read_bytes_per_s=40.0, flops_per_s=3.0),
@@ -208,5 +215,5 @@ def test_absent_peers_say_why(tmp_path: Path) -> None:
         "nano-vllm": "needs a GPU",
     }.items():
         assert name in NAMES
-        with pytest.raises(Absent, match=reason):
+        with pytest.raises(EngineUnavailable, match=reason):
             make(name, settings, Programs(llama_server=tmp_path / "none"))

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.engines.engine import Settings
 from benchmarks.model_shapes import Shape
-from benchmarks.online import Ladder, climb
+from benchmarks.online import RateSweep, measure_rates
 from benchmarks.processes import tree
 from benchmarks.servers import ServedPagewire, ServedVllm
 from pagewire_cli.load import Arrival, Lengths, Limits
@@ -90,7 +90,7 @@ def are_stopped(pid: int) -> bool:
 async def test_pagewire_is_loaded_through_its_services(
     settings: Settings, interface: str, name: str
 ) -> None:
-    ladder = Ladder(
+    sweep = RateSweep(
         rates=[100.0],
         seconds=0.05,
         input_tokens=Lengths(3, 20),
@@ -98,7 +98,7 @@ async def test_pagewire_is_loaded_through_its_services(
         vocab_size=TINY.vocab_size,
         limits=Limits(),
     )
-    [line], _ = await climb([ServedPagewire(settings, interface)], ladder, repeats=1)
+    [line], _ = await measure_rates([ServedPagewire(settings, interface)], sweep, repeats=1)
     assert (line["engine"], line["interface"]) == (name, interface)
     assert (line["num_complete"], line["num_failed"], line["good_share"]) == (5, 0, 1.0)
     assert line["total_ms_p99"] >= line["first_token_ms_p50"] > 0

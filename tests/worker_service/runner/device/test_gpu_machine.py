@@ -43,7 +43,7 @@ from benchmarks.model_shapes import SHAPES
 settings = engine.Settings(shape=SHAPES["llama-160m"], dtype="bfloat16", checkpoints=Path())
 try:
     choice.make("pagewire", settings, choice.Programs())
-except choice.Absent as reason:
+except choice.EngineUnavailable as reason:
     print(reason)
 """
 
