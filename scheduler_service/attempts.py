@@ -1,19 +1,19 @@
-"""Two tries at one request: which of them gets it.
+"""Two attempts at one request, of which the later one takes it over.
 
-A client that has lost its connection tries again, perhaps through another frontend, while its
-former attempt may be live: its frontend is cut off from the client but not from the core,
-or has not noticed yet. The tries are numbered. Whatever order they come in, the greater number has
-the request in the end, the other one ends with an error, and never do both run.
+A client that has lost its connection retries, perhaps through another frontend, while its former
+attempt may be live: its frontend is cut off from the client but not from the core, or has not
+noticed yet. Attempts are numbered. In whatever order they arrive, the one with the greater number
+gets the request, the other one ends with an error, and the two never run at the same time.
 """
 
 from scheduler_service.errors import DuplicateRequest, RequestTakenOver
 
 
 def check_later(request_id: str, attempt: int, *, live_attempt: int, is_same: bool) -> None:
-    """Raise an error unless `attempt` is a later try at the live request that has its id.
+    """Raise an error unless `attempt` is a later attempt at the live request with its id.
 
-    `is_same`: whether both requests are equal. RequestTakenOver is for an earlier try at it,
-    DuplicateRequest for any other request.
+    `is_same`: whether both requests are equal. Raises RequestTakenOver for an earlier
+    attempt, DuplicateRequest for any other request.
     """
     if not is_same or attempt == live_attempt:
         raise DuplicateRequest(
@@ -25,7 +25,7 @@ def check_later(request_id: str, attempt: int, *, live_attempt: int, is_same: bo
 
 
 def taken_over(request_id: str, attempt: int) -> RequestTakenOver:
-    """The error of a try that a later one follows, the one of this number."""
+    """The error of an attempt that was superseded by this later one."""
     return RequestTakenOver(
         f"attempt {attempt} has taken the request over",
         details={"request_id": request_id, "attempt": attempt},

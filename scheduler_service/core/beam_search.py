@@ -37,7 +37,7 @@ from typing import Generic, Protocol, TypeVar
 from scheduler_service.core.step_plan import RowCandidates
 
 MAX_LENGTH_PENALTY = 5.0
-"""Bound on its absolute value, so that any length to this power is a float32 number."""
+"""Bound of its absolute value, so that any length to this power is a float32 number."""
 
 _NO_SCORE = -1e9
 """The initial score of all beams but the first; as in transformers."""
@@ -106,7 +106,7 @@ class Finished:
     """A beam that has ended."""
 
     score: float
-    """Divided by length to the power of the length penalty."""
+    """Log probability divided by length to the power of the length penalty."""
     path: Path
 
 
@@ -260,11 +260,11 @@ class BeamGroup(Generic[Seq]):
         return self.num_prefilling == 0 and not any(seq.num_in_flight for seq in self.held)
 
     def has_candidates(self, seq: Seq) -> bool:
-        """Whether the result is in of a step that computed all of a sequence's tokens."""
+        """Whether a step that computed all of a sequence's tokens has its result."""
         return seq in self._candidates
 
     def collect(self, seq: Seq, candidates: RowCandidates) -> bool:
-        """Add the candidates of one beam; returns whether those of all beams are in."""
+        """Add the candidates of one beam; returns whether all beams have theirs."""
         self._candidates[seq] = candidates
         return len(self._candidates) == len(self.held)
 
@@ -276,7 +276,7 @@ class BeamGroup(Generic[Seq]):
         self._candidates = {}
 
     def advance(self) -> list[tuple[Seq, int]]:
-        """Let the search choose; return the parent sequence and the next token of each beam that
+        """Advance the search; return the parent sequence and the next token of each beam that
         continues, in order. Unless the search is done, `hold` then sets the beams' sequences."""
         holders = self.held
         if not self.search.has_begun:

@@ -1,4 +1,4 @@
-"""Counters and histograms of the core's service, updated as things happen; `metrics` reads them."""
+"""Counters and histograms of the core's service, updated on events; `metrics` reads them."""
 
 from dataclasses import dataclass, field
 
@@ -41,7 +41,7 @@ class EventCounters:
 
 @dataclass(frozen=True, slots=True)
 class CoreCounters:
-    """All of one core's service."""
+    """All counters of one core's service."""
 
     counts: EventCounters = field(default_factory=EventCounters)
     by_model: dict[str, StepCounters] = field(default_factory=dict)

@@ -25,7 +25,7 @@ class Mailbox(Protocol):
 
 
 class CoreDriver:
-    """Owner of the core; made and used on one running event loop."""
+    """Owner of the core; constructed and used on one running event loop."""
 
     def __init__(self, core: SchedulerCore, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
@@ -75,13 +75,13 @@ class CoreDriver:
             self.follow_up(*self._work)  # any may have work now
 
     def drain_worker_group(self, group_id: str) -> None:
-        """Give a group nothing new, and move its requests to other groups where possible."""
+        """Route no requests to a group, and move its requests to other groups where possible."""
         if group_id in self._work:
             self.core.drain_worker_group(group_id, self.clock())
             self.follow_up(*self._work)  # any may have work now
 
     def is_drained(self, group_id: str) -> bool:
-        """Whether a group has nothing left to do, or is not planned for."""
+        """Whether a group has no work left, or no steps are planned for it."""
         return group_id not in self._work or self.core.is_drained(group_id)
 
     async def wait_idle(self) -> None:

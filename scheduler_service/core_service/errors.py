@@ -8,7 +8,7 @@ class SessionFailed(Exception):
 
 
 class StepOverdue(SessionFailed):
-    """A step takes much longer than it should although the worker sends heartbeats."""
+    """A step takes much longer than expected although the worker sends heartbeats."""
 
     def __init__(self, step_id: int, limit_s: float) -> None:
         super().__init__(f"step {step_id} is overdue: not all results within {limit_s:.3g} s")
@@ -24,7 +24,7 @@ class GroupHung(Exception):
 
 
 class CannotServe(Exception):
-    """The worker is sound, but this core can never use it; trying again would not help."""
+    """The worker is healthy, but this core can never use it; a retry would not help."""
 
 
 class WorkerTakenOver(Exception):

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class HoldTimes:
-    """How long each live request of the frontend lets its tokens wait.
+    """The hold time of each live request of the frontend.
 
     Tokens wait as long as the request with the shortest hold time allows. All other outputs are
     sent at once, together with the tokens that wait.
@@ -33,7 +33,7 @@ class HoldTimes:
 
     def __init__(self) -> None:
         self._holds_s: dict[int, float] = {}
-        """By the request's handle."""
+        """Hold times by the request's handle."""
         self._shortest_s: float | None = None
         """The shortest hold time; None if it must be computed again."""
 
@@ -42,17 +42,18 @@ class HoldTimes:
         return len(self._holds_s)
 
     def begin(self, handle: int, hold_s: float) -> None:
-        """A request was accepted."""
+        """Add a request that was accepted."""
         self._holds_s[handle] = hold_s
         self._shortest_s = None
 
     def end(self, handle: int) -> None:
-        """A request has ended; no effect for an unknown one."""
+        """Remove a request that has ended; no effect for an unknown one."""
         if self._holds_s.pop(handle, None) is not None:
             self._shortest_s = None
 
     def delay_s(self, outputs: EngineOutputs) -> float:
-        """How long `outputs` may wait; also ends the requests that they report as ended."""
+        """Seconds for which `outputs` may be held; also removes requests that they report as
+        ended."""
         for finished in outputs.requests_finished:
             self.end(finished.handle)
         for handle, _ in outputs.requests_failed:
@@ -65,7 +66,7 @@ class HoldTimes:
 
 
 LAST_WRITE_TIMEOUT_S = 1.0
-"""For a message that is being written when the stream ends."""
+"""Time limit for a message that is being written when the stream ends."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[pb.AttachRequest, pb.AttachResponse]
 
@@ -178,7 +179,7 @@ class FrontendStreams:
         self._driver = driver
         self._counts = counts
         self._models = pb.ServedModels()
-        """As last announced."""
+        """The models as last announced."""
         self._streams: dict[str, FrontendStream] = {}
         self._accepts_requests = True
 

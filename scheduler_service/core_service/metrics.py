@@ -218,7 +218,7 @@ STATES = {
 
 
 class CoreMetrics:
-    """Reads all parts of a core's service; uptime counts from when it was made."""
+    """Reads all parts of a core's service; uptime counts from its construction."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME = "pagewire.v1.SchedulerService"
 
 FLUSH_S = 1.0
-"""How long streams may take to send their last status."""
+"""Time limit for streams to send their last status, in seconds."""
 
 
 async def serve(config: CoreServiceConfig) -> None:
@@ -130,7 +130,7 @@ class CoreService:
 
     async def failed(self) -> None:
         """Wait until a background task fails, and raise its error: without it frontends would not
-        learn of models."""
+        be notified of models."""
         await until_failure(self._background)
 
     async def finish_requests(self, grace_period_s: float) -> None:

@@ -1,4 +1,4 @@
-"""`SchedulerService` on the wire: awaits and translates, no more."""
+"""The gRPC servicer of `SchedulerService`, which only awaits and translates."""
 
 from typing import Any, TypeAlias
 

@@ -85,7 +85,7 @@ SUMMARY_INTERVAL_S = 10.0
 
 
 class StatusBoard:
-    """Makes `EngineStatus` messages; uptime counts from when it was made."""
+    """Creates `EngineStatus` messages; uptime counts from its construction."""
 
     def __init__(
         self, driver: CoreDriver, registry: WorkerRegistry, frontends: FrontendStreams

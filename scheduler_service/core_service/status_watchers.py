@@ -29,14 +29,14 @@ MIN_INTERVAL_S = 0.1
 
 
 class Board(Protocol):
-    """Makes statuses."""
+    """Source of statuses."""
 
     def snapshot(self, detail: InspectionDetail) -> status_pb2.EngineStatus:
         """The current status."""
 
 
 class _Snapshot:
-    """A status as the response to all watchers that want its detail."""
+    """A status as the response to all watchers of its detail."""
 
     def __init__(self, status: status_pb2.EngineStatus, at: float) -> None:
         self.response = pb.SchedulerServiceWatchStatusResponse(status=status)
@@ -44,7 +44,7 @@ class _Snapshot:
 
 
 class StatusWatchers:
-    """All `WatchStatus` calls of a core; made and used on one running event loop."""
+    """All `WatchStatus` calls of a core; constructed and used on one running event loop."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -70,7 +70,7 @@ class StatusWatchers:
             await asyncio.sleep(interval_s)
 
     async def _next(self, detail: InspectionDetail, last: _Snapshot | None) -> _Snapshot:
-        """The latest snapshot, but a later one than `last`."""
+        """The latest snapshot, which must be newer than `last`."""
         if (snapshot := self._current(detail, last)) is not None:
             return snapshot
         async with self._turn:

@@ -1,4 +1,4 @@
-"""How long to wait for a step, by how long the steps before it took.
+"""The time limit of a step, from the durations of the steps before it.
 
 A step takes a + b * (tokens computed) + c * (pairs of a token and one that it attends to), where a,
 b and c are the worker's own: unknown, but none is below zero. The averages of measured steps keep
@@ -25,10 +25,10 @@ NUM_FIRST_STEPS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeout:
-    """How much longer than expected a step may take; checked when made."""
+    """How much longer than expected a step may take; validated on construction."""
 
     floor_s: float = 10.0
-    """Seconds that any step may take before its worker counts as hung, even if its heartbeats
+    """Seconds that any step may take before its worker is considered hung, even if its heartbeats
     continue; 0 disables the limit."""
 
     first_floor_s: float = 300.0
@@ -39,7 +39,7 @@ class StepTimeout:
     """How many times longer a step may take than predicted from the steps before it."""
 
     def __post_init__(self) -> None:
-        """Refuse impossible numbers with a ValueError that names the flag."""
+        """Raise ValueError, naming the flag, if a number is out of range."""
         if not 0 <= self.floor_s < float("inf"):
             raise ValueError("step_timeout: expected a number of seconds, at least 0")
         if self.floor_s and not self.floor_s <= self.first_floor_s < float("inf"):
@@ -62,7 +62,7 @@ class _Average:
         self._pairs.add(work.num_attended_pairs)
 
     def bounds(self, work: StepWork) -> Iterator[float]:
-        """The most that a step can take by this average; nothing before the first value."""
+        """Upper bound of a step's duration by this average; none before the first value."""
         seconds, tokens, pairs = self._seconds.mean, self._tokens.mean, self._pairs.mean
         if seconds is not None and tokens and pairs:
             more = (1.0, _num_tokens(work) / tokens, work.num_attended_pairs / pairs)
@@ -80,7 +80,7 @@ class StepTimes:
 
     @property
     def least_limit_s(self) -> float:
-        """No limit is below this; infinite if there are none."""
+        """Lower bound of all limits; infinite if there are no limits."""
         return self._timeout.floor_s or float("inf")
 
     def limit_s(self, work: StepWork) -> float:
@@ -130,15 +130,15 @@ class StepWatch:
         return num_together * self._times.limit_s(work)
 
     def sent(self, work: StepWork, now: float, num_together: int = 1) -> None:
-        """A step was sent; its result may arrive together with those of later steps, `num_together`
-        in all."""
+        """Record that a step was sent; its result may arrive together with those of later steps,
+        `num_together` in all."""
         self._open.append((work, num_together))
         if len(self._open) == 1:
             self._begin(now)
 
     def answered(self, rank: int, now: float) -> list[float]:
-        """A rank has answered its oldest step in flight. Returns the seconds that each step took
-        which this completes.
+        """Record that a rank has answered its oldest step in flight. Returns the durations of the
+        steps that this completes, in seconds.
 
         A result that waited for others has a `now` of before; it is taken for no earlier than the
         answer before it, which the core may have read late.
@@ -168,27 +168,27 @@ def _size(work: StepWork) -> tuple[bool, int]:
 
 
 MAX_HANGS = 3
-"""Hangs in a row after which a group is not used; being busy with one step for as many times its
-limit counts as much."""
+"""Number of consecutive hangs after which a group is no longer used; being busy with one step for
+this many times its limit has the same effect."""
 
 NUM_SOUND_STEPS = 100
 """Steps of one stream after which earlier hangs are forgotten."""
 
 
 class HangCounter:
-    """Counts hangs in a row of one group's workers since they registered."""
+    """Counts consecutive hangs of one group's workers since they registered."""
 
     def __init__(self) -> None:
         self._num_hangs = 0
         self._limit_s = 0.0
 
     def note_stream(self, num_steps: int) -> None:
-        """A stream has ended after `num_steps` steps, for any reason."""
+        """Record that a stream has ended after `num_steps` steps, for any reason."""
         if num_steps >= NUM_SOUND_STEPS:
             self._num_hangs = 0
 
     def note(self, overdue: StepOverdue) -> None:
-        """A stream has ended because a step was overdue."""
+        """Record that a stream has ended because a step was overdue."""
         self._num_hangs += 1
         self._limit_s = overdue.limit_s
 

@@ -1,1 +1,1 @@
-"""Which requests are accepted, and the registry of those that were."""
+"""Admission control, and the registry of accepted requests."""

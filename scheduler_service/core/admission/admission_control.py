@@ -31,7 +31,7 @@ from scheduler_service.errors import (
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
-    """Raise InvalidArgument for what is wrong for any model."""
+    """Raise InvalidArgument for a request that is invalid for every model."""
     if not request.prompt_token_ids:
         raise InvalidArgument("prompt", "must not be empty")
     if request.max_tokens < 1:

@@ -84,7 +84,7 @@ def why_too_late(
 
 
 def deadline_exceeded() -> DeadlineExceeded:
-    """The error of a request that has run out of time."""
+    """The error of a request whose deadline has passed."""
     return DeadlineExceeded("the request's deadline has passed")
 
 
@@ -95,8 +95,9 @@ def _least_us(
     left_us: float,
     wait_us: float = 0.0,
 ) -> float:
-    """Lower bound of the time that a request takes. That other requests may compute its prompt is
-    considered only if it would take longer than `left_us` otherwise: this is linear in them."""
+    """Lower bound of the time that a request takes. Whether other requests may compute its prompt
+    is considered only if it would otherwise take longer than `left_us`: this is linear in their
+    number."""
     least_us = wait_us + _own_us(seq_group, model)
     if least_us <= left_us:
         return least_us
@@ -108,8 +109,8 @@ def _least_us(
 
 
 def _own_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
-    """The time that a request needs of the worker group that is best for it. If it has begun or
-    `is_cached`, its prompt may be cached, and counts as no time."""
+    """The time that a request needs on the fastest worker group for it. If it has begun or
+    `is_cached`, its prompt may be cached, and is not counted."""
     is_cached = is_cached or seq_group.has_begun
     costs = (
         _own_us_on(s, seq_group, is_cached) for s in model.schedulers if seq_group.fits(s.capacity)

@@ -1,4 +1,4 @@
-"""All live requests, by id and by their frontends' handles."""
+"""The registry of live requests, by id and by handle."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ _MAX_SEQ_ID = 2**31 - 1
 
 
 class RequestRegistry:
-    """Live requests by id and by their frontends' handles; makes their groups.
+    """Live requests by id and by their frontends' handles; creates their sequence groups.
 
     A sequence id is not used again before all others have been used.
     """
@@ -23,7 +23,7 @@ class RequestRegistry:
         self._rank = rank
         self._tenants = tenants
         self._seq_groups: dict[tuple[str, str], SequenceGroup] = {}
-        """By tenant and request id: tenants choose ids independently."""
+        """Live groups by tenant and request id: tenants choose ids independently."""
         self._frontends: dict[str, Frontend] = {}
         self._live_seq_ids: set[int] = set()
         self._last_seq_id = 0

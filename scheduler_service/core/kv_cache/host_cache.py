@@ -36,7 +36,7 @@ class HostCache:
     # Swapped-out sequences.
 
     def num_missing(self, keys: Iterable[BlockKey | None]) -> int:
-        """Number of distinct device blocks with these keys that have no copy here."""
+        """Number of distinct device blocks with these keys that have no copy on the host."""
         return sum(key is None or self.pool.cached.find(key) is None for key in keys)
 
     def num_needed(self, keys: Iterable[BlockKey | None]) -> int:

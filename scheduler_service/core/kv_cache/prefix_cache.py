@@ -146,8 +146,8 @@ def _is_unconfirmed(seq: Sequence) -> bool:
 
 
 def _most_reusable(seq: Sequence) -> int:
-    """The most tokens that may come from the cache. If prompt log probabilities are still to be
-    reported, computation must begin at the logits of the first of them."""
+    """Maximum number of tokens that may come from the cache. If prompt log probabilities are still
+    to be reported, computation must begin at the logits of the first of them."""
     seq_group = seq.seq_group
     num_reported = seq_group.prompt_logprobs_start
     if seq_group.request.wants_prompt_logprobs and num_reported < seq_group.num_prompt_tokens:

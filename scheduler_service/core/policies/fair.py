@@ -24,7 +24,7 @@ class _Account:
     service: float = 0.0
     """Its virtual token counter: the cost of its tokens, divided by its weight."""
     last_turn: int = 0
-    """When it was last chosen, counted in choices."""
+    """The number of the choice by which it was last served."""
 
 
 class Fair(Policy):
@@ -59,12 +59,12 @@ class Fair(Policy):
         self._num_turns = 0
 
     def __len__(self) -> int:
-        """Accounts that are kept."""
+        """Number of accounts that are kept."""
         return len(self._accounts)
 
     @staticmethod
     def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
-        """The arrival alone."""
+        """The place by arrival."""
         del request
         return arrival
 
@@ -100,18 +100,18 @@ class Fair(Policy):
             yield last
 
     def open_queue(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
-        """Lift the tenant that comes back."""
+        """Raise the counter of a tenant that returns."""
         least = self._last_to_wait if first is None else self._account(first.tenant)
         account = self._account(tenant)
         account.service = max(account.service, least.service)
         self._forget_idle(least.service)
 
     def close_queue(self, tenant: TenantUsage) -> None:
-        """Remember whose request was the last to wait."""
+        """Remember the tenant whose request was the last to wait."""
         self._last_to_wait = self._account(tenant)
 
     def note_placed(self, seq_group: SequenceGroup) -> None:
-        """Charge the prompt, once."""
+        """Charge the prompt, the first time only."""
         account = self._account(seq_group.tenant)
         self._num_turns += 1
         account.last_turn = self._num_turns

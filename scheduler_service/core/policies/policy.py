@@ -31,7 +31,7 @@ class Policy(ABC):
     @staticmethod
     @abstractmethod
     def rank(request: Request, arrival: tuple[int, int]) -> tuple[int, ...]:
-        """The request's place for life, the lowest first. `arrival` is when it came to its
+        """The request's constant place, the lowest first. `arrival` is when it came to its
         frontend, in microseconds, and a number that counts up; it must be part of the rank, so
         that no two are equal."""
 
@@ -60,16 +60,16 @@ class Policy(ABC):
         return iter(())
 
     def open_queue(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
-        """Note that a tenant's request joins a queue that was empty, or that was blocked by the
+        """Record that a tenant's request joins a queue that was empty, or that was blocked by the
         tenant's own limits; `first` would be next otherwise."""
         del tenant, first
 
     def close_queue(self, tenant: TenantUsage) -> None:
-        """Note that a queue is empty; the last to leave it was a request of this tenant."""
+        """Record that a queue is empty; the last to leave it was a request of this tenant."""
         del tenant
 
     def note_placed(self, seq_group: SequenceGroup) -> None:
-        """A worker group takes a request, for the first time or again."""
+        """Record that a worker group takes a request, for the first time or again."""
         del seq_group
 
     def note_tokens(self, rows: Rows[Sequence]) -> None:
@@ -88,7 +88,7 @@ class FirstComeFirstServed(Policy):
 
 
 class Priority(Policy):
-    """Lower numbers first; among equal ones in the order of arrival."""
+    """Lower numbers first; equal numbers in the order of arrival."""
 
     preempts = True
 

@@ -1,1 +1,1 @@
-"""Which worker group serves a waiting request."""
+"""Routing of waiting requests to worker groups."""

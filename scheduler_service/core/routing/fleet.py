@@ -34,7 +34,7 @@ class LostWorkerGroup:
 
     capacity: WorkerGroupCapacity
     expected_until_us: float
-    """May be infinite."""
+    """When it is given up; may be infinite."""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class ServedModel:
     name: str
     policy: Policy
     max_lost_us: float = inf
-    """How long a lost worker group is expected back."""
+    """Seconds for which a lost worker group is expected back."""
     router: Router = field(default_factory=Router)
     was_served: bool = False
     """Whether a worker group has ever served it; if so, requests wait for its return."""
@@ -52,7 +52,7 @@ class ServedModel:
     unschedulable: WaitingQueue = field(default_factory=WaitingQueue)
     """Requests that fit no present worker group; kept apart so that they do not hold up others."""
     throughput: QueueThroughput = field(default_factory=QueueThroughput)
-    """How fast requests leave `waiting`."""
+    """The rate at which requests leave `waiting`."""
     woken: set[str] = field(default_factory=set)
     """Ids of worker groups that may have something to plan without a new result of theirs."""
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)

@@ -50,10 +50,10 @@ from scheduler_service.core.stats.throughput import MovingAverage
 from scheduler_service.errors import PagewireError
 
 OUTPUT_TOKENS_UNMEASURED = 128
-"""Assumed output length until the first request has ended."""
+"""Output length assumed until the first request has ended."""
 
 _OUTPUT_WEIGHT = 0.02
-"""Weight of the newest answer in the average length: about the last 50 answers count."""
+"""Weight of the newest output in the average length: about the last 50 outputs count."""
 
 EquivalentWorkerGroups: TypeAlias = tuple[Scheduler, ...]
 """Worker groups of equal capacity and arithmetic, all draining or none: the same requests may go
@@ -70,11 +70,11 @@ class RouteEstimate:
     scheduler: Scheduler
     has_room: bool
     cost_us: float
-    """Time to the end of the answer from when the group takes the request."""
+    """Time from when the group takes the request to the end of its output."""
     wait_us: float
-    """Time until the group has room for it; infinite if unknown."""
+    """Time until the group has capacity for it; infinite if unknown."""
     is_worth_wait: bool = False
-    """Whether to wait for this group although another one has room."""
+    """Whether to wait for this group although another one has capacity."""
 
     @property
     def order(self) -> tuple[float, float, int, int]:

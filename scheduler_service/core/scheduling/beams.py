@@ -36,7 +36,7 @@ class _Start:
 
     @property
     def num_given(self) -> int:
-        """Blocks that need not be new."""
+        """Blocks that are found or shared, and need not be allocated."""
         return max(len(self.found), self.num_shared)
 
 
@@ -293,7 +293,7 @@ def _deliver_choice(seq_group: SequenceGroup, handle: int, path: Path) -> int:
 
 
 def _beam_logprobs(step: Path, num_top: int) -> RowLogprobs:
-    """A token's log probability as it was scored, and those of the most probable candidates."""
+    """The log probability with which a token was scored, and those of the top candidates."""
     assert step.row is not None
     return RowLogprobs(
         token_ids=to_column([step.token, *step.row.token_ids[:num_top]]),
@@ -305,7 +305,7 @@ def _beam_logprobs(step: Path, num_top: int) -> RowLogprobs:
 def without_beams(
     sampled: list[Sequence], token_ids: list[int]
 ) -> tuple[list[Sequence], list[int]]:
-    """The rows of sequences that are no beams."""
+    """The rows of sequences that are not beams."""
     pairs = zip(sampled, token_ids, strict=True)
     chosen = [(seq, token) for seq, token in pairs if not seq.seq_group.is_lockstep]
     return [seq for seq, _ in chosen], [token for _, token in chosen]

@@ -63,7 +63,7 @@ class CapacityProbe:
 
     @property
     def has_room(self) -> bool:
-        """Whether any group at all may find room here now."""
+        """Whether any group may have capacity here now."""
         state = self._state
         if state.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
             return False
@@ -92,13 +92,13 @@ class CapacityProbe:
         )
 
     def has_room_for(self, seq_group: SequenceGroup) -> bool:
-        """Whether a group that fits would find room here now, if need be by preemption."""
+        """Whether a group that fits would have capacity here now, if necessary by preemption."""
         has_room = self.has_room and self.estimate(seq_group).shortage == 0
         return has_room or self.can_preempt_for(seq_group)
 
     def can_preempt_for(self, seq_group: SequenceGroup) -> bool:
-        """Whether the group would find room here now by preempting others, whether they run or
-        wait."""
+        """Whether the group would have capacity here now by preempting running or waiting
+        groups."""
         if self._state.preempting or not seq_group.fits(self._state.capacity):
             return False
         return self.find_victims(seq_group) is not None
@@ -139,7 +139,7 @@ class CapacityProbe:
         return num_taken <= self._config.max_num_seqs and verdict is AllocStatus.OK
 
     def _num_blocks_of(self, seq_group: SequenceGroup) -> int:
-        """Blocks that come free when the group leaves."""
+        """Number of blocks that are freed when the group leaves."""
         seq_ids = [seq.seq_id for seq in seq_group.running() if self._blocks.holds(seq.seq_id)]
         return self._blocks.num_own_blocks(seq_ids)
 

@@ -48,7 +48,7 @@ def is_swap_cheaper(
     """Whether to move blocks to the host and back, `num_moves` in all, rather than compute
     `num_tokens`.
 
-    As long as nothing of the kind was measured: for several sequences, but not for a single one.
+    Until such costs have been measured: for several sequences, but not for a single one.
     """
     us_per_block, us_per_token = rates.us_per_moved_block, rates.us_per_prefill_token
     if us_per_block is None or us_per_token is None:
@@ -57,9 +57,9 @@ def is_swap_cheaper(
 
 
 def is_fetch_cheaper(rates: StepRates, block_size: int) -> bool:
-    """Whether to bring a block back that is on the host already, rather than compute its tokens.
+    """Whether to swap in a block that is on the host already, rather than recompute its tokens.
 
-    As long as nothing of the kind was measured: yes.
+    Until such costs have been measured: yes.
     """
     us_per_block, us_per_token = rates.us_per_moved_block, rates.us_per_prefill_token
     if us_per_block is None or us_per_token is None:
@@ -115,7 +115,7 @@ class Preemption:
             self._recompute(victims, batch)
 
     def _is_alone(self, seq_group: SequenceGroup) -> bool:
-        """Whether nothing but the group is in the batch."""
+        """Whether the batch has no other group."""
         return self._running.num_places == seq_group.num_running
 
     def _should_swap(self, seq_group: SequenceGroup) -> bool:

@@ -36,7 +36,7 @@ class Scheduler:
         self.is_draining = False
         self.num_steps = 0
         self.num_changes = 0
-        """Increases whenever there may be more room than before."""
+        """Increases whenever there may be more capacity than before."""
         self._state = state
         self._running = state.running
         self._pipeline = state.pipeline
@@ -229,8 +229,8 @@ class Scheduler:
         return plan
 
     def _num_together(self, is_awaited: bool) -> int:
-        """How many steps may be sent together: one while any request waits or prompts are computed,
-        because requests that arrive then should follow at once."""
+        """Number of steps that may be sent together: one while any request waits or prompts are
+        computed, because requests that arrive then should follow at once."""
         state = self._state
         if (
             not self._pipeline.may_send_together

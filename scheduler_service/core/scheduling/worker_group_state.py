@@ -32,14 +32,14 @@ class RunningSet:
         self.num_places = 0
         """The number of running sequences, forks that wait for their parent's prefill included."""
         self.num_changes = 0
-        """How often sequences started or stopped running."""
+        """Number of times that sequences started or stopped running."""
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.arriving: list[Sequence] = []
         """Sequences whose blocks the last plan swaps in; they get rows from the next plan on."""
         self.swapped: RemovableHeap[SequenceGroup] = RemovableHeap()
         """Swapped-out groups, in the policy's order. While there are any, nothing else is admitted.
-        They cannot wait forever: they have had the memory that they need, and running groups end.
+        They cannot wait forever: the memory suffices for them, and running groups end.
         """
         self._blocks = blocks
         self._clock = clock
