@@ -110,7 +110,7 @@ class Peak:
         self._before = self._process.memory_info().rss
         self.grown_bytes = 0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         grown = self._process.memory_info().rss - self._before
         self.grown_bytes = max(self.grown_bytes, grown)
 
@@ -161,8 +161,8 @@ def _run_python(arguments: Sequence[object], frontend: Peak) -> tuple[int, int]:
     client = Peak(processes.receive(pipe))
     pipe.send("begin")
     while not pipe.poll(POLL_S):
-        client.look()
-        frontend.look()
+        client.sample()
+        frontend.sample()
     failed: int = processes.receive(pipe)
     processes.join()
     return failed, client.grown_bytes
@@ -176,7 +176,7 @@ def _run_node(
     with subprocess.Popen(command, cwd=NODE_CLIENT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         while process.poll() is None:
-            frontend.look()
+            frontend.sample()
             time.sleep(POLL_S)
         result = json.loads(process.stdout.read())
     return result["failed"], result["bytesPerRequest"] * requests

@@ -10,7 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from scheduler_service import errors
-from service_common.grpc_status import COMMON_CODES, Statuses, unless_over
+from service_common.grpc_status import COMMON_CODES, Statuses, cancel_if_ended
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def rpc(method: Rpc) -> Rpc:
     async def wrapped(*arguments: Any) -> Any:
         context = arguments[-1]
         try:
-            with unless_over():
+            with cancel_if_ended():
                 return await method(*arguments)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise

@@ -50,7 +50,7 @@ async def run_all(*coroutines: Coroutine[Any, Any, Result]) -> list[Result]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def to_its_end(work: Awaitable[Result], timeout_s: float) -> Result:
+async def shielded(work: Awaitable[Result], timeout_s: float) -> Result:
     """Return the result of `work`; a caller that is cancelled meanwhile first waits for its
     end, up to `timeout_s`.
 

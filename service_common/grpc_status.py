@@ -70,13 +70,13 @@ class Statuses:
         """End the call with the status of `error`; raises what gRPC raises for it."""
         status = self.status(error)
         trailers = ((DETAILS_KEY, status.SerializeToString()),)
-        with unless_over():
+        with cancel_if_ended():
             await context.abort(self.code(error), status.message, trailing_metadata=trailers)
         raise AssertionError("abort returned")
 
 
 @contextmanager
-def unless_over() -> Iterator[None]:
+def cancel_if_ended() -> Iterator[None]:
     """Cancel a call's handler if the call is already over.
 
     A caller may disconnect while a response is written, before gRPC has cancelled the handler. The

@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 
 from service_common.errors import DeadlineExceeded, InvalidArgument, Unauthenticated
-from service_common.grpc_status import COMMON, unless_over
+from service_common.grpc_status import COMMON, cancel_if_ended
 
 REQUEST_TIMEOUT_S = 30.0
 """Time limit from a call's start to its request, which has at most 16 MiB."""
@@ -101,7 +101,7 @@ def _awaiting_request(handler: Any) -> Handler:
             await handler.unary_stream(request, context)
         else:
             response = await handler.unary_unary(request, context)
-            with unless_over():
+            with cancel_if_ended():
                 await context.write(response)
 
     return grpc.stream_stream_rpc_method_handler(

@@ -289,7 +289,7 @@ class SchedulerCore:
 
     def inspect(self, detail: InspectionDetail) -> Inspection:
         """Details of requests and blocks; takes time linear in the requested details."""
-        return self._inspector.look(self._registry.seq_groups(), detail)
+        return self._inspector.inspect(self._registry.seq_groups(), detail)
 
     def check(self) -> None:
         """Assert the invariants that hold between calls. Linear in all live state."""

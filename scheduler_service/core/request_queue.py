@@ -154,7 +154,7 @@ class ModelQueue(Generic[Kind]):
     """
 
     def __init__(self, policy: Policy, kind_of: Callable[[SequenceGroup], Kind]) -> None:
-        """`kind_of` is called for a group when it is added, and by `sort_again`."""
+        """`kind_of` is called for a group when it is added, and by `reorder`."""
         self._policy = policy
         self._kind_of = kind_of
         self._queues: dict[tuple[str | None, Kind], WaitingQueue] = {}
@@ -275,7 +275,7 @@ class ModelQueue(Generic[Kind]):
             if queue not in self._tenant_limited:
                 self._put_in_order(queue)
 
-    def sort_again(self) -> None:
+    def reorder(self) -> None:
         """Assign all requests to per-key queues again, because the worker groups have changed."""
         self._retry(self._tenant_limited)
         self.end_round()

@@ -409,7 +409,7 @@ class SequenceGroup:
         """Whether another worker's death would fail it, and it has not passed the point that it had
         reached at the last one. It is then computed without other suspects."""
         return self.suspect_length > 0 and self.suspect_length > min(
-            seq.num_known for seq in self.going_on()
+            seq.num_known for seq in self.active()
         )
 
     def choices(self) -> list[Sequence]:
@@ -447,7 +447,7 @@ class SequenceGroup:
         """Its sequences that have not ended."""
         return (seq for seq in self.sequences if not seq.status.is_finished)
 
-    def going_on(self) -> Iterable[Sequence]:
+    def active(self) -> Iterable[Sequence]:
         """Its unfinished sequences without the idle ones of a beam search."""
         return self.unfinished() if self.beams is None else self.beams.held
 

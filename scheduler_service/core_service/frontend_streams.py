@@ -19,7 +19,7 @@ from scheduler_service.core_service.counters import EventCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.errors import InvalidArgument, PagewireError, Unavailable
 from scheduler_service.status_codes import rpc
-from scheduler_service.tasks import run_until_first, to_its_end
+from scheduler_service.tasks import run_until_first, shielded
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class FrontendStream:
         self._closed = error
         self._wake.set()
 
-    def take_in(self, message: pb.FrontendMessage) -> None:
+    def apply(self, message: pb.FrontendMessage) -> None:
         """Apply a message of the frontend; a refused request becomes an output.
 
         Cancels and stops come first: they are for requests of earlier messages, and a submit may
@@ -143,7 +143,7 @@ class FrontendStream:
         """
         while (request := await context.read()) is not grpc.aio.EOF:
             if self._closed is None:
-                self.take_in(request.message)
+                self.apply(request.message)
 
     async def write_all(self, context: Context) -> None:
         """Send outputs as they come; raises the error that was given to `close`."""
@@ -152,7 +152,7 @@ class FrontendStream:
             self._wake.clear()
             message = self._next_message()
             if message is not None:
-                await to_its_end(
+                await shielded(
                     context.write(pb.AttachResponse(message=message)), LAST_WRITE_TIMEOUT_S
                 )
             if self._closed is not None and not self._wake.is_set():
@@ -220,7 +220,7 @@ class FrontendStreams:
             return
         stream = self._open(first.message)
         try:
-            stream.take_in(first.message)
+            stream.apply(first.message)
             await run_until_first(stream.read_all(context), stream.write_all(context))
         finally:
             self._leave(stream)

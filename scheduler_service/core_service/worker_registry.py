@@ -25,7 +25,7 @@ from scheduler_service.core_service.worker_group import Worker, WorkerGroup
 from scheduler_service.core_service.worker_session import MAX_EPOCH, Dial, WorkerSession
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownWorkerGroup
 from scheduler_service.status_codes import rpc
-from scheduler_service.tasks import run_until_first, to_its_end
+from scheduler_service.tasks import run_until_first, shielded
 
 logger = logging.getLogger(__name__)
 
@@ -294,4 +294,4 @@ class WorkerRegistry:
 
 async def _write(context: Context, directive: pb.WorkerDirective) -> None:
     message = pb.RegisterWorkerResponse(directive=directive)
-    await to_its_end(context.write(message), LAST_WRITE_TIMEOUT_S)
+    await shielded(context.write(message), LAST_WRITE_TIMEOUT_S)

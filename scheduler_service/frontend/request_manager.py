@@ -111,7 +111,7 @@ class RequestManager:
         errors that are found later are the stream's.
         """
         try:
-            return self._take_in(request, deadline, on_update, tenant)
+            return self._accept(request, deadline, on_update, tenant)
         except PagewireError as error:
             self._metrics.count_refused(tenant.name, request.priority, error)
             raise
@@ -135,7 +135,7 @@ class RequestManager:
                     await opened.closed.wait()
         return self.open(request, deadline, on_update, tenant)
 
-    def _take_in(
+    def _accept(
         self,
         request: inference_pb.GenerateRequest,
         deadline: float | None,

@@ -140,7 +140,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
                 timeout=CORE_TIMEOUT_S,
             )
         except grpc.aio.AioRpcError as error:
-            raise _core_is_away(error) from error
+            raise _core_unavailable(error) from error
         return inference_pb.GetStatusResponse(status=response.status)
 
     @_rpc
@@ -158,7 +158,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             while (response := await call.read()) is not grpc.aio.EOF:
                 await context.write(inference_pb.WatchStatusResponse(status=response.status))
         except grpc.aio.AioRpcError as error:
-            raise _core_is_away(error) from error
+            raise _core_unavailable(error) from error
         finally:
             call.cancel()
         raise Unavailable("the scheduler core has ended the stream; try again", reason="CORE_AWAY")
@@ -169,7 +169,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
             await self._core.stub.Abort(abort, timeout=CORE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
-                raise _core_is_away(error) from error
+                raise _core_unavailable(error) from error
             raise UnknownRequest(
                 f"unknown request: no request with id {request_id!r} is live",
                 details={"request_id": request_id},
@@ -200,5 +200,5 @@ def _deadline(context: Context) -> float | None:
     return None if remaining is None else time.monotonic() + remaining
 
 
-def _core_is_away(error: grpc.aio.AioRpcError) -> Unavailable:
+def _core_unavailable(error: grpc.aio.AioRpcError) -> Unavailable:
     return Unavailable(f"the scheduler core does not answer: {error.details()}", reason="CORE_AWAY")

@@ -78,8 +78,8 @@ class RecordingWriter:
     def _run(self) -> None:
         try:
             while not self._closing.wait(FLUSH_INTERVAL_S):
-                self._write_out()
-            self._write_out()
+                self._write_pending()
+            self._write_pending()
         except OSError as error:
             self.fail(error)
         finally:
@@ -88,7 +88,7 @@ class RecordingWriter:
                 with suppress(OSError):
                     file.close()
 
-    def _write_out(self) -> None:
+    def _write_pending(self) -> None:
         lines = [self._lines.popleft() for _ in range(len(self._lines))]
         if lines:
             self._sink.write("\n".join([*lines, ""]).encode())

@@ -5,7 +5,7 @@ import gc
 
 import pytest
 
-from scheduler_service.tasks import run_until_first, to_its_end, until_failure
+from scheduler_service.tasks import run_until_first, shielded, until_failure
 
 
 async def test_a_write_that_is_under_way_ends_before_what_cancels_it_goes_on() -> None:
@@ -21,7 +21,7 @@ async def test_a_write_that_is_under_way_ends_before_what_cancels_it_goes_on() -
         await began.wait()
         asyncio.get_running_loop().call_soon(release.set)
 
-    await run_until_first(read(), to_its_end(write(), timeout_s=30))
+    await run_until_first(read(), shielded(write(), timeout_s=30))
     assert done == ["written"]
 
 
@@ -37,7 +37,7 @@ async def test_a_write_that_does_not_end_is_given_up() -> None:
     async def read() -> None:
         await asyncio.sleep(0)
 
-    await run_until_first(read(), to_its_end(write(), timeout_s=0.01))
+    await run_until_first(read(), shielded(write(), timeout_s=0.01))
     await gone.wait()
 
 
@@ -54,7 +54,7 @@ async def test_an_error_of_a_write_that_nobody_waits_for_any_more_is_no_error() 
     async def read() -> None:
         await asyncio.sleep(0)
 
-    await run_until_first(read(), to_its_end(write(), timeout_s=0.01))
+    await run_until_first(read(), shielded(write(), timeout_s=0.01))
     gc.collect()
     assert complaints == []
 
@@ -64,7 +64,7 @@ async def test_what_a_write_raises_is_raised() -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError, match="gone"):
-        await to_its_end(write(), timeout_s=1)
+        await shielded(write(), timeout_s=1)
 
 
 async def test_the_failure_of_a_background_task_is_logged_and_raised(

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from service_common.errors import Unauthenticated
-from service_common.grpc_status import COMMON, unless_over
+from service_common.grpc_status import COMMON, cancel_if_ended
 
 
 class GoneContext:
@@ -19,12 +19,12 @@ class GoneContext:
 async def test_a_call_that_is_over_is_cancelled_rather_than_failed() -> None:
     with pytest.raises(asyncio.CancelledError):
         await COMMON.abort(GoneContext(), Unauthenticated("no key"))  # type: ignore[arg-type]
-    with pytest.raises(asyncio.CancelledError), unless_over():
+    with pytest.raises(asyncio.CancelledError), cancel_if_ended():
         raise grpc.aio.InternalError("the call is over")
 
 
 def test_what_is_wrong_otherwise_stays_what_it_is() -> None:
-    with pytest.raises(ZeroDivisionError), unless_over():
+    with pytest.raises(ZeroDivisionError), cancel_if_ended():
         raise ZeroDivisionError
 
 

@@ -110,7 +110,7 @@ class ProcessGroups:
         """[n, width] of each rank of this stage, concatenated by columns."""
         return torch.cat(self._gather(part.contiguous()), dim=1)
 
-    def send_on(self, hidden: Tensor) -> None:
+    def send_hidden(self, hidden: Tensor) -> None:
         """Send hidden states to the next stage."""
         while self._sends and (self._sends[0].is_done or len(self._sends) >= _MAX_SENDS):
             self._finish(self._sends.popleft())
@@ -207,10 +207,10 @@ class Communicator:
             return part.repeat(1, self.layout.tensor_parallel_size)
         return self.groups.gather_columns(part)
 
-    def send_on(self, hidden: Tensor) -> None:
+    def send_hidden(self, hidden: Tensor) -> None:
         """Send hidden states to the next stage, without waiting until it receives them."""
         if self.groups is not None:
-            self.groups.send_on(hidden)
+            self.groups.send_hidden(hidden)
 
     def receive(self, token_ids: Tensor, positions: Tensor, like: Tensor) -> Tensor:
         """Hidden states of the previous stage, [num_tokens, hidden_size].

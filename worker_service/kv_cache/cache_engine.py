@@ -178,15 +178,15 @@ class CacheEngine:
         _check(plan.swap_in, host, device, "swap_in")
         _check(plan.copy, device, device, "copy")
         if self._stream is None:
-            self._move_out(plan)
-            self._move_in(plan)
+            self._swap_out(plan)
+            self._swap_in(plan)
         else:
             self._stream.wait_for_last()
             if len(plan.swap_out) or len(plan.swap_in) or len(plan.copy):
                 with self._stream:
-                    self._move_out(plan)
+                    self._swap_out(plan)
                     self._stream.release_compute()
-                    self._move_in(plan)
+                    self._swap_in(plan)
 
     def finish(self) -> None:
         """Wait until all operations are done."""
@@ -201,13 +201,13 @@ class CacheEngine:
         """A function that returns the same for the present last plan, on any thread."""
         return _no_time if self._stream is None else self._stream.timer()
 
-    def _move_out(self, plan: StepPlan) -> None:
+    def _swap_out(self, plan: StepPlan) -> None:
         """Operations that precede the forward pass. No swap-in's target is a copy's source or
         target, so copies need not wait for swap-ins."""
         self._mover.swap(self.device_cache, self.host_cache, plan.swap_out)
         self._mover.copy(self.device_cache, plan.copy)
 
-    def _move_in(self, plan: StepPlan) -> None:
+    def _swap_in(self, plan: StepPlan) -> None:
         self._mover.swap(self.host_cache, self.device_cache, plan.swap_in)
 
 

@@ -168,7 +168,7 @@ def connect(address: str | None) -> Any:
             "launcher: Ray is not installed; `pip install pagewire[ray]`, on every node"
         ) from None
     if address is not None:
-        _require_somebody_at(address)
+        _require_listener(address)
     try:
         ray.init(address=address or "auto", logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -178,7 +178,7 @@ def connect(address: str | None) -> Any:
     return ray
 
 
-def _require_somebody_at(address: str) -> None:
+def _require_listener(address: str) -> None:
     """Raise InvalidOption if no server listens there; Ray itself would retry for minutes."""
     place = None if "://" in address else parse(address, "ray_address")
     if not isinstance(place, TcpAddress):
@@ -219,18 +219,18 @@ class RayHost(RankHost):
         placed = self._group.ready()
         try:
             async with asyncio.timeout(self._config.timeout_s):
-                await self._patiently(placed, "room for the group")
+                await self._wait_and_log(placed, "room for the group")
         except TimeoutError:
             raise InvalidOption(
                 f"launcher: no room for the group after {self._config.timeout_s:g} s:"
-                f" {self._needs()}; {self._possessions()}"
+                f" {self._required()}; {self._available()}"
             ) from None
 
     async def run(self, rank: int) -> int:
         """Run a rank in its stage's bundle."""
         actor = self._actors.get(rank) or self._make_actor(rank)
         try:
-            placed = self._patiently(actor.node.remote(), f"a place for rank {rank}")
+            placed = self._wait_and_log(actor.node.remote(), f"a place for rank {rank}")
             node = await unless(self._ending, placed)
             store = None if node is None else await self._store_for(rank, node)
             if node is None or store is None:
@@ -273,12 +273,12 @@ class RayHost(RankHost):
         if rank == 0:
             if self._store is None or self._store.host != node.host:
                 self._store = TcpAddress(node.host, node.free_port)
-                self._start_again_with(self._store)
+                self._restart_others(self._store)
             self._store_known.set()
         await unless(self._ending, self._store_known.wait())
         return None if self._ending.is_set() else self._store
 
-    def _start_again_with(self, store: TcpAddress) -> None:
+    def _restart_others(self, store: TcpAddress) -> None:
         """Restart the ranks that were started with another store's address."""
         for rank, theirs in self._stores.items():
             if rank != 0 and theirs != store and rank in self._actors:
@@ -300,22 +300,22 @@ class RayHost(RankHost):
             listen=str(TcpAddress(node.host, port)),
         )
 
-    async def _patiently(self, reference: Any, what: str) -> Any:
+    async def _wait_and_log(self, reference: Any, what: str) -> Any:
         """Await Ray's reference, and log every few seconds what it waits for."""
         done = asyncio.ensure_future(reference)
         try:
             while not (await asyncio.wait((done,), timeout=_REMINDER_S))[0]:
-                logger.info("waiting for %s: %s; %s", what, self._needs(), self._possessions())
+                logger.info("waiting for %s: %s; %s", what, self._required(), self._available())
             return done.result()
         finally:
             done.cancel()
 
-    def _needs(self) -> str:
+    def _required(self) -> str:
         bundle = _quantities(self._config.bundle(with_gpus=self._uses_gpus))
         num_stages = self._config.pipeline_parallel_size
         return f"{num_stages} times {bundle} on one node wanted"
 
-    def _possessions(self) -> str:
+    def _available(self) -> str:
         nodes = [
             f"{node['NodeManagerAddress']} has {_quantities(node['Resources'])}"
             for node in self._ray.nodes()

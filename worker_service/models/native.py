@@ -206,7 +206,7 @@ class NativeModel(nn.Module, ABC):
             x = self.communicator.receive(token_ids, positions, like=self._hidden_like)
         x = self.run_layers(x, positions, kv_cache, metadata)
         if not layout.is_last_stage:
-            self.communicator.send_on(x)
+            self.communicator.send_hidden(x)
         return Computed(x)
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ from pagewire.v1 import model_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common.errors import PagewireError
-from service_common.grpc_status import Statuses, unless_over
+from service_common.grpc_status import Statuses, cancel_if_ended
 from worker_service import errors
 from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
@@ -61,7 +61,7 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
         self: "WorkerServicer", request: Any, context: grpc.aio.ServicerContext
     ) -> Any:
         try:
-            with unless_over():
+            with cancel_if_ended():
                 return await rpc(self, request, context)
         except WorkerError as error:
             logger.warning("call refused rpc=%s error=%s", rpc.__name__, error)

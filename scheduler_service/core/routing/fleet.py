@@ -294,7 +294,7 @@ class ServedModel:
                 key = size.num_gpu_blocks, size.block_size, size.max_model_len, size.arithmetic
                 equivalent.setdefault((*key, scheduler.is_draining), []).append(scheduler)
             self._equivalent = [tuple(schedulers) for schedulers in equivalent.values()]
-            self.waiting.sort_again()
+            self.waiting.reorder()
             for seq_group in self.waiting:
                 seq_group.routing.refusals.clear()  # ids may be used again
 

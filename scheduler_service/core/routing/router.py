@@ -258,7 +258,7 @@ class RoutingRound:
         `why_late` has an error when their turn comes: they are out of the queue, but not ended."""
         too_late = []
         self._waiting.retry_tenant_limited()
-        while self._may_go_on() and (seq_group := self._waiting.head()) is not None:
+        while self._may_place_more() and (seq_group := self._waiting.head()) is not None:
             scheduler = self._route(seq_group, now_us)
             if scheduler is None:
                 continue
@@ -267,14 +267,14 @@ class RoutingRound:
             if error is not None:
                 too_late.append((seq_group, error))
             else:
-                self._hand_over(seq_group, scheduler, now_us)
+                self._place(seq_group, scheduler, now_us)
         self._waiting.end_round()
         return too_late
 
-    def _may_go_on(self) -> bool:
+    def _may_place_more(self) -> bool:
         return bool(self._with_room) or (self._policy.preempts and bool(self._open))
 
-    def _hand_over(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
+    def _place(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         seq_group.routing = RoutingState()
         seq_group.is_placed = True
         seq_group.num_reserved_blocks = seq_group.most_blocks(scheduler.capacity)

@@ -147,7 +147,7 @@ class Inspector:
         snapshot.error_reason = getattr(seq_group.error, "reason", "")
         self._ended.append(snapshot)
 
-    def look(self, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:
+    def inspect(self, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:
         """The requested details; `seq_groups` are all live groups, in the order of acceptance."""
         inspection = Inspection()
         if detail.include_blocks:

@@ -67,7 +67,7 @@ def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> No
         lanes.check()
         assert lanes.head() is head
     lanes.skip_tenant_limited(group)
-    lanes.sort_again()
+    lanes.reorder()
     assert lanes.head() is group
 
 
@@ -150,7 +150,7 @@ def test_sorting_anew_changes_neither_order_nor_sums() -> None:
     for group in groups:
         lanes.add(group)
     divisor = 3
-    lanes.sort_again()
+    lanes.reorder()
     lanes.check()
     assert sum(group.tenant.num_queued_tokens for group in groups) == len(groups)
     assert drain(lanes) == groups

@@ -112,7 +112,7 @@ async def test_a_bug_that_one_request_shows_fails_that_request_alone() -> None:
     driver = CoreDriver(BuggyCore(SchedulerConfig()))
     attachment, reader = FrontendStream("one", driver), SlowReader()
     driver.add_frontend("one", attachment)
-    attachment.take_in(
+    attachment.apply(
         pb.FrontendMessage(submits=[submission("one", 1, [7]), submission("one", 2, [8])])
     )
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))

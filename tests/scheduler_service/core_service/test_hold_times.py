@@ -94,7 +94,7 @@ class Reader:
 async def test_tokens_that_wait_are_told_in_time() -> None:
     driver = CoreDriver(SchedulerCore(SchedulerConfig()))
     attachment, reader = FrontendStream("one", driver), Reader()
-    attachment.take_in(pb.FrontendMessage(submits=[submission("one", 1, [7], max_hold_ms=1)]))
+    attachment.apply(pb.FrontendMessage(submits=[submission("one", 1, [7], max_hold_ms=1)]))
     writing = asyncio.create_task(attachment.write_all(cast(Any, reader)))
     for token in range(3):
         attachment.deliver(EngineOutputs(token_handles=[1], token_ids=[token]))

@@ -121,7 +121,7 @@ class TransformersModel:
         self._ops: AbstractContextManager[Any] = nullcontext()
         if context.device.type == "cpu" or context.needs_fixed_products:
             self._ops = InvariantOps(context.device.type, tables)
-        self.kv_cache_spec = self._try_out(causal_lm.config.get_text_config(), context)
+        self.kv_cache_spec = self._trial_spec(causal_lm.config.get_text_config(), context)
 
     @torch.inference_mode()
     def forward(
@@ -157,7 +157,7 @@ class TransformersModel:
         return hidden[0]
 
     @torch.inference_mode()
-    def _try_out(self, config: Any, context: ModelContext) -> KVCacheSpec:
+    def _trial_spec(self, config: Any, context: ModelContext) -> KVCacheSpec:
         """Run two tokens without a cache, and derive the cache's shape from the attention calls."""
         tokens = torch.zeros(2, dtype=torch.int64, device=context.device)
         calls: list[AttentionCall] = []
