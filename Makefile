@@ -30,7 +30,7 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long test-containers test-real wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
+.PHONY: demo test test-gpu test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -75,6 +75,15 @@ build/real/.ready:
 ## its tokens with those of transformers
 test-real: $(VENV)/.ready build/real/.ready
 	$(BIN)/python -m pytest -m real tests/real
+
+build/lm-eval/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet "lm-eval[api]==0.4.13" transformers
+	touch $@
+
+## test-clients: run lm-eval and, with VLLM_PYTHON=..., `vllm bench serve` against real services
+test-clients: $(VENV)/.ready build/lm-eval/.ready
+	$(BIN)/python -m pytest -m long tests/end_to_end/test_third_party_clients.py
 
 ## wheels: build and check the wheels for Linux on x86-64 and, by zig's cross compiler, on Arm
 wheels: $(WHEEL_TOOLS)/.ready
