@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-speculative-seqs", type=int, default=64)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1])
-    parser.add_argument("--tokens", type=int, default=128, help="most of one answer")
+    parser.add_argument("--tokens", type=int, default=256, help="most of one answer")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args(arguments)
     runner = {

@@ -1,97 +1,137 @@
 """How many drafts each row of a step computes: as many as make its tokens per microsecond largest.
 
-Two things are measured while sequences decode: how often a sequence's drafts are right, and what
-one more token adds to the time of a step. The first is an average of the sequence's last drafts.
-The second is the slope of a line through the last decode steps, their times over their tokens. Old
-measurements lose weight with each step, also with one that computes no drafts, so what was not
-worth its time is tried again later.
+Two things are measured while sequences decode: how often drafts are right, and what one more token
+adds to the time of a step.
+
+A sequence's first draft is less likely to be right than one after a right one, so the two have each
+their own chance: an average of the sequence's last drafts, which begins with that of all sequences.
+
+Other processes may make a step twice as long as the one before, while sixteen tokens often take
+hardly longer than one. So the cost of a token is taken from neighbouring steps with different
+numbers of tokens: the median of their differences per token, weighted with the tokens (Theil 1950,
+Sen 1968).
+
+Old measurements lose weight, also in steps that compute no drafts, so what was not worth its time
+is tried again later.
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import NamedTuple
 
 import numpy as np
 
 from worker_service.array_types import Float64Array, Int64Array
 
-_STEP_DECAY = 0.98
-"""Weight of a step against that of the one after it: some 50 steps count."""
+_NUM_PAIRS = 48
+"""Pairs of neighbouring steps from which the cost of a token is taken."""
 
-_MOST_SURPRISE = 2.0
-"""A step counts as at most this many times as long as it was expected to be."""
+_NUM_STEPS = 8
+"""Last steps from which their fixed cost is taken."""
 
-_DRAFT_DECAY = 0.9
-"""The same, of drafts that a sequence has computed."""
+_ROW_DECAY = 0.9
+"""Weight of a sequence's drafts of one step against those of the next."""
 
-_SKIP_DECAY = 0.97
-"""The same, of a step in which a sequence computed none of the drafts that there were."""
+_ROW_SKIP_DECAY = 0.97
+"""The same where the sequence computed none of the drafts that there were."""
 
-_PRIOR_RIGHT, _PRIOR_TRIALS = 1.0, 2.0
-"""Drafts that every sequence is assumed to have had before."""
+_SHARED_DECAY, _SHARED_SKIP_DECAY = 0.995, 0.99
+"""The same for all sequences together."""
 
-_LEAST_VARIANCE = 1e-3
-"""Of the tokens of steps that are not alike."""
+_PRIOR_TRIALS = 2.0
+"""Drafts that every sequence is assumed to have had before, as often right as those of all."""
 
-_ALIKE_STEPS = 16
-"""While steps with drafts are alike, every 16th has none, to show what drafts cost."""
+_LEAST_GAIN = 1.03
+"""Tokens per microsecond with drafts against those without, to make up for what is not known."""
+
+_ALIKE_STEPS, _MOST_ALIKE_STEPS = 2, 256
+"""While all steps have equally many drafts, one has none, to show what they cost: first after two
+steps, then after twice as many each time."""
+
+
+class _Chances(NamedTuple):
+    """Of a sequence's first draft to be right, and of one after a right one."""
+
+    first: float
+    further: float
 
 
 class _Acceptance:
     """Drafts that were compared with what was sampled, and how many of them were right."""
 
     def __init__(self) -> None:
-        self.num_right = self.num_trials = 0.0
+        self._first_right = self._first_trials = 0.0
+        self._further_right = self._further_trials = 0.0
 
     def note(self, num_drafts: int, num_right: int) -> None:
         """The first wrong draft is compared, those behind it are not."""
-        self._decay(_DRAFT_DECAY)
-        self.num_right += num_right
-        self.num_trials += min(num_right + 1, num_drafts)
+        self._first_trials += 1
+        if num_right > 0:
+            self._first_right += 1
+            self._further_right += num_right - 1
+            self._further_trials += min(num_right + 1, num_drafts) - 1
 
-    def skip(self) -> None:
-        """Drafts were not worth their time."""
-        self._decay(_SKIP_DECAY)
+    def decay(self, factor: float) -> None:
+        """Let what was noted lose weight."""
+        self._first_right *= factor
+        self._first_trials *= factor
+        self._further_right *= factor
+        self._further_trials *= factor
 
-    @property
-    def chance(self) -> float:
-        """Of a draft to be right if those before it are."""
-        return (self.num_right + _PRIOR_RIGHT) / (self.num_trials + _PRIOR_TRIALS)
+    def chances(self, prior: _Chances) -> _Chances:
+        """`prior` is what is assumed without drafts."""
+        return _Chances(
+            (self._first_right + _PRIOR_TRIALS * prior.first)
+            / (self._first_trials + _PRIOR_TRIALS),
+            (self._further_right + _PRIOR_TRIALS * prior.further)
+            / (self._further_trials + _PRIOR_TRIALS),
+        )
 
-    def _decay(self, factor: float) -> None:
-        self.num_right *= factor
-        self.num_trials *= factor
+
+_EVEN_CHANCES = _Chances(0.5, 0.5)
 
 
 class _StepTimes:
-    """A line through the times of the last decode steps, over their tokens."""
+    """Times of decode steps, as a fixed part and a part for each token."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)
-        """Weights, tokens, times, squares of tokens, tokens times times."""
+        self._pairs = deque[tuple[float, int]](maxlen=_NUM_PAIRS)
+        """What neighbouring steps differ by: microseconds per token, and tokens."""
+        self._steps = deque[tuple[int, int]](maxlen=_NUM_STEPS)
+        """Tokens and times."""
+        self._token_us = 0.0
+        self._base_us = 1.0
+        self.num_alike = 0
+        """Last steps with equally many tokens."""
 
     def note(self, num_tokens: int, time_us: int) -> None:
-        if self._sums[0] > 0:  # other processes may have had the processor
-            time_us = min(time_us, int(_MOST_SURPRISE * self.of(np.array([num_tokens]))[0]))
-        self._sums *= _STEP_DECAY
-        self._sums += (1, num_tokens, time_us, num_tokens**2, num_tokens * time_us)
+        """Add a step."""
+        self.num_alike += 1
+        if self._steps:
+            last_tokens, last_us = self._steps[-1]
+            if num_tokens != last_tokens:
+                difference = num_tokens - last_tokens
+                self._pairs.append(((time_us - last_us) / difference, abs(difference)))
+                self.num_alike = 0
+                self._token_us = max(0.0, _weighted_median(self._pairs))
+        self._steps.append((num_tokens, time_us))
+        times = sorted(time_us - self._token_us * num_tokens for num_tokens, time_us in self._steps)
+        self._base_us = max(0.0, times[len(times) // 2])
 
     @property
-    def are_alike(self) -> bool:
-        """Whether all of them had the same number of tokens, which shows no slope."""
-        weight, tokens, _, squares, _ = self._sums.tolist()
-        return weight * squares - tokens**2 <= _LEAST_VARIANCE * weight**2
+    def last_tokens(self) -> int:
+        """Tokens of the last step; 0 before the first."""
+        return self._steps[-1][0] if self._steps else 0
 
     def of(self, num_tokens: Int64Array) -> Float64Array:
-        """Expected times of steps; without a slope they are all the same."""
-        weight, tokens, times, squares, products = self._sums.tolist()
-        if weight == 0:
-            return np.ones(len(num_tokens))
-        mean, mean_us = tokens / weight, times / weight
-        slope = 0.0
-        if not self.are_alike:
-            variance = squares / weight - mean**2
-            slope = max(0.0, (products / weight - mean * mean_us) / variance)
-        return np.maximum(mean_us + slope * (num_tokens - mean), 0.1 * mean_us)
+        """Expected times of steps. Before two of different lengths were seen they are all equal."""
+        return self._base_us + self._token_us * num_tokens.astype(np.float64)
+
+
+def _weighted_median(values: "deque[tuple[float, int]]") -> float:
+    """The value below which half of the weight lies. values: (value, weight), not empty."""
+    ordered = sorted(values)
+    weights = np.cumsum([weight for _, weight in ordered])
+    return ordered[int(np.searchsorted(weights, weights[-1] / 2))][0]
 
 
 class Proposal(NamedTuple):
@@ -107,8 +147,9 @@ class DraftLengths:
 
     def __init__(self) -> None:
         self._of_row = defaultdict[int, _Acceptance](_Acceptance)
+        self._shared = _Acceptance()
         self._times = _StepTimes()
-        self._num_alike = 0
+        self._alike_steps = _ALIKE_STEPS
 
     def forget(self, row_ids: Int64Array) -> None:
         """Drop what is known of the sequences that had these rows of the table."""
@@ -116,37 +157,44 @@ class DraftLengths:
             self._of_row.pop(row_id, None)
 
     def forget_all(self) -> None:
-        """Drop what is known of all sequences, but not how long steps take."""
+        """Drop what is known of each sequence, but not how long steps take."""
         self._of_row.clear()
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
         """The drafts to be computed of each proposal, in a step that computes `num_tokens` tokens
         and samples `num_sampling` without them."""
-        self._num_alike = self._num_alike + 1 if self._times.are_alike else 0
-        if self._num_alike == _ALIKE_STEPS:
-            self._num_alike = 0
+        most = np.array([num_drafts for _, num_drafts in proposals])
+        if not most.any():
+            return most.tolist()
+        if self._times.num_alike >= self._alike_steps and self._times.last_tokens > num_tokens:
+            self._alike_steps = min(2 * self._alike_steps, _MOST_ALIKE_STEPS)
             return [0] * len(proposals)
-        gains = []
-        for index, (row_id, num_drafts) in enumerate(proposals):
-            right = 1.0
-            chance = self._of_row[row_id].chance
-            for _ in range(num_drafts):
-                right *= chance
-                gains.append((right, index))
-        gains.sort(key=lambda gain: -gain[0])  # stable: a row's first drafts come first
-        expected = num_sampling + np.cumsum([0.0, *(right for right, _ in gains)])
+        prior = self._shared.chances(_EVEN_CHANCES)
+        chances = np.array([self._of_row[row_id].chances(prior) for row_id, _ in proposals])
+        places = np.arange(most.max())
+        right = chances[:, :1] * chances[:, 1:] ** places
+        rows, columns = np.nonzero(places < most[:, None])
+        # Stable, and chances fall from draft to draft: a row's first drafts come first.
+        order = np.argsort(-right[rows, columns], kind="stable")
+        expected = num_sampling + np.append(0.0, np.cumsum(right[rows, columns][order]))
         rates = expected / self._times.of(num_tokens + np.arange(len(expected)))
-        counts = [0] * len(proposals)
-        for _, index in gains[: int(np.argmax(rates))]:
-            counts[index] += 1
-        for (row_id, _), count in zip(proposals, counts, strict=True):
-            if count == 0:
-                self._of_row[row_id].skip()
-        return counts
+        num_chosen = int(np.argmax(rates)) if rates.max() > _LEAST_GAIN * rates[0] else 0
+        counts = np.bincount(rows[order[:num_chosen]], minlength=len(proposals))
+        skipped = np.flatnonzero((counts == 0) & (most > 0)).tolist()
+        for index in skipped:
+            self._of_row[proposals[index].row_id].decay(_ROW_SKIP_DECAY)
+        if not counts.any():
+            self._shared.decay(_SHARED_SKIP_DECAY)
+        return counts.tolist()
 
     def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
         """How many of a sequence's drafts were right."""
-        self._of_row[row_id].note(num_drafts, num_right)
+        for acceptance, factor in (
+            (self._of_row[row_id], _ROW_DECAY),
+            (self._shared, _SHARED_DECAY),
+        ):
+            acceptance.decay(factor)
+            acceptance.note(num_drafts, num_right)
 
     def note_step(self, num_tokens: int, time_us: int) -> None:
         """How long a step of decodes took, drafts included."""

@@ -1,5 +1,7 @@
 """Numbers of drafts, chosen from how often they are right and what they cost."""
 
+from random import Random
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,26 @@ def test_a_row_that_another_sequence_has_now_begins_anew() -> None:
     assert lengths.choose(ROWS, 3, 3)[2] == 0
     lengths.forget(np.array([2]))
     assert lengths.choose(ROWS, 3, 3)[2] >= 1
+
+
+def test_steps_without_drafts_do_not_end_them() -> None:
+    lengths = DraftLengths()
+    for _ in range(1000):
+        lengths.note_step(1, 1000)
+    assert lengths.choose(ROWS[:1], 1, 1) == [4]
+
+
+@pytest.mark.parametrize("cost", [20, 900])
+def test_other_processes_do_not_hide_what_drafts_cost(cost: int) -> None:
+    """Steps take up to three times as long while other processes run, for some steps at a time."""
+    draw, lengths, chosen, load = Random(cost), DraftLengths(), [], 1.0
+    for _ in range(600):
+        if draw.random() < 0.05:
+            load = draw.choice((1.0, 1.0, 1.6, 3.0))
+        (count,) = lengths.choose([Proposal(0, draw.choice((0, 4, 4, 8)))], 1, 1)
+        if count:
+            lengths.note_drafts(0, count, sum(draw.random() < 0.8**k for k in range(1, 1 + count)))
+        lengths.note_step(1 + count, int((1000 + cost * count) * load * draw.uniform(0.9, 1.1)))
+        chosen.append(count)
+    mean = sum(chosen[100:]) / 500
+    assert mean > 3 if cost == 20 else mean < 0.5
