@@ -29,6 +29,11 @@ def main(
     ] = DEFAULT.time_limit_s,
     requests: Annotated[int, typer.Option(help="Number of different requests.")] = 120,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULT.dtype,
+    device: Annotated[str, typer.Option(help="Of the workers.")] = DEFAULT.device,
+    batch_invariant: Annotated[bool, typer.Option("--batch-invariant")] = DEFAULT.batch_invariant,
+    preemption_mode: Annotated[
+        str | None, typer.Option(help="auto, swap or recompute; drawn unless given.")
+    ] = DEFAULT.preemption_mode,
     seed: Annotated[int, typer.Option(help="Seed of requests and disturbances.")] = DEFAULT.seed,
     speculative: Annotated[
         str, typer.Option(help="ngram, draft or no; the undisturbed run has no drafts.")
@@ -61,6 +66,9 @@ def main(
         time_limit_s=time_limit,
         num_asks=requests,
         dtype=dtype,
+        device=device,
+        batch_invariant=batch_invariant,
+        preemption_mode=preemption_mode,
         speculative=speculative,
         num_workers=workers,
         num_ranks=ranks,

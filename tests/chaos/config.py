@@ -18,6 +18,12 @@ class ChaosConfig:
     num_asks: int = 24
     """Number of different requests, which streams repeat."""
     dtype: str = "float32"
+    device: str = "auto"
+    """Of the workers, as their flag."""
+    batch_invariant: bool = False
+    """Whether workers on a GPU compute every row as if it were alone."""
+    preemption_mode: str | None = None
+    """As the core's flag; None: drawn."""
     speculative: str = "no"
     """What drafts tokens: ngram, draft (the model itself), or no. The undisturbed run has none."""
     num_workers: int = 3

@@ -13,7 +13,7 @@ from tests.chaos.drawing import KINDS, KINDS_WITH_PACKETS, Drawing
 from tests.chaos.monkeys import Monkeys
 from tests.chaos.namespaces import NamespaceNetwork
 from tests.chaos.report import Report
-from tests.chaos.setting import draw_flags, make_network
+from tests.chaos.setting import draw_flags, make_network, model_flags
 from tests.chaos.streams import Streams, Tally, watch
 from tests.chaos.ticks import ticks
 from tests.chaos.timeline import Timeline
@@ -30,8 +30,7 @@ TELL_S = 3.0
 async def run_chaos(config: ChaosConfig, folder: Path, timeline: Timeline) -> Report:
     """Run it all; logs go to the folder."""
     asks = draw_asks(config.seed, config.num_asks)
-    worker_flags = ["--dtype", config.dtype, "--tensor-parallel-size", str(config.num_ranks)]
-    expected = await run_undisturbed(asks, worker_flags, folder)
+    expected = await run_undisturbed(asks, model_flags(config), folder)
     timeline.note("streams", f"{len(asks)} answers of an undisturbed run are known")
     network = make_network(config)
     kinds = KINDS_WITH_PACKETS if isinstance(network, NamespaceNetwork) else KINDS

@@ -39,6 +39,13 @@ def make_network(config: ChaosConfig) -> Network:
     return RelayNetwork(links)
 
 
+def model_flags(config: ChaosConfig) -> list[str]:
+    """The workers' flags that decide tokens, the same for the undisturbed run."""
+    flags = ["--dtype", config.dtype, "--tensor-parallel-size", str(config.num_ranks)]
+    flags += ["--device", config.device]
+    return [*flags, "--batch-invariant"] if config.batch_invariant else flags
+
+
 def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
     """Little memory and small steps, so that streams are also preempted, swapped and computed in
     chunks. The poison limit is off: requests do not cause these crashes."""
@@ -47,14 +54,12 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
         "--grace-period": 3,
         "--max-num-seqs": draw.choice((8, 16)),
         "--max-num-batched-tokens": draw.choice((48, 128)),
-        "--preemption-mode": draw.choice(("auto", "swap", "recompute")),
+        "--preemption-mode": config.preemption_mode or draw.choice(("auto", "swap", "recompute")),
         "--pipeline-depth": draw.choice((1, 2, 2, 3)),
         "--max-worker-losses": 1_000_000,
         "--first-step-timeout": 60,
     }
     worker = {
-        "--dtype": config.dtype,
-        "--tensor-parallel-size": config.num_ranks,
         "--threads": 1,
         "--grace-period": 20,
         "--kv-cache-memory": BYTES_PER_TOKEN[config.dtype] * 2400,
@@ -69,5 +74,5 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
     return Flags(
         core=[str(word) for flag in core.items() for word in flag],
         frontend=["--grace-period", "3"],
-        worker=[str(word) for flag in worker.items() for word in flag],
+        worker=[*model_flags(config), *(str(word) for flag in worker.items() for word in flag)],
     )
