@@ -72,6 +72,12 @@ class Results:
         """The runs of one engine at one workload."""
         return self.runs.setdefault(workload, {}).setdefault(engine, [])
 
+    def add(self, others: "Results") -> None:
+        """Append the runs of others."""
+        for workload, by_engine in others.runs.items():
+            for engine, runs in by_engine.items():
+                self.of(workload, engine).extend(runs)
+
     def fastest_s(self, workload: str) -> float:
         """The median seconds of the fastest engine so far."""
         medians = [

@@ -80,6 +80,21 @@ class Shape:
 SHAPES = {
     shape.name: shape
     for shape in (
+        # For tests of the benchmarks.
+        Shape(
+            name="tiny",
+            model_type="llama",
+            vocab_size=1000,
+            hidden_size=64,
+            intermediate_size=96,
+            num_layers=2,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            max_position_embeddings=2048,
+            tied=False,
+            scale=1 / 32,
+        ),
         Shape(
             name="llama-160m",
             model_type="llama",
@@ -107,6 +122,21 @@ SHAPES = {
             max_position_embeddings=40_960,
             tied=True,
             scale=1 / 4,
+            extra={"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0},
+        ),
+        Shape(
+            name="qwen3-8b",
+            model_type="qwen3",
+            vocab_size=151_936,
+            hidden_size=4096,
+            intermediate_size=12_288,
+            num_layers=36,
+            num_heads=32,
+            num_kv_heads=8,
+            head_dim=128,
+            max_position_embeddings=40_960,
+            tied=False,
+            scale=1 / 8,
             extra={"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0},
         ),
         Shape(

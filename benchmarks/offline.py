@@ -28,7 +28,14 @@ from benchmarks.comparison import PAGEWIRE, agreements, all_runs, ceilings_range
 from benchmarks.engines import transformers_static
 from benchmarks.engines.choice import NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
-from benchmarks.interleaved_runs import MOST_REPEATS, CeilingGauge, Patience, Run, run_in_turns
+from benchmarks.interleaved_runs import (
+    MOST_REPEATS,
+    CeilingGauge,
+    Patience,
+    Results,
+    Run,
+    run_in_turns,
+)
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
 from benchmarks.processes import exit_on_sigterm
@@ -45,20 +52,33 @@ def run(
     names: Sequence[str],
     workloads: Sequence[Workload],
     patience: Patience,
+    *,
+    one_at_a_time: bool = False,
+    measures_ceilings: bool = True,
 ) -> dict[str, Any]:
-    """All engines on one shape and dtype."""
+    """All engines on one shape and dtype; with `one_at_a_time`, each starts after the end of the
+    one before, for devices whose memory does not hold them together. Without the machine's
+    ceilings there is no share of the floor."""
     scale = settings.shape.scale if settings.device == "cpu" else 1.0
-    with ExitStack() as stack:
-        engines, absent = start_all(names, settings, programs, stack)
-        ceilings = stack.enter_context(
-            CeilingsProcess(settings.dtype, settings.device, settings.threads)
-        )
-        gauge = CeilingGauge(PAGEWIRE, ceilings.measure)
-        results = run_in_turns(
-            engines, workloads, settings.shape, scale, patience, gauge, _print_run
-        )
-        agreed = _agreed(engines, settings)
-        abouts = {engine.name: asdict(engine.about) for engine in engines}
+    results, agreed = Results(), None
+    absent: dict[str, str] = {}
+    abouts: dict[str, Any] = {}
+    for together in [[name] for name in names] if one_at_a_time else [names]:
+        with ExitStack() as stack:
+            engines, missing = start_all(together, settings, programs, stack)
+            absent |= missing
+            if not engines:
+                continue
+            gauge = None
+            if measures_ceilings:
+                measuring = CeilingsProcess(settings.dtype, settings.device, settings.threads)
+                gauge = CeilingGauge(PAGEWIRE, stack.enter_context(measuring).measure)
+            found = run_in_turns(
+                engines, workloads, settings.shape, scale, patience, gauge, _print_run
+            )
+            results.add(found)
+            agreed = _agreed(engines, settings)
+            abouts |= {engine.name: asdict(engine.about) for engine in engines}
     floors = {w.name: partial(_floor, w, settings, scale) for w in workloads}
     return {
         "shape": settings.shape.name,
@@ -132,10 +152,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for dtype in args.dtype:
             load = ForeignLoad()
             content = run(
-                settings_of(args, shape, dtype), programs, args.engines, workloads, patience
+                settings_of(args, shape, dtype),
+                programs,
+                args.engines,
+                workloads,
+                patience,
+                one_at_a_time=args.one_at_a_time,
+                measures_ceilings=not args.no_ceilings,
             )
             show(content)
-            name = result_name(content["shape"], dtype, args.device)
+            name = args.name or result_name(content["shape"], dtype, args.device)
             print(f"written to {save(name, content, load.cores, args.results)}")
 
 
@@ -162,6 +188,7 @@ def settings_of(args: argparse.Namespace, shape: str, dtype: str) -> Settings:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_gib=args.kv_cache_gib,
+        **{name: getattr(args, name) for name in Settings.FLAGS},
         threads=args.threads,
         logs=args.logs,
     )
@@ -173,6 +200,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add_common(parser)
     parser.add_argument("--workloads", nargs="+", default=list(FOUR), choices=list(WORKLOADS))
     parser.add_argument("--engines", nargs="+", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument("--one-at-a-time", action="store_true", help="if memory is scarce")
+    parser.add_argument("--no-ceilings", action="store_true", help="no share of the floor")
+    parser.add_argument("--name", help="the result file's, without its ending")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(
         "--least-seconds", type=float, default=10.0, help="short workloads take more turns"
@@ -201,6 +231,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--kv-cache-gib", type=int, default=3, help="memory for KV, each engine")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="Pagewire's")
+    parser.add_argument("--attention-backend", help="Pagewire's")
+    parser.add_argument("--batch-invariant", action="store_true", help="Pagewire's")
     parser.add_argument("--max-num-seqs", type=int, default=64)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--logs", type=Path, help="folder for what the engines say")

@@ -19,8 +19,6 @@ END_TIMEOUT_S = 10.0
 """An engine may be killed after this without losing anything."""
 
 ROOT = Path(__file__).parents[2]
-SOURCES = tuple(ROOT / folder for folder in ("", "kernels", "client", "protos"))
-"""Import paths of our own children; those under a foreign Python need this package alone."""
 
 
 class ChildEngine:
@@ -41,8 +39,8 @@ class ChildEngine:
     ) -> None:
         self.name = name
         self._command = [python, "-m", f"benchmarks.engines.{module}", json.dumps(settings)]
-        sources = SOURCES if str(python) == sys.executable else SOURCES[:1]
-        paths = {"PYTHONPATH": ":".join(map(str, sources))}
+        sources = sys.path if str(python) == sys.executable else [ROOT]
+        paths = {"PYTHONPATH": ":".join(str(path) for path in sources if path)}
         self._environment = paths | dict(environment or {})
         self._log = log
 

@@ -24,11 +24,16 @@ class Settings:
     kv_cache_gib: int = 3
     """Memory for KV, the same for each engine that has such an option."""
     threads: int = 2
+    kv_cache_dtype: str = "auto"
+    attention_backend: str | None = None
+    batch_invariant: bool = False
     logs: Path | None = None
     """Directory for the engines' logs; None discards them."""
 
     LIMITS: ClassVar = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
     """Names of the settings that bound a batch."""
+    FLAGS: ClassVar = ("kv_cache_dtype", "attention_backend", "batch_invariant")
+    """Names of the settings that are Pagewire's flags."""
 
     def model(self) -> str:
         """The path of the checkpoint that all engines load; created if necessary."""

@@ -32,18 +32,22 @@ GROUP, MODEL, FRONTEND, EPOCH = "group", "model", "frontend", 1
 GREEDY = SamplerParams(top_p=1.0, repetition_penalty=1.0)
 
 
-def engine(settings: Settings) -> ChildEngine:
-    """The parent's end."""
-    described = {
+def described(settings: Settings) -> dict[str, Any]:
+    """The settings as the child receives them."""
+    return {
         "model": settings.model(),
-        **settings.named("dtype", "device", "kv_cache_gib", *settings.LIMITS),
+        **settings.named("dtype", "device", "kv_cache_gib", *settings.LIMITS, *settings.FLAGS),
         "threads": settings.threads if settings.device == "cpu" else None,
     }
+
+
+def engine(settings: Settings) -> ChildEngine:
+    """The parent's end."""
     return ChildEngine(
         NAME,
         sys.executable,
         "in_process",
-        described,
+        described(settings),
         environment=_environment(),
         log=settings.log("in_process"),
     )
@@ -64,7 +68,11 @@ class InProcess:
         limits = {name: settings[name] for name in ("max_num_seqs", "max_num_batched_tokens")}
         self._core = SchedulerCore(SchedulerConfig(**limits, **settings.get("scheduler", {})))
         self._num_requests = 0
-        cache = CacheConfig(kv_cache_memory=settings["kv_cache_gib"] * 2**30)
+        self._launched: deque[Step] = deque()
+        cache = CacheConfig(
+            kv_cache_memory=settings["kv_cache_gib"] * 2**30,
+            kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
+        )
         runner = RunnerConfig(**settings.get("runner", {}))
         draft = runner.speculative_model
         executor = ModelExecutor(
@@ -105,28 +113,38 @@ class InProcess:
         """Tokens for each prompt; `fields` are those of all requests."""
         outputs: dict[int, list[int]] = {}
         for prompt, count in zip(prompts, num_tokens, strict=True):
-            self._num_requests += 1
-            request = _request(self._num_requests, prompt, count, sampling, **fields)
-            self._core.submit(request, time.monotonic())
-            outputs[self._num_requests] = []
-        self._run(outputs)
+            outputs[self.submit(prompt, count, sampling, **fields)] = []
+        while self.advance(outputs):
+            pass
         return list(outputs.values())
 
-    def _run(self, outputs: dict[int, list[int]]) -> None:
-        """Launch ahead, collect in order, until nothing is left."""
-        launched: deque[Step] = deque()
-        while True:
-            while (plan := self._core.schedule(GROUP, time.monotonic())) is not None:
-                message = scheduler_wire.encode_plan(plan, EPOCH)
-                launched.append(
-                    self._runner.launch(worker_wire.decode_plan(message, received_us=0))
-                )
-            if not launched:
-                return
-            self.update(launched.popleft().collect())
-            for outbox in self._core.take_outboxes().values():
-                for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
-                    outputs[handle].append(token)
+    def submit(
+        self,
+        prompt: list[int],
+        num_tokens: int,
+        sampling: SamplerParams = GREEDY,
+        **fields: Any,
+    ) -> int:
+        """Queue a request. Returns its key in the outputs of `advance`."""
+        self._num_requests += 1
+        request = _request(self._num_requests, prompt, num_tokens, sampling, **fields)
+        self._core.submit(request, time.monotonic())
+        return self._num_requests
+
+    def advance(self, outputs: dict[int, list[int]]) -> bool:
+        """Launch all steps that can be planned, then collect the oldest; adds its tokens to
+        `outputs`. Returns False if nothing was left to do."""
+        while (plan := self._core.schedule(GROUP, time.monotonic())) is not None:
+            message = scheduler_wire.encode_plan(plan, EPOCH)
+            step = self._runner.launch(worker_wire.decode_plan(message, received_us=0))
+            self._launched.append(step)
+        if not self._launched:
+            return False
+        self.update(self._launched.popleft().collect())
+        for outbox in self._core.take_outboxes().values():
+            for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
+                outputs[handle].append(token)
+        return True
 
     def update(self, result: StepResult) -> None:
         """Give the core a step's result."""
@@ -136,7 +154,9 @@ class InProcess:
 
 def _model_config(settings: dict[str, Any]) -> ModelConfig:
     names = ("model", "dtype", "device", "threads", "max_model_len")
-    return ModelConfig(**{name: settings[name] for name in names}, show_progress=False)
+    names += ("attention_backend", "batch_invariant")
+    given = {name: settings[name] for name in names if name in settings}
+    return ModelConfig(**given, show_progress=False)
 
 
 def _request(

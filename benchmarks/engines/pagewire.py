@@ -83,4 +83,5 @@ def flags(settings: Settings) -> dict[str, Any]:
         **settings.named("device", "dtype", *settings.LIMITS),
         "kv_cache_memory": f"{settings.kv_cache_gib}GiB",
     }
+    chosen |= {name: value for name, value in settings.named(*settings.FLAGS).items() if value}
     return chosen | ({"threads": settings.threads} if settings.device == "cpu" else {})

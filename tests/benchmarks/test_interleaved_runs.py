@@ -105,6 +105,14 @@ def test_who_is_far_behind_runs_less_often() -> None:
     }
 
 
+def test_runs_of_engines_that_did_not_run_together_are_joined() -> None:
+    joined = Results()
+    for name, seconds in (("a", 2.0), ("b", 1.0)):
+        joined.add(run_all([Made(name, seconds)], [WORKLOADS["single"]], repeats=1))
+    assert {name: len(runs) for name, runs in joined.runs["single"].items()} == {"a": 1, "b": 1}
+    assert joined.fastest_s("single") == 1.0
+
+
 def test_too_few_tokens_are_no_result() -> None:
     with pytest.raises(WrongOutput, match="vllm: requested"):
         run_all([Made("vllm", 1.0, missing=1)], [WORKLOADS["single"]])

@@ -8,24 +8,11 @@ import pytest
 from benchmarks.engines.choice import NAMES, Programs
 from benchmarks.engines.engine import Settings
 from benchmarks.interleaved_runs import Patience
-from benchmarks.model_shapes import Shape
+from benchmarks.model_shapes import SHAPES
 from benchmarks.offline import main, parse, patience_of, run, show
 from benchmarks.workloads import WORKLOADS
 
-TINY = Shape(
-    name="tiny",
-    model_type="llama",
-    vocab_size=1000,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=1024,
-    tied=False,
-    scale=1 / 32,
-)
+TINY = SHAPES["tiny"]
 
 
 @pytest.mark.timeout(900)  # four Pythons that import torch, however busy the machine is
