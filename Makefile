@@ -18,8 +18,9 @@ PEERS = $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON)) \
   $(if $(NANO_VLLM_PYTHON),--nano-vllm-python $(NANO_VLLM_PYTHON)) \
   $(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER))
 # All engines of a run hold their models and KV at the same time: these fit a GPU of 141 GB, which the
-# padded batches of transformers would not.
+# padded batches of transformers would not. On 80 GB: GPU_FLAGS=--one-at-a-time.
 GPU_ENGINES ?= pagewire "pagewire in-process" vllm nano-vllm
+GPU_FLAGS ?=
 # Parallel test processes: many tests start services and wait for them.
 JOBS ?= 2
 # The tests start hundreds of processes, which would each compile the project again.
@@ -30,7 +31,7 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
+.PHONY: demo test test-gpu gpu-day gpu-day-packages test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -114,6 +115,18 @@ fuzz: $(VENV)/.ready
 test-gpu:
 	$(SOURCES) $(PYTHON) -m pytest -m "gpu" -p no:cacheprovider -W default $(GPU_TESTS)
 
+## gpu-day: one stage (STAGE=1 to 8) of a short time on a GPU machine without network, to OUT
+## (build/gpu-day); with the packages that gpu-day-packages carried. DRY_RUN=1: on a CPU, tiny models
+gpu-day:
+	test -e build/gpu-packages || test ! -e build/gpu-packages.tar.xz || \
+	  $(PYTHON) -m tarfile -e build/gpu-packages.tar.xz build/gpu-packages
+	$(SOURCES):build/gpu-packages $(PYTHON) -m benchmarks.gpu_day --stage $(STAGE) \
+	  $(if $(DRY_RUN),--dry-run) $(filter-out --llama-server $(LLAMA_SERVER),$(PEERS))
+
+## gpu-day-packages: what the services need and such a machine lacks, to build/gpu-packages.tar.xz
+gpu-day-packages: $(VENV)/.ready
+	$(BIN)/python -m tools.gpu_payload
+
 ## lint: style, types and protos
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
@@ -153,10 +166,10 @@ bench-gpu:
 	$(SOURCES) $(PYTHON) -m benchmarks.kernels --device cuda
 	$(SOURCES) $(PYTHON) -m benchmarks.offline --device cuda --shape qwen3-0.6b \
 	  --workloads nano-vllm single prefill prefix --max-num-seqs 256 --max-num-batched-tokens 16384 \
-	  --kv-cache-gib 24 --logs build/logs --engines $(GPU_ENGINES) $(PEERS)
+	  --kv-cache-gib 24 --logs build/logs --engines $(GPU_ENGINES) $(GPU_FLAGS) $(PEERS)
 	$(SOURCES) $(PYTHON) -m benchmarks.offline --device cuda --shape llama-8b \
 	  --workloads single mixed --max-num-seqs 256 --kv-cache-gib 8 --logs build/logs \
-	  --engines $(GPU_ENGINES) $(PEERS)
+	  --engines $(GPU_ENGINES) $(GPU_FLAGS) $(PEERS)
 
 ## protos: regenerate the code after a change to a .proto, and store what it added to the contract
 protos: $(VENV)/.ready

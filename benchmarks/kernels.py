@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--kernels", nargs="+", help="those with these names; default: all")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     load, device = ForeignLoad(), torch.device(args.device)
@@ -82,6 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measure(case, ceilings, device, args.repeats)
             for dtype in dtypes
             for case in all_cases(setting(device, dtype, args.attention_backend))
+            if not args.kernels or case.kernel in args.kernels
         ]
     print_table(rows, "kernels against the device's ceilings", width=180)
     is_gpu = device.type == "cuda"

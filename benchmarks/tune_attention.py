@@ -9,11 +9,13 @@ arguments of a launch, so that the best can be entered there.
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
+from pathlib import Path
 
 import torch
 
 from benchmarks.ceilings import measure
+from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.stopwatch import median_seconds
 from benchmarks.tables import print_table
 from pagewire_kernels.batch import AttentionMetadata
@@ -79,13 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--most-launches", type=int, help="the first of them; default: all")
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
-    device = torch.device("cuda")
+    device, load = torch.device(args.device), ForeignLoad()
     num_bytes = args.sequences * args.context * 2 * args.kv_heads * HEAD_DIM * 2
     read = measure(torch.bfloat16, device).read_bytes_per_s
-    results = [
-        *timed(args.sequences, args.context, args.heads, args.kv_heads, device, args.repeats)
-    ]
+    tried = timed(args.sequences, args.context, args.heads, args.kv_heads, device, args.repeats)
+    results = [*islice(tried, args.most_launches)]
     chosen = results[0][0]
     rows = [
         {
@@ -93,13 +97,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "warps": launch.num_warps,
             "stages": launch.num_stages,
             "splits": launch.num_splits,
-            "µs": f"{seconds * 1e6:.1f}",
-            "of reading": f"{num_bytes / seconds / read:.3f}",
+            "us": round(seconds * 1e6, 1),
+            "of reading": round(num_bytes / seconds / read, 3),
             "chosen": "*" if launch == chosen else "",
         }
         for launch, seconds in sorted(results, key=lambda each: each[1])
     ]
     print_table(rows, "launches of paged decode attention")
+    figures = {"sequences": args.sequences, "context": args.context, "launches": rows}
+    print(f"written to {save('tune_attention', figures, load.cores, args.output)}")
 
 
 if __name__ == "__main__":

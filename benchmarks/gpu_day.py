@@ -1,0 +1,319 @@
+"""A short time on a GPU machine, in stages of at most eight minutes.
+
+    python -m benchmarks.gpu_day --stage 1 [--output results] [--dry-run]
+
+| stage | what it does |
+| --- | --- |
+| 1 | `make test-gpu`; the racecheck of compute-sanitizer on sampling and moves of blocks |
+| 2 | each kernel against the device's ceilings; which tiles of attention are fastest |
+| 3 | Qwen3-0.6B, scheduler core and worker in one process; a profile of decode and mixed steps |
+| 4 | the same through the three services |
+| 5 | beside vLLM and nano-vllm |
+| 6 | Qwen3-8B, one stream and batches |
+| 7 | exact recovery: workers and frontends are killed under load, KV is swapped |
+| 8 | fp8 KV, quantized weights, and what `--batch-invariant` costs |
+
+A stage consists of parts, each a process with a time limit of its own. Its output and its results
+are in the output folder when it ends, and `summary.json` says how each part ended. With
+`--dry-run` the same parts run on a CPU with a tiny model, and Triton's kernels in its interpreter.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+STAGE_S = 480.0
+_LEAST_S = 20.0
+"""With less time left, no part begins."""
+_ROOMY_GIB = 120
+"""With less memory, engines that are compared run one after the other."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A module that is run with arguments, in which `{output}`, `{peers}` and `{fit}` stand for the
+    stage's folder, the flags of the peers, and that of engines which do not fit together."""
+
+    name: str
+    limit_s: float
+    command: str
+    dry: str | None = None
+    """Arguments that a dry run adds, and that override the others; None: it has no such part."""
+    under: str = ""
+    """Program that runs Python, with its arguments; not in a dry run."""
+
+
+_TINY = " --device cpu --shape tiny --dtype float32"
+
+
+def _offline(name: str, engines: str, workloads: str, *, more: str = "", **other: object) -> Part:
+    """Whole engines; a dry run has one of them and one workload."""
+    return Part(
+        name=name,
+        command="benchmarks.offline --device cuda --shape qwen3-0.6b --dtype bfloat16"
+        f" --engines {engines} --workloads {workloads} --repeats 2 --least-seconds 0"
+        " --max-num-seqs 256 --max-num-batched-tokens 16384 --kv-cache-gib 24"
+        f" --results {{output}} --name {name} --logs {{output}}/engines {{peers}} {{fit}} {more}",
+        **{"limit_s": 300.0, "dry": None} | other,  # type: ignore[arg-type]
+    )
+
+
+_ONE_ENGINE = _TINY + " --workloads single --kv-cache-gib 1 --repeats 1 --no-ceilings --engines "
+_IN_PROCESS = "'pagewire in-process'"
+_PYTEST = "pytest -p no:cacheprovider -W default -q --tb=short -m gpu"
+_CHAOS = (
+    "tests.chaos --kills 12 --streams 80 --requests 32 --time-limit 330 --workers 2"
+    " --network relays --device cuda --dtype bfloat16 --batch-invariant"
+)
+
+STAGES: dict[int, Sequence[Part]] = {
+    1: (
+        Part(
+            name="test_gpu",
+            limit_s=310,
+            command=f"{_PYTEST} --junitxml={{output}}/test_gpu.xml tests/kernels/gpu"
+            " tests/worker_service/runner/device",
+            dry="-m 'not gpu' -k 'refused and kernels'",
+        ),
+        Part(
+            name="racecheck",
+            limit_s=160,
+            under="compute-sanitizer --tool racecheck --error-exitcode 9",
+            command=f"{_PYTEST} -k 'in_any_batch or swap or copy'"
+            " tests/kernels/gpu/test_sampling.py tests/kernels/gpu/test_cache.py",
+            dry="-m 'not gpu' -k refused",
+        ),
+    ),
+    2: (
+        Part(
+            name="kernels",
+            limit_s=200,
+            command="benchmarks.kernels --device cuda --dtype bfloat16 --output {output}",
+            dry="--device cpu --dtype float32 --kernels 'gated activation' --repeats 1",
+        ),
+        Part(
+            name="tune_attention",
+            limit_s=260,
+            command="benchmarks.tune_attention --output {output}",
+            dry="--device cpu --sequences 2 --context 40 --heads 2 --kv-heads 1 --repeats 1"
+            " --most-launches 2",
+        ),
+    ),
+    3: (
+        _offline(
+            "in_process", _IN_PROCESS, "nano-vllm single mixed", dry=_ONE_ENGINE + _IN_PROCESS
+        ),
+        Part(
+            name="profile_steps",
+            limit_s=170,
+            command="benchmarks.profile_steps --output {output}",
+            dry=_TINY + " --sequences 4 --context 16 --chunk 8 --decode-steps 3 --kv-cache-gib 1",
+        ),
+    ),
+    4: (
+        _offline(
+            "services",
+            f"pagewire {_IN_PROCESS}",
+            "nano-vllm single mixed",
+            limit_s=470.0,
+            dry=_ONE_ENGINE + "pagewire",
+        ),
+    ),
+    5: (
+        _offline(
+            "peers",
+            "pagewire vllm nano-vllm",
+            "nano-vllm single mixed prefix",
+            limit_s=330.0,
+            dry=_ONE_ENGINE + "pagewire vllm nano-vllm",
+        ),
+        Part(
+            name="online",
+            limit_s=200,
+            command="benchmarks.online --device cuda --shape qwen3-0.6b --rates 8 16 32"
+            " --seconds 10 --repeats 1 --results {output} {vllm}",
+        ),
+    ),
+    6: (
+        Part(
+            name="checkpoint",
+            limit_s=240,
+            command="benchmarks.checkpoints {checkpoints} --shape qwen3-8b",
+            dry="--shape tiny",
+        ),
+        _offline(
+            "large",
+            f"{_IN_PROCESS} pagewire vllm nano-vllm",
+            "single mixed",
+            more="--shape qwen3-8b --kv-cache-gib 8",
+            limit_s=400.0,
+            dry=_ONE_ENGINE + _IN_PROCESS,
+        ),
+    ),
+    7: tuple(
+        Part(
+            name=f"chaos_{mode}",
+            limit_s=limit_s,
+            command=f"{_CHAOS} --preemption-mode {mode} --output {{output}}/chaos_{mode}.json",
+            dry="--kills 1 --streams 2 --requests 2 --frontends 1 --workers 1 --device cpu"
+            " --dtype float32"
+            if mode == "swap"
+            else None,
+        )
+        for mode, limit_s in (("swap", 300), ("recompute", 180))
+    ),
+    8: tuple(
+        _offline(
+            name,
+            _IN_PROCESS,
+            "single mixed",
+            more=flags,
+            limit_s=120.0,
+            dry=_ONE_ENGINE + f"{_IN_PROCESS} --kv-cache-dtype int8" if name == "fp8_kv" else None,
+        )
+        for name, flags in (
+            ("fp8_kv", "--kv-cache-dtype fp8"),
+            ("gptq", "--weights gptq"),
+            ("w8a8", "--weights w8a8"),
+            ("batch_invariant", "--batch-invariant"),
+        )
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Day:
+    """Where stages run, with what."""
+
+    output: Path
+    is_dry: bool
+    memory_gib: float = 0.0
+    checkpoints: Path
+    vllm_python: Path | None = None
+    nano_vllm_python: Path | None = None
+
+    def words(self, part: Part) -> list[str]:
+        """A part's command line."""
+        vllm = f"--vllm-python {self.vllm_python}" if self.vllm_python else ""
+        nano = f"--nano-vllm-python {self.nano_vllm_python}" if self.nano_vllm_python else ""
+        command = part.command.format(
+            output=self.output,
+            checkpoints=self.checkpoints,
+            vllm=vllm,
+            peers=f"{vllm} {nano} --checkpoints {self.checkpoints}",
+            fit="" if self.memory_gib >= _ROOMY_GIB else "--one-at-a-time",
+        )
+        words = [sys.executable, "-m", *shlex.split(command)]
+        if self.is_dry:
+            return words + shlex.split(part.dry or "")
+        return shlex.split(part.under) + words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outcome:
+    """How a part ended."""
+
+    part: str
+    code: int | None
+    """Exit code; None if the part did not begin or was killed at its limit."""
+    seconds: float
+    why: str = ""
+    """Why there is no exit code."""
+
+
+def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list[Outcome]:
+    """Run parts in order, each whatever became of those before; `summary.json` is written after
+    each."""
+    day.output.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    outcomes: list[Outcome] = []
+    for part in parts:
+        if day.is_dry and part.dry is None:
+            continue
+        left_s = stage_s - (time.monotonic() - began)
+        if left_s < _LEAST_S:
+            outcomes.append(Outcome(part=part.name, code=None, seconds=0, why="no time is left"))
+        else:
+            outcomes.append(_run(part, day, min(part.limit_s, left_s)))
+        print(outcomes[-1], flush=True)
+        summary = json.dumps([asdict(each) for each in outcomes], indent=2)
+        (day.output / "summary.json").write_text(summary + "\n")
+    return outcomes
+
+
+def _run(part: Part, day: Day, limit_s: float) -> Outcome:
+    """Run a part as a process; at its limit, it and all that it started are ended."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if day.is_dry:
+        environment["TRITON_INTERPRET"] = "1"
+    began = time.monotonic()
+    with (day.output / f"{part.name}.log").open("wb") as log:
+        try:
+            process = subprocess.Popen(
+                day.words(part),
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except FileNotFoundError as error:
+            return Outcome(part=part.name, code=None, seconds=0, why=f"{error.filename} is absent")
+        code, why = None, f"ended after {limit_s:.0f} s"
+        try:
+            code, why = process.wait(limit_s), ""
+        except subprocess.TimeoutExpired:
+            _end(process)
+    return Outcome(part=part.name, code=code, seconds=round(time.monotonic() - began, 1), why=why)
+
+
+def _end(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
+    """Ask a process group to end, so that it ends what it started; then kill it."""
+    os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace_s)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a stage; ends with 1 if a part failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", type=int, required=True, choices=STAGES)
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", "build/gpu-day")))
+    parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/pagewire-checkpoints"))
+    parser.add_argument("--vllm-python", type=Path, help="the Python that has vLLM")
+    parser.add_argument("--nano-vllm-python", type=Path, help="the Python that has nano-vllm")
+    parser.add_argument("--dry-run", action="store_true", help="on this CPU, with a tiny model")
+    args = parser.parse_args(arguments)
+    memory_gib = 0.0
+    if not args.dry_run:
+        import torch
+
+        memory_gib = torch.cuda.get_device_properties(0).total_memory / 2**30
+    day = Day(
+        output=(args.output / f"stage-{args.stage}").absolute(),
+        is_dry=args.dry_run,
+        memory_gib=memory_gib,
+        checkpoints=args.checkpoints,
+        vllm_python=args.vllm_python,
+        nano_vllm_python=args.nano_vllm_python,
+    )
+    outcomes = run_parts(STAGES[args.stage], day)
+    sys.exit(any(outcome.code != 0 for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Profile of decode steps and of mixed steps: how long the device is idle, and what it computes.
+
+    python -m benchmarks.profile_steps --device cuda --shape qwen3-0.6b
+
+Scheduler core and worker in this process. *Decode* steps have a row for each of `--sequences`;
+*mixed* steps have a chunk of a prompt beside them. The idle share is that of the time between the
+first and the last operation in which the device runs none. Traces for https://ui.perfetto.dev are
+written beside the results.
+"""
+
+import argparse
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.engines.engine import Settings
+from benchmarks.engines.in_process import InProcess, described
+from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.model_shapes import SHAPES
+from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
+
+_MOST_OPERATIONS = 15
+"""Operations in a table, those that take longest."""
+
+
+def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
+    """Share of the time from the first beginning to the last end that lies in no interval."""
+    ordered = sorted(intervals)
+    if not ordered:
+        raise ValueError("no operation was profiled")
+    first, busy, end = ordered[0][0], 0.0, ordered[0][0]
+    for begin, until in ordered:
+        busy += max(0.0, until - max(begin, end))
+        end = max(end, until)
+    return 1 - busy / (end - first) if end > first else 0.0
+
+
+class Steps:
+    """Steps of sequences that decode, beside which prompts can be sent."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        settings = Settings(
+            shape=SHAPES[args.shape],
+            dtype=args.dtype,
+            checkpoints=args.checkpoints,
+            device=args.device,
+            max_model_len=args.context + args.chunk + 256,
+            max_num_seqs=args.sequences + args.mixed_steps,
+            max_num_batched_tokens=args.sequences + args.chunk,
+            kv_cache_gib=args.kv_cache_gib,
+            attention_backend=args.attention_backend,
+        )
+        self._engine = InProcess(described(settings))
+        self._on_gpu = args.device == "cuda"
+        self._vocab_size = settings.shape.vocab_size
+        self._draw = np.random.default_rng(0)
+        self.outputs: dict[int, list[int]] = {}
+
+    def submit(self, count: int, prompt_len: int, num_tokens: int) -> None:
+        """Queue requests of random tokens."""
+        for _ in range(count):
+            prompt = self._draw.integers(FIRST_WORD_ID, self._vocab_size, prompt_len).tolist()
+            self.outputs[self._engine.submit(prompt, num_tokens)] = []
+
+    def advance(self) -> bool:
+        """Compute a step; False if nothing was left to do."""
+        return self._engine.advance(self.outputs)
+
+    def profiled(self, num_steps: int, trace: Path) -> dict[str, Any]:
+        """Figures of some steps."""
+        kind = DeviceType.CUDA if self._on_gpu else DeviceType.CPU
+        activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
+        with profile(activities=[activity]) as found:
+            for _ in range(num_steps):
+                if not self.advance():
+                    raise RuntimeError("all sequences have ended: they need more output tokens")
+            if self._on_gpu:
+                torch.cuda.synchronize()
+        found.export_chrome_trace(str(trace))
+        events = [event for event in found.events() if event.device_type == kind]
+        times: Counter[str] = Counter()
+        for event in events:
+            times[event.name] += event.time_range.elapsed_us()
+        spans = [(event.time_range.start, event.time_range.end) for event in events]
+        whole_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
+        return {
+            "steps": num_steps,
+            "us_per_step": round(whole_us / num_steps, 1),
+            "operations_per_step": round(len(events) / num_steps, 1),
+            "idle_share": round(idle_share(spans), 4),
+            "us_per_step_by_operation": {
+                name: round(us / num_steps, 1) for name, us in times.most_common(_MOST_OPERATIONS)
+            },
+        }
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Profile both kinds of steps, the second time: the first compiles what they need."""
+    steps, figures = Steps(args), {}
+    for _ in range(2):
+        steps.submit(args.sequences, args.context, 2 * (args.decode_steps + args.mixed_steps) + 64)
+        while not all(steps.outputs.values()):
+            steps.advance()
+        trace = args.output / "profile_decode.json.gz"
+        figures["decode"] = steps.profiled(args.decode_steps, trace)
+        steps.submit(args.mixed_steps, args.chunk, 2)
+        trace = args.output / "profile_mixed.json.gz"
+        figures["mixed"] = steps.profiled(args.mixed_steps, trace)
+        while steps.advance():
+            pass
+        steps.outputs.clear()
+    return figures
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Profile, print, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--attention-backend")
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--chunk", type=int, default=512, help="of a prompt, in a mixed step")
+    parser.add_argument("--decode-steps", type=int, default=20)
+    parser.add_argument("--mixed-steps", type=int, default=5)
+    parser.add_argument("--kv-cache-gib", type=int, default=24)
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "pagewire-checkpoints"
+    )
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    args = parser.parse_args(arguments)
+    args.output.mkdir(parents=True, exist_ok=True)
+    foreign = ForeignLoad()
+    figures = run(args)
+    for kind, found in figures.items():
+        print(f"{kind}: {found['us_per_step']} µs a step, idle {found['idle_share']:.1%}")
+        for name, us in found["us_per_step_by_operation"].items():
+            print(f"    {us:10.1f} µs  {name[:100]}")
+    about = {"shape": args.shape, "dtype": args.dtype, "sequences": args.sequences}
+    about |= {"context": args.context, "chunk": args.chunk}
+    print(f"written to {save('profile_steps', about | figures, foreign.cores, args.output)}")
+
+
+if __name__ == "__main__":
+    main()

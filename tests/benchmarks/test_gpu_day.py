@@ -1,0 +1,136 @@
+"""The stages of a GPU day can be rehearsed on a CPU, and keep what their parts wrote."""
+
+import json
+import shlex
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import profile_steps
+from benchmarks.gpu_day import STAGES, Day, Part, main, run_parts
+from benchmarks.profile_steps import idle_share
+from tools import gpu_payload
+
+RESULTS = {
+    1: ["test_gpu.xml", "racecheck.log"],
+    2: ["kernels.json", "tune_attention.json"],
+    3: ["in_process.json", "profile_steps.json", "profile_mixed.json.gz"],
+    4: ["services.json"],
+    5: ["peers.json"],
+    6: ["large.json"],
+    7: ["chaos_swap.json"],
+    8: ["fp8_kv.json"],
+}
+
+
+@pytest.fixture
+def day(tmp_path: Path) -> Day:
+    """On this CPU."""
+    return Day(output=tmp_path / "results", is_dry=True, checkpoints=tmp_path / "checkpoints")
+
+
+@pytest.fixture
+def gpu(tmp_path: Path) -> Day:
+    """On a GPU of 80 GB, with both peers."""
+    return Day(
+        output=tmp_path / "results",
+        is_dry=False,
+        memory_gib=79.6,
+        checkpoints=tmp_path / "checkpoints",
+        vllm_python=Path("vllm/python"),
+        nano_vllm_python=Path("nano/python"),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.timeout(480)  # each starts several processes, however busy the machine is
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_can_be_rehearsed(stage: int, day: Day) -> None:
+    outcomes = run_parts(STAGES[stage], day)
+    logs = [path.read_text()[-3000:] for path in day.output.glob("*.log")]
+    assert {outcome.part: outcome.code for outcome in outcomes if outcome.code != 0} == {}, logs
+    for name in RESULTS[stage]:
+        assert (day.output / name).stat().st_size > 0
+
+
+def test_steps_are_profiled(day: Day) -> None:
+    [part] = [part for part in STAGES[3] if part.name == "profile_steps"]
+    profile_steps.main([*day.words(part)[3:], "--checkpoints", str(day.checkpoints)])
+    found = json.loads((day.output / "profile_steps.json").read_text())
+    assert (found["decode"]["steps"], found["mixed"]["steps"]) == (3, 5)
+    for kind in ("decode", "mixed"):
+        assert 0 <= found[kind]["idle_share"] < 1
+        assert found[kind]["us_per_step"] > 0
+        assert (day.output / f"profile_{kind}.json.gz").stat().st_size > 0
+
+
+def test_every_part_runs_a_module_and_has_a_name_of_its_own(day: Day, gpu: Day) -> None:
+    for parts in STAGES.values():
+        assert len({part.name for part in parts}) == len(parts)
+        assert any(part.dry is not None for part in parts)
+        for part in parts:
+            words = gpu.words(part)
+            module = words[words.index("-m") + 1]
+            assert module == "tests.chaos" or find_spec(module) is not None
+            assert day.words(part)[0] == sys.executable
+    [racecheck] = [part for part in STAGES[1] if part.under]
+    assert gpu.words(racecheck)[:3] == ["compute-sanitizer", "--tool", "racecheck"]
+
+
+def test_peers_take_part_where_they_are_given(gpu: Day, day: Day) -> None:
+    [peers] = [part for part in STAGES[5] if part.name == "peers"]
+    words = shlex.join(gpu.words(peers))
+    assert "--vllm-python vllm/python --nano-vllm-python nano/python" in words
+    assert "-python" not in shlex.join(day.words(peers))
+
+
+@pytest.mark.parametrize(("memory_gib", "alone"), [(79.6, True), (139.8, False)])
+def test_engines_that_do_not_fit_together_run_one_after_the_other(
+    memory_gib: float, alone: bool, tmp_path: Path
+) -> None:
+    gpu = Day(output=tmp_path, is_dry=False, memory_gib=memory_gib, checkpoints=tmp_path)
+    [peers] = [part for part in STAGES[5] if part.name == "peers"]
+    assert ("--one-at-a-time" in gpu.words(peers)) == alone
+
+
+def test_a_failing_part_does_not_stop_the_others_and_one_without_end_is_ended(gpu: Day) -> None:
+    parts = [
+        Part(name="fails", limit_s=60, command="no_such_module"),
+        Part(name="hangs", limit_s=0.5, command="timeit -n1 -r1 'while 1: pass'"),
+        Part(name="absent", limit_s=60, command="this", under="no-such-program"),
+        Part(name="works", limit_s=60, command="platform"),
+    ]
+    fails, hangs, absent, works = run_parts(parts, gpu)
+    assert fails.code == 1
+    assert "No module named" in (gpu.output / "fails.log").read_text()
+    assert (hangs.code, hangs.why) == (None, "ended after 0 s")
+    assert (absent.code, absent.why) == (None, "no-such-program is absent")
+    assert works.code == 0
+    summary = json.loads((gpu.output / "summary.json").read_text())
+    assert [each["part"] for each in summary] == ["fails", "hangs", "absent", "works"]
+
+
+def test_nothing_begins_once_a_stage_has_no_time_left(gpu: Day) -> None:
+    parts = [Part(name="late", limit_s=60, command="platform")]
+    assert [outcome.why for outcome in run_parts(parts, gpu, stage_s=5)] == ["no time is left"]
+    assert not (gpu.output / "late.log").exists()
+
+
+def test_stages_are_numbered_from_one_to_eight() -> None:
+    with pytest.raises(SystemExit):
+        main(["--stage", "9", "--dry-run"])
+
+
+def test_the_device_is_idle_where_no_operation_runs() -> None:
+    assert idle_share([(0, 2), (1, 3), (5, 10), (6, 7)]) == pytest.approx(0.2)
+    assert idle_share([(3, 4)]) == 0.0
+    with pytest.raises(ValueError, match="no operation"):
+        idle_share([])
+
+
+def test_the_payload_has_what_the_services_declare_and_not_what_the_machine_has() -> None:
+    names = {gpu_payload.name_of(each) for each in gpu_payload.requirements()}
+    assert names >= {"fastapi", "llguidance", "grpcio-status", "rich", "gguf"}
+    assert not names & {"torch", "protobuf", "grpcio", "numpy", "transformers"}

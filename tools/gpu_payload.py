@@ -1,0 +1,80 @@
+"""The packages that a GPU machine without network lacks, to be carried there beside the repository.
+
+    python -m tools.gpu_payload --output build/gpu-packages.tar.xz
+
+Such a machine has Python 3.12, torch, Triton and transformers, and what these need. Installs what
+client, scheduler and worker require besides into an archive, which `make gpu-day` unpacks. Needs
+pip and network.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PINNED = {"grpcio": "1.84.0", "protobuf": "7.36.2"}
+"""Packages of the machine whose versions others must fit."""
+PROVIDED = {
+    *PINNED,
+    *("aiohttp", "hf-xet", "huggingface-hub", "numpy", "pytest", "safetensors", "tokenizers"),
+    *("torch", "transformers", "triton", "uvloop"),
+}
+"""Packages of the machine, which are not carried."""
+BENCHMARKS = ("psutil", "pytest-asyncio", "pytest-timeout")
+"""What benchmarks and tests need besides."""
+_PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_31_x86_64")
+
+
+def name_of(requirement: str) -> str:
+    """A requirement's package, as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
+
+
+def requirements() -> list[str]:
+    """What client, scheduler and worker declare, without what the machine has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *extras["scheduler"], *extras["worker"]]
+    return [each for each in dict.fromkeys(listed) if name_of(each) not in PROVIDED]
+
+
+def install(folder: Path) -> None:
+    """Install the requirements with their own, without what the machine has."""
+    pins = [f"{name}=={version}" for name, version in PINNED.items()]
+    with tempfile.TemporaryDirectory() as temporary:
+        report = Path(temporary) / "report.json"
+        _pip(folder, "--dry-run", "--report", str(report), *requirements(), *BENCHMARKS, *pins)
+        found = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    carried = [f"{m['name']}=={m['version']}" for m in found if name_of(m["name"]) not in PROVIDED]
+    _pip(folder, "--no-deps", *carried)
+
+
+def _pip(folder: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "install", "--target", str(folder)]
+    command += ["--python-version", "3.12", "--only-binary=:all:", "--no-compile"]
+    command += [word for name in _PLATFORMS for word in ("--platform", name)]
+    subprocess.run([*command, *arguments], check=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Write the archive, and print its size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=ROOT / "build/gpu-packages.tar.xz")
+    args = parser.parse_args(arguments)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        install(Path(temporary))
+        with tarfile.open(args.output, "w:xz") as archive:
+            archive.add(temporary, ".")
+    print(f"{args.output}: {args.output.stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    main()
