@@ -218,17 +218,17 @@ _NO_OPTIONS = {
     "logit_bias",
     "stop_token_ids",
     "bad_words",
-    "min_tokens",
-    "ignore_eos",
-    "logprobs",
     "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
 }
 """Sampling parameters that the command line does not have."""
 
-_ANSWERS = {"n", "best_of", "beam_width", "length_penalty", "early_stopping"}
-"""Sampling parameters that decide how many answers there are, and how they are found."""
+_ANSWERS = {
+    *("n", "best_of", "beam_width", "length_penalty", "early_stopping"),
+    *("min_tokens", "ignore_eos", "logprobs"),
+}
+"""Sampling parameters that conversations lack: those of several answers and of measurements."""
 
 _LIST_OPTION: tuple[Any, Any] = (list[str], [])
 _OWN_KINDS: dict[str, tuple[Any, Any]] = {
@@ -237,6 +237,7 @@ _OWN_KINDS: dict[str, tuple[Any, Any]] = {
     "choice": _LIST_OPTION,
     "json_schema": (str | None, None),
     "early_stopping": (EarlyStopping | None, None),
+    "ignore_eos": (bool, None),
 }
 """Type and default of options that have other ones than their parameter."""
 

@@ -127,6 +127,11 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
+def __dir__() -> list[str]:
+    """What notebooks and other interactive shells offer to complete."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -158,6 +158,9 @@ class AsyncOutputStream(AsyncIterator[OutputDelta]):
         self._generation = _AsyncGeneration(caller, request, Deadline(timeout))
         self._deltas = self._generation.deltas()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of request {self.request_id}>"
+
     @property
     def request_id(self) -> str:
         """The request's id, for `abort`."""

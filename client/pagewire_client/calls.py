@@ -152,6 +152,9 @@ class OutputStream(Iterator[OutputDelta]):
         self._generation = _Generation(caller, request, Deadline(timeout))
         self._deltas = self._generation.deltas()
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of request {self.request_id}>"
+
     @property
     def request_id(self) -> str:
         """The request's id, for `abort`."""

@@ -140,8 +140,8 @@ _NO_ANSWER = (
     "errors resolving",
 )
 """The beginnings of gRPC's messages for failed connections."""
+_TIMEOUT_PASSED = "the timeout passed before the answer was complete"
 _IN_WORDS = {
-    "Deadline Exceeded": "the timeout passed before the answer was complete",
     "Method not found!": "this is another service's address: no such call exists there",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
@@ -189,6 +189,8 @@ def _build(code: int, message: str, status: status_pb2.Status) -> PagewireError:
     kind = _BY_NUMBER.get(code, ServerError)
     if info is None and any(words in message for words in _TRANSPORT_BREAKS.get(code, ())):
         kind = Unavailable
+    if info is None and kind is DeadlineExceeded:
+        message = _TIMEOUT_PASSED
     violations = bad_request.field_violations if bad_request else ()
     return kind(
         message,

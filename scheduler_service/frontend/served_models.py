@@ -263,7 +263,8 @@ class ModelDirectory:
         if name in self._named:
             return self._find_ready(self._named[name])
         if served and name not in self._known and not is_continued:
-            names = ", ".join(sorted(served))
+            usable = [n for n, info in self._named.items() if may_use(tenant, info)]
+            names = ", ".join(sorted(usable))
             raise UnknownModel(
                 f"unknown model {name!r}; available models: {names}",
                 details={"model": name or "", "served": names},

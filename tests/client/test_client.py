@@ -318,7 +318,7 @@ def test_a_full_server_is_tried_again(client: Any, frontend: FakeFrontend) -> No
 
 def test_a_timeout_ends_the_request_here_and_there(client: Any, frontend: FakeFrontend) -> None:
     frontend.hold.clear()
-    with pytest.raises(errors.DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded, match="the timeout passed before"):
         client.generate("Hello", TEN, timeout=0.3)
     assert frontend.ended_early.wait(5)
 
@@ -415,6 +415,7 @@ def test_every_error_is_exported() -> None:
     }
     assert defined <= set(pagewire_client.__all__)
     assert all(hasattr(pagewire_client, name) for name in pagewire_client.__all__)
+    assert set(pagewire_client.__all__) <= set(dir(pagewire_client))
 
 
 def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFrontend) -> None:
@@ -493,6 +494,11 @@ def test_a_client_shows_its_addresses_and_no_key() -> None:
     for kind in (Client, AsyncClient):
         client = kind(["127.0.0.1:1", "unix:/x"], api_key="secret")
         assert repr(client) == f"{kind.__name__}('127.0.0.1:1,unix:/x')"
+
+
+def test_a_stream_shows_its_request(frontend: FakeFrontend) -> None:
+    with Client(frontend.address) as client, client.stream("Hello", TEN) as stream:
+        assert repr(stream) == f"<OutputStream of request {stream.request_id}>"
 
 
 def test_a_closed_client_says_so(frontend: FakeFrontend) -> None:

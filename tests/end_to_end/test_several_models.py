@@ -122,7 +122,8 @@ def test_a_model_that_is_not_served_is_not_found_and_those_that_are_are_named(
     with pytest.raises(grpc.RpcError) as caught:
         fold(stub.Generate(request("other"), timeout=60))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-    assert caught.value.details() == "unknown model 'other'; available models: embedded, tiny"
+    available = f"{EMBEDDED}, {TINY}, {ALIAS}"
+    assert caught.value.details() == f"unknown model 'other'; available models: {available}"
 
 
 def test_without_a_name_the_request_is_refused_and_those_there_are_are_named(

@@ -109,9 +109,11 @@ def test_generate_prints_all_there_is_as_json(invoke: Any) -> None:
 
 def test_sampling_options_reach_the_server(invoke: Any, frontend: FakeFrontend) -> None:
     invoke("generate", "x", "--top-k", "-1", "--top-p", "0.5", "--stop", "a", "--stop", "b")
-    params = frontend.requests[0].sampling_params
+    invoke("generate", "x", "--min-tokens", "3", "--max-tokens", "3", "--ignore-eos")
+    params, measured = (each.sampling_params for each in frontend.requests)
     assert (params.top_k, params.top_p, list(params.stop)) == (0, 0.5, ["a", "b"])
     assert not params.HasField("temperature")
+    assert (measured.min_tokens, measured.ignore_eos) == (3, True)
 
 
 def test_several_answers_are_printed_one_after_the_other(
