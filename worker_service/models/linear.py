@@ -345,6 +345,10 @@ class Linear(nn.Module):
         if self.packed is not None:
             return self.packed.apply(rows, bias, output_dtype=output_dtype)
         assert self.weight is not None
+        if bias is None and output_dtype == torch.float32 != rows.dtype and not rows.is_cpu:
+            # Sums are float32 anyway. Rounding them to the weight's type would cost tokens their
+            # order, and a second pass over the product.
+            return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
         product = nn.functional.linear(rows, self.weight, bias)
         return product if output_dtype is None else product.to(output_dtype)
 

@@ -1,8 +1,11 @@
 """Shared layers: correct, and batch-invariant to the bit."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference.backend import TorchLayerKernels
@@ -118,3 +121,42 @@ def test_functions_that_a_library_calls_are_replaced_within_the_mode() -> None:
         rows = [compute(row[None]) for row in x]
     assert torch.equal(torch.cat(rows), expected)
     torch.testing.assert_close(compute(x), expected, atol=1e-4, rtol=1e-4)
+
+
+class _Dtypes(TorchDispatchMode):
+    """The types of all results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.seen.append(result.dtype)
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_logits_are_not_rounded_to_the_type_of_the_weights(dtype: torch.dtype) -> None:
+    """On the device without data: torch has this product for GPUs and none for CPUs."""
+    head = VocabHead(1000, 64, ModelContext(dtype=dtype, device=torch.device("meta")), None)
+    rows = torch.empty(3, 64, dtype=dtype, device="meta")
+    with _Dtypes() as dtypes:
+        logits = head(rows)
+    assert dtypes.seen == [torch.float32]
+    assert logits.shape == (3, 1000)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_on_a_gpu_are_those_of_a_cpu(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randn(5, 1024, generator=draw).to(dtype)
+    weight = (torch.randn(4000, 1024, generator=draw) / 32).to(dtype)
+    head = VocabHead(4000, 1024, ModelContext(dtype=dtype, device=torch.device("cuda")), None)
+    assert head.weight is not None
+    head.weight.copy_(weight)
+    torch.testing.assert_close(
+        head(rows.cuda()).cpu(), rows.float() @ weight.float().T, atol=1e-4, rtol=1e-4
+    )
