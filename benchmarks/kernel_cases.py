@@ -10,7 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
+from pagewire_kernels.batch import (
+    AttentionMetadata,
+    SamplingParam,
+    SamplingRows,
+    SamplingTables,
+    mask_width,
+)
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, stored_head_size
 from pagewire_kernels.quantized_weight import quantize
 from pagewire_kernels.select import Kernels, select_kernels
@@ -281,29 +287,44 @@ def _products(
 
 def sampling_case(where: Setting) -> Case:
     """Temperature, top-k and top-p over a large vocabulary; each logit is to be read once."""
-    from pagewire_kernels.triton import sample
+    from pagewire_kernels.triton import edit, sample
 
     num_rows, vocab_size = 256, 151936
     draw = torch.Generator(where.device).manual_seed(0)
     logits = torch.randn(num_rows, vocab_size, generator=draw, device=where.device)
 
-    def column(value: float, dtype: torch.dtype) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype, device=where.device)
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=where.device)
 
-    metadata = SamplingMetadata(
-        temperature=column(0.8, torch.float32),
-        top_k=column(50, torch.int32),
-        top_p=column(0.95, torch.float64),
-        min_p=column(0.0, torch.float64),
-        seeds=torch.arange(num_rows, device=where.device),
-        choice_indices=column(0, torch.int32),
-        positions=column(3, torch.int32),
+    tables = SamplingTables(
+        params=zeros(num_rows, len(SamplingParam), dtype=torch.int64),
+        latest=zeros(num_rows, dtype=torch.int64),
+        counts=zeros(1, vocab_size),
+        edit_tokens=zeros(num_rows, 1),
+        edit_values=zeros(num_rows, 1, dtype=torch.float32),
+        edit_ends=zeros(num_rows, 1),
     )
+    tables.params[:, SamplingParam.TOP_K] = 50
+    tables.params[:, SamplingParam.SEED] = torch.arange(num_rows)
+    reals = tables.params.view(torch.float64)
+    reals[:, SamplingParam.TEMPERATURE], reals[:, SamplingParam.TOP_P] = 0.8, 0.95
+    row_ids = torch.arange(num_rows, dtype=torch.int32, device=where.device)
+    rows = SamplingRows(
+        row_ids=row_ids,
+        positions=row_ids,
+        mask_rows=torch.full_like(row_ids, -1),
+        bitmask=zeros(1, mask_width(vocab_size)),
+    )
+    outcome = zeros(num_rows, dtype=torch.int64)
+
+    def run() -> None:
+        sample(logits, edit(logits, rows, tables), rows, tables, outcome)
+
     return Case(
         kernel="sample",
         size=f"{num_rows} x {vocab_size}",
         implementation="triton",
         dtype="float32",
-        run=lambda: sample(logits, metadata),
+        run=run,
         num_bytes=logits.nbytes,
     )

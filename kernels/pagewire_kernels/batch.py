@@ -1,7 +1,9 @@
-"""What kernels share: the metadata of a batch, and pairs of blocks to copy."""
+"""What kernels share: the metadata of a batch, tables of sequences, pairs of blocks to copy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,30 +39,145 @@ class AttentionMetadata:
     """The longest sequence's context length, in tokens."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingMetadata:
-    """How each row of a batch of logits is sampled; columns of [num_rows] on the logits' device."""
+class StepInputs(NamedTuple):
+    """A step's inputs as the host sends them: int32, by flattened token and by sequence."""
 
-    temperature: torch.Tensor
-    """float32; 0 takes the largest logit."""
+    token_ids: Tensor
+    """[num_tokens]; UNKNOWN_TOKEN for a token that only the device knows."""
 
-    top_k: torch.Tensor
-    """int32; 0 keeps all."""
+    positions: Tensor
+    """[num_tokens]."""
 
-    top_p: torch.Tensor
+    slot_mapping: Tensor
+    """[num_tokens]; negative for rows whose KV is not written."""
+
+    token_rows: Tensor
+    """[num_tokens]: the row of `SamplingTables` and of block tables of each token's sequence."""
+
+    seq_rows: Tensor
+    """[num_seqs]: that of each sequence."""
+
+    context_lens: Tensor
+    """[num_seqs]."""
+
+
+class PreparedInputs(NamedTuple):
+    """What a model takes."""
+
+    token_ids: Tensor
+    """int64 [num_tokens]."""
+
+    positions: Tensor
+    """int64 [num_tokens]."""
+
+    slot_mapping: Tensor
+    """int64 [num_tokens]."""
+
+    block_tables: Tensor
+    """int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are -1."""
+
+
+UNKNOWN_TOKEN = -1
+
+NON_FINITE = -1
+"""Outcome of sampling, instead of a token: the row's largest logit is not finite."""
+NO_CANDIDATES = -2
+"""The row's edits exclude every token."""
+OFF_CONSTRAINT = -3
+"""The row's bitmask excludes every token, since its constraint has failed."""
+NOT_SAMPLED = -4
+"""The row has not failed, but the worker chooses no token for it."""
+
+
+class SamplingParam(IntEnum):
+    """Columns of `SamplingTables.params`."""
+
+    TEMPERATURE = 0
+    """float64; 0 takes the largest logit."""
+    TOP_K = 1
+    """0 keeps all."""
+    TOP_P = 2
     """float64; 1 keeps all."""
-
-    min_p: torch.Tensor
+    MIN_P = 3
     """float64; 0 keeps all."""
+    SEED = 4
+    """The bits of the unsigned seed."""
+    CHOICE_INDEX = 5
+    """Which of its request's sequences the row has."""
+    IS_PENALIZED = 6
+    """1 if the three penalties apply and the row's tokens are counted; else 0."""
+    REPETITION_PENALTY = 7
+    """float64, as the next two."""
+    FREQUENCY_PENALTY = 8
+    PRESENCE_PENALTY = 9
+    NUM_EDITS = 10
+    """Entries of the row's logit edits."""
+    OFFERS = 11
+    """1 if no token is sampled, because the caller chooses among candidates; else 0."""
 
-    seeds: torch.Tensor
-    """int64: the bits of the unsigned seed."""
 
-    choice_indices: torch.Tensor
-    """int32: which of its request's sequences the row belongs to."""
+COUNT_OCCURS = 1
+COUNT_ONE_OUTPUT = 2
+"""An entry of `SamplingTables.counts` is twice the token's count in the output, and one more if it
+occurs at all."""
 
-    positions: torch.Tensor
-    """int32: output tokens that the row's sequence has so far."""
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingTables:
+    """How sequences are sampled, by row; on the logits' device."""
+
+    params: Tensor
+    """int64 [num_rows, len(SamplingParam)]; float64 by its bits."""
+
+    latest: Tensor
+    """int64 [num_rows]: the token sampled last, or what became of the row: once it is negative the
+    row has failed, and stays so."""
+
+    counts: Tensor
+    """int32 [num_counted, vocab_size]: occurrences of tokens, for the first rows."""
+
+    edit_tokens: Tensor
+    """int32 [num_rows, max_edits]: tokens whose logits get a number added; none twice in a row,
+    except for those excluded."""
+
+    edit_values: Tensor
+    """float32 [num_rows, max_edits]: the numbers; minus infinity excludes the token. In a row the
+    finite ones come first."""
+
+    edit_ends: Tensor
+    """int32 [num_rows, max_edits]: number of output tokens from which on an entry does not
+    apply."""
+
+
+class SamplingRows(NamedTuple):
+    """The rows that sample in a step; int32 [n], on the device."""
+
+    row_ids: Tensor
+    """Rows of the tables; none twice, but for rows that pad the batch."""
+
+    positions: Tensor
+    """Output tokens that each row's sequence has so far."""
+
+    mask_rows: Tensor
+    """Rows of `bitmask`; -1 for rows that need none."""
+
+    bitmask: Tensor
+    """int32 [m, mask_width(vocab_size)]: a bit per token, the lowest first, 1 where it is
+    allowed; in the last word whether the row's constraint has failed."""
+
+    def select(self, rows: Tensor) -> "SamplingRows":
+        """Some of the rows, by an index tensor."""
+        return SamplingRows(
+            row_ids=self.row_ids.index_select(0, rows),
+            positions=self.positions.index_select(0, rows),
+            mask_rows=self.mask_rows.index_select(0, rows),
+            bitmask=self.bitmask,
+        )
+
+
+def mask_width(vocab_size: int) -> int:
+    """Words in a row of `SamplingRows.bitmask`."""
+    return -(-vocab_size // 32) + 1
 
 
 Move = Callable[[Tensor, Tensor, Tensor], None]

@@ -18,7 +18,13 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from pagewire_kernels import triton as triton_kernels
-from pagewire_kernels.batch import AttentionMetadata, SamplingMetadata
+from pagewire_kernels.batch import (
+    AttentionMetadata,
+    SamplingParam,
+    SamplingRows,
+    SamplingTables,
+    StepInputs,
+)
 from pagewire_kernels.reference import ACTIVATIONS
 from tests.support.quantized_weights import random_weight
 
@@ -276,29 +282,43 @@ def _move_blocks() -> None:
     triton_kernels.move_blocks(cache, cache, torch.tensor([[0, 1]]))
 
 
-def _sampling_metadata(n: int, begin: int = 0) -> SamplingMetadata:
+def _sampling_rows(n: int, begin: int = 0) -> SamplingRows:
     """Columns of n rows that begin `begin` elements after a boundary."""
-    whole = torch.zeros(begin + n, dtype=torch.int32)[begin:]
-    double = torch.ones(begin + n, dtype=torch.float64)[begin:]
-    return SamplingMetadata(
-        temperature=torch.ones(begin + n)[begin:],
-        top_k=whole,
-        top_p=double,
-        min_p=double,
-        seeds=torch.zeros(begin + n, dtype=torch.int64)[begin:],
-        choice_indices=whole,
-        positions=whole,
+    column = torch.zeros(begin + n, dtype=torch.int32)[begin:]
+    return SamplingRows(column, column, column, torch.zeros(1, 4749, dtype=torch.int32))
+
+
+def _sampling_tables(vocab_size: int) -> SamplingTables:
+    entries = torch.zeros(1, 1024, dtype=torch.int32)
+    return SamplingTables(
+        params=torch.zeros(1, len(SamplingParam), dtype=torch.int64),
+        latest=torch.zeros(1, dtype=torch.int64),
+        counts=torch.zeros(1, vocab_size, dtype=torch.int32),
+        edit_tokens=entries,
+        edit_values=entries.float(),
+        edit_ends=entries,
     )
 
 
-def _sampling() -> None:
-    n = 2
-    metadata = _sampling_metadata(n)
+def _sample(n: int, begin: int = 0) -> None:
     logits = torch.zeros(n, 151936)
-    triton_kernels.sample(logits, metadata)
-    triton_kernels.gather_logprobs(logits, torch.zeros(n, 21, dtype=torch.int64))
-    rows, bitmask = torch.zeros(n, dtype=torch.int64), torch.zeros(n, 4748, dtype=torch.int32)
-    triton_kernels.apply_bitmask(logits, rows, bitmask)
+    rows, tables = _sampling_rows(n, begin), _sampling_tables(151936)
+    outcome = torch.zeros(begin + n, dtype=torch.int64)[begin:]
+    sound = triton_kernels.edit(logits, rows, tables)
+    triton_kernels.sample(logits, sound, rows, tables, outcome)
+
+
+def _prepare(n: int, begin: int = 0, max_blocks: int = 64) -> None:
+    column = torch.zeros(begin + n, dtype=torch.int32)[begin:]
+    block_tables = torch.zeros(4, 100, dtype=torch.int32)
+    latest = torch.zeros(4, dtype=torch.int64)
+    triton_kernels.prepare(StepInputs(*[column] * 6), latest, block_tables, 16, max_blocks)
+
+
+def _sampling() -> None:
+    _prepare(2)
+    _sample(2)
+    triton_kernels.gather_logprobs(torch.zeros(2, 151936), torch.zeros(2, 21, dtype=torch.int64))
 
 
 LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
@@ -309,7 +329,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "layers": (_layers, 12),
     "linear": (_linear, 4),
     "move_blocks": (_move_blocks, 1),
-    "sampling": (_sampling, 3),
+    "sampling": (_sampling, 4),
 }
 
 
@@ -321,11 +341,11 @@ def test_a_launch_compiles(name: str, launched: list[Any]) -> None:
     assert all(kernel.asm["cubin"] for kernel in launched)
 
 
-def test_sampling_is_compiled_once_wherever_its_columns_begin(launched: list[Any]) -> None:
-    logits = torch.zeros(3, 151936)
-    for begin in (0, 1):
-        triton_kernels.sample(logits, _sampling_metadata(3, begin))
-    assert len({kernel.hash for kernel in launched}) == 1
+def test_a_step_is_compiled_once_wherever_its_columns_begin(launched: list[Any]) -> None:
+    for n, begin, max_blocks in ((3, 0, 64), (3, 1, 64), (16, 0, 1), (1, 0, 33)):
+        _prepare(n, begin, max_blocks)
+        _sample(n, begin)
+    assert len({kernel.hash for kernel in launched}) == 3
 
 
 def test_quotients_are_rounded_as_torch_rounds_before_they_become_fp8(launched: list[Any]) -> None:

@@ -6,7 +6,7 @@ its own for which it is.
 """
 
 import os
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,9 +73,12 @@ def assert_agrees(output: torch.Tensor, expected: torch.Tensor, factor: float = 
 
 
 def on_device(columns: Columns) -> Columns:
-    """A dataclass of tensors and numbers, with its tensors on the device."""
-    moved = {}
-    for each in fields(columns):  # type: ignore[arg-type]
-        value = getattr(columns, each.name)
-        moved[each.name] = value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-    return type(columns)(**moved)
+    """A dataclass or named tuple of tensors and numbers, with its tensors on the device."""
+    names = [each.name for each in fields(columns)] if is_dataclass(columns) else columns._fields  # type: ignore[attr-defined]
+    values = {name: getattr(columns, name) for name in names}
+    return type(columns)(
+        **{
+            name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
+    )

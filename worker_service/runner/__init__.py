@@ -18,9 +18,9 @@
 | `micro_batches.py` | parts of a step, computed one after the other by the stages of a pipeline |
 | `device_steps.py` | launches a GPU's steps without waiting for the device |
 | `in_flight_step.py` | a launched step, until the host has its result |
-| `device_rows.py` | block tables, sampling parameters and last tokens in device memory |
+| `device_rows.py` | block tables, how sequences are sampled, and last tokens, in device memory |
 | `device_state.py` | device rows, sampler and graphs, which outlive an epoch |
-| `device_sampler.py` | the sampler whose tokens stay on the device, with counts for penalties |
+| `device_sampler.py` | prepares inputs and samples on the device, where tokens stay |
 | `cuda_graphs.py` | decode steps captured once and replayed, by padded batch size |
 
 `DeviceSteps` works on a CPU too, where work is done as soon as it is queued: tests prove there that

@@ -213,6 +213,9 @@ class HostInputs:
     row_ids: Int64Array
     """[num_seqs]."""
 
+    token_row_ids: Int64Array
+    """[num_tokens]: the row of each token's sequence."""
+
     token_ids: Int64Array
     """[num_tokens]; UNKNOWN_TOKEN where a token is not known on the host."""
 
@@ -252,6 +255,7 @@ def lay_out(row_ids: Int64Array, num_tokens: Int32Array, table: SequenceTable) -
     max_context_len = int(context_lens.max())
     return HostInputs(
         row_ids=row_ids,
+        token_row_ids=token_row_ids,
         token_ids=table.token_ids[token_row_ids, positions].astype(np.int64),
         positions=positions,
         slot_mapping=blocks * block_size + positions % block_size,

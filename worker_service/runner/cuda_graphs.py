@@ -2,8 +2,8 @@
 
 A decode step of a small model is hundreds of kernels of a few microseconds each, and launching a
 kernel takes the host as long as the device takes to run it. A replay is a single launch. A graph
-reads its inputs from fixed addresses: `static_inputs`, to which every step's inputs are copied, and
-the tensors of `DeviceRows`.
+reads its inputs from fixed addresses: `static_inputs`, to which every step's inputs are copied,
+`bitmask`, and the tensors of `DeviceRows`.
 
 A batch is padded to the next size with rows that belong to no sequence: they have row
 `padding_row`, write to no slot (slot mapping -1) and attend over nothing (context length 0).
@@ -22,20 +22,19 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, SamplingRows, StepInputs
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Column
 from worker_service.runner.batch import HostInputs
 from worker_service.runner.device_rows import DeviceRows
-from worker_service.runner.device_sampler import DeviceSampler, SamplingRows
-from worker_service.runner.sequence_table import UNKNOWN_TOKEN
+from worker_service.runner.device_sampler import DeviceSampler
 
 logger = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 
-_NUM_COLUMNS = 6
+_NUM_COLUMNS = 7
 _MAX_CHANGES_BYTES = 2**18
 """Bytes of `static_inputs` after the inputs; a step with more row changes runs eagerly."""
 
@@ -98,8 +97,8 @@ def graph_sizes(max_size: int) -> list[int]:
 
 class DecodeGraphs:
     """Graphs of decode steps over one cache. There are two per size, one up to the last hidden
-    states and one from these to tokens, so that a step with edits or log probabilities can replay
-    the first and sample eagerly."""
+    states and one from these to tokens, so that a step with log probabilities can replay the first
+    and sample eagerly, and one with constraints can send its bitmask in between."""
 
     def __init__(
         self,
@@ -118,9 +117,10 @@ class DecodeGraphs:
         device, largest = kv_cache.device, self._sizes[-1]
         num_bytes = 4 * _NUM_COLUMNS * largest + ALIGNMENT + _MAX_CHANGES_BYTES
         self.static_inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        """What graphs read: int32 [6, size] as `columns` makes them, then row changes."""
+        """What graphs read: int32 [7, size] as `columns` makes them, then row changes."""
         self.outcome = torch.zeros(largest, dtype=torch.int64, device=device)
         """Output of `replay_sampling`: a token or failure per row."""
+        self.bitmask = sampler.bitmask(largest, model.vocab_size)
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
         self._forwards: dict[int, Replay] = {}
@@ -148,11 +148,13 @@ class DecodeGraphs:
         """Whether these fit into `static_inputs` after the inputs."""
         return sum(column.nbytes + ALIGNMENT for column in changes) <= _MAX_CHANGES_BYTES
 
-    def columns(self, inputs: HostInputs, positions: Int64Array, size: int) -> Int32Array:
-        """[6, size]: a decode step's inputs and each row's output position, with padding rows."""
+    def columns(
+        self, inputs: HostInputs, positions: Int64Array, mask_rows: Int64Array, size: int
+    ) -> Int32Array:
+        """[7, size]: a decode step's inputs, with padding rows. positions, mask_rows: as in
+        `SamplingRows`."""
         columns = np.zeros((_NUM_COLUMNS, size), np.int32)
-        columns[0] = self._device_rows.padding_row
-        columns[4] = -1
+        self._pad(columns)
         num_rows = len(inputs.row_ids)
         for column, values in enumerate(
             (
@@ -162,6 +164,7 @@ class DecodeGraphs:
                 inputs.context_lens,
                 inputs.slot_mapping,
                 positions,
+                mask_rows,
             )
         ):
             columns[column, :num_rows] = values
@@ -177,8 +180,10 @@ class DecodeGraphs:
 
     def rows(self, size: int, num_rows: int) -> SamplingRows:
         """The rows in the static inputs, without padding."""
-        inputs = self._inputs(size)
-        return SamplingRows(row_ids=inputs[0, :num_rows].long(), positions=inputs[5, :num_rows])
+        row_ids, *_, positions, mask_rows = self._inputs(size)[:, :num_rows]
+        return SamplingRows(
+            row_ids=row_ids, positions=positions, mask_rows=mask_rows, bitmask=self.bitmask
+        )
 
     def logits(self, num_rows: int) -> Tensor:
         """Logits of the first rows, float32 [num_rows, vocab_size], computed eagerly."""
@@ -192,22 +197,32 @@ class DecodeGraphs:
     def _fill_with_padding(self, size: int) -> None:
         inputs = self._inputs(size)
         inputs.zero_()
-        inputs[0] = self._device_rows.padding_row
-        inputs[4] = -1
+        self._pad(inputs)
+
+    def _pad(self, columns: Tensor | Int32Array) -> None:
+        columns[0] = self._device_rows.padding_row
+        columns[4] = columns[6] = -1
 
     def _forward(self, size: int) -> None:
-        sampling_row_ids, token_ids, positions, context_lens, slot_mapping, _ = self._inputs(size)
-        row_ids = sampling_row_ids.long()
-        latest = self._device_rows.known_tokens(row_ids)
+        row_ids, token_ids, positions, context_lens, slot_mapping, *_ = self._inputs(size)
+        inputs = StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            token_rows=row_ids,
+            seq_rows=row_ids,
+            context_lens=context_lens,
+        )
+        prepared = self._sampler.prepare(inputs, self._device_rows.block_tables.shape[1])
         hidden = self._model.forward(
-            torch.where(token_ids == UNKNOWN_TOKEN, latest, token_ids.long()),
-            positions.long(),
+            prepared.token_ids,
+            prepared.positions,
             self._kv_cache,
             AttentionMetadata(
                 query_start=self._query_start[: size + 1],
                 context_lens=context_lens,
-                block_tables=self._device_rows.block_tables.index_select(0, row_ids),
-                slot_mapping=slot_mapping.long(),
+                block_tables=prepared.block_tables,
+                slot_mapping=prepared.slot_mapping,
                 max_query_len=1,
                 max_context_len=self._model.max_model_len,
             ),
@@ -217,5 +232,4 @@ class DecodeGraphs:
         self._hidden[:size].copy_(hidden)
 
     def _sample(self, size: int) -> None:
-        tokens = self._sampler.sample(self.logits(size), self.rows(size, size))
-        self.outcome[:size].copy_(tokens)
+        self._sampler.sample(self.logits(size), self.rows(size, size), self.outcome[:size])

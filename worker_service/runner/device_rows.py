@@ -1,57 +1,116 @@
 """Sequence state on the device, with the same rows as the host's `SequenceTable`.
 
-A step uploads only what changed since the last one, and gathers its rows' entries. Token ids are
-not part of it, except each sequence's latest one, which the device sampled itself; all others are
-uploaded with the steps that compute them.
+A step uploads only what changed since the last one, and kernels read its rows' entries. Token ids
+are not part of it, except each sequence's latest one, which the device sampled itself; all others
+are uploaded with the steps that compute them.
+
+CUDA graphs refer to these tensors, so they have a fixed size. A step with rows that have more edits
+or occurrences than there is room for is computed by the host: see `hold`.
+
+Occurrences of tokens, for penalties, are a dense row of the vocabulary, so that tokens sampled on
+the device are counted there, and the next step is launched before the host knows them.
 """
+
+from collections.abc import Iterable
+from dataclasses import fields
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import SamplingMetadata
+from pagewire_kernels.batch import (
+    COUNT_OCCURS,
+    COUNT_ONE_OUTPUT,
+    NO_CANDIDATES,
+    NON_FINITE,
+    OFF_CONSTRAINT,
+    SamplingParam,
+    SamplingTables,
+)
 from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column
 from worker_service.plan import RowErrorReason
 from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
+from worker_service.sampling.logit_edits import LogitEdits
 from worker_service.sampling.sampling_table import SamplingTable
 from worker_service.sampling_params import FILTERS
 
-NON_FINITE = -1
-"""The sampling kernels' result, instead of a token, for a row whose largest logit is not finite."""
-NO_CANDIDATES = -2
-OFF_CONSTRAINT = -3
 FAILURES = {
     NON_FINITE: RowErrorReason.NON_FINITE_LOGITS,
     NO_CANDIDATES: RowErrorReason.NO_CANDIDATES,
     OFF_CONSTRAINT: RowErrorReason.CONSTRAINT,
 }
+"""Negative outcomes of sampling that fail the row's sequence."""
 
-_NUM_PARAMS = len(FILTERS) + 3
-"""The filters, the temperature, the seed and the choice index."""
+MAX_EDITS = 1024
+"""Logit biases, suppressed tokens and bad words of a sequence."""
+
+MAX_COUNT_BYTES = 2**30
+"""Memory for occurrences, four bytes per entry of the vocabulary and sequence."""
 
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_INITIAL_ROWS = 1024
 _MIN_INITIAL_ROWS = 64
 
+_NO_ROWS = np.empty(0, np.int64)
+_NO_ENTRIES = np.empty(0, np.int32)
+
 
 class DeviceRows:
-    """Block tables, sampling parameters and latest tokens on the device.
+    """Block tables, sampling parameters, latest tokens and their occurrences on the device.
 
     One row more than sequences can have: `padding_row`, which has no blocks and belongs to the
     rows that fill up a batch.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_blocks: int,
+        vocab_size: int,
+        device: torch.device,
+        num_counted: int | None = None,
+    ) -> None:
+        """num_counted: rows whose occurrences are kept; None: all."""
         self.padding_row = num_rows
         shape = (num_rows + 1, max_blocks)
         self.block_tables = torch.full(shape, NO_BLOCK, dtype=torch.int32, device=device)
-        self.latest = torch.zeros(num_rows + 1, dtype=torch.int64, device=device)
-        """The token sampled last; once a sequence has failed, the reason, one of `FAILURES`."""
-        self._params = torch.zeros((num_rows + 1, _NUM_PARAMS), dtype=torch.int64, device=device)
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.sampling = SamplingTables(
+            params=zeros(num_rows + 1, len(SamplingParam), dtype=torch.int64),
+            latest=zeros(num_rows + 1, dtype=torch.int64),
+            counts=zeros(num_rows if num_counted is None else num_counted, vocab_size),
+            edit_tokens=zeros(num_rows + 1, MAX_EDITS),
+            edit_values=zeros(num_rows + 1, MAX_EDITS, dtype=torch.float32),
+            edit_ends=zeros(num_rows + 1, MAX_EDITS),
+        )
         self._new: list[int] = []
         self._changed: list[npt.NDArray[np.integer]] = []
+        self._edited: list[int] = []
+        """Rows whose edits depend on tokens that have come since."""
+        self._miscounted: list[int] = []
+        """Rows whose occurrences the host knows better."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all tensors."""
+        tables = self.sampling
+        return self.block_tables.nbytes + sum(
+            getattr(tables, each.name).nbytes for each in fields(tables)
+        )
+
+    def hold(self, row_ids: Int64Array, table: SamplingTable) -> bool:
+        """Whether there is room for all edits and occurrences of these rows."""
+        found = _edits_of(row_ids.tolist(), table)
+        return all(
+            edits.max_entries <= MAX_EDITS
+            and (edits.occurrences is None or row_id < len(self.sampling.counts))
+            for row_id, edits in found
+        )
 
     def note_new(self, row_id: int) -> None:
         """A sequence was added in this row: the device's entries for it are stale."""
@@ -61,76 +120,64 @@ class DeviceRows:
         """These entries of these rows' block tables have changed."""
         self._changed.append(np.stack([row_ids, indices], axis=1))
 
+    def note_edits(self, row_ids: Int64Array) -> None:
+        """The edits of these rows have changed."""
+        self._edited.extend(row_ids.tolist())
+
+    def note_tokens(self, row_ids: Int64Array) -> None:
+        """The host, and not the device, has chosen tokens of these rows."""
+        self._miscounted.extend(row_ids.tolist())
+
     def forget(self) -> None:
         """Drop all noted changes."""
-        self._new.clear()
-        self._changed.clear()
+        for noted in (self._new, self._changed, self._edited, self._miscounted):
+            noted.clear()
 
     def changes(self, table: SequenceTable) -> list[Column]:
         """The changes noted since the last call, to be uploaded and passed to `apply`, with the
         current values. Empty if there are none."""
-        if not self._new and not self._changed:
+        if not (self._new or self._changed or self._edited or self._miscounted):
             return []
         new = np.unique(np.array(self._new, np.int64))
         counts = table.num_blocks[new]
         firsts = np.repeat(np.cumsum(counts) - counts, counts)
         own = np.stack([np.repeat(new, counts), np.arange(counts.sum()) - firsts], axis=1)
         entries = np.concatenate([own, *self._changed]).astype(np.int64)
-        blocks = table.block_tables[entries[:, 0], entries[:, 1]]
+        edited = np.unique(np.concatenate([new, np.array(self._edited, np.int64)]))
+        counted = _edits_of(sorted({*new.tolist(), *self._miscounted}), table.sampling)
         self.forget()
         return [
             new,
-            _pack(table.sampling, new),
             np.ascontiguousarray(entries[:, 0]),
             np.ascontiguousarray(entries[:, 1]),
-            blocks,
+            table.block_tables[entries[:, 0], entries[:, 1]],
+            edited,
+            *_params_and_edits(edited, table),
+            *_occurrences(counted, len(self.sampling.counts)),
         ]
 
     def apply(self, changes: list[Tensor]) -> None:
         """Apply the uploaded result of `changes`."""
         if not changes:
             return
-        new, params, row_ids, indices, blocks = changes
+        tables = self.sampling
+        new, row_ids, indices, blocks, edited, params, *edits, counted, counts_at, values = changes
         if len(new):
             self.block_tables.index_fill_(0, new, NO_BLOCK)
-            self._params.index_copy_(0, new, params)
-            self.latest.index_fill_(0, new, 0)
+            tables.latest.index_fill_(0, new, 0)
         if len(row_ids):
             self.block_tables.index_put_((row_ids, indices), blocks)
-
-    def fill_in(self, token_ids: Tensor, unknown: Tensor, row_ids: Tensor) -> None:
-        """Put the latest tokens of these rows at these places; any token for a sequence that has
-        failed. token_ids: int64; unknown, rows: int64 [n]."""
-        if len(unknown):
-            token_ids.index_copy_(0, unknown, self.known_tokens(row_ids))
-
-    def known_tokens(self, row_ids: Tensor) -> Tensor:
-        """The latest tokens, int64 [n]; 0 where a sequence has failed."""
-        return self.latest.index_select(0, row_ids).clamp_min(0)
-
-    def sampling(self, row_ids: Tensor, positions: Tensor) -> SamplingMetadata:
-        """How these rows' sequences are sampled. rows: int64 [n]; positions: int32 [n]."""
-        rows = self._params.index_select(0, row_ids).t().contiguous()
-        filters = {
-            name: row.view(torch.float64) if isinstance(neutral, float) else row.int()
-            for (name, neutral), row in zip(FILTERS.items(), rows, strict=False)
-        }
-        return SamplingMetadata(
-            **filters,
-            temperature=rows[-3].view(torch.float64).float(),
-            seeds=rows[-2],
-            choice_indices=rows[-1].int(),
-            positions=positions,
-        )
-
-    def settle(self, row_ids: Tensor, drawn: Tensor) -> Tensor:
-        """Store the tokens drawn; a sequence that failed before stays failed, with the same reason.
-
-        Both int64 [n]; returns tokens or failures, int64 [n]."""
-        before = self.latest.index_select(0, row_ids)
-        outcome = torch.where(before < 0, before, drawn)
-        self.latest.index_copy_(0, row_ids, outcome)
-        return outcome
+        if len(edited):
+            tables.params.index_copy_(0, edited, params)
+        edits_at, edit_tokens, edit_values, edit_ends = edits
+        if len(edit_tokens):
+            at = (edits_at[0], edits_at[1])
+            tables.edit_tokens.index_put_(at, edit_tokens)
+            tables.edit_values.index_put_(at, edit_values.view(torch.float32))
+            tables.edit_ends.index_put_(at, edit_ends)
+        if len(counted):
+            tables.counts.index_fill_(0, counted, 0)
+            tables.counts.index_put_((counts_at[0], counts_at[1]), values)
 
 
 def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
@@ -141,12 +188,54 @@ def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
     return max(_MIN_INITIAL_ROWS, min(_MAX_INITIAL_ROWS, affordable), needed)
 
 
-def _pack(table: SamplingTable, row_ids: Int64Array) -> Int64Array:
-    """[n, _NUM_PARAMS]: float64 and integers by their bits, in the order of `_NUM_PARAMS`."""
-    columns = [
-        *(column[row_ids] for column in table.filters.values()),
-        table.temperature[row_ids].astype(np.float64),
-        table.seed[row_ids],
-        table.choice_index[row_ids].astype(np.int64),
+def _edits_of(row_ids: Iterable[int], table: SamplingTable) -> list[tuple[int, LogitEdits]]:
+    """Those rows that have edits, and these."""
+    edits = table.edits
+    return [(row_id, edits[row_id]) for row_id in row_ids if row_id in edits] if edits else []
+
+
+def _params_and_edits(row_ids: Int64Array, table: SequenceTable) -> list[Column]:
+    """Parameters, int64 [n, len(SamplingParam)] with float64 by its bits, and the edits: rows and
+    places [2, m], then by entry tokens, numbers by their bits and ends."""
+    sampling = table.sampling
+    params = np.zeros((len(row_ids), len(SamplingParam)), np.int64)
+    reals = params.view(np.float64)
+    for name, column in sampling.filters.items():
+        target = reals if isinstance(FILTERS[name], float) else params
+        target[:, SamplingParam[name.upper()]] = column[row_ids]
+    reals[:, SamplingParam.TEMPERATURE] = sampling.temperature[row_ids]
+    params[:, SamplingParam.SEED] = sampling.seed[row_ids].view(np.int64)
+    params[:, SamplingParam.CHOICE_INDEX] = sampling.choice_index[row_ids]
+    params[:, SamplingParam.OFFERS] = sampling.num_candidates[row_ids] > 0
+    places = [np.empty((2, 0), np.int64)]
+    entries: list[tuple[Column, ...]] = [(_NO_ENTRIES, _NO_ENTRIES, _NO_ENTRIES)]
+    for row_id, edits in _edits_of(row_ids.tolist(), sampling):
+        index = np.searchsorted(row_ids, row_id)
+        if edits.max_entries <= MAX_EDITS:
+            tokens, values, ends = edits.entries(table.output(row_id))
+            count = params[index, SamplingParam.NUM_EDITS] = len(tokens)
+            places.append(np.stack([np.full(count, row_id), np.arange(count)]))
+            entries.append((tokens, values.view(np.int32), ends))
+        params[index, SamplingParam.IS_PENALIZED] = edits.occurrences is not None
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+            reals[index, SamplingParam[name.upper()]] = getattr(edits.params, name)
+    columns = (np.concatenate(parts) for parts in zip(*entries, strict=True))
+    return [params, np.concatenate(places, axis=1), *columns]
+
+
+def _occurrences(found: list[tuple[int, LogitEdits]], num_counted: int) -> list[Column]:
+    """The rows whose tokens are counted, then rows and tokens of their occurrences [2, m], and the
+    entries there."""
+    counted = [
+        (row_id, edits.occurrences)
+        for row_id, edits in found
+        if edits.occurrences is not None and row_id < num_counted
     ]
-    return np.stack([column.view(np.int64) for column in columns], axis=1)
+    counts = np.concatenate([_NO_ENTRIES, *(each.output_counts for _, each in counted)])
+    row_ids = np.array([row_id for row_id, _ in counted], np.int64)
+    tokens = np.concatenate([_NO_ROWS, *(each.token_ids for _, each in counted)])
+    return [
+        row_ids,
+        np.stack([np.repeat(row_ids, [len(each) for _, each in counted]), tokens]),
+        counts * COUNT_ONE_OUTPUT + COUNT_OCCURS,
+    ]

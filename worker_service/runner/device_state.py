@@ -1,38 +1,36 @@
 """State on a device: rows of sequences, sampler and CUDA graphs, over one cache."""
 
 import logging
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.pinned_memory import Column
 from worker_service.runner.cuda_graphs import DecodeGraphs, GraphRecorder
-from worker_service.runner.device_rows import DeviceRows, initial_rows
-from worker_service.runner.device_sampler import (
-    MAX_COUNT_BYTES,
-    DevicePenalties,
-    DeviceSampler,
-    sampling_kernels,
-)
+from worker_service.runner.device_rows import MAX_COUNT_BYTES, DeviceRows, initial_rows
+from worker_service.runner.device_sampler import DeviceSampler, StepKernels, step_kernels
 from worker_service.runner.sequence_table import SequenceTable
 
 logger = logging.getLogger(__name__)
 
 
-class RowChanges(NamedTuple):
-    """Changes to the device's rows and token counts, as columns."""
+def rows_for(
+    model: Model,
+    block_size: int,
+    num_seqs: int,
+    device: torch.device,
+    num_rows: int | None = None,
+    max_count_bytes: int = MAX_COUNT_BYTES,
+) -> DeviceRows:
+    """Rows for `num_seqs` running sequences and others that wait.
 
-    rows: list[Column]
-    penalties: list[Column]
-
-    @property
-    def columns(self) -> list[Column]:
-        """Both, in the order in which they are sent."""
-        return self.rows + self.penalties
+    num_rows: capacity in sequences; None takes the usual capacity.
+    """
+    max_blocks = -(-model.max_model_len // block_size)
+    num_rows = num_rows or initial_rows(max_blocks, num_seqs)
+    num_counted = min(num_rows, 2 * num_seqs, max_count_bytes // (4 * model.vocab_size))
+    return DeviceRows(num_rows, max_blocks, model.vocab_size, device, num_counted)
 
 
 class DeviceState:
@@ -47,42 +45,25 @@ class DeviceState:
         recorder: GraphRecorder | None = None,
         sizes: list[int] | None = None,
         num_rows: int | None = None,
-        num_seqs: int = 1,
-        max_penalty_bytes: int = MAX_COUNT_BYTES,
+        num_seqs: int = 64,
+        max_count_bytes: int = MAX_COUNT_BYTES,
+        kernels: StepKernels | None = None,
     ) -> None:
         """recorder: captures decode steps of these padded sizes; None captures none.
-        num_rows: initial capacity in sequences; None takes the usual capacity, at least `num_seqs`,
-        since growing takes as long as capturing all graphs again.
-        max_penalty_bytes: memory for counts of tokens.
+        num_rows: initial capacity in sequences; None takes the usual capacity, with room for
+        `num_seqs` running ones, since growing takes as long as capturing all graphs again.
+        max_count_bytes: memory for occurrences of tokens. kernels: None takes those of the device.
 
         Raises CaptureFailed."""
         self._model = model
         self._kv_cache = cache.device_cache
-        self._max_blocks = -(-model.max_model_len // block_size)
+        self._block_size = block_size
         self._recorder = recorder
         self._sizes = sizes or []
-        self._max_penalty_bytes = max_penalty_bytes
-        self._make(num_rows or initial_rows(self._max_blocks, num_seqs))
-
-    def note_new(self, row_id: int, table: SequenceTable) -> None:
-        """A sequence was added in this row."""
-        self.rows.note_new(row_id)
-        self.penalties.note(row_id, table.sampling)
-
-    def forget(self) -> None:
-        """Forget all sequences."""
-        self.rows.forget()
-        self.penalties.forget()
-
-    def changes(self, table: SequenceTable) -> RowChanges:
-        """Changes since the last call, to be sent to the device and applied."""
-        return RowChanges(self.rows.changes(table), self.penalties.changes(table.sampling))
-
-    def apply(self, changes: RowChanges, sent: list[Tensor]) -> None:
-        """Apply changes whose columns are now on the device as these tensors."""
-        count = len(changes.rows)
-        self.rows.apply(sent[:count])
-        self.penalties.apply(sent[count:])
+        self._num_seqs = num_seqs
+        self._max_count_bytes = max_count_bytes
+        self._kernels = kernels or step_kernels(self._kv_cache.device)
+        self._make(num_rows)
 
     def grow(self, table: SequenceTable) -> None:
         """Increase the capacity to that of the table. All sequences are sent to the device again,
@@ -90,15 +71,15 @@ class DeviceState:
         logger.warning("growing the tables of sequences num_rows=%d", table.num_rows)
         self._make(table.num_rows)
         for row_id in table.used_rows():
-            self.note_new(row_id, table)
+            self.rows.note_new(row_id)
 
-    def _make(self, num_rows: int) -> None:
-        device = self._kv_cache.device
+    def _make(self, num_rows: int | None) -> None:
+        model, device = self._model, self._kv_cache.device
         self.graphs: DecodeGraphs | None = None
-        self.rows = DeviceRows(num_rows, self._max_blocks, device)
-        vocab_size, max_bytes = self._model.vocab_size, self._max_penalty_bytes
-        self.penalties = DevicePenalties(vocab_size, device, max_bytes)
-        self.sampler = DeviceSampler(self.rows, self.penalties, sampling_kernels(device))
+        self.rows = rows_for(
+            model, self._block_size, self._num_seqs, device, num_rows, self._max_count_bytes
+        )
+        self.sampler = DeviceSampler(self.rows, self._kernels, self._block_size, model.vocab_size)
         if self._recorder is not None and self._sizes:
             self.graphs = self._record(self._recorder)
 

@@ -4,6 +4,9 @@ A launch sends what the plan changed, and the step's inputs, in one copy from pi
 the device already has is gathered by row (`device_rows.py`). Sampled tokens stay on the device,
 where the next step finds them, and are copied to the host in the background (`in_flight_step.py`).
 A batch of decodes replays a CUDA graph (`cuda_graphs.py`); prefills and mixed batches run eagerly.
+Sampling is part of the graph, whatever the parameters; it is eager for log probabilities and
+candidates, which are copied to the host beside the tokens. Bitmasks of constraints take a copy of
+their own to the device, since they are computed while the forward pass runs.
 
 A launch waits for the host to know tokens only in these cases:
 
@@ -11,32 +14,33 @@ A launch waits for the host to know tokens only in these cases:
 | --- | --- |
 | a fork | the tokens of its parent, which it inherits |
 | bad words of several tokens | the tokens of the sequences that have them |
-| more penalties than the device counts for (`device_sampler.py`) | the same |
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
-| candidates, chosen tokens, prompt log probabilities | every step launched before; the step itself
-  is computed on the host (`model_runner.py`), which waits for the device |
+| prompt log probabilities; more edits or penalties than `device_rows.py` has room for | every step
+  launched before; the step itself is computed on the host (`model_runner.py`), which waits for the
+  device |
 """
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, SamplingRows, StepInputs, mask_width
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.pinned_memory import Column, upload
+from worker_service.pinned_memory import Column
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import HostInputs, StepRows, lay_out, sampling_batch
-from worker_service.runner.device_sampler import SamplingRows
-from worker_service.runner.device_state import DeviceState, RowChanges
+from worker_service.runner.batch import HostInputs, StepRows, lay_out
+from worker_service.runner.device_state import DeviceState
 from worker_service.runner.in_flight_step import (
     CudaEvent,
     DeviceEvent,
+    FetchedCandidates,
     FetchedLogprobs,
     InFlightStep,
     LastFinishTime,
@@ -44,130 +48,186 @@ from worker_service.runner.in_flight_step import (
 )
 from worker_service.runner.pending_tokens import PendingTokens
 from worker_service.runner.sequence_state import SequenceState
-from worker_service.runner.sequence_table import UNKNOWN_TOKEN, SequenceTable
+from worker_service.runner.sequence_table import SequenceTable
 from worker_service.runner.step_outcome import StepStart
-from worker_service.sampling.sampler import SamplingBatch
 from worker_service.sampling.sampling_table import NO_LOGPROBS
-from worker_service.structured.masks import MaskedRows
+
+
+class HostSampling(NamedTuple):
+    """The rows that sample in a step, on the host."""
+
+    row_ids: Int64Array
+    """[n]."""
+
+    positions: Int64Array
+    """[n]: output tokens that each row's sequence has so far."""
+
+    mask_rows: Int64Array
+    """[n]: as in `SamplingRows`."""
+
+    with_logprobs: Int64Array
+    """[m]: which of the rows ask for log probabilities."""
+
+    num_top: Int32Array
+    """[m]: number of most probable tokens that each of them asks for."""
+
+    with_candidates: Int64Array
+    """[k]: rows whose tokens the core chooses."""
+
+    num_candidates: Int32Array
+    """[k]: among how many tokens."""
+
+    @classmethod
+    def of(
+        cls, row_ids: Int64Array, constrained: Int64Array, table: SequenceTable
+    ) -> "HostSampling":
+        """constrained: which of the rows have a constraint."""
+        mask_rows = np.full(len(row_ids), -1)
+        mask_rows[constrained] = np.arange(len(constrained))
+        num_top = table.sampling.num_logprobs[row_ids]
+        num_candidates = table.sampling.num_candidates[row_ids]
+        with_logprobs = np.flatnonzero(num_top != NO_LOGPROBS)
+        with_candidates = np.flatnonzero(num_candidates)
+        return cls(
+            row_ids=row_ids,
+            positions=table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids],
+            mask_rows=mask_rows,
+            with_logprobs=with_logprobs,
+            num_top=num_top[with_logprobs],
+            with_candidates=with_candidates,
+            num_candidates=num_candidates[with_candidates],
+        )
+
+
+class Fetched(NamedTuple):
+    """Host memory that holds what was sampled once the device is done."""
+
+    numbers: Int64Array
+    """[n]: a token or a negative outcome of each row."""
+
+    logprobs: FetchedLogprobs | None = None
+    candidates: FetchedCandidates | None = None
 
 
 class StepLaunch:
     """One step's work: first `forward` or `replay`, then `sample`; none waits for the device."""
 
     def __init__(
-        self, model: Model, kv_cache: Tensor, state: DeviceState, buffers: StepBuffers
+        self,
+        model: Model,
+        kv_cache: Tensor,
+        state: DeviceState,
+        buffers: StepBuffers,
+        sampling: HostSampling,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
-        self._state = state
         self._device_rows = state.rows
         self._sampler = state.sampler
         self._graphs = state.graphs
         self._buffers = buffers
+        self._sampling = sampling
+        self._reported: list[Tensor] = []
+        """`with_logprobs` and `with_candidates` on the device."""
         self._replayed_size = 0
         self._rows: SamplingRows | None = None
         self._logits: Callable[[], Tensor] | None = None
 
-    def recorded_size(self, num_rows: int, changes: RowChanges) -> int | None:
-        """The padded size at which a decode step of `num_rows` rows can be replayed, if any."""
-        if self._graphs is None or not self._graphs.have_room_for(changes.columns):
+    def recorded_size(self, changes: list[Column]) -> int | None:
+        """The padded size at which a batch of decodes that all sample can be replayed, if any."""
+        if self._graphs is None or not self._graphs.have_room_for(self._columns(changes)):
             return None
-        return self._graphs.size_for(num_rows)
+        return self._graphs.size_for(len(self._sampling.row_ids))
 
-    def forward(
-        self,
-        inputs: HostInputs,
-        last_states: Int64Array,
-        batch: SamplingBatch,
-        changes: RowChanges,
-    ) -> None:
+    def forward(self, inputs: HostInputs, last_states: Int64Array, changes: list[Column]) -> None:
         """Compute any batch eagerly. last_states: the hidden states from which its rows sample."""
-        unknown = np.flatnonzero(inputs.token_ids == UNKNOWN_TOKEN)
-        sequences = np.searchsorted(inputs.query_start, unknown, side="right") - 1
-        columns: list[Column] = [
+        each = self._sampling
+        columns = [
             inputs.token_ids,
             inputs.positions,
             inputs.slot_mapping,
-            inputs.query_start.astype(np.int32),
-            inputs.context_lens.astype(np.int32),
+            inputs.token_row_ids,
             inputs.row_ids,
-            unknown,
-            inputs.row_ids[sequences],
+            inputs.context_lens,
+            inputs.query_start,
+            each.row_ids,
+            each.positions,
+            each.mask_rows,
             last_states,
-            batch.row_ids,
-            batch.positions.astype(np.int32),
         ]
-        sent = self._buffers.staging.send([*columns, *changes.columns])
-        self._state.apply(changes, sent[len(columns) :])
-        token_ids, positions, slot_mapping, query_start, context_lens, row_ids = sent[:6]
-        unknown_at, unknown_row_ids, last, sampling_row_ids, row_positions = sent[6 : len(columns)]
-        self._device_rows.fill_in(token_ids, unknown_at, unknown_row_ids)
-        block_tables = self._device_rows.block_tables[:, : inputs.max_blocks]
+        int32 = [column.astype(np.int32) for column in columns]
+        sent = self._buffers.staging.send([*int32, *self._columns(changes)])
+        self._apply(sent[len(columns) :])
+        *step_inputs, query_start, row_ids, positions, mask_rows, last = sent[: len(columns)]
+        prepared = self._sampler.prepare(StepInputs(*step_inputs), inputs.max_blocks)
         metadata = AttentionMetadata(
             query_start=query_start,
-            context_lens=context_lens,
-            block_tables=block_tables.index_select(0, row_ids),
-            slot_mapping=slot_mapping,
+            context_lens=step_inputs[-1],
+            block_tables=prepared.block_tables,
+            slot_mapping=prepared.slot_mapping,
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
         )
-        hidden = self._model.forward(token_ids, positions, self._kv_cache, metadata)
-        self._rows = SamplingRows(row_ids=sampling_row_ids, positions=row_positions)
+        hidden = self._model.forward(
+            prepared.token_ids, prepared.positions, self._kv_cache, metadata
+        )
+        self._rows = SamplingRows(row_ids, positions, mask_rows, self._sampler.no_masks)
         # Do not capture `self`: a reference cycle would hold GPU memory until the next collection.
         model = self._model
         self._logits = lambda: model.compute_logits(hidden.index_select(0, last))
 
-    def replay(
-        self, inputs: HostInputs, batch: SamplingBatch, changes: RowChanges, size: int
-    ) -> None:
+    def replay(self, inputs: HostInputs, changes: list[Column], size: int) -> None:
         """Compute a batch of decodes that all sample, with the graph of a padded size."""
-        graphs, num_rows = self._graphs, len(batch.row_ids)
+        graphs, each = self._graphs, self._sampling
         assert graphs is not None, "recorded_size gave a size"
-        columns = graphs.columns(inputs, batch.positions, size)
-        sent = self._buffers.staging.send([columns, *changes.columns], graphs.static_inputs)
-        self._state.apply(changes, sent[1:])
+        columns = graphs.columns(inputs, each.positions, each.mask_rows, size)
+        sent = self._buffers.staging.send([columns, *self._columns(changes)], graphs.static_inputs)
+        self._apply(sent[1:])
         graphs.replay_forward(size)
+        num_rows = len(each.row_ids)
         self._replayed_size = size
+        self._rows = graphs.rows(size, num_rows)
         self._logits = lambda: graphs.logits(num_rows)
 
-    def sample(
-        self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
-    ) -> tuple[Int64Array, FetchedLogprobs | None]:
-        """Sample. Returns host memory that will hold a token or failure per row, and log
-        probabilities, once the device is done.
-
-        wanted: the rows that ask for log probabilities, with `num_top` of the most probable tokens.
-        """
-        num_rows = len(batch.row_ids)
-        if num_rows == 0:
-            return np.empty(0, np.int64), None
-        if self._replayed_size:
-            assert self._graphs is not None, "replayed before"
-            if not batch.is_changed and not len(wanted):
-                self._graphs.replay_sampling(self._replayed_size)
-                return self._buffers.fetch(self._graphs.outcome[:num_rows]), None
-            self._rows = self._graphs.rows(self._replayed_size, num_rows)
-        return self._sample_eagerly(batch, wanted, num_top)
-
-    def _sample_eagerly(
-        self, batch: SamplingBatch, wanted: Int64Array, num_top: Int32Array
-    ) -> tuple[Int64Array, FetchedLogprobs | None]:
-        assert self._rows is not None, "computed before"
+    def sample(self, bitmask: Int32Array | None) -> Fetched:
+        """Sample. bitmask: as in `SamplingRows`; None if no row has a constraint."""
+        each, rows = self._sampling, self._rows
+        if len(each.row_ids) == 0:
+            return Fetched(np.empty(0, np.int64))
+        assert rows is not None, "computed before"
         assert self._logits is not None, "computed before"
+        if bitmask is not None:
+            target = self._graphs.bitmask if self._graphs and self._replayed_size else None
+            rows = rows._replace(bitmask=self._buffers.send_bitmask(bitmask, target))
+        if self._graphs and self._replayed_size and not any(map(len, self._reported)):
+            self._graphs.replay_sampling(self._replayed_size)
+            return Fetched(self._buffers.fetch(self._graphs.outcome[: len(each.row_ids)]))
         logits = self._logits()
-        index = upload(wanted, logits.device) if len(wanted) else None
-        # Log probabilities are those of the unedited logits, which are edited in place below.
-        raw = None if index is None else logits.index_select(0, index)
-        if batch.is_changed:
-            outcome = self._sampler.sample_changed(logits, self._rows, batch)
-        else:
-            outcome = self._sampler.sample(logits, self._rows)
-        numbers = self._buffers.fetch(outcome)
-        if index is None or raw is None:
-            return numbers, None
-        chosen = outcome.index_select(0, index)
-        tensors = self._sampler.logprobs(raw, chosen, int(num_top.max()))
-        return numbers, FetchedLogprobs.fetch(wanted, num_top, tensors)
+        # What is reported is of the unedited logits, which are edited in place below.
+        with_logprobs, with_candidates = self._reported
+        raw = logits.index_select(0, with_logprobs) if len(with_logprobs) else None
+        candidates = None
+        if len(with_candidates):
+            offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
+            tensors = self._sampler.candidates(*offering, int(each.num_candidates.max()))
+            candidates = FetchedCandidates.fetch(each.with_candidates, each.num_candidates, tensors)
+        outcome = torch.empty(len(each.row_ids), dtype=torch.int64, device=logits.device)
+        self._sampler.sample(logits, rows, outcome)
+        logprobs = None
+        if raw is not None:
+            chosen = outcome.index_select(0, with_logprobs)
+            found = self._sampler.logprobs(raw, chosen, int(each.num_top.max()))
+            logprobs = FetchedLogprobs.fetch(each.with_logprobs, each.num_top, found)
+        return Fetched(self._buffers.fetch(outcome), logprobs, candidates)
+
+    def _columns(self, changes: list[Column]) -> list[Column]:
+        """What is sent after a step's inputs."""
+        return [self._sampling.with_logprobs, self._sampling.with_candidates, *changes]
+
+    def _apply(self, sent: list[Tensor]) -> None:
+        """Take these columns, which are now on the device."""
+        self._reported = sent[:2]
+        self._device_rows.apply(sent[2:])
 
 
 class DeviceSteps:
@@ -190,16 +250,11 @@ class DeviceSteps:
         self._steps: deque[InFlightStep] = deque()
         """Those whose buffers may still be written to or read."""
         self._spare: list[StepBuffers] = []
-        state.forget()
+        state.rows.forget()
 
     def forget_all(self) -> None:
         """Forget all sequences; steps in flight may still be collected."""
-        self._state.forget()
-
-    def forget(self, row_ids: Int64Array) -> None:
-        """Forget the sequences in these rows."""
-        for row_id in row_ids.tolist():
-            self._state.penalties.release(row_id)
+        self._state.rows.forget()
 
     def admit(self, plan: StepPlan, sequences: SequenceState) -> None:
         """Note what a plan has changed in the table, to be sent with the next step."""
@@ -209,22 +264,22 @@ class DeviceSteps:
             self._state.grow(table)
             return
         for new in plan.new_sequences:
-            self._state.note_new(table.row_id(new.seq_id), table)
+            self._state.rows.note_new(table.row_id(new.seq_id))
         if len(plan.block_updates):
             changed = table.row_ids(plan.block_updates[:, 0], "block_updates")
             self._state.rows.note_blocks(changed, plan.block_updates[:, 1])
+        if len(plan.appended_tokens):
+            chosen = table.row_ids(plan.appended_tokens[:, 0], "appended_tokens")
+            self._state.rows.note_tokens(chosen)
 
-    def note_sampled(self, row_ids: Int64Array, table: SequenceTable) -> None:
+    def note_sampled(self, row_ids: Int64Array) -> None:
         """The host has sampled for these sequences."""
-        for row_id in row_ids.tolist():
-            self._state.penalties.note(row_id, table.sampling)
+        self._state.rows.note_tokens(row_ids)
 
-    def can_launch(self, plan: StepPlan, rows: StepRows, table: SequenceTable) -> bool:
+    def can_launch(self, rows: StepRows, table: SequenceTable) -> bool:
         """Whether a step can be launched ahead; if not, the host computes it."""
         row_ids = rows.row_ids[rows.computes]
-        if len(row_ids) == 0 or len(plan.appended_tokens):
-            return False
-        if (table.sampling.num_candidates[rows.row_ids] > 0).any():
+        if len(row_ids) == 0 or not self._state.rows.hold(rows.row_ids, table.sampling):
             return False
         if not (asking := table.prompt_logprobs):
             return True
@@ -237,33 +292,35 @@ class DeviceSteps:
         """Queue a step's work. Waits for the device only for tokens that edits and masks need."""
         table, pending = sequences.table, sequences.pending
         row_ids = rows.row_ids[rows.sampling]
-        pending.resolve(self._row_ids_to_read(row_ids, table))
-        batch = sampling_batch(row_ids, table)
+        reading = _reading_last_tokens(row_ids, table)
+        pending.resolve(reading)
+        self._state.rows.note_edits(reading)
+        constrained = _constrained(row_ids, sequences)
+        sampling = HostSampling.of(row_ids, constrained, table)
         buffers = self._buffers(pending)
         begin = self._make_event()
-        launch = StepLaunch(self._model, self._cache.device_cache, self._state, buffers)
+        kv_cache = self._cache.device_cache
+        launch = StepLaunch(self._model, kv_cache, self._state, buffers, sampling)
         inputs = lay_out(rows.row_ids[rows.computes], rows.num_tokens[rows.computes], table)
-        changes = self._state.changes(table)
+        changes = self._state.rows.changes(table)
         size = None
         all_sample = len(row_ids) == len(inputs.row_ids) and not len(rows.forks)
         if inputs.max_query_len == 1 and all_sample:
-            size = launch.recorded_size(len(row_ids), changes)
+            size = launch.recorded_size(changes)
         if size is None:
-            launch.forward(inputs, rows.last_states(rows.ends()), batch, changes)
+            launch.forward(inputs, rows.last_states(rows.ends()), changes)
         else:
-            launch.replay(inputs, batch, changes, size)
+            launch.replay(inputs, changes, size)
         computed = self._make_event()
-        batch = replace(batch, masked=_masks_of(row_ids, sequences))
-        num_top = table.sampling.num_logprobs[row_ids]
-        wanted = np.flatnonzero(num_top != NO_LOGPROBS)
-        numbers, logprobs = launch.sample(batch, wanted, num_top[wanted])
+        fetched = launch.sample(_bitmask(row_ids, constrained, sequences))
         rows.advance(table)
         step = InFlightStep(
             plan=plan,
             rows=rows.sampling,
             errors=rows.errors,
-            numbers=numbers,
-            logprobs=logprobs,
+            numbers=fetched.numbers,
+            logprobs=fetched.logprobs,
+            candidates=fetched.candidates,
             buffers=buffers,
             begin=begin,
             computed=computed,
@@ -283,26 +340,34 @@ class DeviceSteps:
             self._spare.append(steps.popleft().buffers)
         return self._spare.pop() if self._spare else StepBuffers(self._device)
 
-    def _row_ids_to_read(self, row_ids: Int64Array, table: SequenceTable) -> Int64Array:
-        """The sequences whose tokens the host must know before it edits their logits."""
-        edits, counted = table.sampling.edits, self._state.penalties
-        reading = [
-            row_id
-            for row_id in (row_ids.tolist() if edits else ())
-            if (found := edits.get(row_id)) is not None
-            and (
-                found.reads_last_tokens or (found.occurrences is not None and row_id not in counted)
-            )
-        ]
-        return np.array(reading, np.int64)
+
+def _reading_last_tokens(row_ids: Int64Array, table: SequenceTable) -> Int64Array:
+    """The sequences whose tokens the host must know, since their edits depend on them."""
+    edits = table.sampling.edits
+    found = ((row_id, edits.get(row_id)) for row_id in (row_ids.tolist() if edits else ()))
+    reading = [row_id for row_id, each in found if each is not None and each.reads_last_tokens]
+    return np.array(reading, np.int64)
 
 
-def _masks_of(row_ids: Int64Array, sequences: SequenceState) -> MaskedRows | None:
-    """Masks of constraints. Waits for the pending tokens of constrained rows, while the device
+def _constrained(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
+    """Which of these rows have a constraint."""
+    masks = sequences.masks
+    rows = [] if masks is None else [row for row, _ in masks.constrained(row_ids)]
+    return np.array(rows, np.int64)
+
+
+def _bitmask(
+    row_ids: Int64Array, constrained: Int64Array, sequences: SequenceState
+) -> Int32Array | None:
+    """The bitmask of these constrained rows. Waits for their pending tokens, while the device
     computes the forward pass launched last."""
-    if sequences.masks is None:
+    if sequences.masks is None or len(constrained) == 0:
         return None
-    constrained = [row_id for _, row_id in sequences.masks.constrained(row_ids)]
-    sequences.pending.resolve(np.array(constrained, np.int64))
-    rows = sequences.constrained_rows(row_ids)
-    return sequences.masks.compute(rows) if rows else None
+    sequences.pending.resolve(row_ids[constrained])
+    bitmask = np.zeros((len(constrained), mask_width(sequences.table.vocab_size)), np.int32)
+    if rows := sequences.constrained_rows(row_ids):
+        masked = sequences.masks.compute(rows)
+        known = np.searchsorted(constrained, masked.rows)
+        bitmask[known, :-1] = masked.bitmask
+        bitmask[known, -1] = masked.failed
+    return bitmask

@@ -14,10 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagewire_kernels.batch import NOT_SAMPLED
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.cpu_cores import num_usable_cores
 from worker_service.pinned_memory import Staging
 from worker_service.plan import (
+    Candidates,
     RowErrorReason,
     StepPlan,
     StepResult,
@@ -26,7 +28,7 @@ from worker_service.plan import (
     monotonic_us,
 )
 from worker_service.runner.device_rows import FAILURES
-from worker_service.runner.device_sampler import LogprobTensors
+from worker_service.runner.device_sampler import CandidateTensors, LogprobTensors
 from worker_service.runner.step_outcome import StepOutcome, StepStart
 from worker_service.sampling.logprobs import table_of
 from worker_service.sampling.sampler import NO_TOKEN
@@ -91,8 +93,15 @@ class StepBuffers:
 
     def __init__(self, device: torch.device) -> None:
         self.staging = Staging(device)
+        self._masks = Staging(device)
         self._pinned = device.type == "cuda"
         self._numbers = self._allocate(_INITIAL_ROWS)
+
+    def send_bitmask(self, bitmask: Int32Array, target: Tensor | None) -> Tensor:
+        """Copy a bitmask to the device, to the first rows of a larger one if there is a target."""
+        where = None if target is None else target.view(-1).view(torch.uint8)
+        sent = self._masks.send([bitmask], where)[0]
+        return sent if target is None else target
 
     def fetch(self, outcome: Tensor) -> Int64Array:
         """Copy numbers to the host. Returns the memory that holds them once the device is done."""
@@ -137,11 +146,40 @@ class FetchedLogprobs:
         return {row: table.row(index, num_top) for index, (row, num_top) in enumerate(counts)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedCandidates:
+    """Candidates that are being copied to the host."""
+
+    rows: Int64Array
+    """Sampling rows whose tokens the core chooses."""
+
+    counts: Int32Array
+    """Number of candidates that each of them asked for."""
+
+    tensors: CandidateTensors
+
+    @classmethod
+    def fetch(
+        cls, rows: Int64Array, counts: Int32Array, tensors: CandidateTensors
+    ) -> "FetchedCandidates":
+        """Start the copies."""
+        on_host = CandidateTensors(_to_host(tensors.token_ids), _to_host(tensors.logprobs))
+        return cls(rows=rows, counts=counts, tensors=on_host)
+
+    def entries(self) -> dict[int, Candidates]:
+        """Candidates by sampling row, once the copies are done."""
+        token_ids = self.tensors.token_ids.numpy().astype(np.int32)
+        logprobs = self.tensors.logprobs.numpy()
+        kept = np.minimum(np.isfinite(logprobs).sum(axis=1), self.counts).tolist()
+        return {
+            row: Candidates(token_ids=token_ids[index, :count], logprobs=logprobs[index, :count])
+            for index, (row, count) in enumerate(zip(self.rows.tolist(), kept, strict=True))
+        }
+
+
 def _to_host(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return on_host.copy_(tensor, non_blocking=True)
 
 
 class LastFinishTime:
@@ -163,9 +201,10 @@ class InFlightStep:
     """Rows of the plan whose sequences were known to have failed."""
 
     numbers: Int64Array
-    """[n]: a token or one of `FAILURES` each, once `end` is reached."""
+    """[n]: a token, one of `FAILURES` or NOT_SAMPLED each, once `end` is reached."""
 
     logprobs: FetchedLogprobs | None
+    candidates: FetchedCandidates | None
     buffers: StepBuffers
     begin: DeviceEvent
     computed: DeviceEvent
@@ -183,7 +222,7 @@ class InFlightStep:
         return self.end.is_reached
 
     def wait(self) -> Int64Array:
-        """A token or failure per sampling row, once the device is done."""
+        """A token or negative outcome per sampling row, once the device is done."""
         self.end.wait()
         return self.numbers
 
@@ -192,13 +231,19 @@ class InFlightStep:
         numbers = self.wait()
         outcome = StepOutcome.of_failed(len(self.plan.seq_ids), self.errors)
         outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
-        for index in np.flatnonzero(numbers < 0).tolist():
+        for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():
             outcome.errors[int(self.rows[index])] = FAILURES[int(numbers[index])]
         if self.logprobs is not None:
             outcome.logprobs = {
                 int(self.rows[index]): entry
                 for index, entry in self.logprobs.entries().items()
                 if numbers[index] >= 0
+            }
+        if self.candidates is not None:
+            outcome.candidates = {
+                int(self.rows[index]): entry
+                for index, entry in self.candidates.entries().items()
+                if numbers[index] == NOT_SAMPLED
             }
         result = outcome.result(self.plan, self._timings())
         self.is_collected = True

@@ -119,13 +119,13 @@ class ModelRunner:
         if self._device is None:
             return FinishedStep(self._compute(plan, start))
         rows = resolve_rows(plan, self._sequences.table)
-        if self._device.can_launch(plan, rows, self._sequences.table):
+        if self._device.can_launch(rows, self._sequences.table):
             return self._device.launch(plan, rows, self._sequences, start)
         waiting_since_us = monotonic_us()
         self._sequences.pending.resolve_all()
         start = start.later(monotonic_us() - waiting_since_us)
         result = self._compute(plan, start)
-        self._device.note_sampled(rows.row_ids, self._sequences.table)
+        self._device.note_sampled(rows.row_ids)
         return FinishedStep(result)
 
     def _begin(self, plan: StepPlan) -> StepStart:
@@ -135,8 +135,6 @@ class ModelRunner:
         self._draft_lengths.forget(forgotten)
         if self._drafter is not None:
             self._drafter.forget(forgotten)
-        if self._device is not None:
-            self._device.forget(forgotten)
         self._cache.execute(plan)
         cache_done_us = monotonic_us()
         self._sequences.admit(plan)

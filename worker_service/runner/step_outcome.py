@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pagewire_kernels.batch import NOT_SAMPLED
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.plan import (
     Candidates,
@@ -17,9 +18,6 @@ from worker_service.plan import (
 )
 from worker_service.runner.device_rows import FAILURES
 from worker_service.sampling.sampler import NO_TOKEN
-
-NOT_SAMPLED = min(FAILURES) - 1
-"""Code of a row that neither sampled a token nor failed, or whose token the core chooses."""
 
 _CODES = {reason: code for code, reason in FAILURES.items()}
 

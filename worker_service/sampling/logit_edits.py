@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
-from worker_service.array_types import Int32Array
+from worker_service.array_types import Float32Array, Int32Array
 from worker_service.pinned_memory import upload
 from worker_service.sampling_params import SamplerParams
 from worker_service.structured.masks import MaskedRows
+
+_ALWAYS = np.iinfo(np.int32).max
 
 
 class BadWords:
@@ -126,6 +128,31 @@ class LogitEdits:
         return cls(params, bad_words, occurrences)
 
     @property
+    def max_entries(self) -> int:
+        """As many as `entries` may return, or more."""
+        params = self.params
+        num_excluded = len(params.bad_words) + len(params.suppressed_token_ids)
+        return len(params.bias_token_ids) + num_excluded
+
+    def entries(self, output: Int32Array) -> tuple[Int32Array, Float32Array, Int32Array]:
+        """What is added to logits after this output: token ids, numbers (minus infinity excludes a
+        token), and the number of output tokens from which on an entry does not apply. Those that
+        exclude come last. The output matters only if `reads_last_tokens`."""
+        params = self.params
+        banned = np.empty(0, np.int32)
+        if self.bad_words is not None:
+            banned = self.bad_words.banned_after(output)
+        suppressed = params.suppressed_token_ids if params.min_tokens else banned[:0]
+        num_lasting = len(params.bias_token_ids) + len(banned)
+        return (
+            np.concatenate([params.bias_token_ids, banned, suppressed]),
+            np.concatenate([params.bias_values, _excluding(banned), _excluding(suppressed)]),
+            np.repeat(
+                np.array([_ALWAYS, params.min_tokens], np.int32), [num_lasting, len(suppressed)]
+            ),
+        )
+
+    @property
     def reads_last_tokens(self) -> bool:
         """Whether what is excluded depends on the last tokens, and not on their number alone."""
         return self.bad_words is not None and self.bad_words.has_prefixes
@@ -140,6 +167,10 @@ class LogitEdits:
         if len(output) < self.params.min_tokens:
             banned.append(self.params.suppressed_token_ids)
         return np.concatenate(banned) if banned else np.empty(0, np.int32)
+
+
+def _excluding(token_ids: Int32Array) -> Float32Array:
+    return np.full(len(token_ids), -np.inf, np.float32)
 
 
 class EditedRow(NamedTuple):

@@ -4,7 +4,7 @@ attention.py  attention over a paged cache
 kv_cache.py   writing to it, reading from it, moving its blocks
 layers.py     embedding, norms, rotary embedding, activations
 quantized_rows.py  products of rows and weights of 8 bits
-sampling.py   from logits to a token, and log probabilities
+sampling.py   a step's inputs; from logits to a token, and log probabilities
 backend.py    the reference behind the interface of attention backends and layer kernels
 """
 
@@ -22,7 +22,9 @@ from pagewire_kernels.reference.layers import (
 from pagewire_kernels.reference.quantized_rows import multiply_quantized_rows, quantize_rows
 from pagewire_kernels.reference.sampling import (
     apply_bitmask,
+    edit,
     gather_logprobs,
+    prepare,
     sample,
     uniforms,
 )
@@ -32,11 +34,13 @@ __all__ = [
     "act_and_mul",
     "activate",
     "apply_bitmask",
+    "edit",
     "embed",
     "gather_logprobs",
     "layer_norm",
     "multiply_quantized_rows",
     "paged_attention",
+    "prepare",
     "quantize_rows",
     "rms_norm",
     "rotate_and_write_kv",

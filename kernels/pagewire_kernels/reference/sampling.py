@@ -4,10 +4,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import SamplingMetadata
+from pagewire_kernels.batch import (
+    COUNT_OCCURS,
+    COUNT_ONE_OUTPUT,
+    NO_CANDIDATES,
+    NON_FINITE,
+    NOT_SAMPLED,
+    OFF_CONSTRAINT,
+    UNKNOWN_TOKEN,
+    PreparedInputs,
+    SamplingParam,
+    SamplingRows,
+    SamplingTables,
+    StepInputs,
+)
 from pagewire_kernels.philox import uniform
 
-NO_TOKEN = -1
+_UNEDITED, _SOUND, _UNSOUND = 0, 1, 2
+
+
+def prepare(
+    inputs: StepInputs, latest: Tensor, block_tables: Tensor, block_size: int, max_blocks: int
+) -> PreparedInputs:
+    """A model's inputs from what the host sent and what the device has.
+
+    latest: as in `SamplingTables`, of which unknown tokens are taken (0 in a row that has failed);
+    block_tables: int32 [num_rows, at least max_blocks]; max_blocks: columns of the result.
+    """
+    token_rows, seq_rows = inputs.token_rows.long(), inputs.seq_rows.long()
+    known = inputs.token_ids.long()
+    columns = torch.arange(max_blocks, device=latest.device)
+    is_used = columns * block_size < inputs.context_lens.unsqueeze(1)
+    return PreparedInputs(
+        token_ids=torch.where(known == UNKNOWN_TOKEN, latest[token_rows].clamp_min(0), known),
+        positions=inputs.positions.long(),
+        slot_mapping=inputs.slot_mapping.long(),
+        block_tables=block_tables[seq_rows, :max_blocks].masked_fill(~is_used, -1),
+    )
 
 
 def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
@@ -28,7 +61,7 @@ def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     """Minus infinity where a row's bit is 0, in place; other rows are left alone.
 
-    logits: float [num_rows, vocab_size]; rows: int64 [m], none twice; bitmask: int32 [m,
+    logits: float [num_rows, vocab_size]; rows: int64 [m], none twice; bitmask: int32 [m, at least
     ceil(vocab_size / 32)], a bit per token, the lowest first.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)
@@ -36,42 +69,130 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)
 
 
-def sample(logits: Tensor, metadata: SamplingMetadata) -> Tensor:
-    """One token per row, int64 [n]; -1 for a row with a NaN or without a finite maximum.
+def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
+    """Edit logits in place: add biases, exclude tokens, apply the repetition penalty (Keskar et al.
+    2019), then frequency and presence penalties, and exclude what the bitmask does not allow.
 
-    logits: float32 [n, vocab_size], penalties applied. min-p and top-k look at the distribution
-    after temperature, then top-p (Holtzman et al. 2020) at what they leave. They come down to the
-    smallest logit that stays; all tokens with that very logit stay. Then the row's uniform draw
-    picks the first token id at which the cumulative probability exceeds it.
+    logits: float32 [n, vocab_size]. Returns, for `sample`, whether the edited rows were sound
+    before, in a form of its own.
     """
-    draws = uniforms(metadata.seeds, metadata.choice_indices, metadata.positions)
-    tokens = torch.full((len(logits),), NO_TOKEN, dtype=torch.int64, device=logits.device)
-    for row, values in enumerate(logits):
-        temperature = float(metadata.temperature[row])
-        if not values.max().isfinite():
+    sound = torch.full((len(logits), 1), _UNEDITED, dtype=torch.int32, device=logits.device)
+    for row, (row_id, position, mask_row) in enumerate(_columns(rows)):
+        params, values = _Params(tables, row_id), logits[row]
+        if not (params.num_edits or params.is_penalized or mask_row >= 0):
             continue
-        if temperature == 0.0:
-            tokens[row] = int((values == values.max()).nonzero()[0])
-            continue
-        scaled = values / metadata.temperature[row]
-        weights = torch.exp(scaled - scaled.max()).double()
-        weights = weights * (scaled >= _cut(scaled, weights, metadata, row))
-        cumulative = weights.cumsum(0)
-        above = cumulative > draws[row] * cumulative[-1]
-        tokens[row] = int(above.nonzero()[0]) if above.any() else int(weights.nonzero()[-1])
-    return tokens
+        sound[row] = _SOUND if values.max().isfinite() else _UNSOUND
+        count = params.num_edits
+        applies = position < tables.edit_ends[row_id, :count]
+        tokens = tables.edit_tokens[row_id, :count][applies].long()
+        numbers = tables.edit_values[row_id, :count][applies]
+        values.index_add_(0, tokens[numbers.isfinite()], numbers[numbers.isfinite()])
+        values[tokens[~numbers.isfinite()]] = -torch.inf
+        if params.is_penalized:
+            _penalize(values, tables.counts[row_id], params)
+        if mask_row >= 0:
+            index = torch.tensor([row], device=logits.device)
+            apply_bitmask(logits, index, rows.bitmask[mask_row : mask_row + 1])
+    return sound
 
 
-def _cut(scaled: Tensor, weights: Tensor, metadata: SamplingMetadata, row: int) -> Tensor:
+def _penalize(values: Tensor, entries: Tensor, params: "_Params") -> None:
+    counts = entries // COUNT_ONE_OUTPUT
+    repetition = values.new_tensor(params.repetition_penalty)
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values.copy_(torch.where(entries > 0, repeated, values))
+    values -= values.new_tensor(params.frequency_penalty) * counts
+    values -= values.new_tensor(params.presence_penalty) * (counts > 0)
+
+
+def sample(
+    logits: Tensor, sound: Tensor, rows: SamplingRows, tables: SamplingTables, outcome: Tensor
+) -> None:
+    """One token, or one of the negative outcomes, per row into `outcome`, int64 [n].
+
+    logits: float32 [n, vocab_size], edited; sound: what `edit` returned. min-p and top-k look at
+    the distribution after temperature, then top-p (Holtzman et al. 2020) at what they leave. They
+    come down to the smallest logit that stays; all tokens with that very logit stay. Then the row's
+    uniform draw picks the first token id at which the cumulative probability exceeds it.
+
+    A row that has failed before keeps its outcome. The others' are stored in the tables, and tokens
+    are counted in rows with penalties.
+    """
+    for row, (row_id, position, mask_row) in enumerate(_columns(rows)):
+        params = _Params(tables, row_id)
+        number = before = int(tables.latest[row_id])
+        if before >= 0:
+            has_constraint_failed = mask_row >= 0 and int(rows.bitmask[mask_row, -1]) != 0
+            why = OFF_CONSTRAINT if has_constraint_failed else NO_CANDIDATES
+            number = _outcome(logits[row], int(sound[row]), position, why, params)
+            tables.latest[row_id] = before if number == NOT_SAMPLED else number
+        if params.is_penalized and number >= 0:
+            entry = int(tables.counts[row_id, number])
+            tables.counts[row_id, number] = (entry | COUNT_OCCURS) + COUNT_ONE_OUTPUT
+        outcome[row] = number
+
+
+def _outcome(values: Tensor, sound: int, position: int, why: int, params: "_Params") -> int:
+    """why: the outcome if every token is excluded."""
+    has_token = bool(values.max().isfinite())
+    if sound == _UNSOUND or (sound == _UNEDITED and not has_token):
+        return NON_FINITE
+    if params.offers:
+        return why if why == OFF_CONSTRAINT else NOT_SAMPLED
+    return _choose(values, position, params) if has_token else why
+
+
+def _choose(values: Tensor, position: int, params: "_Params") -> int:
+    if params.temperature == 0.0:
+        return int((values == values.max()).nonzero()[0])
+    scaled = values / values.new_tensor(params.temperature)
+    weights = torch.exp(scaled - scaled.max()).double()
+    weights = weights * (scaled >= _cut(scaled, weights, params))
+    cumulative = weights.cumsum(0)
+    draw = uniforms(
+        torch.tensor([params.seed]),
+        torch.tensor([params.choice_index], dtype=torch.int32),
+        torch.tensor([position], dtype=torch.int32),
+    )
+    above = cumulative > float(draw) * cumulative[-1]
+    return int(above.nonzero()[0]) if above.any() else int(weights.nonzero()[-1])
+
+
+class _Params:
+    """One row's parameters as numbers."""
+
+    def __init__(self, tables: SamplingTables, row_id: int) -> None:
+        integers = tables.params[row_id].tolist()
+        reals = tables.params[row_id].view(torch.float64).tolist()
+        self.temperature = reals[SamplingParam.TEMPERATURE]
+        self.top_k = integers[SamplingParam.TOP_K]
+        self.top_p = reals[SamplingParam.TOP_P]
+        self.min_p = reals[SamplingParam.MIN_P]
+        self.seed = integers[SamplingParam.SEED]
+        self.choice_index = integers[SamplingParam.CHOICE_INDEX]
+        self.is_penalized = integers[SamplingParam.IS_PENALIZED] != 0
+        self.repetition_penalty = reals[SamplingParam.REPETITION_PENALTY]
+        self.frequency_penalty = reals[SamplingParam.FREQUENCY_PENALTY]
+        self.presence_penalty = reals[SamplingParam.PRESENCE_PENALTY]
+        self.num_edits = integers[SamplingParam.NUM_EDITS]
+        self.offers = integers[SamplingParam.OFFERS] != 0
+
+
+def _columns(rows: SamplingRows) -> list[tuple[int, int, int]]:
+    """(row of the tables, position, row of the bitmask) of each row."""
+    columns = (rows.row_ids.tolist(), rows.positions.tolist(), rows.mask_rows.tolist())
+    return list(zip(*columns, strict=True))
+
+
+def _cut(scaled: Tensor, weights: Tensor, params: _Params) -> Tensor:
     """The smallest scaled logit that stays."""
     ordered, order = torch.sort(scaled, descending=True)
-    cut = ordered[0] + torch.log(metadata.min_p[row]).float()
-    top_k, top_p = int(metadata.top_k[row]), float(metadata.top_p[row])
-    if top_k > 0:
-        cut = torch.maximum(cut, ordered[min(top_k, len(ordered)) - 1])
-    if top_p < 1.0:
+    cut = ordered[0] + torch.tensor(params.min_p, dtype=torch.float64).log().float()
+    if params.top_k > 0:
+        cut = torch.maximum(cut, ordered[min(params.top_k, len(ordered)) - 1])
+    if params.top_p < 1.0:
         mass = (weights[order] * (ordered >= cut)).cumsum(0)
-        has_crossed = mass >= top_p * mass[-1]
+        has_crossed = mass >= params.top_p * mass[-1]
         cut = torch.maximum(cut, ordered[has_crossed.nonzero()[0]].squeeze())
     return cut
 

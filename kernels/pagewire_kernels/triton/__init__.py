@@ -6,7 +6,8 @@ layers.py      norms, fused with the residual addition; activations
 rotary.py      norms of queries and keys, RoPE and the cache write in one kernel
 linear.py      batch-invariant linear layers: one fixed order of summation
 quantized_linear.py  products with weights in fewer bits, and rows of them
-sampling.py    bitmasks, sampling, log probabilities; kernels in `sampling_kernels.py`
+sampling.py    a step's inputs, edits of logits, sampling, log probabilities; kernels in
+               `sampling_kernels.py`
 backend.py     `TritonBackend`; `TritonLayerKernels`, the row-wise operations
 checks.py      argument checks of the launchers
 
@@ -21,7 +22,7 @@ from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rm
 from pagewire_kernels.triton.linear import InvariantWeight, linear
 from pagewire_kernels.triton.quantized_linear import TritonQuantizedWeight, can_pack_codes
 from pagewire_kernels.triton.rotary import rotate_and_write_kv
-from pagewire_kernels.triton.sampling import apply_bitmask, gather_logprobs, sample
+from pagewire_kernels.triton.sampling import edit, gather_logprobs, prepare, sample
 
 __all__ = [
     "InvariantWeight",
@@ -31,14 +32,15 @@ __all__ = [
     "TritonQuantizedWeight",
     "act_and_mul",
     "activate",
-    "apply_bitmask",
     "can_pack_codes",
     "choose_launch",
+    "edit",
     "gather_logprobs",
     "layer_norm",
     "linear",
     "move_blocks",
     "paged_attention",
+    "prepare",
     "rms_norm",
     "rotate_and_write_kv",
     "sample",

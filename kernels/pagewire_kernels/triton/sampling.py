@@ -1,17 +1,25 @@
-"""Bitmasks, sampling and log probabilities on a GPU.
+"""A step's inputs, edits of logits, sampling and log probabilities on a GPU.
 
-What bounds them: the rows of logits are read over and over, `vocab_size * 4` bytes a row and pass.
-A greedy row takes one pass, one without filters four, one with top-k or top-p as many more as it
-takes until the tokens in question are few, at most 32. A row is one program's, so that a batch with
-fewer rows than the device has processors is bound by what one processor can read. Memory beside the
-logits: 16 KiB a row.
+What bounds sampling: the rows of logits are read over and over, `vocab_size * 4` bytes a row and
+pass. A greedy row takes one pass, one without filters four, one with top-k or top-p as many more as
+it takes until the tokens in question are few, at most 32. A row is one program's, so that a batch
+with fewer rows than the device has processors is bound by what one processor can read. Memory
+beside the logits: 16 KiB a row. Edits take one pass more, in a program per tile, for the rows that
+have any, and penalties read as much again, the counts of tokens.
 """
 
 import torch
 import triton
 from torch import Tensor
 
-from pagewire_kernels.batch import SamplingMetadata
+from pagewire_kernels.batch import (
+    PreparedInputs,
+    SamplingParam,
+    SamplingRows,
+    SamplingTables,
+    StepInputs,
+    mask_width,
+)
 from pagewire_kernels.triton import sampling_kernels
 from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
 
@@ -22,69 +30,120 @@ _TILE = 4096
 _NUM_WARPS = 16
 """A row alone waits for memory once a tile, so tiles are as large as registers allow."""
 
+_TILE_EDITS = 128
+_TILE_INPUTS = 1024
 
-def sample(logits: Tensor, metadata: SamplingMetadata, *, capacity: int = CAPACITY) -> Tensor:
-    """One token per row; as `reference.sample`, up to the rounding of sums of probabilities."""
-    num_rows, vocab_size = _check_logits(logits)
-    m = metadata
-    for name, column, dtype in (
-        ("temperature", m.temperature, torch.float32),
-        ("top_k", m.top_k, torch.int32),
-        ("top_p", m.top_p, torch.float64),
-        ("min_p", m.min_p, torch.float64),
+
+def prepare(
+    inputs: StepInputs, latest: Tensor, block_tables: Tensor, block_size: int, max_blocks: int
+) -> PreparedInputs:
+    """A model's inputs in one launch; as `reference.prepare`."""
+    i, device = inputs, latest.device
+    num_tokens, num_seqs = len(i.token_ids), len(i.seq_rows)
+    for name, column, length in (
+        ("token_ids", i.token_ids, num_tokens),
+        ("positions", i.positions, num_tokens),
+        ("slot_mapping", i.slot_mapping, num_tokens),
+        ("token_rows", i.token_rows, num_tokens),
+        ("seq_rows", i.seq_rows, num_seqs),
+        ("context_lens", i.context_lens, num_seqs),
     ):
-        expect_dtype(name, column, dtype)
-        expect_rows(name, column, num_rows)
-    _check_draws(m.seeds, m.choice_indices, m.positions)
-    expect_rows("seeds", m.seeds, num_rows)
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    candidates = torch.empty((num_rows, capacity), dtype=torch.float32, device=logits.device)
+        expect_dtype(name, column, torch.int32)
+        expect_rows(name, column, length)
+    tokens = torch.empty((3, num_tokens), dtype=torch.int64, device=device)
+    tables = torch.empty((num_seqs, max_blocks), dtype=torch.int32, device=device)
+    prepared = PreparedInputs(tokens[0], tokens[1], tokens[2], tables)
+    num_programs = max(num_seqs, triton.cdiv(num_tokens, _TILE_INPUTS))
+    sampling_kernels.prepare[(num_programs, triton.cdiv(max_blocks, _TILE_INPUTS))](
+        i.token_ids,
+        i.positions,
+        i.slot_mapping,
+        i.token_rows,
+        i.seq_rows,
+        i.context_lens,
+        latest,
+        block_tables,
+        *prepared,
+        num_tokens,
+        num_seqs,
+        max_blocks,
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        TILE=_TILE_INPUTS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return prepared
+
+
+def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
+    """Edit logits in place; as `reference.edit`. Returns int32 [n, tiles of a row]."""
+    num_rows, vocab_size = _check(logits, rows)
+    tile = _tile(vocab_size)
+    num_tiles = triton.cdiv(vocab_size, tile)
+    sound = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
     if num_rows:
-        sampling_kernels.sample[(num_rows,)](
-            tokens,
+        sampling_kernels.edit[(num_rows, num_tiles)](
             logits,
-            candidates,
-            torch.empty_like(candidates, dtype=torch.int32),
-            m.temperature,
-            m.top_k,
-            m.top_p,
-            m.min_p,
-            m.seeds,
-            m.choice_indices,
-            m.positions,
+            sound,
+            rows.row_ids,
+            rows.positions,
+            rows.mask_rows,
+            rows.bitmask,
+            tables.params,
+            tables.counts,
+            tables.edit_tokens,
+            tables.edit_values,
+            tables.edit_ends,
             vocab_size,
             logits.stride(0),
-            CAPACITY=capacity,
-            TILE=_tile(vocab_size),
+            rows.bitmask.stride(0),
+            NUM_PARAMS=len(SamplingParam),
+            MAX_EDITS=tables.edit_tokens.shape[1],
+            NUM_TILES=num_tiles,
+            TILE=tile,
+            TILE_EDITS=_TILE_EDITS,
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
-    return tokens
+    return sound
 
 
-def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Minus infinity where a row's bit is 0, in place; as `reference.apply_bitmask`.
-
-    Reads the mask, a thirty-second of a row's size, and writes what is excluded: logits are not
-    read. Most are, so it is bound by writing one row.
-    """
-    _, vocab_size = _check_logits(logits)
-    expect_dtype("rows", rows, torch.int64)
-    expect_rows("rows", rows, None)
-    expect_dtype("bitmask", bitmask, torch.int32)
-    expect_rows("bitmask", bitmask, len(rows), None)
-    num_words = triton.cdiv(vocab_size, 32)
-    expect(bitmask.shape[1] == num_words, f"bitmask: expected {num_words} columns")
-    if len(rows):
-        tile = _tile(vocab_size)
-        sampling_kernels.apply_bitmask[(len(rows), triton.cdiv(vocab_size, tile))](
+def sample(
+    logits: Tensor,
+    sound: Tensor,
+    rows: SamplingRows,
+    tables: SamplingTables,
+    outcome: Tensor,
+    *,
+    capacity: int = CAPACITY,
+) -> None:
+    """One outcome per row; as `reference.sample`, up to the rounding of sums of probabilities."""
+    num_rows, vocab_size = _check(logits, rows)
+    expect_dtype("outcome", outcome, torch.int64)
+    expect_rows("outcome", outcome, num_rows)
+    candidates = torch.empty((num_rows, capacity), dtype=torch.float32, device=logits.device)
+    if num_rows:
+        sampling_kernels.sample[(num_rows,)](
+            outcome,
             logits,
-            rows,
-            bitmask,
+            sound,
+            candidates,
+            torch.empty_like(candidates, dtype=torch.int32),
+            rows.row_ids,
+            rows.positions,
+            rows.mask_rows,
+            rows.bitmask,
+            tables.params,
+            tables.latest,
+            tables.counts,
             vocab_size,
             logits.stride(0),
-            bitmask.stride(0),
-            TILE=tile,
+            rows.bitmask.stride(0),
+            NUM_PARAMS=len(SamplingParam),
+            NUM_TILES=sound.shape[1],
+            CAPACITY=capacity,
+            TILE=_tile(vocab_size),
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
@@ -131,9 +190,17 @@ def _check_logits(logits: Tensor) -> tuple[int, int]:
     return num_rows, vocab_size
 
 
-def _check_draws(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> None:
-    expect_dtype("seeds", seeds, torch.int64)
-    expect_rows("seeds", seeds, None)
-    for name, column in (("choice_indices", choice_indices), ("positions", positions)):
+def _check(logits: Tensor, rows: SamplingRows) -> tuple[int, int]:
+    num_rows, vocab_size = _check_logits(logits)
+    expect_dtype("logits", logits, torch.float32)
+    for name, column in (
+        ("row_ids", rows.row_ids),
+        ("positions", rows.positions),
+        ("mask_rows", rows.mask_rows),
+    ):
         expect_dtype(name, column, torch.int32)
-        expect_rows(name, column, len(seeds))
+        expect_rows(name, column, num_rows)
+    expect_dtype("bitmask", rows.bitmask, torch.int32)
+    num_words = mask_width(vocab_size)
+    expect(rows.bitmask.shape[1] == num_words, f"bitmask: expected {num_words} columns")
+    return num_rows, vocab_size

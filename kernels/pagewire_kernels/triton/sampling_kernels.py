@@ -1,4 +1,4 @@
-"""The Triton kernels of sampling; `sampling.py` launches them.
+"""The Triton kernels of a step's inputs and of sampling; `sampling.py` launches them.
 
 A row's filters come down to one number, the cut: the smallest scaled logit that stays. It is found
 without sorting, by bisection over the bits of float32, which order as their values do once those of
@@ -11,8 +11,46 @@ order of summation does not decide which token is drawn.
 import triton
 import triton.language as tl
 
+from pagewire_kernels import batch
+from pagewire_kernels.batch import SamplingParam
+
 LOWEST = tl.constexpr(-2139095041)
 """`_ordered` of minus infinity."""
+
+TEMPERATURE = tl.constexpr(SamplingParam.TEMPERATURE.value)
+TOP_K = tl.constexpr(SamplingParam.TOP_K.value)
+TOP_P = tl.constexpr(SamplingParam.TOP_P.value)
+MIN_P = tl.constexpr(SamplingParam.MIN_P.value)
+SEED = tl.constexpr(SamplingParam.SEED.value)
+CHOICE_INDEX = tl.constexpr(SamplingParam.CHOICE_INDEX.value)
+IS_PENALIZED = tl.constexpr(SamplingParam.IS_PENALIZED.value)
+REPETITION_PENALTY = tl.constexpr(SamplingParam.REPETITION_PENALTY.value)
+FREQUENCY_PENALTY = tl.constexpr(SamplingParam.FREQUENCY_PENALTY.value)
+PRESENCE_PENALTY = tl.constexpr(SamplingParam.PRESENCE_PENALTY.value)
+NUM_EDITS = tl.constexpr(SamplingParam.NUM_EDITS.value)
+OFFERS = tl.constexpr(SamplingParam.OFFERS.value)
+
+NON_FINITE = tl.constexpr(batch.NON_FINITE)
+NO_CANDIDATES = tl.constexpr(batch.NO_CANDIDATES)
+OFF_CONSTRAINT = tl.constexpr(batch.OFF_CONSTRAINT)
+NOT_SAMPLED = tl.constexpr(batch.NOT_SAMPLED)
+UNKNOWN_TOKEN = tl.constexpr(batch.UNKNOWN_TOKEN)
+COUNT_OCCURS = tl.constexpr(batch.COUNT_OCCURS)
+COUNT_ONE_OUTPUT = tl.constexpr(batch.COUNT_ONE_OUTPUT)
+
+HAS_FINITE = tl.constexpr(1)
+HAS_UNSOUND = tl.constexpr(2)
+
+# Columns begin where a batch's size leaves them, and numbers differ from batch to batch: were they
+# looked at, a kernel would be compiled again while requests wait.
+_COLUMNS = ["outcome", "row_ids", "positions", "mask_rows", "bitmask"]
+_COUNTS = ["bitmask_stride", "table_stride"]
+
+
+@triton.jit
+def _real(param):
+    """A float64 parameter, which is stored by its bits."""
+    return tl.load(param).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -162,112 +200,298 @@ def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
     return tl.minimum(first, last)
 
 
-# Columns begin where a batch's size leaves them: were that looked at, an odd number of rows would
-# compile the kernel again while requests wait.
-@triton.jit(
-    do_not_specialize_on_alignment=[
-        "temperatures",
-        "top_ks",
-        "top_ps",
-        "min_ps",
-        "seeds",
-        "choice_indices",
-        "positions",
-    ]
-)
-def sample(
-    tokens,
+@triton.jit
+def _choose(
     logits,
     candidates,
     candidate_ids,
-    temperatures,
-    top_ks,
-    top_ps,
-    min_ps,
-    seeds,
-    choice_indices,
+    params,
+    position,
+    largest,
+    first,
+    vocab_size,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The token of a row whose largest logit is finite, the first at `first`.
+
+    candidates, candidate_ids: [CAPACITY] of scratch memory.
+    """
+    temperature = _real(params + TEMPERATURE).to(tl.float32)
+    token = first.to(tl.int64)
+    if temperature != 0.0:
+        top_k, top_p = tl.load(params + TOP_K), _real(params + TOP_P)
+        min_p = _real(params + MIN_P)
+        maximum = tl.div_rn(largest, temperature)
+        ceiling = _ordered(maximum) + 1
+        floor = ceiling * 0 + LOWEST
+        if min_p > 0.0:
+            floor = _ordered(maximum + tl.log(min_p).to(tl.float32))
+        draw = uniform(tl.load(params + SEED), tl.load(params + CHOICE_INDEX), position)
+        count, total = _weigh(logits, vocab_size, temperature, maximum, floor, TILE)
+        low, high = floor, ceiling
+        is_narrowing = (top_k > 0) | (top_p < 1.0)
+        while is_narrowing & (count > CAPACITY) & (high - low > 1):
+            middle = low + (high - low) // 2
+            middle_count, mass = _weigh(logits, vocab_size, temperature, maximum, middle, TILE)
+            is_below = tl.where(top_k > 0, middle_count >= top_k, mass >= top_p * total)
+            low = tl.where(is_below, middle, low)
+            count = tl.where(is_below, middle_count, count)
+            high = tl.where(is_below, high, middle)
+
+        if count <= CAPACITY:
+            _copy_candidates(logits, vocab_size, temperature, low, candidates, candidate_ids, TILE)
+            tl.debug_barrier()  # what other threads of the program have stored is read from here on
+            cut = _find_cut(
+                candidates, count, 1.0, maximum, low, high, ceiling, top_k, top_p, total, TILE
+            )
+            place = _draw(candidates, count, 1.0, maximum, cut, draw, TILE)
+            token = tl.load(candidate_ids + place).to(tl.int64)
+        else:
+            cut = _find_cut(
+                logits,
+                vocab_size,
+                temperature,
+                maximum,
+                low,
+                high,
+                ceiling,
+                top_k,
+                top_p,
+                total,
+                TILE,
+            )
+            place = _draw(logits, vocab_size, temperature, maximum, cut, draw, TILE)
+            token = place.to(tl.int64)
+    return token
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_COLUMNS)
+def sample(
+    outcome,
+    logits,
+    sound,
+    candidates,
+    candidate_ids,
+    row_ids,
     positions,
+    mask_rows,
+    bitmask,
+    params,
+    latest,
+    counts,
     vocab_size,
     logits_stride,
+    bitmask_stride,
+    NUM_PARAMS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Program (row). candidates, candidate_ids: [num_rows, CAPACITY] of scratch memory."""
     row = tl.program_id(0).to(tl.int64)
-    logits += row * logits_stride
-    largest, first, has_nan = _largest(logits, vocab_size, TILE)
-    if (has_nan > 0) | (largest == float("inf")) | (largest == float("-inf")):
-        tl.store(tokens + row, -1)
-        return
-    temperature = tl.load(temperatures + row)
-    if temperature == 0.0:
-        tl.store(tokens + row, first.to(tl.int64))
-        return
-
-    top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
-    min_p = tl.load(min_ps + row)
-    maximum = tl.div_rn(largest, temperature)
-    ceiling = _ordered(maximum) + 1
-    floor = ceiling * 0 + LOWEST
-    if min_p > 0.0:
-        floor = _ordered(maximum + tl.log(min_p).to(tl.float32))
-    draw = uniform(tl.load(seeds + row), tl.load(choice_indices + row), tl.load(positions + row))
-    count, total = _weigh(logits, vocab_size, temperature, maximum, floor, TILE)
-    low, high = floor, ceiling
-    is_narrowing = (top_k > 0) | (top_p < 1.0)
-    while is_narrowing & (count > CAPACITY) & (high - low > 1):
-        middle = low + (high - low) // 2
-        middle_count, mass = _weigh(logits, vocab_size, temperature, maximum, middle, TILE)
-        is_below = tl.where(top_k > 0, middle_count >= top_k, mass >= top_p * total)
-        low = tl.where(is_below, middle, low)
-        count = tl.where(is_below, middle_count, count)
-        high = tl.where(is_below, high, middle)
-
-    if count <= CAPACITY:
-        candidates += row * CAPACITY
-        candidate_ids += row * CAPACITY
-        _copy_candidates(logits, vocab_size, temperature, low, candidates, candidate_ids, TILE)
-        tl.debug_barrier()  # what other threads of the program have stored is read from here on
-        cut = _find_cut(
-            candidates, count, 1.0, maximum, low, high, ceiling, top_k, top_p, total, TILE
-        )
-        place = _draw(candidates, count, 1.0, maximum, cut, draw, TILE)
-        token = tl.load(candidate_ids + place)
-    else:
-        cut = _find_cut(
-            logits,
-            vocab_size,
-            temperature,
-            maximum,
-            low,
-            high,
-            ceiling,
-            top_k,
-            top_p,
-            total,
-            TILE,
-        )
-        token = _draw(logits, vocab_size, temperature, maximum, cut, draw, TILE)
-    tl.store(tokens + row, token.to(tl.int64))
+    row_id = tl.load(row_ids + row).to(tl.int64)
+    before = tl.load(latest + row_id)
+    number = before
+    if before >= 0:
+        own = params + row_id * NUM_PARAMS
+        values = logits + row * logits_stride
+        mask_row = tl.load(mask_rows + row).to(tl.int64)
+        is_penalized = tl.load(own + IS_PENALIZED) != 0
+        offers = tl.load(own + OFFERS) != 0
+        is_edited = is_penalized | (tl.load(own + NUM_EDITS) != 0) | (mask_row >= 0)
+        largest, first, has_nan = _largest(values, vocab_size, TILE)
+        has_token = (has_nan == 0) & (largest < float("inf")) & (largest > float("-inf"))
+        is_sound = has_token
+        if is_edited:
+            is_sound = _is_sound(sound + row * NUM_TILES, NUM_TILES)
+        why = before * 0 + NO_CANDIDATES
+        if mask_row >= 0:
+            last_word = tl.load(bitmask + mask_row * bitmask_stride + bitmask_stride - 1)
+            why = tl.where(last_word != 0, OFF_CONSTRAINT, why)
+        if is_sound == 0:
+            number = before * 0 + NON_FINITE
+        elif offers:
+            number = tl.where(why == OFF_CONSTRAINT, why, NOT_SAMPLED)
+        elif has_token:
+            number = _choose(
+                values,
+                candidates + row * CAPACITY,
+                candidate_ids + row * CAPACITY,
+                own,
+                tl.load(positions + row),
+                largest,
+                first,
+                vocab_size,
+                CAPACITY,
+                TILE,
+            )
+        else:
+            number = why
+        tl.store(latest + row_id, tl.where(number == NOT_SAMPLED, before, number))
+        if is_penalized & (number >= 0):
+            entry = counts + row_id * vocab_size + number
+            tl.store(entry, (tl.load(entry) | COUNT_OCCURS) + COUNT_ONE_OUTPUT)
+    tl.store(outcome + row, number)
 
 
 @triton.jit
-def apply_bitmask(
-    logits, rows, bitmask, vocab_size, logits_stride, bitmask_stride, TILE: tl.constexpr
+def _is_sound(sound, NUM_TILES: tl.constexpr):
+    """Whether a row has a finite maximum, from what the programs of `edit` saw of its tiles."""
+    tile = tl.arange(0, triton.next_power_of_2(NUM_TILES))
+    seen = tl.load(sound + tile, tile < NUM_TILES, other=0)
+    has_finite = tl.max(seen & HAS_FINITE, axis=0)
+    has_unsound = tl.max(seen & HAS_UNSOUND, axis=0)
+    return (has_finite > 0) & (has_unsound == 0)
+
+
+@triton.jit
+def _seen(x, mask):
+    """What `edit` reports of these logits."""
+    is_unsound = (x != x) | (x == float("inf"))
+    is_finite = (is_unsound == 0) & (x > float("-inf"))
+    seen = tl.where(is_unsound, HAS_UNSOUND, 0) | tl.where(is_finite, HAS_FINITE, 0)
+    return tl.where(mask, seen, 0)
+
+
+@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_COLUMNS)
+def edit(
+    logits,
+    sound,
+    row_ids,
+    positions,
+    mask_rows,
+    bitmask,
+    params,
+    counts,
+    edit_tokens,
+    edit_values,
+    edit_ends,
+    vocab_size,
+    logits_stride,
+    bitmask_stride,
+    NUM_PARAMS: tl.constexpr,
+    MAX_EDITS: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    TILE: tl.constexpr,
+    TILE_EDITS: tl.constexpr,
 ):
-    """A program per row and tile: minus infinity over every token whose bit is 0."""
-    entry = tl.program_id(0).to(tl.int64)
-    token = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    is_token = token < vocab_size
-    words = tl.load(bitmask + entry * bitmask_stride + token // 32, is_token, other=-1)
-    is_allowed = ((words >> (token % 32)) & 1) != 0
-    row = tl.load(rows + entry)
-    excluded = tl.full([TILE], float("-inf"), tl.float32)
-    tl.store(
-        logits + row * logits_stride + token,
-        excluded.to(logits.dtype.element_ty),
-        is_token & (is_allowed == 0),
-    )
+    """Program (row, tile): edits one tile of a row's logits, all of whose entries it looks for.
+
+    Entries with a number come before those that exclude, and one pass over the entries is apart
+    from the next by a barrier, since another thread may have stored what a thread reads.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.program_id(1) * TILE
+    row_id = tl.load(row_ids + row).to(tl.int64)
+    params += row_id * NUM_PARAMS
+    mask_row = tl.load(mask_rows + row).to(tl.int64)
+    num_edits = tl.load(params + NUM_EDITS)
+    is_penalized = tl.load(params + IS_PENALIZED) != 0
+    if (num_edits == 0) & (is_penalized == 0) & (mask_row < 0):
+        return
+    position = tl.load(positions + row)
+    logits += row * logits_stride
+    seen = tl.arange(0, TILE) * 0
+    excluded_seen = tl.arange(0, TILE_EDITS) * 0
+    for excludes in tl.static_range(2):
+        for first in range(0, num_edits, TILE_EDITS):
+            at = first + tl.arange(0, TILE_EDITS)
+            entry = row_id * MAX_EDITS + at
+            is_entry = at < num_edits
+            token = tl.load(edit_tokens + entry, is_entry, other=-1)
+            value = tl.load(edit_values + entry, is_entry, other=0.0)
+            ends = tl.load(edit_ends + entry, is_entry, other=0)
+            applies = is_entry & (token >= start) & (token < start + TILE) & (position < ends)
+            applies = applies & ((value == float("-inf")) == (excludes == 1))
+            x = tl.load(logits + token, applies, other=0.0)
+            if excludes == 1:
+                excluded_seen = excluded_seen | _seen(x, applies)
+                tl.store(logits + token, value, applies)
+            else:
+                tl.store(logits + token, x + value, applies)
+        tl.debug_barrier()
+    at = start + tl.arange(0, TILE)
+    is_token = at < vocab_size
+    x = tl.load(logits + at, is_token, other=float("-inf"))
+    seen = seen | _seen(x, is_token)
+    if is_penalized:
+        entries = tl.load(counts + row_id * vocab_size + at, is_token, other=0)
+        num_outputs = (entries // COUNT_ONE_OUTPUT).to(tl.float32)
+        repetition = _real(params + REPETITION_PENALTY).to(tl.float32) + tl.zeros_like(x)
+        repeated = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
+        x = tl.where(entries > 0, repeated, x)
+        x = x - _real(params + FREQUENCY_PENALTY).to(tl.float32) * num_outputs
+        presence = _real(params + PRESENCE_PENALTY).to(tl.float32)
+        x = x - presence * (num_outputs > 0.0).to(tl.float32)
+    if mask_row >= 0:
+        words = tl.load(bitmask + mask_row * bitmask_stride + at // 32, is_token, other=-1)
+        x = tl.where(((words >> (at % 32)) & 1) != 0, x, float("-inf"))
+    if is_penalized | (mask_row >= 0):
+        tl.store(logits + at, x, is_token)
+    both = _either(seen) | _either(excluded_seen)
+    tl.store(sound + row * NUM_TILES + tl.program_id(1), both)
+
+
+@triton.jit
+def _either(seen):
+    """The bits that any element has."""
+    return tl.max(seen & HAS_FINITE, axis=0) | tl.max(seen & HAS_UNSOUND, axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_seqs", "width", *_COUNTS],
+    do_not_specialize_on_alignment=[
+        "token_ids",
+        "positions",
+        "slot_mapping",
+        "token_rows",
+        "seq_rows",
+        "context_lens",
+        "new_token_ids",
+        "new_positions",
+        "new_slot_mapping",
+    ],
+)
+def prepare(
+    token_ids,
+    positions,
+    slot_mapping,
+    token_rows,
+    seq_rows,
+    context_lens,
+    latest,
+    block_tables,
+    new_token_ids,
+    new_positions,
+    new_slot_mapping,
+    new_block_tables,
+    num_tokens,
+    num_seqs,
+    width,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Program (sequence or tile of tokens, tile of blocks)."""
+    number, column = tl.program_id(0), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    if number < num_seqs:
+        row = tl.load(seq_rows + number).to(tl.int64)
+        num_blocks = tl.cdiv(tl.load(context_lens + number), BLOCK_SIZE)
+        blocks = tl.load(block_tables + row * table_stride + column, column < num_blocks, other=-1)
+        target = new_block_tables + number.to(tl.int64) * width + column
+        tl.store(target, blocks, column < width)
+    if tl.program_id(1) == 0:
+        at = number * TILE + tl.arange(0, TILE)
+        mask = at < num_tokens
+        token = tl.load(token_ids + at, mask, other=0).to(tl.int64)
+        row = tl.load(token_rows + at, mask, other=0).to(tl.int64)
+        is_unknown = mask & (token == UNKNOWN_TOKEN)
+        known = tl.maximum(tl.load(latest + row, is_unknown, other=0), 0)
+        tl.store(new_token_ids + at, tl.where(is_unknown, known, token), mask)
+        tl.store(new_positions + at, tl.load(positions + at, mask, other=0).to(tl.int64), mask)
+        slots = tl.load(slot_mapping + at, mask, other=0)
+        tl.store(new_slot_mapping + at, slots.to(tl.int64), mask)
 
 
 @triton.jit

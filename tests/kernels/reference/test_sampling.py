@@ -5,44 +5,35 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
-from pagewire_kernels.batch import SamplingMetadata
+from tests.support.sampling_tables import Sampled, tables_of
 
 PROBABILITIES = torch.tensor([[0.5, 0.3, 0.15, 0.05]])
 
 
-def _shares(**changes: torch.Tensor) -> list[float]:
+def _shares(**params: float) -> list[float]:
     """How often each token is drawn from one distribution by 2,000 rows."""
     n = 2000
-    columns = {
-        "temperature": torch.ones(n),
-        "top_k": torch.zeros(n, dtype=torch.int32),
-        "top_p": torch.ones(n, dtype=torch.float64),
-        "min_p": torch.zeros(n, dtype=torch.float64),
-        "seeds": torch.arange(n),
-        "choice_indices": torch.zeros(n, dtype=torch.int32),
-        "positions": torch.zeros(n, dtype=torch.int32),
-    }
-    columns |= {name: value.expand(n) for name, value in changes.items()}
-    tokens = reference.sample(PROBABILITIES.log().expand(n, 4), SamplingMetadata(**columns))
-    return (np.bincount(tokens.numpy(), minlength=4) / n).tolist()
+    rows, tables = tables_of([Sampled({"seed": seed, **params}) for seed in range(n)], 4)
+    logits, outcome = PROBABILITIES.log().repeat(n, 1), torch.zeros(n, dtype=torch.int64)
+    sound = reference.edit(logits, rows, tables)
+    reference.sample(logits, sound, rows, tables, outcome)
+    return (np.bincount(outcome.numpy(), minlength=4) / n).tolist()
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("params", "expected"),
     [
         ({}, [0.5, 0.3, 0.15, 0.05]),
-        ({"top_k": torch.tensor(2, dtype=torch.int32)}, [0.625, 0.375, 0, 0]),
-        ({"top_p": torch.tensor(0.7, dtype=torch.float64)}, [0.625, 0.375, 0, 0]),
-        ({"min_p": torch.tensor(0.25, dtype=torch.float64)}, [0.526, 0.316, 0.158, 0]),
-        ({"temperature": torch.tensor(0.5)}, [0.685, 0.247, 0.062, 0.007]),
-        ({"temperature": torch.tensor(0.0)}, [1, 0, 0, 0]),
+        ({"top_k": 2}, [0.625, 0.375, 0, 0]),
+        ({"top_p": 0.7}, [0.625, 0.375, 0, 0]),
+        ({"min_p": 0.25}, [0.526, 0.316, 0.158, 0]),
+        ({"temperature": 0.5}, [0.685, 0.247, 0.062, 0.007]),
+        ({"temperature": 0.0}, [1, 0, 0, 0]),
     ],
     ids=["plain", "top-k", "top-p", "min-p", "cold", "greedy"],
 )
-def test_draws_follow_the_distribution(
-    changes: dict[str, torch.Tensor], expected: list[float]
-) -> None:
-    assert _shares(**changes) == pytest.approx(expected, abs=0.04)
+def test_draws_follow_the_distribution(params: dict[str, float], expected: list[float]) -> None:
+    assert _shares(**params) == pytest.approx(expected, abs=0.04)
 
 
 def test_log_probabilities_are_those_of_a_log_softmax() -> None:

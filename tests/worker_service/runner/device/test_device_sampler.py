@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
 from tests.support.gpu_kernels import DEVICE, MARKS
 from worker_service.pinned_memory import Staging
 from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.runner.batch import sampling_batch
 from worker_service.runner.device_rows import FAILURES, DeviceRows
-from worker_service.runner.device_sampler import DevicePenalties, DeviceSampler, SamplingRows
+from worker_service.runner.device_sampler import DeviceSampler
 from worker_service.runner.in_flight_step import FetchedLogprobs
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
@@ -42,9 +43,8 @@ class Sequences:
         self.table = SequenceTable(
             vocab_size=VOCAB_SIZE, max_model_len=64, block_size=4, num_gpu_blocks=64
         )
-        self.on_device = DeviceRows(64, 16, DEVICE)
-        self.penalties = DevicePenalties(VOCAB_SIZE, DEVICE)
-        self.sampler = DeviceSampler(self.on_device, self.penalties, _kernels())
+        self.on_device = DeviceRows(64, 16, VOCAB_SIZE, DEVICE)
+        self.sampler = DeviceSampler(self.on_device, _kernels(), 4, VOCAB_SIZE)
         for index, params in enumerate(PARAMS):
             self.add(index + 1, SamplerParams(**params))
         draw = torch.Generator().manual_seed(2)
@@ -64,11 +64,9 @@ class Sequences:
         )
         self.table.add(new, "new")
         self.on_device.note_new(self.table.row_id(seq_id))
-        self.penalties.note(self.table.row_id(seq_id), self.table.sampling)
 
     def flush(self) -> None:
         self.on_device.apply(Staging(DEVICE).send(self.on_device.changes(self.table)))
-        self.penalties.apply(Staging(DEVICE).send(self.penalties.changes(self.table.sampling)))
 
     @property
     def batch(self) -> SamplingBatch:
@@ -86,10 +84,20 @@ class Sequences:
         return MaskedRows(rows=np.array(MASKED), bitmask=bitmask, failed=failed)
 
     def rows(self, batch: SamplingBatch) -> SamplingRows:
-        return SamplingRows(
-            row_ids=torch.from_numpy(batch.row_ids).to(DEVICE),
-            positions=torch.from_numpy(batch.positions.astype(np.int32)).to(DEVICE),
-        )
+        """The batch on the device."""
+        mask_rows, bitmask = np.full(len(batch.row_ids), -1), self.sampler.no_masks
+        if (masked := batch.masked) is not None:
+            mask_rows[masked.rows] = np.arange(len(masked.rows))
+            words = np.concatenate([masked.bitmask, masked.failed[:, None]], axis=1)
+            bitmask = torch.from_numpy(words.astype(np.int32)).to(DEVICE)
+        columns = (batch.row_ids, batch.positions, mask_rows)
+        return SamplingRows(*(torch.from_numpy(each).int().to(DEVICE) for each in columns), bitmask)
+
+    def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """Outcomes of sampling a batch on the device."""
+        outcome = torch.zeros(len(logits), dtype=torch.int64, device=DEVICE)
+        self.sampler.sample(logits.clone(), self.rows(batch), outcome)
+        return outcome
 
 
 def _kernels() -> Any:
@@ -104,8 +112,7 @@ def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
     batch = sequences.batch
     expected = sample(sequences.logits.clone(), batch, sequences.table.sampling)
     logits = sequences.logits.to(DEVICE)
-    rows = sequences.rows(batch)
-    outcome = sequences.sampler.sample_changed(logits.clone(), rows, batch)
+    outcome = sequences.sample(logits, batch)
     assert outcome.tolist() == expected.tokens.tolist()
     num_top = sequences.table.sampling.num_logprobs[batch.row_ids]
     wanted = np.flatnonzero(num_top >= 0)
@@ -129,7 +136,7 @@ def test_a_row_whose_constraint_has_failed_tells_so() -> None:
     masked.failed[3] = True
     batch = replace(sequences.batch, masked=masked)
     logits = sequences.logits.to(DEVICE)
-    outcome = sequences.sampler.sample_changed(logits, sequences.rows(batch), batch).tolist()
+    outcome = sequences.sample(logits, batch).tolist()
     reasons = {row: FAILURES.get(number) for row, number in enumerate(outcome) if number < 0}
     assert reasons == {5: RowErrorReason.NO_CANDIDATES, 7: RowErrorReason.CONSTRAINT}
 
@@ -142,22 +149,35 @@ def test_failures_keep_their_first_reason_until_the_row_is_used_again() -> None:
         [sequences.table.row_id(1), sequences.table.row_id(50), sequences.table.row_id(2)]
     )
     batch = sampling_batch(row_ids, sequences.table)
-    rows = sequences.rows(batch)
     logits = sequences.logits[:3].to(DEVICE)
     logits[0, 3] = torch.nan
     reasons = [
-        [FAILURES.get(int(number)) for number in outcome]
-        for outcome in (
-            sequences.sampler.sample_changed(logits.clone(), rows, batch),
-            sequences.sampler.sample(logits.nan_to_num(0.0), rows),
-        )
+        [FAILURES.get(int(number)) for number in sequences.sample(each, batch)]
+        for each in (logits, logits.nan_to_num(0.0))
     ]
     non_finite, nothing = RowErrorReason.NON_FINITE_LOGITS, RowErrorReason.NO_CANDIDATES
     assert reasons == [[non_finite, nothing, None]] * 2
-    for row_id in row_ids[:2].tolist():
-        sequences.on_device.note_new(row_id)
+    sequences.on_device.note_new(int(row_ids[0]))
     sequences.flush()
-    assert (sequences.sampler.sample(logits.nan_to_num(0.0), rows) >= 0).all()
+    numbers = sequences.sample(logits.nan_to_num(0.0), batch).tolist()
+    assert [number >= 0 for number in numbers] == [True, False, True]
+
+
+def test_candidates_are_those_of_the_host() -> None:
+    sequences = Sequences()
+    params = SamplerParams(num_candidates=6, repetition_penalty=1.5, bad_words=((7,), (9,)))
+    sequences.add(40, params)
+    sequences.flush()
+    batch = sampling_batch(np.array([sequences.table.row_id(40)]), sequences.table)
+    logits = sequences.logits[:1].clone()
+    logits[0, [1, 7, 30, 200, 299]] = 9.0  # the first is penalised, the second excluded
+    expected = sample(logits.clone(), batch, sequences.table.sampling).candidates[0]
+    on_device, rows = logits.to(DEVICE), sequences.rows(batch)
+    found = sequences.sampler.candidates(on_device, rows, 6)
+    assert found.token_ids[0].tolist() == expected.token_ids.tolist()
+    assert found.token_ids[0, :3].tolist() == [30, 200, 299]
+    np.testing.assert_allclose(found.logprobs[0].cpu(), expected.logprobs, atol=1e-5)
+    assert sequences.sample(on_device, batch).tolist() == [NOT_SAMPLED]
 
 
 def test_the_device_has_the_tables_block_tables() -> None:

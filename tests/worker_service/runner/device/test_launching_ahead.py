@@ -19,6 +19,7 @@ from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
+from worker_service.runner.device_rows import MAX_EDITS
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps, StepLaunch
 from worker_service.runner.model_runner import ModelRunner
@@ -221,21 +222,35 @@ class TestWaiting:
         pipeline.launch([Row(2)])
         assert [self.is_done(step) for step in (first, other)] == [True, False]
 
-    def test_candidates_wait_for_all(self) -> None:
+    def test_candidates_wait_for_the_chosen_token_alone(self) -> None:
         pipeline = self.pipeline()
         steps = [pipeline.launch([Row(1, 3)]), pipeline.launch([Row(1)])]
         pipeline.bench.plans.add(3, [6], sampling=sampler_params(num_candidates=2))
-        result = pipeline.launch([Row(1), Row(3, 1)]).collect()
-        assert all(self.is_done(step) for step in steps)
+        offering = pipeline.launch([Row(1), Row(3, 1)])
+        steps.append(pipeline.launch([Row(1)]))
+        assert not any(self.is_done(step) for step in (*steps, offering))
         best = next_token([6])
-        assert result.candidates[1].token_ids.tolist() == [best, (best + 1) % VOCAB_SIZE]
+        assert offering.collect().candidates[1].token_ids.tolist() == [best, best + 1]
+        steps.append(pipeline.launch([Row(1)]))
+        chosen = pipeline.launch([Row(1), Row(3)], appended_tokens=column([3, best]))
+        assert [self.is_done(step) for step in steps] == [True, True, False, False]
+        best = next_token([6, best])
+        assert chosen.collect().candidates[1].token_ids.tolist() == [best, best + 1]
+
+    def test_prompt_log_probabilities_wait_for_all(self) -> None:
+        pipeline = self.pipeline()
+        steps = [pipeline.launch([Row(1, 3)]), pipeline.launch([Row(1)])]
+        asks = sampler_params(temperature=0.0, prompt_logprobs=1)
+        pipeline.bench.plans.add(3, [6, 7], sampling=asks)
+        steps.append(pipeline.launch([Row(1), Row(3, 2)]))
+        assert all(self.is_done(step) for step in steps)
 
 
 @pytest.mark.parametrize("counted", [0, 3, 100], ids="at most {} counted on the device".format)
 def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> None:
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
         state = DeviceState(
-            model, cache, block_size, max_penalty_bytes=counted * 4 * model.vocab_size
+            model, cache, block_size, max_count_bytes=counted * 4 * model.vocab_size
         )
         device = DeviceSteps(model, cache, state, make_event=LateEvent)
         return ModelRunner(model, cache, block_size, device=device)
@@ -243,6 +258,14 @@ def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> Non
     params = [PARAMS["penalties"], PARAMS["all at once"]] * 5
     expected = run(params, 0, make_runner=host).results
     results = run(params, 3, make_runner=make_runner).results
+    assert [outcome(result) for result in results] == [outcome(result) for result in expected]
+
+
+def test_the_host_computes_rows_with_more_edits_than_the_device_has_room_for() -> None:
+    words = [{"token_ids": column([i % 90, i // 90])} for i in range(MAX_EDITS + 1)]
+    params = [GREEDY, sampler_params(temperature=1.5, seed=1, bad_words=words)]
+    expected = run(params, 0, make_runner=host).results
+    results = run(params, 2, make_runner=recorded).results
     assert [outcome(result) for result in results] == [outcome(result) for result in expected]
 
 

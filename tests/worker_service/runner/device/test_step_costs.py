@@ -1,0 +1,256 @@
+"""What a step costs beside the model: launches, copies between host and device, waits.
+
+The device is a CPU here, and its queue of work is whatever torch is asked to compute.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pagewire_kernels import reference
+from tests.support.counting_model import CountingModel
+from tests.support.runners import SIZES, HostEvent
+from tests.support.vocabularies import grammars
+from tests.support.worker_driver import Row, sampler_params
+from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.runner.cuda_graphs import Replay
+from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.model_runner import ModelRunner
+
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}
+"""Operations whose results the host must see."""
+
+BY_KERNELS = {"prepare", "edit", "sample", "gather_logprobs"}
+KNOWN = {*BY_KERNELS, "replay", "forward", "head"}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided"}
+
+
+class Queue(TorchDispatchMode):
+    """What is launched, in order; `inside` a replay or a call of the model it is counted apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[str] = []
+        self.replayed: list[str] = []
+        self.copies_in: list[int] = []
+        self.copies_out: list[int] = []
+        self.waits: list[str] = []
+        self._is_replaying = False
+        self._is_hidden = False
+
+    def __enter__(self) -> "Queue":
+        """Count from here on."""
+        for counted in (self.launches, self.replayed, self.copies_in, self.copies_out, self.waits):
+            counted.clear()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if not self._is_hidden:
+            self._note(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, func: Any, args: tuple[Any, ...]) -> None:
+        name = func.overloadpacket.__name__
+        if name in WAITING:
+            self.waits.append(name)
+        elif name == "copy_" and len(args) == 3 and args[2]:  # asynchronous, so it crosses over
+            is_input = args[1].dtype == torch.uint8
+            (self.copies_in if is_input else self.copies_out).append(args[1].nbytes)
+        elif name not in ALLOCATIONS and not func.is_view:
+            self.launch(name)
+
+    def launch(self, name: str) -> None:
+        (self.replayed if self._is_replaying else self.launches).append(name)
+
+    @contextmanager
+    def one(self, name: str) -> Iterator[None]:
+        """Count what is done inside as one launch."""
+        if not self._is_hidden:
+            self.launch(name)
+        before, self._is_hidden = self._is_hidden, True
+        try:
+            yield
+        finally:
+            self._is_hidden = before
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Count what is done inside as one launch, and what it consists of apart."""
+        self.launch("replay")
+        self._is_replaying = True
+        try:
+            yield
+        finally:
+            self._is_replaying = False
+
+
+class CountedModel(CountingModel):
+    """Each call is one launch."""
+
+    def __init__(self, queue: Queue) -> None:
+        super().__init__()
+        self._queue = queue
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._queue.one("forward"):
+            return super().forward(*args, **kwargs)
+
+    def compute_logits(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._queue.one("head"):
+            return super().compute_logits(*args, **kwargs)
+
+
+class CountedKernels:
+    """Each of the reference's functions is one launch."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        assert name in BY_KERNELS
+
+        def run(*args: Any) -> Any:
+            with self._queue.one(name):
+                return getattr(reference, name)(*args)
+
+        return run
+
+
+class CountedReplays:
+    """Records nothing: replays do the work again."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        def replay() -> None:
+            with self._queue.replay():
+                work()
+
+        replay()
+        return replay
+
+
+FORWARD = ["prepare", "forward"]
+SAMPLING = ["head", "edit", "sample"]
+REPLAYS = ["replay", "replay"]
+
+
+class Cost(NamedTuple):
+    """Of one launch."""
+
+    copies_in: int = 1
+    copies_out: int = 1
+    others: int = 0
+    """Launches of torch's own operations, at most."""
+    launches: list[str] = REPLAYS
+
+
+DECODES = {
+    name: Cost()
+    for name in (
+        *("greedy", "random", "filtered", "penalties", "a bias"),
+        *("not to end yet", "one word", "edits and filters"),
+    )
+} | {
+    # The tokens that would complete a word are sent with the inputs, and stored.
+    "bad words": Cost(others=4),
+    # What a constraint allows is computed while the device is busy, and sent afterwards.
+    "a constraint": Cost(copies_in=2),
+    "log probabilities": Cost(
+        copies_out=4, others=5, launches=["replay", *SAMPLING, "gather_logprobs"]
+    ),
+    "candidates": Cost(
+        copies_out=3, others=20, launches=["replay", "head", "edit", "edit", "sample"]
+    ),
+}
+OTHER_PARAMS = {
+    "not to end yet": sampler_params(
+        temperature=0.0, min_tokens=50, suppressed_token_ids=bytes([2, 0, 0, 0, 7, 0, 0, 0])
+    ),
+    "one word": sampler_params(
+        temperature=0.0, bad_words=[{"token_ids": bytes([7, 0, 0, 0])}], presence_penalty=0.5
+    ),
+    "edits and filters": sampler_params(
+        temperature=1.2,
+        seed=3,
+        top_k=20,
+        repetition_penalty=1.05,
+        logit_bias=[{"token_id": 3, "bias": 2.0}],
+    ),
+    "candidates": sampler_params(num_candidates=3),
+}
+
+
+def _pipeline(queue: Queue, name: str) -> Pipeline:
+    """Two sequences that have just computed their prompts, and whose blocks have room; the first
+    has these parameters."""
+
+    def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
+        counted, recorder = CountedModel(queue), CountedReplays(queue)
+        state = DeviceState(
+            counted, cache, block_size, recorder, SIZES, kernels=CountedKernels(queue)
+        )
+        device = DeviceSteps(counted, cache, state, make_event=HostEvent)
+        return ModelRunner(counted, cache, block_size, grammars(model.vocab_size), device=device)
+
+    pipeline = Pipeline(0, make_runner=make_runner, block_size=16)
+    pipeline.bench.plans.add(1, [1, 2, 3], sampling=(PARAMS | OTHER_PARAMS)[name])
+    pipeline.bench.plans.add(2, [4, 5])
+    pipeline.launch([Row(1, 3), Row(2, 2)])
+    return pipeline
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_a_decode_costs(name: str) -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, name)
+    more: dict[str, Any] = {}
+    if name == "candidates":
+        more["appended_tokens"] = bytes([1, 0, 0, 0, 9, 0, 0, 0])
+    with queue:
+        pipeline.launch([Row(1), Row(2)], **more)
+    cost = DECODES[name]
+    assert (len(queue.copies_in), len(queue.copies_out)) == (cost.copies_in, cost.copies_out)
+    known = [each for each in queue.launches if each in KNOWN]
+    assert known == cost.launches
+    assert len(queue.launches) - len(known) <= cost.others
+    assert queue.waits == []
+    # The last hidden states are copied to where the second replay finds them.
+    assert queue.replayed == [*FORWARD, "copy_", *(SAMPLING if known == REPLAYS else ())]
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalties", "a bias", "a constraint"])
+def test_a_mixed_batch_costs(name: str) -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, name)
+    pipeline.bench.plans.add(3, [6] * 20)
+    with queue:
+        pipeline.launch([Row(1), Row(2), Row(3, 20)])
+    assert len(queue.copies_in) == (2 if name == "a constraint" else 1)
+    assert len(queue.copies_out) == 1
+    # The new sequence's blocks, parameters and token are stored first.
+    stored = ["index_fill_", "index_fill_", "index_put_", "index_copy_"]
+    assert queue.launches == [*stored, *FORWARD, "index_select", *SAMPLING]
+    assert queue.waits == []
+
+
+def test_more_blocks_cost_one_launch() -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, "greedy")
+    for _ in range(13):
+        pipeline.launch([Row(1), Row(2)])
+    with queue:
+        pipeline.launch([Row(1), Row(2)])  # the first one's 17th token
+    assert queue.launches == ["index_put_", "replay", "replay"]
+    assert (len(queue.copies_in), len(queue.copies_out)) == (1, 1)
+    assert queue.waits == []
