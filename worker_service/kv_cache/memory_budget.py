@@ -47,13 +47,15 @@ def profile_blocks(
     num_ranks: int = 1,
     num_graphs: int = 0,
     largest_graph: int = 0,
+    state_bytes: int = 0,
     draft: Model | None = None,
 ) -> BlockCounts:
     """How many blocks fit together with the largest batch. Raises OutOfMemory if none does, or if
     there is less host memory than the settings require.
 
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
-    memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`.
+    memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`. state_bytes:
+    memory that a GPU needs for the state of sequences, beyond what it has allocated for it.
     draft: a model on a CPU whose cache has as many blocks, from the same budget.
     """
     swapped_bytes = block_bytes = model.kv_cache_spec.block_bytes(block_size)
@@ -64,14 +66,14 @@ def profile_blocks(
         block_bytes += draft_bytes
         run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS)
     if device.type == "cuda":
-        graph_bytes = 0
+        later_bytes = state_bytes
         if num_graphs:
-            graph_bytes = _graph_bytes(model, block_size, device, num_graphs, largest_graph)
+            later_bytes += _graph_bytes(model, block_size, device, num_graphs, largest_graph)
         # A single prompt uses other kernels than a batch: compile them before the first request.
         run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens))
         torch.cuda.reset_peak_memory_stats(device)
         run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
-        budget = _gpu_budget(config, device, held_bytes, graph_bytes)
+        budget = _gpu_budget(config, device, held_bytes, later_bytes)
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
         run_batch(model, block_size, device, 2, _WARM_UP_TOKENS)
@@ -206,12 +208,13 @@ def _graph_bytes(
 
 
 def _gpu_budget(
-    config: CacheConfig, device: torch.device, held_bytes: int, graph_bytes: int
+    config: CacheConfig, device: torch.device, held_bytes: int, later_bytes: int
 ) -> int:
     """Bytes left of the allowed share after weights, the peak of activations and other memory.
 
     Called right after the profiling run. Memory that other processes hold on the device counts as
-    used; `held_bytes`, which a cache to be replaced holds, does not.
+    used; `held_bytes`, which a cache to be replaced holds, does not. later_bytes: of graphs and of
+    the state of sequences, which are allocated after the cache.
     """
     if config.kv_cache_memory is not None:
         return config.kv_cache_memory
@@ -221,7 +224,7 @@ def _gpu_budget(
     free, total = torch.cuda.mem_get_info(device)
     outside_torch = total - free - reserved
     torch.cuda.empty_cache()
-    used = peak - held_bytes + outside_torch + graph_bytes
+    used = peak - held_bytes + outside_torch + later_bytes
     return int(config.gpu_memory_utilization * total) - used
 
 

@@ -22,7 +22,7 @@ from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
-from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_state import DeviceState, rows_for
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
@@ -167,6 +167,7 @@ class ModelExecutor:
             num_ranks=self.loaded.communicator.layout.world_size,
             num_graphs=len(sizes),
             largest_graph=max(sizes, default=0),
+            state_bytes=self._state_bytes(),
             draft=self._draft,
         )
 
@@ -223,6 +224,15 @@ class ModelExecutor:
             self._state = self._make_state(cache)
             self._state_num_seqs = self._max_num_seqs
         return DeviceSteps(self.loaded.model, cache, self._state)
+
+    def _state_bytes(self) -> int:
+        """Memory that a GPU's state of sequences will need beyond the present one's."""
+        if self._rendezvous is not None or self._device.type == "cpu":
+            return 0
+        needed = rows_for(
+            self.loaded.model, self.loaded.block_size, self._max_num_seqs, torch.device("meta")
+        )
+        return needed.num_bytes - (0 if self._state is None else self._state.rows.num_bytes)
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()

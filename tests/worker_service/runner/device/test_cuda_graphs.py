@@ -13,7 +13,7 @@ from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.cuda_graphs import Replay, graph_sizes
 from worker_service.runner.device_rows import initial_rows
-from worker_service.runner.device_state import DeviceState
+from worker_service.runner.device_state import DeviceState, rows_for
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 
@@ -97,3 +97,11 @@ def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
     assert initial_rows(short) == initial_rows(short, 256) == 1024
     assert initial_rows(short, 1025) == 2048  # as the host's table has then
     assert (initial_rows(long), initial_rows(long, 300)) == (256, 512)
+
+
+def test_the_memory_of_rows_is_known_before_it_is_allocated() -> None:
+    model = CountingModel(max_model_len=64)
+    sizes = [rows_for(model, 4, 40, torch.device(device)).num_bytes for device in ("cpu", "meta")]
+    assert sizes[0] == sizes[1] > 80 * 4 * model.vocab_size
+    few = rows_for(model, 4, 40, torch.device("cpu"), max_count_bytes=7 * 4 * model.vocab_size)
+    assert len(few.sampling.counts) == 7
