@@ -47,7 +47,7 @@ def test_a_budget_below_one_block_is_an_error_with_numbers() -> None:
     ],
 )
 def test_memory_that_the_machine_does_not_have_is_an_error(config: CacheConfig, names: str) -> None:
-    with pytest.raises(OutOfMemory, match=f"{names}.* are more than the .* ask for less"):
+    with pytest.raises(OutOfMemory, match=f"{names}.* are more than the .* choose less"):
         profile(config)
 
 
