@@ -82,14 +82,14 @@ STAGES: dict[int, Sequence[Part]] = {
             name="test_gpu",
             limit_s=310,
             command=f"{_PYTEST} --junitxml={{output}}/test_gpu.xml tests/kernels/gpu"
-            " tests/worker_service/runner/device",
+            " tests/worker_service/models/test_layers.py tests/worker_service/runner/device",
             dry="-m 'not gpu' -k 'refused and kernels'",
         ),
         Part(
             name="racecheck",
             limit_s=160,
             under="compute-sanitizer --tool racecheck --error-exitcode 9",
-            command=f"{_PYTEST} -k 'in_any_batch or swap or copy'"
+            command=f"{_PYTEST} -k 'edited or filtered or swap or copy'"
             " tests/kernels/gpu/test_sampling.py tests/kernels/gpu/test_cache.py",
             dry="-m 'not gpu' -k refused",
         ),
