@@ -128,9 +128,9 @@ class SchedulerConfig:
     cause."""
 
     max_outgrown_wait_s: float | None = 120.0
-    """Seconds that requests which outgrew all other worker groups wait for a lost one to return
-    before they fail with KV_CACHE_TOO_SMALL. Choose more than a worker takes to restart. None:
-    no limit."""
+    """Seconds that requests which outgrew all other worker groups, or which a former core accepted
+    and none fits, wait for a lost one to return before they fail. Choose more than a worker takes
+    to restart. None: no limit."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if limits contradict each other."""

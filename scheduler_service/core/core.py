@@ -187,8 +187,8 @@ class SchedulerCore:
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
         if self._fleet.next_given_up_us < inf:
             for model in self._fleet.give_up_lost(to_us(now)):
-                self._fail_stranded(model.stranded(), now)
                 self._refuse_hopeless(model, now)
+                self._fail_stranded(model.stranded(), now)
 
     def next_deadline(self) -> float | None:
         """When `expire` is due, at the latest; None if nothing is timed."""

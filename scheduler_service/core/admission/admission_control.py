@@ -88,7 +88,9 @@ def _why_not_here(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pa
             "prompt", f"token ids must be below the model's {capacity.vocab_size}"
         )
     error = None
-    if not request.is_continued:  # else a group held it that may not have returned yet
+    # The worker group that held a continued request may not have returned yet, unless that was
+    # waited for. One with output fails with another error then.
+    if not request.is_continued or (seq_group.outgrown_tokens and not request.generated):
         error = _why_too_long(seq_group, capacity)
     return error or _why_tenant_cannot(seq_group, capacity)
 

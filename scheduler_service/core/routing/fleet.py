@@ -58,6 +58,9 @@ class ServedModel:
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
     lost: list[LostWorkerGroup] = field(default_factory=list)
     """Worker groups that were lost and not replaced, the first to be given up first."""
+    former_until_us: float = inf
+    """When worker groups that only a former core knew are given up; infinite if no request that it
+    accepted waits for one."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups for which the queue was sorted, and whether they were draining."""
     _equivalent: list[EquivalentWorkerGroups] = field(default_factory=list)
@@ -108,9 +111,10 @@ class ServedModel:
     @property
     def next_given_up_us(self) -> float:
         """When the next lost worker group is given up; infinite if no request waits for it."""
-        if not self.lost or not (self.waiting or self.unschedulable):
+        if not (self.waiting or self.unschedulable):
             return inf
-        return self.lost[0].expected_until_us
+        lost_until_us = self.lost[0].expected_until_us if self.lost else inf
+        return min(lost_until_us, self.former_until_us)
 
     def give_up_lost(self, now_us: int) -> bool:
         """Stop expecting worker groups that have been lost for too long; returns whether there were
@@ -118,7 +122,19 @@ class ServedModel:
         if now_us < self.next_given_up_us:
             return False
         self.lost = [lost for lost in self.lost if now_us < lost.expected_until_us]
+        if now_us >= self.former_until_us:
+            self._give_up_former()
         return True
+
+    def _give_up_former(self) -> None:
+        """What former cores accepted, and fits no worker group, counts as too large for them all,
+        unless all are away, which may return with other capacities."""
+        self.former_until_us = inf
+        if self.schedulers:
+            most_tokens = max(each.num_cache_tokens for each in self.capacities())
+            for seq_group in self.unschedulable:
+                if seq_group.request.is_continued and not seq_group.outgrown_tokens:
+                    seq_group.outgrown_tokens = most_tokens
 
     def stranded(self) -> list[SequenceGroup]:
         """Requests that have outgrown all worker groups that are here or expected back."""
@@ -260,6 +276,8 @@ class ServedModel:
             self.router,
         )
         too_late = round_.run(why_late, now_us)
+        if round_.has_continued_unschedulable and self.former_until_us == inf:
+            self.former_until_us = now_us + self.max_lost_us
         self.woken.update(each.capacity.worker_group_id for each in round_.routed.values())
         if round_.routed:
             self.wake_drained()
@@ -367,7 +385,8 @@ class Fleet:
     def next_given_up_us(self) -> float:
         """When the next lost worker group is given up; infinite if no request waits for one."""
         # Asked in every step, in which usually no worker group is lost.
-        times = [model.next_given_up_us for model in self.models.values() if model.lost]
+        models = self.models.values()
+        times = [each.next_given_up_us for each in models if each.lost or each.unschedulable]
         return min(times) if times else inf
 
     def give_up_lost(self, now_us: int) -> list[ServedModel]:

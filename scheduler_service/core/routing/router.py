@@ -250,6 +250,8 @@ class RoutingRound:
         """The open groups that may have room for some request."""
         self.routed: dict[SequenceGroup, Scheduler] = {}
         """The requests that were handed over, and to which worker groups."""
+        self.has_continued_unschedulable = False
+        """Whether a request that a former core had accepted fits no worker group."""
 
     def run(
         self, why_late: Callable[[SequenceGroup], PagewireError | None], now_us: int
@@ -292,6 +294,7 @@ class RoutingRound:
         if not suitable:
             self._waiting.discard(seq_group)
             self._unschedulable.add(seq_group)
+            self.has_continued_unschedulable |= seq_group.request.is_continued
             return None
         may_hold, most_blocks = seq_group.tenant.may_hold, seq_group.most_blocks
         allowed = [

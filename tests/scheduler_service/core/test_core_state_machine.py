@@ -362,6 +362,11 @@ class CoreMachine(RuleBasedStateMachine):
         self.driver.run_until_idle()
         self.add_worker_group(LARGE)
         self.driver.run_until_idle()
+        # What was accepted while no group was there may fit none, and has waited for others.
+        wait_s = self.driver.config.max_outgrown_wait_s
+        assert wait_s is not None
+        self.driver.expire(wait_s)
+        self.driver.collect()
         self.driver.check_empty()
         self.recorder.check()
 

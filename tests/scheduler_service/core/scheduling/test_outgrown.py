@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from scheduler_service.core import SchedulerConfig, TenantConfig
-from scheduler_service.errors import PromptTooLong
+from scheduler_service.errors import GenerationFailed, PagewireError, PromptTooLong
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
 
@@ -138,6 +138,55 @@ def test_what_has_died_is_waited_for_no_longer_than_is_configured() -> None:
     driver.run_until_idle()
     assert reason(late) == "KV_CACHE_TOO_SMALL", "it is not waited for again"
     assert driver.core.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("prompt_tokens", "num_received", "expected"),
+    [(64, 0, PromptTooLong), (17, 0, PromptTooLong), (13, 8, GenerationFailed)],
+    ids=["beyond the model", "beyond the cache", "with output"],
+)
+def test_what_a_former_core_accepted_waits_no_longer_than_is_configured(
+    prompt_tokens: int, num_received: int, expected: type[PagewireError]
+) -> None:
+    """The group that held it may return, and may as well never have been there."""
+    driver = CoreDriver(dataclasses.replace(CONFIG, max_outgrown_wait_s=30.0))
+    record = driver.submit(prompt=[1] * prompt_tokens, max_tokens=12)
+    driver.collect()
+    assert record.accepted, "no group is there that could refuse it"
+    if num_received:
+        add(driver, "large")
+        while len(record.choices[0].tokens) < num_received:
+            driver.schedule("large")
+            driver.deliver("large")
+            driver.collect()
+        driver.lose_worker_group("large")
+    driver.lose_core()
+    add(driver, "small", num_gpu_blocks=SMALL)
+    fits = driver.submit(prompt=[1] * 5, max_tokens=4)
+    driver.run_until_idle()
+    assert fits.finished is not None, "it holds up nobody"
+    assert driver.core.next_deadline() == pytest.approx(driver.now + 30.0, abs=0.1)
+    driver.expire(29.0)
+    driver.collect()
+    assert record.is_live
+    driver.expire(1.1)
+    driver.collect()
+    assert isinstance(record.error, expected)
+    assert driver.core.next_deadline() is None
+    driver.check_empty()
+
+
+def test_a_group_that_returns_in_time_takes_what_a_former_core_accepted() -> None:
+    driver = CoreDriver(dataclasses.replace(CONFIG, max_outgrown_wait_s=30.0))
+    record = driver.submit(prompt=[1] * 17, max_tokens=4)
+    driver.lose_core()
+    add(driver, "small", num_gpu_blocks=SMALL)
+    driver.run_until_idle()
+    driver.expire(29.0)
+    add(driver, "large")
+    driver.run_until_idle()
+    assert record.finished is not None
+    driver.check_empty()
 
 
 def test_a_new_request_waits_for_a_lost_worker_group_that_alone_is_large_enough() -> None:
