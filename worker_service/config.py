@@ -362,9 +362,6 @@ class WorkerConfig:
     """Directory for profiler traces."""
 
     def __post_init__(self) -> None:
-        num_ranks = self.group.layout.world_size
-        is_alone = self.runner.speculative is None or num_ranks == 1
-        _expect(is_alone, "speculative", "one rank, since several do not speculate", num_ranks)
         grace = self.grace_period_s
         _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
         names = self.served_model_name

@@ -14,16 +14,18 @@ from typing import TypeVar
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
+from tests.support.runners import AllDrafts
 from worker_service.address import TcpAddress
-from worker_service.config import CacheConfig, ModelConfig
+from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.distributed.layout import Layout
 from worker_service.distributed.rendezvous import Rendezvous
-from worker_service.loader import LoadedModel, load_model
+from worker_service.loader import LoadedModel, load_draft_model, load_model
 from worker_service.models.interface import Model
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 
 Result = TypeVar("Result")
+NO_SPECULATION = RunnerConfig()
 Wrap = Callable[[Model, Layout], Model]
 
 
@@ -38,12 +40,20 @@ def free_port() -> int:
 class RankThread:
     """One rank; its executor is used on its thread only, but for `interrupt`."""
 
-    def __init__(self, model: Path, layout: Layout, block_size: int, port: int, wrap: Wrap) -> None:
+    def __init__(
+        self,
+        model: Path,
+        layout: Layout,
+        block_size: int,
+        port: int,
+        wrap: Wrap,
+        runner: RunnerConfig,
+    ) -> None:
         self.layout = layout
         config = ModelConfig(
             model=str(model), device="cpu", dtype="float32", layout=layout, threads=1
         )
-        cache = CacheConfig(block_size=block_size)
+        cache, draft = CacheConfig(block_size=block_size), runner.speculative_model
 
         def load() -> LoadedModel:
             loaded = load_model(config, cache)
@@ -54,6 +64,9 @@ class RankThread:
             Profiler(Path(".")),
             load,
             Rendezvous(TcpAddress("127.0.0.1", port), layout),
+            runner,
+            (lambda target: load_draft_model(draft, target, cache)) if draft else None,
+            AllDrafts(),
         )
         self.runner: ModelRunner | None = None
         self.thread = ThreadPoolExecutor(1)
@@ -83,6 +96,7 @@ class RankThreads:
         pipeline_parallel_size: int = 1,
         block_size: int = 4,
         wrap: Wrap = lambda model, layout: model,
+        runner: RunnerConfig = NO_SPECULATION,
     ) -> None:
         """wrap: what a rank is to have in place of its model."""
         port = free_port()
@@ -97,6 +111,7 @@ class RankThreads:
                 block_size,
                 port,
                 wrap,
+                runner,
             )
             for rank in range(tensor_parallel_size * pipeline_parallel_size)
         ]
@@ -132,6 +147,8 @@ class ParallelWorker(InProcessWorker):
     def __init__(self, group: RankThreads, num_gpu_blocks: int, num_cpu_blocks: int) -> None:
         self._group = group
         self._num_blocks = num_gpu_blocks, num_cpu_blocks
+        self.num_kept = 0
+        """Drafts that were right."""
         group.join(num_gpu_blocks, num_cpu_blocks)
 
     def capacity(self, group_id: str) -> WorkerGroupCapacity:
@@ -146,6 +163,7 @@ class ParallelWorker(InProcessWorker):
             block_size=self._group.block_size,
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
+            num_speculative_tokens=facts.num_speculative_tokens,
         )
 
     def send(self, plan: bytes) -> Callable[[], StepResult]:
@@ -156,7 +174,9 @@ class ParallelWorker(InProcessWorker):
         def result() -> StepResult:
             for rank, other in enumerate(results):
                 assert rank == sampler or not other.done() or other.result().token_ids == []
-            return results[sampler].result()
+            sampled = results[sampler].result()
+            self.num_kept += sum(count - 1 for count in sampled.num_sampled or ())
+            return sampled
 
         return result
 
@@ -173,11 +193,13 @@ class ParallelEngine(InProcessEngine):
         num_gpu_blocks: int = 512,
         num_cpu_blocks: int = 0,
         config: SchedulerConfig | None = None,
+        runner: RunnerConfig = NO_SPECULATION,
     ) -> None:
         self.group = RankThreads(
             model,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            runner=runner,
         )
         self.reset(
             num_gpu_blocks=num_gpu_blocks,

@@ -305,6 +305,7 @@ def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Load
         model=name,
         revision=None,
         max_model_len=None,
+        layout=Layout(),  # the rank that samples has all of it
         threads=torch.get_num_threads(),
         cpus=None,  # the threads are pinned already
     )

@@ -222,13 +222,13 @@ class InFlightStep:
         return self.end.is_reached
 
     def wait(self) -> Int64Array:
-        """A token or negative outcome per sampling row, once the device is done."""
+        """[num_sampling, 1]: a token or negative outcome per row, once the device is done."""
         self.end.wait()
-        return self.numbers
+        return self.numbers[:, np.newaxis]
 
     def collect(self) -> StepResult:
         """Return the step's result, once the device is done."""
-        numbers = self.wait()
+        numbers = self.wait()[:, 0]
         outcome = StepOutcome.of_failed(len(self.plan.seq_ids), self.errors)
         outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
         for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():

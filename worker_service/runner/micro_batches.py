@@ -51,7 +51,9 @@ def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64A
                     seq_ids=plan.seq_ids[rows],
                     num_tokens=shares[part, rows],
                     sample=(plan.sample & ends_here)[rows],
-                    lookahead=None,  # ranks do not speculate
+                    lookahead=None
+                    if plan.lookahead is None
+                    else np.where(ends_here, plan.lookahead, 0)[rows],
                 ),
             )
 

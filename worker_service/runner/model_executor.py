@@ -24,6 +24,7 @@ from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_state import DeviceState, rows_for
 from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.draft_lengths import DraftLengths
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
 from worker_service.runner.model_runner import ModelRunner
@@ -97,9 +98,11 @@ class ModelExecutor:
         rendezvous: Rendezvous | None = None,
         runner: RunnerConfig | None = None,
         load_draft: Callable[[LoadedModel], LoadedModel] | None = None,
+        draft_lengths: DraftLengths | None = None,
     ) -> None:
         """rendezvous: where the ranks join, if several share the model. load_draft: loads the draft
-        model of the model that it is given; None without one."""
+        model of the model that it is given; None without one. draft_lengths: chooses numbers of
+        drafts; None: from measurements, which outlast an epoch."""
         self._config = config
         self._profiler = profiler
         self._load = load
@@ -109,6 +112,7 @@ class ModelExecutor:
         self._loaded: LoadedModel | None = None
         self._draft: Model | None = None
         self._draft_cache: CacheEngine | None = None
+        self._draft_lengths = draft_lengths or DraftLengths()
         self._grammars: Grammars | None = None
         """None where the model's tokenizer cannot give its tokens' texts."""
         self._cache: CacheEngine | None = None
@@ -131,7 +135,7 @@ class ModelExecutor:
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._runner.speculative is not None:
             self._check_speculation(self._loaded)
-        if self._load_draft is not None:
+        if self._load_draft is not None and self._loaded.communicator.layout.samples:
             self._draft = self._load_draft(self._loaded).model
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -188,6 +192,7 @@ class ModelExecutor:
                 num_cpu_blocks=num_cpu_blocks,
                 device=self._device,
             )
+        self._draft_lengths.forget_all()
         return ModelRunner(
             self.loaded.model,
             self._cache,
@@ -196,9 +201,14 @@ class ModelExecutor:
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
             drafter=self._make_drafter(num_gpu_blocks),
+            draft_lengths=self._draft_lengths,
+            max_drafts=self._runner.max_drafts,
         )
 
     def _make_drafter(self, num_gpu_blocks: int) -> Drafter | None:
+        """On the rank that samples; the others receive its drafts."""
+        if not self.loaded.communicator.layout.samples:
+            return None
         if self._runner.speculative == "ngram":
             return NgramDrafter()
         if self._runner.speculative == "suffix":

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from worker_service.array_types import Int32Array
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import FinishedStep, Step
@@ -42,7 +43,13 @@ from worker_service.runner.micro_batches import micro_batches
 from worker_service.runner.pending_tokens import RankOutcomes
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
-from worker_service.runner.speculation import add_drafts, kept_drafts
+from worker_service.runner.speculation import (
+    add_drafts,
+    choose_drafts,
+    choose_next_drafts,
+    kept_drafts,
+    take_next_drafts,
+)
 from worker_service.runner.step_outcome import StepOutcome, StepStart
 from worker_service.sampling.logprobs import prompt_logprobs
 from worker_service.sampling.sampler import NO_TOKEN, Largest, sample
@@ -70,11 +77,13 @@ class ModelRunner:
         device: DeviceSteps | None = None,
         drafter: Drafter | None = None,
         draft_lengths: DraftLengths | None = None,
+        max_drafts: int = 0,
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
         that share the model, which have joined for an epoch: then the runner is for that epoch.
-        device: launches steps ahead; None computes each step when it is launched. drafter: on one
-        rank that computes each step at once; None adds no drafts. draft_lengths: of its drafts."""
+        device: launches steps ahead; None computes each step when it is launched. drafter: of a
+        sampling rank that computes each step at once; None adds no drafts. draft_lengths: of its
+        drafts. max_drafts: of a row, the same on all ranks."""
         self._model = model
         self._cache = cache
         self._block_size = block_size
@@ -84,6 +93,7 @@ class ModelRunner:
         self._device = device
         self._drafter = drafter
         self._draft_lengths = draft_lengths or DraftLengths()
+        self._max_drafts = max_drafts
         self._sequences = self._no_sequences()
 
     def reset(self) -> None:
@@ -182,9 +192,8 @@ class ModelRunner:
         started_us = monotonic_us()
         rows = resolve_rows(plan, table)
         are_decodes = rows.are_decodes
-        if self._drafter is not None and plan.lookahead is not None:
-            lengths = self._draft_lengths
-            rows = add_drafts(rows, plan.lookahead, sequences, self._drafter, lengths)
+        if plan.lookahead is not None:
+            rows = self._add_drafts(rows, plan.lookahead)
         outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
         masks = self._begin_masks(rows) if layout.samples else None
         forward = self._forward.run(rows, table)
@@ -197,13 +206,37 @@ class ModelRunner:
         rows.advance(table)
         if logits is not None and layout.samples:
             self._sample(outcome, *logits, rows, masks)
-        self._ranks.exchange(plan.step_id, rows, outcome, table, sequences.pending)
         if self._drafter is not None and forward is not None:
             self._drafter.observe(rows, forward, table)
+        self._exchange(plan, rows, outcome)
         if self._drafter is not None and are_decodes:
             time_us = monotonic_us() - started_us
             self._draft_lengths.note_step(int(rows.num_tokens.sum()), time_us)
         return outcome
+
+    def _add_drafts(self, rows: StepRows, lookahead: Int32Array) -> StepRows:
+        """The rows with their drafts. Ranks compute the same ones: the sampling rank has chosen
+        them after the step before, and has broadcast them with its tokens."""
+        table = self._sequences.table
+        if self._ranks.layout.world_size > 1:
+            return add_drafts(rows, take_next_drafts(rows, lookahead, table), table)
+        if self._drafter is None:
+            return rows
+        chosen = (self._sequences, self._drafter, self._draft_lengths)
+        return add_drafts(rows, choose_drafts(rows, lookahead, *chosen), table)
+
+    def _exchange(self, plan: StepPlan, rows: StepRows, outcome: StepOutcome) -> None:
+        """Give the other ranks the outcome, or expect it. Where the core allows drafts, it holds
+        those of the next step."""
+        table = self._sequences.table
+        num_drafts = 0 if plan.lookahead is None else self._max_drafts
+        if num_drafts and self._drafter is not None and self._ranks.layout.world_size > 1:
+            chosen = (self._sequences, self._drafter, self._draft_lengths)
+            outcome.next_drafts = choose_next_drafts(rows, num_drafts, *chosen)
+            for row, drafts in outcome.next_drafts.items():
+                table.next_drafts[int(rows.row_ids[row])] = drafts
+        pending = self._sequences.pending
+        self._ranks.exchange(plan.step_id, rows, outcome, table, pending, num_drafts)
 
     def _begin_masks(self, rows: StepRows) -> "Future[MaskedRows] | None":
         """Begin to compute which tokens constraints allow, concurrently with the forward pass."""

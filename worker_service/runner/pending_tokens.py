@@ -24,6 +24,7 @@ from worker_service.runner.batch import StepRows
 from worker_service.runner.device_rows import FAILURES
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.runner.step_outcome import StepOutcome
+from worker_service.sampling.sampler import NO_TOKEN
 
 _FORGOTTEN = -1
 _NO_PLACEHOLDER = -1
@@ -38,7 +39,7 @@ class Outcome(Protocol):
         ...
 
     def wait(self) -> Int64Array:
-        """[n]: a token, one of `FAILURES` or NOT_SAMPLED for each row, once they are there."""
+        """[n, 1 + 2 * max_drafts]: of each row, see `StepOutcome.encode`; once they are there."""
         ...
 
 
@@ -93,10 +94,15 @@ class PendingTokens:
 
     def _resolve_next(self) -> None:
         outcome, row_ids, positions = self._steps.popleft()
-        numbers = outcome.wait()
+        encoded = outcome.wait()
+        numbers, further = encoded[:, 0], encoded[:, 1:]
         is_known = row_ids != _FORGOTTEN
         has_token = is_known & (numbers >= 0)
         self._table.resolve_tokens(row_ids[has_token], positions[has_token], numbers[has_token])
+        for index in np.flatnonzero(has_token).tolist() if further.size else ():
+            kept, drafts = (part[part != NO_TOKEN] for part in np.split(further[index], 2))
+            self._table.append_kept(int(row_ids[index]), kept)
+            self._table.next_drafts[int(row_ids[index])] = drafts.astype(np.int32)
         for index in np.flatnonzero(is_known & (numbers < 0)).tolist():
             row_id, number = int(row_ids[index]), int(numbers[index])
             if positions[index] != _NO_PLACEHOLDER:
@@ -109,8 +115,9 @@ class _Broadcast:
     """The sampling rank's message on its way to this rank. It begins with a step id, which must
     equal this rank's."""
 
-    def __init__(self, step_id: int, transfer: Transfer) -> None:
+    def __init__(self, step_id: int, num_columns: int, transfer: Transfer) -> None:
         self._step_id = step_id
+        self._num_columns = num_columns
         self._transfer = transfer
 
     @property
@@ -122,7 +129,7 @@ class _Broadcast:
         message = self._transfer.wait().numpy()
         if message[0] != self._step_id:
             raise GroupBroken(f"rank at step {self._step_id}, the sampling rank at {message[0]}")
-        return message[1:]
+        return message[1:].reshape(-1, self._num_columns)
 
 
 class RankOutcomes:
@@ -142,25 +149,31 @@ class RankOutcomes:
         outcome: StepOutcome,
         table: SequenceTable,
         pending: PendingTokens,
+        max_drafts: int,
     ) -> None:
-        """Broadcast the outcome of a batch of rows, or expect it and add its tokens as pending."""
+        """Broadcast the outcome of a batch of rows, or expect it and add its tokens as pending.
+        max_drafts: of one of its rows, and of the sequence's next row."""
         if self.layout.world_size == 1:
             return
         groups = self._communicator.joined
         if self.layout.samples:
             while self._sent and self._sent[0].is_done:
                 self._sent.popleft().wait()
-            message = torch.from_numpy(np.concatenate([[step_id], outcome.encode()]))
+            encoded = outcome.encode(max_drafts).ravel()
+            message = torch.from_numpy(np.concatenate([[step_id], encoded]))
             self._sent.append(groups.share_with_all(message))
             return
         positions = np.full(len(rows.row_ids), _NO_PLACEHOLDER)
-        positions[rows.sampling] = table.expect_tokens(rows.row_ids[rows.sampling])
+        sampling = rows.sampling if rows.drafts is None else np.unique(rows.sampling)
+        positions[sampling] = table.expect_tokens(rows.row_ids[sampling])
         # Only rows that sample, or report log probabilities of their prompt, can fail.
         may_fail = np.isin(rows.row_ids, list(table.prompt_logprobs))
-        may_fail[rows.sampling] = True
-        transfer = groups.share_with_all(torch.empty(1 + len(rows.row_ids), dtype=torch.int64))
+        may_fail[sampling] = True
+        num_columns = 1 + 2 * max_drafts
+        num_numbers = 1 + len(rows.row_ids) * num_columns
+        transfer = groups.share_with_all(torch.empty(num_numbers, dtype=torch.int64))
         row_ids = np.where(may_fail, rows.row_ids, _FORGOTTEN)
-        pending.add(_Broadcast(step_id, transfer), row_ids, positions)
+        pending.add(_Broadcast(step_id, num_columns, transfer), row_ids, positions)
 
     def check(self) -> None:
         """Raises GroupBroken unless the ranks have joined and none has interrupted the others: what

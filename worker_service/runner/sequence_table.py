@@ -70,6 +70,8 @@ class SequenceTable:
         self.tenants = np.zeros(_INITIAL_ROWS, np.uint64)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
         """By row, for sequences that asked for them."""
+        self.next_drafts: dict[int, Int32Array] = {}
+        """Drafts for a sequence's next row, by row, where several ranks share the model."""
         self.failures: dict[int, RowErrorReason] = {}
         """Why no token could be sampled, by row: such a sequence computes nothing more."""
         self.sampling = SamplingTable(_INITIAL_ROWS)
@@ -120,6 +122,7 @@ class SequenceTable:
             del self._row_id_of[seq_id]
             self.block_tables[row_id, : self.num_blocks[row_id]] = NO_BLOCK
             self.failures.pop(row_id, None)
+            self.next_drafts.pop(row_id, None)
             self.prompt_logprobs.pop(row_id, None)
             self.sampling.remove(row_id)
             part = row_id % self.num_parts

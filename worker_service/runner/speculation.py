@@ -22,18 +22,16 @@ from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 
 
-def add_drafts(
+def choose_drafts(
     rows: StepRows,
     lookahead: Int32Array,
     sequences: SequenceState,
     drafter: Drafter,
     lengths: DraftLengths,
-) -> StepRows:
-    """The rows with the drafts that the plan allows, the drafter proposes and `lengths` chooses,
-    which are written behind their sequences' last tokens."""
-    table = sequences.table
+) -> dict[int, Int32Array]:
+    """By row, the drafts that the plan allows, the drafter proposes and `lengths` chooses."""
     asked = np.flatnonzero((lookahead > 0) & rows.computes)
-    asked = asked[table.may_draft(rows.row_ids[asked])]
+    asked = asked[sequences.table.may_draft(rows.row_ids[asked])]
     row_ids = rows.row_ids[asked]
     most = lookahead[asked].tolist()
     if not drafter.takes_time:
@@ -44,12 +42,48 @@ def add_drafts(
     chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if len(asked) else []
     if drafter.takes_time:
         found = _propose(row_ids, chosen, sequences, drafter)
+    triples = zip(asked.tolist(), found, chosen, strict=True)
+    return {row: drafts[:count] for row, drafts, count in triples}
+
+
+def choose_next_drafts(
+    rows: StepRows,
+    max_drafts: int,
+    sequences: SequenceState,
+    drafter: Drafter,
+    lengths: DraftLengths,
+) -> dict[int, Int32Array]:
+    """By row, drafts for the sequence's next row, whose step is not known yet: it is assumed to be
+    this one again. They end where the sequence has no blocks so far."""
+    table, row_ids = sequences.table, rows.row_ids
+    ends = np.minimum(table.num_blocks[row_ids] * table.block_size, table.max_model_len)
+    lookahead = np.clip(ends - table.num_tokens[row_ids], 0, max_drafts).astype(np.int32)
+    is_over = np.isin(row_ids, list(table.failures))
+    lookahead[~rows.sample | is_over] = 0
+    own = replace(rows, num_tokens=np.ones_like(rows.num_tokens), sampling=np.unique(rows.sampling))
+    return choose_drafts(own, lookahead, sequences, drafter, lengths)
+
+
+def take_next_drafts(
+    rows: StepRows, lookahead: Int32Array, table: SequenceTable
+) -> dict[int, Int32Array]:
+    """By row, the drafts that were chosen for it in the step before, as many as the plan allows."""
+    row_ids = rows.row_ids.tolist()
+    return {
+        row: table.next_drafts.pop(row_ids[row])[: lookahead[row]]
+        for row in np.flatnonzero(rows.computes & rows.sample).tolist()
+        if row_ids[row] in table.next_drafts
+    }
+
+
+def add_drafts(rows: StepRows, drafts: dict[int, Int32Array], table: SequenceTable) -> StepRows:
+    """The rows with drafts, which are written behind their sequences' last tokens."""
     counts = np.zeros(len(rows.row_ids), np.int32)
-    for row, drafts, count in zip(asked.tolist(), found, chosen, strict=True):
-        counts[row] = len(drafts[:count])
+    for row, tokens in drafts.items():
+        counts[row] = len(tokens)
         row_id = int(rows.row_ids[row])
         end = int(table.num_tokens[row_id])
-        table.token_ids[row_id, end : end + counts[row]] = drafts[:count]
+        table.token_ids[row_id, end : end + counts[row]] = tokens
     if not counts.any():
         return rows
     places = 1 + counts[rows.sampling].astype(np.int64)

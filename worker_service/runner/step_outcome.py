@@ -47,6 +47,9 @@ class StepOutcome:
     num_drafts: Int32Array | None = None
     """[num_rows]: drafts of each row; None: none."""
 
+    next_drafts: dict[int, Int32Array] = field(default_factory=dict)
+    """Drafts for the next rows of the sequences, where several ranks need them."""
+
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     kept_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
@@ -63,20 +66,29 @@ class StepOutcome:
         """An outcome without tokens in which these rows have failed."""
         return cls(tokens=np.full(num_rows, NO_TOKEN, np.int64), errors=dict(errors))
 
-    def encode(self) -> Int64Array:
-        """One number per row: its token, one of `FAILURES`, or NOT_SAMPLED."""
-        numbers = np.where(self.tokens == NO_TOKEN, NOT_SAMPLED, self.tokens)
+    def encode(self, max_drafts: int = 0) -> Int64Array:
+        """[num_rows, 1 + 2 * max_drafts]: each row's token, one of `FAILURES`, or NOT_SAMPLED; then
+        the tokens of `kept` and those of `next_drafts`, with NO_TOKEN after the last."""
+        numbers = np.full((len(self.tokens), 1 + 2 * max_drafts), NO_TOKEN, np.int64)
+        numbers[:, 0] = np.where(self.tokens == NO_TOKEN, NOT_SAMPLED, self.tokens)
         for row, reason in self.errors.items():
-            numbers[row] = _CODES[reason]
+            numbers[row, 0] = _CODES[reason]
+        for start, entries in ((1, self.kept), (1 + max_drafts, self.next_drafts)):
+            for row, tokens in entries.items():
+                numbers[row, start : start + len(tokens)] = tokens
         return numbers
 
     def add_part(self, rows: Int64Array, part: "StepOutcome") -> None:
         """Merge the outcome of a micro-batch of these rows. A row that was cut has only prompt log
         probabilities before its last piece."""
         self.tokens[rows] = part.tokens
-        for name in ("logprobs", "candidates", "errors"):
+        for name in ("kept", "logprobs", "kept_logprobs", "candidates", "errors"):
             entries = getattr(part, name)
             getattr(self, name).update((int(rows[row]), entry) for row, entry in entries.items())
+        if part.num_drafts is not None:
+            if self.num_drafts is None:
+                self.num_drafts = np.zeros(len(self.tokens), np.int32)
+            self.num_drafts[rows] += part.num_drafts
         for index, entry in part.prompt_logprobs.items():
             row = int(rows[index])
             before = self.prompt_logprobs.get(row)

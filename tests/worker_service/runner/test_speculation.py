@@ -21,8 +21,7 @@ from tests.support.in_process import (
 from tests.support.runners import AllDrafts
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.array_types import Int32Array
-from worker_service.config import ModelConfig, RunnerConfig, WorkerConfig
-from worker_service.distributed.layout import Layout
+from worker_service.config import RunnerConfig
 from worker_service.errors import InvalidOption, InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
@@ -333,11 +332,3 @@ def test_prompts_with_log_probabilities_have_no_drafts() -> None:
 def test_wrong_flags_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidOption, match=message):
         RunnerConfig(**fields)
-
-
-def test_several_ranks_do_not_speculate() -> None:
-    from worker_service.config import GroupConfig
-
-    group = GroupConfig(layout=Layout(tensor_parallel_size=2), distributed_init="127.0.0.1:7999")
-    with pytest.raises(InvalidOption, match="speculative: expected one rank"):
-        WorkerConfig(model=ModelConfig(), runner=RunnerConfig(speculative="ngram"), group=group)
