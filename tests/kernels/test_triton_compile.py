@@ -341,6 +341,25 @@ def test_a_launch_compiles(name: str, launched: list[Any]) -> None:
     assert all(kernel.asm["cubin"] for kernel in launched)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "target",
+    [GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 100, 120)],
+    ids=lambda gpu: gpu.arch,
+)
+def test_sampling_compiles_for_every_gpu(target: GPUTarget, launched: list[Any]) -> None:
+    _sampling()
+    assert [kernel.metadata.name for kernel in launched] == [
+        "prepare",
+        "edit",
+        "sample",
+        "logprobs",
+    ]
+    for kernel in launched:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY[120] * 1024, "the least of any"
+
+
 def test_a_step_is_compiled_once_wherever_its_columns_begin(launched: list[Any]) -> None:
     for n, begin, max_blocks in ((3, 0, 64), (3, 1, 64), (16, 0, 1), (1, 0, 33)):
         _prepare(n, begin, max_blocks)
