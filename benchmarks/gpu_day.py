@@ -101,12 +101,18 @@ STAGES: dict[int, Sequence[Part]] = {
             command="benchmarks.kernels --device cuda --dtype bfloat16 --output {output}",
             dry="--device cpu --dtype float32 --kernels 'gated activation' --repeats 1",
         ),
-        Part(
-            name="tune_attention",
-            limit_s=260,
-            command="benchmarks.tune_attention --output {output}",
-            dry="--device cpu --sequences 2 --context 40 --heads 2 --kv-heads 1 --repeats 1"
-            " --most-launches 2",
+        *(
+            Part(
+                name=f"tune_{kind}",
+                limit_s=130,
+                command=f"benchmarks.tune_attention --output {{output}} {flags}",
+                dry="--device cpu --sequences 2 --context 40 --heads 2 --kv-heads 1 --repeats 1"
+                " --most-launches 2" + (" --longest 200" if kind == "skewed" else ""),
+            )
+            for kind, flags in (
+                ("even", ""),
+                ("skewed", "--sequences 64 --longest 100000"),
+            )
         ),
     ),
     3: (

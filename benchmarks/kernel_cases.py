@@ -4,11 +4,12 @@ Bytes and operations are the least that the result needs: every input read once,
 written once, no product computed for what a mask hides.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from pagewire_kernels.batch import (
     AttentionMetadata,
@@ -84,7 +85,9 @@ def attention_cases(where: Setting) -> Iterator[Case]:
     decodes = [(1, 4096), (64, 2048), (256, 1024)] if is_gpu else [(1, 2048), (32, 512)]
     for num_seqs, context in decodes:
         yield attention_case(where, num_seqs, 1, context)
-    if not is_gpu:
+    if is_gpu:
+        yield attention_case(where, 64, 1, 1024, longest=100_000)
+    else:
         for cache_dtype in (where.dtype, torch.int8):
             yield attention_case(where, 16, 1, 2000, cache_dtype=cache_dtype)
         yield attention_case(where, 1, 1024, 1024, cache_dtype=torch.int8)
@@ -101,30 +104,28 @@ def attention_case(
     heads: int = 16,
     kv_heads: int = 8,
     cache_dtype: torch.dtype | None = None,
+    longest: int | None = None,
 ) -> Case:
-    """Attention of each sequence's last `query_len` tokens over `context`, blocks in no order."""
+    """Attention of each sequence's last `query_len` tokens over `context`, blocks in no order.
+
+    longest: the context of the first sequence, if it is another.
+    """
     backend: AttentionBackend = where.kernels.attention
     block_size = max(BLOCK_TOKENS, backend.abilities.block_multiple)
-    per_seq = -(-context // block_size)
+    lengths = [longest or context] + [context] * (num_seqs - 1)
+    num_blocks, metadata = scattered_batch(lengths, query_len, block_size, where.device)
     stored = cache_dtype or where.dtype
     head_size = stored_head_size(HEAD_DIM, stored)
-    shape = (num_seqs * per_seq, 1, 2, block_size, kv_heads, head_size)
+    shape = (num_blocks, 1, 2, block_size, kv_heads, head_size)
     cache = torch.ones(shape, dtype=stored, device=where.device)
     if stored == torch.int8:
         cache[..., HEAD_DIM:] = torch.tensor([0.01]).view(torch.int8)  # the scale
-    order = torch.randperm(num_seqs * per_seq, generator=torch.Generator().manual_seed(0))
-    metadata = AttentionMetadata(
-        query_start=(torch.arange(num_seqs + 1).int() * query_len).to(where.device),
-        context_lens=torch.full((num_seqs,), context, dtype=torch.int32, device=where.device),
-        block_tables=order.int().view(num_seqs, per_seq).to(where.device),
-        slot_mapping=torch.full((num_seqs * query_len,), -1, device=where.device),
-        max_query_len=query_len,
-        max_context_len=context,
-    )
     query = where.filled(num_seqs * query_len, heads, HEAD_DIM)
     pairs = num_seqs * query_len * (2 * context - query_len + 1) // 2
     is_decode = query_len == 1
     length = context if query_len in (1, context) else f"{query_len} of {context}"
+    if longest:
+        length = f"{context}, one {longest}"
     return Case(
         kernel="paged decode" if is_decode else "paged prefill",
         size=f"{num_seqs} x {length}, {heads}/{kv_heads} heads of {HEAD_DIM}"
@@ -134,10 +135,26 @@ def attention_case(
         run=lambda: backend.paged_attention(
             query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=HEAD_DIM**-0.5
         ),
-        num_bytes=num_seqs * context * 2 * kv_heads * head_size * stored.itemsize
-        if is_decode
-        else 0,
+        num_bytes=sum(lengths) * 2 * kv_heads * head_size * stored.itemsize if is_decode else 0,
         num_flops=0 if is_decode else 4 * HEAD_DIM * heads * pairs,
+    )
+
+
+def scattered_batch(
+    lengths: Sequence[int], query_len: int, block_size: int, device: torch.device
+) -> tuple[int, AttentionMetadata]:
+    """Number of blocks, and a batch of sequences whose blocks are in no order."""
+    counts = [-(-length // block_size) for length in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
+    tables = pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
+    num_seqs = len(lengths)
+    return sum(counts), AttentionMetadata(
+        query_start=(torch.arange(num_seqs + 1).int() * query_len).to(device),
+        context_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        slot_mapping=torch.full((num_seqs * query_len,), -1, device=device),
+        max_query_len=query_len,
+        max_context_len=max(lengths),
     )
 
 

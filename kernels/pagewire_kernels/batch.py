@@ -1,9 +1,9 @@
 """What kernels share: the metadata of a batch, tables of sequences, pairs of blocks to copy."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,12 @@ class AttentionMetadata:
 
     max_context_len: int
     """The longest sequence's context length, in tokens."""
+
+    num_decodes: int = 0
+    """The first sequences, each of which has exactly one row; fewer may be named than there are."""
+
+    plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    """What a backend has derived from the batch, for all layers."""
 
 
 class StepInputs(NamedTuple):

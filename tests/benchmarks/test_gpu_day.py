@@ -15,7 +15,7 @@ from tools import gpu_payload
 
 RESULTS = {
     1: ["test_gpu.xml", "racecheck.log"],
-    2: ["kernels.json", "tune_attention.json"],
+    2: ["kernels.json", "tune_attention_even.json", "tune_attention_skewed.json"],
     3: ["in_process.json", "profile_steps.json", "profile_mixed.json.gz"],
     4: ["services.json"],
     5: ["peers.json"],

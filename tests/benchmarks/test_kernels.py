@@ -33,6 +33,9 @@ def test_a_decode_reads_every_key_and_value_once() -> None:
     assert in_int8.num_bytes == 3 * 20 * 2 * 2 * (128 + 4)
     assert in_int8.size.endswith("int8 cache")
     assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s read"
+    skewed = attention_case(_setting(), 3, 1, 20, heads=4, kv_heads=2, longest=50)
+    assert skewed.num_bytes == (50 + 20 + 20) * 2 * 2 * 128 * 4
+    assert skewed.size.startswith("3 x 20, one 50,")
 
 
 def test_a_prefill_computes_no_product_that_is_hidden() -> None:

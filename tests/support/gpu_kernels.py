@@ -74,7 +74,10 @@ def assert_agrees(output: torch.Tensor, expected: torch.Tensor, factor: float = 
 
 def on_device(columns: Columns) -> Columns:
     """A dataclass or named tuple of tensors and numbers, with its tensors on the device."""
-    names = [each.name for each in fields(columns)] if is_dataclass(columns) else columns._fields  # type: ignore[attr-defined]
+    if is_dataclass(columns):
+        names = [each.name for each in fields(columns) if each.init]
+    else:
+        names = columns._fields  # type: ignore[attr-defined]
     values = {name: getattr(columns, name) for name in names}
     return type(columns)(
         **{

@@ -62,7 +62,9 @@ class PagedSequences:
             rows(n) for n in (s.num_heads, s.num_kv_heads, s.num_kv_heads)
         )
 
-    def metadata(self, parts: list[tuple[int, int, int]]) -> AttentionMetadata:
+    def metadata(
+        self, parts: list[tuple[int, int, int]], *, num_decodes: int = 0
+    ) -> AttentionMetadata:
         """The batch of (sequence, first position, end) for each part."""
         size = self.shape.block_size
         slots = []
@@ -77,6 +79,7 @@ class PagedSequences:
             slot_mapping=torch.cat(slots),
             max_query_len=max(lengths),
             max_context_len=max(end for _, _, end in parts),
+            num_decodes=num_decodes,
         )
 
     def rows(self, of: list[Tensor], parts: list[tuple[int, int, int]]) -> Tensor:

@@ -236,6 +236,9 @@ class HostInputs:
     max_blocks: int
     """Entries of the longest block table."""
 
+    num_decodes: int
+    """The first sequences, up to one that has more than one row."""
+
 
 def lay_out(row_ids: Int64Array, num_tokens: Int32Array, table: SequenceTable) -> HostInputs:
     """Flattened inputs for sequences that compute `num_tokens` tokens each, all positive."""
@@ -264,6 +267,7 @@ def lay_out(row_ids: Int64Array, num_tokens: Int32Array, table: SequenceTable) -
         max_query_len=max_query_len,
         max_context_len=max_context_len,
         max_blocks=-(-max_context_len // block_size),
+        num_decodes=int(np.argmax(query_lens > 1)) if max_query_len > 1 else len(row_ids),
     )
 
 
@@ -293,6 +297,7 @@ def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device)
             slot_mapping=torch.from_numpy(inputs.slot_mapping).to(device),
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
+            num_decodes=inputs.num_decodes,
         ),
     )
 

@@ -167,6 +167,7 @@ class StepLaunch:
             slot_mapping=prepared.slot_mapping,
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
+            num_decodes=inputs.num_decodes,
         )
         hidden = self._model.forward(
             prepared.token_ids, prepared.positions, self._kv_cache, metadata

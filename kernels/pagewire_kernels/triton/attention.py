@@ -9,6 +9,7 @@ The choices of tile and split below are arguments of the launch; see `Launch`. T
 registers and shared memory, not from measurements.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -17,7 +18,7 @@ import triton
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
-from pagewire_kernels.triton.attention_kernels import attend, reduce_splits
+from pagewire_kernels.triton.attention_kernels import attend, plan_splits, reduce_splits
 from pagewire_kernels.triton.checks import FLOATS, expect, expect_cache, expect_dtype, expect_rows
 
 FIXED_SPLIT_TOKENS = 1024
@@ -49,14 +50,46 @@ class Launch:
     num_splits: int = 1
     """Programs that share a tile's context, at most."""
 
+    num_planned: int = 0
+    """For decodes: programs for each KV head, more than sequences, which share all contexts by
+    length; 0: `num_splits` for each sequence."""
+
     split_tokens: int = 0
     """Keys per split, a multiple of `tile_keys`; 0: an even share of the context."""
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Sequences of a batch that one launch computes."""
+
+    first_seq: int
+    num_seqs: int
+    num_tokens: int
+    is_decode: bool
+    """Whether none has more than one row."""
+
+
+def parts_of(metadata: AttentionMetadata, num_tokens: int) -> Iterator[Part]:
+    """The whole batch, or its decodes and the others: a decode among prefills would take a tile of
+    128 rows, and its context would not be split."""
+    num_seqs, num_decodes = len(metadata.context_lens), metadata.num_decodes
+    if metadata.max_query_len == 1 or not 0 < num_decodes < num_seqs:
+        yield Part(0, num_seqs, num_tokens, metadata.max_query_len == 1)
+    else:
+        yield Part(0, num_decodes, num_decodes, True)
+        yield Part(num_decodes, num_seqs - num_decodes, num_tokens - num_decodes, False)
+
+
 def choose_launch(
-    query: Tensor, num_kv_heads: int, metadata: AttentionMetadata, *, batch_invariant: bool = False
+    query: Tensor,
+    num_kv_heads: int,
+    metadata: AttentionMetadata,
+    *,
+    part: Part | None = None,
+    batch_invariant: bool = False,
 ) -> Launch:
-    """Tiles for the batch, and splits where there are too few tiles to fill the device.
+    """Tiles for a part of the batch (None: all), and splits where there are too few tiles to fill
+    the device, or some contexts are longer than others.
 
     With `batch_invariant`, tiles and the size of splits depend on the model alone, so that a row's
     result does not depend on its batch, nor on whether it is computed by prefill or by decode;
@@ -64,28 +97,33 @@ def choose_launch(
     own still depends on the batch, which leaves the bits alone.
     """
     num_tokens, num_heads, head_dim = query.shape
+    if part is None:
+        part = Part(0, len(metadata.context_lens), num_tokens, metadata.max_query_len == 1)
     group = num_heads // num_kv_heads
-    tile_rows, num_warps = _tile(query.dtype, head_dim, group, metadata.max_query_len)
+    tile_rows, num_warps = _tile(query.dtype, head_dim, group, part.is_decode)
     if batch_invariant:
         tile_rows, num_warps = max(16, triton.next_power_of_2(group)), 4
-    tile_keys = 32 if query.dtype == torch.float32 or head_dim > 128 else 64
-    tile_tokens = tile_rows // group
-    num_programs = (num_tokens // tile_tokens + len(metadata.context_lens)) * num_kv_heads
-    if metadata.max_query_len == 1:
-        num_programs = len(metadata.context_lens) * num_kv_heads
-    room = _PROGRAMS_PER_PROCESSOR * _num_processors(query.device) // max(1, num_programs)
+    tile_keys = 64 >> ((query.dtype == torch.float32) + (head_dim > 128))
+    num_tiles = part.num_seqs
+    if not part.is_decode:
+        num_tiles += part.num_tokens // (tile_rows // group)
+    programs = _PROGRAMS_PER_PROCESSOR * _num_processors(query.device)
+    room = programs // max(1, num_tiles * num_kv_heads)
+    split_tokens, num_splits, num_planned = 0, 1, 0
     if batch_invariant:
         split_tokens = FIXED_SPLIT_TOKENS
         num_splits = triton.cdiv(metadata.max_context_len, split_tokens) if room > 1 else 1
+    elif part.is_decode:
+        num_planned = part.num_seqs + max(1, programs // num_kv_heads)
     else:
-        split_tokens = 0
         num_splits = min(room, metadata.max_context_len // MIN_SPLIT_TOKENS, MAX_SPLITS)
     return Launch(
         tile_rows=tile_rows,
         tile_keys=tile_keys,
         num_warps=num_warps,
-        num_stages=_num_stages(query.device),
+        num_stages=num_stages(_shared_memory(query.device)),
         num_splits=max(1, num_splits),
+        num_planned=num_planned,
         split_tokens=split_tokens,
     )
 
@@ -104,107 +142,157 @@ def paged_attention(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
     launch: Launch | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """Causal attention of flattened query rows; as `reference.paged_attention`.
 
     The caches may be fp8. Rows after the last sequence's are left as they come from the allocator,
-    so that a captured graph can be padded. Raises TypeError or ValueError for tensors that the
+    so that a captured graph can be padded. launch: of the whole batch; None: chosen, with
+    `batch_invariant` as in `choose_launch`. Raises TypeError or ValueError for tensors that the
     kernel would misread.
     """
     _check(query, key_cache, value_cache, metadata)
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
-    launch = launch or choose_launch(query, num_kv_heads, metadata)
-    tile_tokens = launch.tile_rows // group
-    expect(tile_tokens >= 1, f"launch: a tile of {launch.tile_rows} rows cannot hold {group} heads")
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     output = query.new_empty((num_tokens, num_heads, head_dim))
     if num_tokens == 0:
         return output
-    is_split = launch.num_splits > 1
-    partial_shape = (launch.num_splits if is_split else 0, num_tokens, num_heads)
-    partial_output = query.new_empty((*partial_shape, padded_dim), dtype=torch.float32)
-    partial_sums = query.new_empty((*partial_shape, 2), dtype=torch.float32)
     sinks = None if sinks is None else _per_head("sinks", sinks, num_heads)
     alibi_slopes = None if alibi_slopes is None else _per_head("slopes", alibi_slopes, num_heads)
-    num_seqs = len(metadata.context_lens)
-    is_decode = metadata.max_query_len == 1
-    shared = {
-        "HAS_WINDOW": sliding_window is not None,
-        "HAS_SINKS": sinks is not None,
-        "IS_DECODE": is_decode,
-        "SPLIT_TOKENS": launch.split_tokens,
-        "HEAD_DIM": head_dim,
-        "PADDED_DIM": padded_dim,
-        "TILE_KEYS": launch.tile_keys,
-        "enable_fp_fusion": launch.split_tokens == 0,
-    }
-    num_tiles = num_seqs if is_decode else num_tokens // tile_tokens + num_seqs
-    attend[(num_tiles * num_kv_heads, launch.num_splits)](
-        output,
-        partial_output,
-        partial_sums,
-        query,
-        key_cache,
-        value_cache,
-        metadata.query_start,
-        metadata.context_lens,
-        metadata.block_tables,
-        output if sinks is None else sinks,
-        output if alibi_slopes is None else alibi_slopes,
-        num_seqs,
-        num_tokens,
-        launch.num_splits,
-        scale * key_scale,
-        soft_cap or 1.0,
-        sliding_window or 0,
-        value_scale,
-        query.stride(0),
-        query.stride(1),
-        output.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        metadata.block_tables.stride(0),
-        HAS_CAP=soft_cap is not None,
-        HAS_ALIBI=alibi_slopes is not None,
-        IS_SPLIT=is_split,
-        BLOCK_SIZE=key_cache.shape[1],
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=group,
-        TILE_TOKENS=tile_tokens,
-        TILE_ROWS=launch.tile_rows,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        **shared,
-    )
-    if is_split:
-        reduce_splits[(num_seqs if is_decode else num_tokens, num_heads)](
+    if launch is None:
+        chosen = [
+            (
+                part,
+                choose_launch(
+                    query, num_kv_heads, metadata, part=part, batch_invariant=batch_invariant
+                ),
+            )
+            for part in parts_of(metadata, num_tokens)
+        ]
+    else:
+        num_seqs, is_decode = len(metadata.context_lens), metadata.max_query_len == 1
+        chosen = [(Part(0, num_seqs, num_tokens, is_decode), launch)]
+    for part, launch in chosen:
+        tile_tokens = launch.tile_rows // group
+        expect(
+            tile_tokens >= 1, f"launch: a tile of {launch.tile_rows} rows cannot hold {group} heads"
+        )
+        is_planned = part.is_decode and launch.num_planned > 0
+        is_split = is_planned or launch.num_splits > 1
+        plan = _plan(metadata, part, launch) if is_planned else metadata.context_lens
+        partial_shape: tuple[int, ...] = (0, num_heads)
+        if is_planned:
+            partial_shape = (launch.num_planned, num_heads)
+        elif is_split:
+            partial_shape = (launch.num_splits, part.num_tokens, num_heads)
+        partial_output = query.new_empty((*partial_shape, padded_dim), dtype=torch.float32)
+        partial_sums = query.new_empty((*partial_shape, 2), dtype=torch.float32)
+        shared = {
+            "HAS_WINDOW": sliding_window is not None,
+            "HAS_SINKS": sinks is not None,
+            "IS_DECODE": part.is_decode,
+            "IS_PLANNED": is_planned,
+            "SPLIT_TOKENS": launch.split_tokens,
+            "HEAD_DIM": head_dim,
+            "PADDED_DIM": padded_dim,
+            "TILE_KEYS": launch.tile_keys,
+            "enable_fp_fusion": launch.split_tokens == 0,
+        }
+        num_tiles = launch.num_planned if is_planned else part.num_seqs
+        if not part.is_decode:
+            num_tiles += part.num_tokens // tile_tokens
+        attend[(num_tiles * num_kv_heads, 1 if is_planned else launch.num_splits)](
             output,
             partial_output,
             partial_sums,
+            query,
+            key_cache,
+            value_cache,
             metadata.query_start,
             metadata.context_lens,
+            metadata.block_tables,
+            plan,
             output if sinks is None else sinks,
-            num_seqs,
-            num_tokens,
+            output if alibi_slopes is None else alibi_slopes,
+            part.first_seq,
+            part.num_seqs,
+            part.num_tokens,
             launch.num_splits,
+            scale * key_scale,
+            soft_cap or 1.0,
             sliding_window or 0,
             value_scale,
+            query.stride(0),
+            query.stride(1),
             output.stride(0),
-            num_warps=1,
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            metadata.block_tables.stride(0),
+            HAS_CAP=soft_cap is not None,
+            HAS_ALIBI=alibi_slopes is not None,
+            IS_SPLIT=is_split,
+            BLOCK_SIZE=key_cache.shape[1],
+            NUM_KV_HEADS=num_kv_heads,
+            GROUP=group,
+            TILE_TOKENS=tile_tokens,
+            TILE_ROWS=launch.tile_rows,
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
             **shared,
         )
+        if is_split:
+            reduce_splits[(part.num_seqs if part.is_decode else part.num_tokens, num_heads)](
+                output,
+                partial_output,
+                partial_sums,
+                metadata.query_start,
+                metadata.context_lens,
+                plan,
+                output if sinks is None else sinks,
+                part.first_seq,
+                part.num_seqs,
+                part.num_tokens,
+                launch.num_splits,
+                sliding_window or 0,
+                value_scale,
+                output.stride(0),
+                num_warps=1,
+                **shared,
+            )
     return output
 
 
-def _tile(dtype: torch.dtype, head_dim: int, group: int, max_query_len: int) -> tuple[int, int]:
+def _plan(metadata: AttentionMetadata, part: Part, launch: Launch) -> Tensor:
+    """The splits of a step's decodes, made by the first layer that needs them."""
+    expect(
+        launch.num_planned > part.num_seqs,
+        f"launch: {launch.num_planned} programs for {part.num_seqs} sequences, expected more",
+    )
+    key = (part.num_seqs, launch.num_planned, launch.tile_keys)
+    if key not in metadata.plans:
+        plan = metadata.context_lens.new_empty(part.num_seqs + 2)
+        plan_splits[(1,)](
+            plan,
+            metadata.context_lens,
+            part.num_seqs,
+            launch.num_planned,
+            LEAST=MIN_SPLIT_TOKENS,
+            TILE_KEYS=launch.tile_keys,
+            enable_fp_fusion=False,
+        )
+        metadata.plans[key] = plan
+    return metadata.plans[key]
+
+
+def _tile(dtype: torch.dtype, head_dim: int, group: int, is_decode: bool) -> tuple[int, int]:
     """Rows of a tile and warps: two kinds of tile only, since each kind is a kernel to compile.
 
     A decode's holds one token's heads, a prefill's as many rows as registers hold.
     """
     smallest = max(16, triton.next_power_of_2(group))
-    if max_query_len == 1:
+    if is_decode:
         return smallest, 4
     largest = 128 if head_dim <= 128 else 64
     if dtype == torch.float32:
@@ -221,12 +309,17 @@ def _num_processors(device: torch.device) -> int:
 
 
 @cache
-def _num_stages(device: torch.device) -> int:
-    """As far ahead as shared memory allows: with five stages a prefill's tile takes 129 KiB."""
+def _shared_memory(device: torch.device) -> int:
+    """Bytes for a program."""
     if device.type != "cuda":
-        return 5
+        return 2**18
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    return 5 if properties["max_shared_mem"] >= 160 * 1024 else 3
+    return int(properties["max_shared_mem"])
+
+
+def num_stages(shared_memory: int) -> int:
+    """As far ahead as shared memory allows: with five stages a prefill's tile takes 129 KiB."""
+    return 5 if shared_memory >= 160 * 1024 else 3
 
 
 def _per_head(name: str, values: Tensor, num_heads: int) -> Tensor:

@@ -7,7 +7,9 @@ are read once for all of them (Ainslie et al. 2023). Scores are kept in base two
 
 Where a step has too few tiles to fill the device, the context is cut into *splits*, each computed
 by a program of its own into float32 partial results that `reduce_splits` merges in order
-(Flash-Decoding, Dao et al. 2023). A tile that is not split among programs goes through the same
+(Flash-Decoding, Dao et al. 2023). Decodes are split by length: `plan_splits` cuts all contexts at
+the same number of keys, so that one long context among many is shared by many programs, as in
+stream-K (Osama et al. 2023). A tile that is not split among programs goes through the same
 spans and merges in the same order, so with a fixed split size both give the same bits. Splits and
 tiles of keys start at multiples of their size, not at a row's window or tile: a tile that a row
 does not see leaves its sums as they are, to the bit.
@@ -23,14 +25,17 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 def sequence_of(query_start, num_seqs, index, TILE_TOKENS: tl.constexpr):
     """The last sequence whose first tile is not after tile `index`.
 
-    Sequence `i` begins with tile `query_start[i] // TILE_TOKENS + i`, which leaves each one room
-    for all its tiles without knowing the others' lengths (as in vLLM's unified attention).
+    Sequence `i` begins with tile `(query_start[i] - query_start[0]) // TILE_TOKENS + i`, which
+    leaves each one room for all its tiles without knowing the others' lengths (as in vLLM's unified
+    attention).
     """
     low = 0
     high = num_seqs
+    first_row = tl.load(query_start)
     while high - low > 1:
         middle = (low + high) // 2
-        is_before = tl.load(query_start + middle) // TILE_TOKENS + middle <= index
+        row = tl.load(query_start + middle) - first_row
+        is_before = row // TILE_TOKENS + middle <= index
         low = tl.where(is_before, middle, low)
         high = tl.where(is_before, high, middle)
     return low
@@ -199,7 +204,36 @@ def _split_tokens(context_len, num_splits, SPLIT_TOKENS: tl.constexpr, TILE_KEYS
     return SPLIT_TOKENS if SPLIT_TOKENS > 0 else even
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "num_splits", "table_stride"])
+@triton.jit(do_not_specialize=["num_seqs", "num_programs"])
+def plan_splits(
+    plan, context_lens, num_seqs, num_programs, LEAST: tl.constexpr, TILE_KEYS: tl.constexpr
+):
+    """One program: cut contexts into splits of as many keys as give at most `num_programs` of them.
+
+    `sum(ceil(length / keys)) <= sum(length) / keys + num_seqs`, so that an even share of all keys
+    among the programs beyond one for each sequence suffices. plan: int32 [num_seqs + 2], each
+    sequence's first split, then their number, then the keys of a split.
+    """
+    at_once: tl.constexpr = 1024
+    at = tl.arange(0, at_once)
+    keys = 0
+    for start in range(0, num_seqs, at_once):
+        is_seq = start + at < num_seqs
+        keys += tl.sum(tl.load(context_lens + start + at, mask=is_seq, other=0))
+    split = tl.maximum(tl.cdiv(keys, num_programs - num_seqs), LEAST)
+    split = tl.cdiv(split, TILE_KEYS) * TILE_KEYS
+    first = 0
+    for start in range(0, num_seqs, at_once):
+        is_seq = start + at < num_seqs
+        lengths = tl.load(context_lens + start + at, mask=is_seq, other=0)
+        counts = tl.cdiv(lengths, split)
+        tl.store(plan + start + at, first + tl.cumsum(counts) - counts, mask=is_seq)
+        first += tl.sum(counts)
+    tl.store(plan + num_seqs, first)
+    tl.store(plan + num_seqs + 1, split)
+
+
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_tokens", "num_splits", "table_stride"])
 def attend(
     output_pointer,
     partial_output,
@@ -210,8 +244,10 @@ def attend(
     query_start,
     context_lens,
     block_tables,
+    plan,
     sinks,
     alibi_slopes,
+    first_seq,
     num_seqs,
     num_tokens,
     num_splits,
@@ -234,6 +270,7 @@ def attend(
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_DECODE: tl.constexpr,
+    IS_PLANNED: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -247,20 +284,37 @@ def attend(
 ):
     """Program (tile and KV head, split); SPLIT_TOKENS 0 stands for no fixed size.
 
-    Neighbouring programs take the KV heads of one tile, which lie side by side in memory. With
-    IS_DECODE, where no sequence has more than one row, a tile is a sequence. With IS_SPLIT a
-    program computes one split and stores it in the partial tensors, [splits, tokens, heads,
-    PADDED_DIM or 2]; without, it goes through all and stores the output.
+    Computes the `num_seqs` sequences from `first_seq` on, which have `num_tokens` rows. Programs
+    next to each other take the KV heads of one tile, which lie side by side in memory. With
+    IS_DECODE, where no sequence has more than one row, a tile is a sequence; with IS_PLANNED it is
+    one of the splits of `plan`. With IS_SPLIT a program computes one split and stores it in the
+    partial tensors, [splits, tokens, heads, PADDED_DIM or 2] ([splits, heads, ...] with IS_PLANNED,
+    where the output is stored if a sequence has a single split); without, it goes through all and
+    stores the output.
     """
     tile, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
-    if IS_DECODE:
+    query_start += first_seq
+    context_lens += first_seq
+    first_row = tl.load(query_start)
+    split = tl.program_id(1)
+    is_partial = IS_SPLIT
+    if IS_PLANNED:
+        if tile >= tl.load(plan + num_seqs):
+            return
+        seq = sequence_of_row(plan, num_seqs, tile)
+        first_split = tl.load(plan + seq)
+        split = tile - first_split
+        is_partial = tl.load(plan + seq + 1) > first_split + 1
+        seq_start = tl.load(query_start + seq)
+        first = 0
+    elif IS_DECODE:
         seq = tile
         seq_start = tl.load(query_start + seq)
         first = 0
     else:
         seq = sequence_of(query_start, num_seqs, tile, TILE_TOKENS)
         seq_start = tl.load(query_start + seq)
-        first = (tile - seq - seq_start // TILE_TOKENS) * TILE_TOKENS
+        first = (tile - seq - (seq_start - first_row) // TILE_TOKENS) * TILE_TOKENS
     query_len = tl.load(query_start + seq + 1) - seq_start
     context_len = tl.load(context_lens + seq)
     if first >= query_len:
@@ -285,10 +339,12 @@ def attend(
         begin = tl.maximum(context_len - query_len + first - window + 1, 0)
         begin = begin // TILE_KEYS * TILE_KEYS
     end = context_len - query_len + tl.minimum(first + TILE_TOKENS, query_len)
-    table = block_tables + seq.to(tl.int64) * table_stride
+    table = block_tables + (first_seq + seq).to(tl.int64) * table_stride
     key_cache += kv_head.to(tl.int64) * key_head_stride
     value_cache += kv_head.to(tl.int64) * value_head_stride
     split_tokens = _split_tokens(context_len, num_splits, SPLIT_TOKENS, TILE_KEYS)
+    if IS_PLANNED:
+        split_tokens = tl.load(plan + num_seqs + 1)
 
     # Spans of a fixed size, merged one by one, if nobody else merges them; otherwise a single one.
     maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -296,7 +352,6 @@ def attend(
     output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     first_span, step = begin, tl.maximum(end - begin, 1)
     if IS_SPLIT:
-        split = tl.program_id(1)
         begin = tl.maximum(begin, split * split_tokens)
         end = tl.minimum(end, (split + 1) * split_tokens)
         if begin >= end:
@@ -357,9 +412,11 @@ def attend(
                 PADDED_DIM,
             )
             maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
-    if IS_SPLIT:
+    if is_partial:
         num_heads: tl.constexpr = NUM_KV_HEADS * GROUP
-        partial = (split.to(tl.int64) * num_tokens + token) * num_heads + head
+        partial = (split.to(tl.int64) * num_tokens + token - first_row) * num_heads + head
+        if IS_PLANNED:
+            partial = tile.to(tl.int64) * num_heads + head
         tl.store(partial_output + partial[:, None] * PADDED_DIM + column[None, :], output, mask)
         tl.store(partial_sums + partial * 2, maximum, is_row)
         tl.store(partial_sums + partial * 2 + 1, total, is_row)
@@ -373,14 +430,16 @@ def attend(
         )
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_tokens", "num_splits"])
+@triton.jit(do_not_specialize=["first_seq", "num_seqs", "num_tokens", "num_splits"])
 def reduce_splits(
     output_pointer,
     partial_output,
     partial_sums,
     query_start,
     context_lens,
+    plan,
     sinks,
+    first_seq,
     num_seqs,
     num_tokens,
     num_splits,
@@ -390,6 +449,7 @@ def reduce_splits(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_DECODE: tl.constexpr,
+    IS_PLANNED: tl.constexpr,
     SPLIT_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
@@ -399,18 +459,31 @@ def reduce_splits(
     one where their size is fixed, as a tile that goes through them all does, else many at once."""
     token, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
+    query_start += first_seq
+    context_lens += first_seq
+    first_row = tl.load(query_start)
     if IS_DECODE:  # one program per sequence, which has one row or none
         seq = token
         token = tl.load(query_start + seq)
         if token == tl.load(query_start + seq + 1):
             return
     else:
+        token += first_row
         if token >= tl.load(query_start + num_seqs):
             return
         seq = sequence_of_row(query_start, num_seqs, token)
     context_len = tl.load(context_lens + seq)
     row_at = context_len - tl.load(query_start + seq + 1) + token
     split_tokens = _split_tokens(context_len, num_splits, SPLIT_TOKENS, TILE_KEYS)
+    split_stride = num_heads.to(tl.int64) * num_tokens
+    first_partial = (token - first_row).to(tl.int64) * num_heads + head
+    if IS_PLANNED:
+        first = tl.load(plan + seq)
+        if tl.load(plan + seq + 1) <= first + 1:  # one split, which has stored the output, or none
+            return
+        split_tokens = tl.load(plan + num_seqs + 1)
+        split_stride = num_heads.to(tl.int64)
+        first_partial = first.to(tl.int64) * num_heads + head
     first_split = 0
     if HAS_WINDOW:
         first_split = tl.maximum(row_at - window + 1, 0) // split_tokens
@@ -421,12 +494,11 @@ def reduce_splits(
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     output = tl.zeros([1, PADDED_DIM], tl.float32)
-    split_stride = num_heads.to(tl.int64) * num_tokens
     # A row of no sequence stands at -1 and sees no split; a quotient would be rounded up to 0.
     num_splits_seen = tl.cdiv(row_at + 1, split_tokens)
     if SPLIT_TOKENS > 0:
         for split in range(first_split, num_splits_seen):
-            partial = split * split_stride + token * num_heads + head + one
+            partial = split * split_stride + first_partial + one
             part_maximum = tl.load(partial_sums + partial * 2)
             part_total = tl.load(partial_sums + partial * 2 + 1)
             at = partial[:, None] * PADDED_DIM + column[None, :]
@@ -438,7 +510,7 @@ def reduce_splits(
         for start in range(first_split, num_splits_seen, at_once):
             split = start + tl.arange(0, at_once)
             is_seen = split < num_splits_seen
-            partial = split * split_stride + token * num_heads + head
+            partial = split * split_stride + first_partial
             maxima = tl.load(partial_sums + partial * 2, mask=is_seen, other=float("-inf"))
             totals = tl.load(partial_sums + partial * 2 + 1, mask=is_seen, other=0.0)
             at = partial[:, None] * PADDED_DIM + column[None, :]

@@ -5,7 +5,7 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Abilities
-from pagewire_kernels.triton.attention import choose_launch, paged_attention
+from pagewire_kernels.triton.attention import paged_attention
 from pagewire_kernels.triton.kv_cache import write_kv
 from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rms_norm
 from pagewire_kernels.triton.rotary import rotate_and_write_kv
@@ -63,12 +63,8 @@ class TritonBackend:
         value_scale: float = 1.0,
     ) -> Tensor:
         """Causal attention of flattened query rows; as `reference.paged_attention`."""
-        query = _dense(query)
-        launch = choose_launch(
-            query, key_cache.shape[2], metadata, batch_invariant=self._batch_invariant
-        )
         return paged_attention(
-            query,
+            _dense(query),
             key_cache,
             value_cache,
             metadata,
@@ -79,7 +75,7 @@ class TritonBackend:
             alibi_slopes=alibi_slopes,
             key_scale=key_scale,
             value_scale=value_scale,
-            launch=launch,
+            batch_invariant=self._batch_invariant,
         )
 
 

@@ -3,21 +3,25 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pagewire_kernels import reference
 from pagewire_kernels.triton import Launch, TritonBackend, choose_launch, paged_attention, write_kv
+from pagewire_kernels.triton.attention import Part, parts_of
+from pagewire_kernels.triton.attention_kernels import plan_splits
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees, on_device
 from tests.support.paged_batch import PagedSequences, Shape
 
 pytestmark = MARKS
 
-Part = tuple[int, int, int]
+Rows = tuple[int, int, int]
 
 LAUNCHES = {
     "whole": Launch(tile_rows=16, tile_keys=16, num_warps=4),
     "even splits": Launch(tile_rows=16, tile_keys=16, num_warps=4, num_splits=2),
+    "by length": Launch(tile_rows=16, tile_keys=16, num_warps=4, num_planned=9),
     "fixed splits": Launch(tile_rows=16, tile_keys=16, num_warps=4, num_splits=2, split_tokens=32),
     "fixed spans": Launch(tile_rows=16, tile_keys=16, num_warps=4, split_tokens=32),
 }
@@ -50,7 +54,9 @@ def _written(sequences: PagedSequences) -> None:
     )
 
 
-def _attend(sequences: PagedSequences, parts: list[Part], **options: Any) -> torch.Tensor:
+def _attend(
+    sequences: PagedSequences, parts: list[Rows], *, num_decodes: int = 0, **options: Any
+) -> torch.Tensor:
     cache = sequences.cache.to(DEVICE)
     options = {
         name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
@@ -60,12 +66,12 @@ def _attend(sequences: PagedSequences, parts: list[Part], **options: Any) -> tor
         sequences.rows(sequences.queries, parts).to(DEVICE),
         cache[:, 1, 0],
         cache[:, 1, 1],
-        on_device(sequences.metadata(parts)),
+        on_device(sequences.metadata(parts, num_decodes=num_decodes)),
         **options,
     )
 
 
-def _expected(sequences: PagedSequences, parts: list[Part], **options: Any) -> torch.Tensor:
+def _expected(sequences: PagedSequences, parts: list[Rows], **options: Any) -> torch.Tensor:
     return reference.paged_attention(
         sequences.rows(sequences.queries, parts),
         sequences.key_cache,
@@ -209,17 +215,101 @@ def test_batch_invariance_takes_its_tiles_from_the_model_alone() -> None:
     assert fixed.pop()[-1] > 0
 
 
-def test_a_few_long_contexts_are_split_and_many_are_not() -> None:
-    sequences = PagedSequences(Shape(), [4000])
-    one, many = [(0, 3999, 4000)], [(0, 3999, 4000)] * 2000
-    splits = [
-        choose_launch(
-            sequences.rows(sequences.queries, parts).to(DEVICE), 2, sequences.metadata(parts)
-        ).num_splits
-        for parts in (one, many)
-    ]
-    assert splits[0] > 1
-    assert splits[1] == 1
+@pytest.mark.parametrize(
+    ("lengths", "extra"),
+    [
+        ([4000], 8),
+        ([4000, 10, 0, 300, 0], 8),
+        ([0, 0, 7], 1),
+        ([500] * 1500 + [90_000] + [0] * 100, 60),
+    ],
+    ids=["one", "skewed", "padded", "many"],
+)
+def test_contexts_are_shared_evenly_by_length(lengths: list[int], extra: int) -> None:
+    num_seqs = len(lengths)
+    plan = torch.zeros(num_seqs + 2, dtype=torch.int32, device=DEVICE)
+    context_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    plan_splits[(1,)](plan, context_lens, num_seqs, num_seqs + extra, LEAST=128, TILE_KEYS=32)
+    *first, keys = plan.tolist()
+    assert keys % 32 == 0
+    assert keys >= 128
+    assert np.diff(first).tolist() == [-(-length // keys) for length in lengths]
+    assert first[0] == 0
+    assert first[-1] <= num_seqs + extra
+    fewer_keys = keys - 32  # shorter splits would not be an even share
+    assert fewer_keys < max(128, -(-sum(lengths) // extra))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.long),
+        pytest.param({"sliding_window": 200, **OPTIONS["sinks"]}, id="window"),
+    ],
+)
+def test_one_long_context_among_short_ones_agrees_with_the_reference(
+    options: dict[str, Any],
+) -> None:
+    lengths = [5, 900, 1, 40]
+    sequences = PagedSequences(Shape(), lengths)
+    _written(sequences)
+    decodes = [(i, length - 1, length) for i, length in enumerate(lengths)]
+    output = _attend(sequences, decodes, scale=0.3, **options)
+    assert_agrees(output, _expected(sequences, decodes, scale=0.3, **options))
+
+
+MIXED = [(2, 59, 60), (1, 0, 1), (0, 13, 33), (3, 0, 9)]
+"""Two decodes, then two prefills."""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({}, id="plain", marks=pytest.mark.long), pytest.param(OPTIONS["all"], id="all")],
+)
+def test_decodes_and_prefills_of_a_batch_agree_with_the_reference(options: dict[str, Any]) -> None:
+    sequences = PagedSequences(Shape(), LENGTHS)
+    _written(sequences)
+    metadata = sequences.metadata(MIXED, num_decodes=2)
+    assert [*parts_of(metadata, 31)] == [Part(0, 2, 2, True), Part(2, 2, 29, False)]
+    output = _attend(sequences, MIXED, scale=0.3, num_decodes=2, **options)
+    assert_agrees(output, _expected(sequences, MIXED, scale=0.3, **options))
+
+
+def test_split_prefills_after_decodes_agree_with_the_reference() -> None:
+    sequences = PagedSequences(Shape(), [40, 700])
+    _written(sequences)
+    parts = [(0, 39, 40), (1, 690, 700)]
+    query = sequences.rows(sequences.queries, parts).to(DEVICE)
+    metadata = sequences.metadata(parts, num_decodes=1)
+    [_, prefill] = parts_of(metadata, len(query))
+    assert choose_launch(query, 2, metadata, part=prefill).num_splits > 1
+    output = _attend(sequences, parts, scale=0.3, num_decodes=1)
+    assert_agrees(output, _expected(sequences, parts, scale=0.3))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decode_beside_prefills_is_the_same_as_in_any_batch(dtype: torch.dtype) -> None:
+    sequences = PagedSequences(Shape(dtype=dtype), LENGTHS)
+    _written(sequences)
+    mixed = _attend(sequences, MIXED, scale=0.3, num_decodes=2, batch_invariant=True)
+    alone = _attend(sequences, [(2, 0, 60)], scale=0.3, batch_invariant=True)
+    assert torch.equal(mixed[:1], alone[-1:])
+
+
+def test_layers_of_a_step_share_the_plan_of_its_splits() -> None:
+    sequences = PagedSequences(Shape(), LENGTHS)
+    _written(sequences)
+    metadata = on_device(sequences.metadata(DECODES))
+    query = sequences.rows(sequences.queries, DECODES).to(DEVICE)
+    cache = sequences.cache.to(DEVICE)
+    plans = []
+    for _ in range(2):
+        output = paged_attention(query, cache[:, 1, 0], cache[:, 1, 1], metadata, scale=0.3)
+        assert_agrees(output, _expected(sequences, DECODES, scale=0.3))
+        plans += metadata.plans.values()
+    assert plans[0] is plans[1]
+    assert len(plans) == 2
+    assert replace(metadata, max_context_len=60).plans == {}
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])

@@ -29,6 +29,21 @@ def _table(lengths: list[int], seed: int) -> SequenceTable:
     return table
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_decodes"),
+    [([1, 1, 3, 1], 2), ([3, 1], 0), ([1, 1], 2), ([1, 2], 1)],
+)
+def test_decodes_before_the_first_longer_row_are_counted(
+    num_tokens: list[int], num_decodes: int
+) -> None:
+    table = _table([8] * len(num_tokens), seed=0)
+    table.num_computed_tokens[: len(num_tokens)] = 8 - np.array(num_tokens)
+    row_ids = np.arange(len(num_tokens))
+    inputs = lay_out(row_ids, np.array(num_tokens, np.int32), table)
+    assert inputs.num_decodes == num_decodes
+    assert build_inputs(inputs, table, torch.device("cpu")).metadata.num_decodes == num_decodes
+
+
 @pytest.fixture(scope="module")
 def kept() -> DecodeInputs:
     """One for all batches, which leave what they leave."""
