@@ -4,7 +4,7 @@ The interpreter takes Python that Triton's compiler does not, so that it alone p
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,35 @@ from pagewire_kernels.batch import (
     StepInputs,
 )
 from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.triton.attention import Launch, num_stages
 from tests.support.quantized_weights import random_weight
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SHARED_MEMORY = {80: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """What a program can have there, in KiB, by compute capability times ten."""
 
-SHARED_MEMORY_BYTES = SHARED_MEMORY[HOPPER.arch] * 1024
+
+GPUS = [GPUTarget("cuda", arch, 32) for arch in SHARED_MEMORY]
+
+
+def for_every_gpu(cases: Iterable[str], short: Container[str]) -> pytest.MarkDecorator:
+    """Cases for each GPU that can have them: one before compute capability 8.9 has no fp8 cache. On
+    other GPUs than Hopper, those that are not `short` are long tests."""
+    return pytest.mark.parametrize(
+        ("case", "target"),
+        [
+            pytest.param(
+                case,
+                gpu,
+                id=f"{case}-{gpu.arch}",
+                marks=[] if gpu == HOPPER or case in short else [pytest.mark.long],
+            )
+            for case in cases
+            for gpu in GPUS
+            if gpu.arch >= 89 or not case.endswith("fp8")
+        ],
+    )
+
 
 WIDE_COPY = "cp.async.cg.shared.global"
 """The asynchronous copy that takes sixteen bytes and no fewer."""
@@ -130,22 +152,39 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("case", ATTENTION)
-def test_attention_compiles(case: str, launched: list[Any]) -> None:
+def _launch(target: GPUTarget, *arguments: Any, **options: Any) -> Launch:
+    """As it is chosen on this GPU."""
+    launch = triton_kernels.choose_launch(*arguments, **options)
+    return replace(launch, num_stages=num_stages(SHARED_MEMORY[target.arch] * 1024))
+
+
+def _check(launched: list[Any], target: GPUTarget) -> None:
+    for kernel in launched:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY[target.arch] * 1024
+
+
+@for_every_gpu(ATTENTION, short=("decode", "prefill"))
+def test_attention_compiles(case: str, target: GPUTarget, launched: list[Any]) -> None:
     metadata, dtype, options = ATTENTION[case]
-    options = dict(options)
+    metadata, options = replace(metadata), dict(options)
     query = torch.zeros(len(metadata.slot_mapping), 16, 128, dtype=dtype)
     cache = torch.zeros(2, 1, 2, 16, 8, 128).to(options.pop("cache", dtype))
-    launch = triton_kernels.choose_launch(
-        query, 8, metadata, batch_invariant=options.pop("invariant", False)
-    )
+    is_invariant = options.pop("invariant", False)
+    launch = _launch(target, query, 8, metadata, batch_invariant=is_invariant)
     triton_kernels.paged_attention(
         query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch, **options
     )
-    assert len(launched) == 1 + (launch.num_splits > 1)
-    assert "mma" in launched[0].asm["ptx"] or dtype == torch.float32
-    assert launched[0].metadata.shared <= SHARED_MEMORY_BYTES
-    assert WIDE_COPY in launched[0].asm["ptx"], "keys are loaded sixteen bytes at a time"
+    names = [kernel.metadata.name for kernel in launched]
+    assert names == [
+        *(["plan_splits"] if launch.num_planned else []),
+        "attend",
+        *(["reduce_splits"] if launch.num_planned or launch.num_splits > 1 else []),
+    ]
+    _check(launched, target)
+    attend = launched[names.index("attend")].asm["ptx"]
+    assert "mma" in attend or dtype == torch.float32
+    assert WIDE_COPY in attend, "keys are loaded sixteen bytes at a time"
 
 
 OTHER_SHAPES = {
@@ -166,20 +205,20 @@ OTHER_SHAPES = {
 }
 
 
-@pytest.mark.parametrize("case", OTHER_SHAPES)
-def test_attention_of_any_shape_fits_into_shared_memory(case: str, launched: list[Any]) -> None:
+@for_every_gpu(OTHER_SHAPES, short=("split prefill",))
+def test_attention_of_any_shape_fits_into_shared_memory(
+    case: str, target: GPUTarget, launched: list[Any]
+) -> None:
     (num_heads, num_kv_heads, size), dtype, cache_dtype, query_len, num_splits = OTHER_SHAPES[case]
     metadata = _metadata(2, query_len, 600)
     query = torch.zeros(2 * query_len, num_heads, size, dtype=dtype)
     cache = torch.zeros(2, 1, 2, 16, num_kv_heads, size).to(cache_dtype)
-    launch = replace(
-        triton_kernels.choose_launch(query, num_kv_heads, metadata), num_splits=num_splits
-    )
+    launch = replace(_launch(target, query, num_kv_heads, metadata), num_splits=num_splits)
     triton_kernels.paged_attention(
         query, cache[:, 0, 0], cache[:, 0, 1], metadata, scale=0.1, launch=launch
     )
-    assert len(launched) == 1 + (num_splits > 1)
-    assert launched[0].metadata.shared <= SHARED_MEMORY_BYTES
+    assert len(launched) == (3 if query_len == 1 else 1 + (num_splits > 1))
+    _check(launched, target)
 
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -201,10 +240,7 @@ QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("case", QUANTIZED)
-@pytest.mark.parametrize(
-    "target", [GPUTarget("cuda", arch, 32) for arch in SHARED_MEMORY], ids=lambda gpu: gpu.arch
-)
+@for_every_gpu(QUANTIZED, short=("4 bits",))
 def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
     case: str, target: GPUTarget, launched: list[Any]
 ) -> None:
@@ -222,9 +258,8 @@ def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
     assert [kernel.metadata.name for kernel in launched] == [
         *("_product", "_sum_splits", "_product", "_sum_splits", "_product", "_gather")
     ]
+    _check(launched, target)
     for kernel in launched:
-        assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED_MEMORY[target.arch] * 1024
         if kernel.metadata.name == "_product":
             assert "mma" in kernel.asm["ptx"] or dtype == torch.float32
             assert "cp.async" in kernel.asm["ptx"], "codes are loaded ahead"
@@ -333,31 +368,12 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_a_launch_compiles(name: str, launched: list[Any]) -> None:
-    launch, num_kernels = LAUNCHES[name]
+@for_every_gpu(LAUNCHES, short=LAUNCHES)
+def test_a_launch_compiles(case: str, target: GPUTarget, launched: list[Any]) -> None:
+    launch, num_kernels = LAUNCHES[case]
     launch()
     assert len(launched) == num_kernels
-    assert all(kernel.asm["cubin"] for kernel in launched)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "target",
-    [GPUTarget("cuda", arch, 32) for arch in (80, 86, 89, 100, 120)],
-    ids=lambda gpu: gpu.arch,
-)
-def test_sampling_compiles_for_every_gpu(target: GPUTarget, launched: list[Any]) -> None:
-    _sampling()
-    assert [kernel.metadata.name for kernel in launched] == [
-        "prepare",
-        "edit",
-        "sample",
-        "logprobs",
-    ]
-    for kernel in launched:
-        assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED_MEMORY[120] * 1024, "the least of any"
+    _check(launched, target)
 
 
 def test_a_step_is_compiled_once_wherever_its_columns_begin(launched: list[Any]) -> None:
