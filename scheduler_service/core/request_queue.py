@@ -237,6 +237,13 @@ class ModelQueue(Generic[Kind]):
                 del self._num_queues[key[0]]
                 self._policy.close_queue(seq_group.tenant)
 
+    def of_kind(self, kind: Kind) -> list[SequenceGroup]:
+        """The groups of one kind, in no particular order."""
+        if kind not in self._num_of_kind:
+            return []
+        queues = (queue for (_, each), queue in self._queues.items() if each == kind)
+        return list(chain.from_iterable(queues))
+
     def skip_tenant_limited(self, head: SequenceGroup) -> None:
         """Skip a queue because its head would exceed the KV blocks that its tenant may hold."""
         queue = self._queues[self._key_of[head]]

@@ -269,15 +269,13 @@ class ServedModel:
             return []
         round_ = RoutingRound(
             self.waiting,
-            self.unschedulable,
             self.schedulers,
             self._equivalent,
             self.policy,
             self.router,
         )
         too_late = round_.run(why_late, now_us)
-        if round_.has_continued_unschedulable and self.former_until_us == inf:
-            self.former_until_us = now_us + self.max_lost_us
+        self._set_aside([*self.waiting.of_kind(()), *round_.unfit], now_us)
         self.woken.update(each.capacity.worker_group_id for each in round_.routed.values())
         if round_.routed:
             self.wake_drained()
@@ -288,6 +286,14 @@ class ServedModel:
             is_empty=not self.waiting,
         )
         return too_late
+
+    def _set_aside(self, unfit: list[SequenceGroup], now_us: int) -> None:
+        """Let requests that fit no worker group hold up no others."""
+        for seq_group in unfit:
+            self.waiting.discard(seq_group)
+            self.unschedulable.add(seq_group)
+        if self.former_until_us == inf and any(each.request.is_continued for each in unfit):
+            self.former_until_us = now_us + self.max_lost_us
 
     def wake(self) -> None:
         """Wake every worker group whose pipeline has room. Whichever plans first places all waiting

@@ -43,7 +43,7 @@ from statistics import fmean
 from typing import Any, TypeAlias
 
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.request_queue import ModelQueue, WaitingQueue
+from scheduler_service.core.request_queue import ModelQueue
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import RoutingState, SequenceGroup
 from scheduler_service.core.stats.throughput import MovingAverage
@@ -229,16 +229,13 @@ class RoutingRound:
     def __init__(
         self,
         waiting: ModelQueue[Any],
-        unschedulable: WaitingQueue,
         schedulers: list[Scheduler],
         equivalent: list[EquivalentWorkerGroups],
         policy: Policy,
         router: Router,
     ) -> None:
-        """`unschedulable`: takes the requests that fit no worker group; `equivalent`: `schedulers`,
-        those together to which the same requests may go."""
+        """`equivalent`: `schedulers`, those together to which the same requests may go."""
         self._waiting = waiting
-        self._unschedulable = unschedulable
         self._schedulers = schedulers
         self._equivalent = equivalent
         self._policy = policy
@@ -250,8 +247,8 @@ class RoutingRound:
         """The open groups that may have room for some request."""
         self.routed: dict[SequenceGroup, Scheduler] = {}
         """The requests that were handed over, and to which worker groups."""
-        self.has_continued_unschedulable = False
-        """Whether a request that a former core had accepted fits no worker group."""
+        self.unfit: list[SequenceGroup] = []
+        """The requests that fit no worker group, taken out of the queue."""
 
     def run(
         self, why_late: Callable[[SequenceGroup], PagewireError | None], now_us: int
@@ -293,8 +290,7 @@ class RoutingRound:
         suitable = set(chain.from_iterable(eligible(seq_group, self._equivalent)))
         if not suitable:
             self._waiting.discard(seq_group)
-            self._unschedulable.add(seq_group)
-            self.has_continued_unschedulable |= seq_group.request.is_continued
+            self.unfit.append(seq_group)
             return None
         may_hold, most_blocks = seq_group.tenant.may_hold, seq_group.most_blocks
         allowed = [

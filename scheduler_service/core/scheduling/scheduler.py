@@ -37,6 +37,7 @@ class Scheduler:
         self.num_steps = 0
         self.num_changes = 0
         """Increases whenever there may be more capacity than before."""
+        self._policy = policy
         self._state = state
         self._running = state.running
         self._pipeline = state.pipeline
@@ -75,6 +76,8 @@ class Scheduler:
     def take(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group that was routed here."""
         self.seq_groups[seq_group] = None
+        if self._policy.preempts:  # it may yield to requests that had no room here
+            self.num_changes += 1
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
         self._state.totals.num_inexact_recoveries += seq_group.enter(self.capacity)
         room = self.capacity.max_model_len - seq_group.num_prompt_tokens

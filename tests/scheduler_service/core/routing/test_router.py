@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from scheduler_service.core.admission.request_registry import RequestRegistry
-from scheduler_service.core.config import SchedulerConfig
+from scheduler_service.core.config import PolicyName, SchedulerConfig
 from scheduler_service.core.policies.policy import FirstComeFirstServed
 from scheduler_service.core.request import Request
 from scheduler_service.core.routing.fleet import ServedModel
@@ -19,7 +19,7 @@ from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import DeadlineExceeded
-from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 from tests.support.steps import make_work
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
@@ -497,3 +497,19 @@ def test_a_request_without_output_is_recovered_on_any_arithmetic() -> None:
     _lose(deployment, schedulers[0])
     assert deployment.where(group) == "b"
     assert group.clock.timings.num_inexact_recoveries == 0
+
+
+def test_one_that_came_later_and_takes_precedence_less_is_room_for_a_refused_request() -> None:
+    driver = make_driver(make_capacity("leaving"), max_num_seqs=5, policy=PolicyName.PRIORITY)
+    driver.add_worker_group(make_capacity("g1"))
+    driver.add_worker_group(make_capacity("g2"))
+    driver.submit(prompt=[1], max_tokens=4)
+    driver.submit(prompt=[1], max_tokens=4, priority=1)
+    for token in (2, 3, 4):  # the last of them is refused by both
+        driver.submit(prompt=[token], max_tokens=4, n=3)
+    driver.submit(prompt=[5], max_tokens=4, priority=1)
+    driver.core.drain_worker_group("leaving", driver.now)
+    driver.schedule("leaving")
+    driver.core.check()
+    driver.run_until_idle()
+    driver.check_empty()

@@ -140,13 +140,14 @@ def test_what_has_died_is_waited_for_no_longer_than_is_configured() -> None:
     assert driver.core.next_deadline() is None
 
 
+@pytest.mark.parametrize("num_sizes", [1, 2])
 @pytest.mark.parametrize(
     ("prompt_tokens", "num_received", "expected"),
     [(64, 0, PromptTooLong), (17, 0, PromptTooLong), (13, 8, GenerationFailed)],
     ids=["beyond the model", "beyond the cache", "with output"],
 )
 def test_what_a_former_core_accepted_waits_no_longer_than_is_configured(
-    prompt_tokens: int, num_received: int, expected: type[PagewireError]
+    num_sizes: int, prompt_tokens: int, num_received: int, expected: type[PagewireError]
 ) -> None:
     """The group that held it may return, and may as well never have been there."""
     driver = CoreDriver(dataclasses.replace(CONFIG, max_outgrown_wait_s=30.0))
@@ -161,7 +162,8 @@ def test_what_a_former_core_accepted_waits_no_longer_than_is_configured(
             driver.collect()
         driver.lose_worker_group("large")
     driver.lose_core()
-    add(driver, "small", num_gpu_blocks=SMALL)
+    for less in range(num_sizes):
+        add(driver, f"{less} less", num_gpu_blocks=SMALL - less)
     fits = driver.submit(prompt=[1] * 5, max_tokens=4)
     driver.run_until_idle()
     assert fits.finished is not None, "it holds up nobody"
