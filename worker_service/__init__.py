@@ -43,7 +43,7 @@ Promises to the core:
   exact to the bit, whatever else is in the batch and however the context was computed.
 - A greater epoch takes over at once. Weights are loaded once and stay.
 
-Two threads: the event loop communicates, the model thread computes (`engine/model_thread.py`, with
+Two threads: the event loop communicates, the model thread computes (`engine/executor.py`, with
 a third that collects results and wakes the loop). Inputs raise the exceptions of `errors.py`, which
 `service/servicer.py` turns into gRPC statuses.
 """

@@ -25,10 +25,18 @@ from worker_service.launcher.flags import (
     LISTEN,
     MODEL,
     NETWORK,
+    RANKS,
+    RAY,
     RUNNER,
     SIMULATE,
     SIMULATION,
     WORKER,
+    LauncherName,
+    RankAssignment,
+    RankFlags,
+    RanksToLaunch,
+    RayFlags,
+    assign_rank,
     worker_config,
 )
 from worker_service.launcher.launcher import (
@@ -36,16 +44,6 @@ from worker_service.launcher.launcher import (
     RankHost,
     die_with_parent,
     launch,
-)
-from worker_service.launcher.ranks import (
-    RANKS,
-    RAY,
-    LauncherName,
-    RankAssignment,
-    RankFlags,
-    RanksToLaunch,
-    RayFlags,
-    assign_rank,
 )
 
 if TYPE_CHECKING:
@@ -159,7 +157,7 @@ def _executor_of(config: WorkerConfig) -> "Executor":
     profiler = Profiler(Path(config.profile_dir))
     store, rendezvous = config.group.store_address, None
     if store is not None:
-        from worker_service.distributed.rendezvous import Rendezvous
+        from worker_service.distributed.communicator import Rendezvous
 
         rendezvous = Rendezvous(store, config.group.layout)
     draft = config.runner.speculative_model

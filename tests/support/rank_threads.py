@@ -17,8 +17,8 @@ from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, ex
 from tests.support.runners import AllDrafts
 from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
+from worker_service.distributed.communicator import Rendezvous
 from worker_service.distributed.layout import Layout
-from worker_service.distributed.rendezvous import Rendezvous
 from worker_service.loader import LoadedModel, load_draft_model, load_model
 from worker_service.models.interface import Model
 from worker_service.runner.model_executor import ModelExecutor, Profiler

@@ -1,8 +1,8 @@
 """The ranks that hold one copy of a model together.
 
     layout.py         which part of a model a rank holds, as plain numbers
-    rendezvous.py     the store at which the ranks of an epoch join
-    communicator.py   the collectives of an epoch, and the communicator that a model's layers use
+    communicator.py   the rendezvous of an epoch, its collectives, and the communicator that a
+                      model's layers use
 
 The core sends every plan to every rank, and each rank keeps the same state of the sequences, so
 ranks exchange only hidden states, partial sums, logits and sampled tokens

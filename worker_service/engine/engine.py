@@ -9,8 +9,7 @@ import logging
 from collections.abc import Iterator
 from typing import NoReturn
 
-from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, Runner
-from worker_service.engine.model_thread import ModelThread
+from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, ModelThread, Runner
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
 from worker_service.engine.tracing import WorkerTraces

@@ -10,8 +10,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from worker_service.engine.executor import Runner, Step
-from worker_service.engine.model_thread import ModelThread
+from worker_service.engine.executor import ModelThread, Runner, Step
 from worker_service.engine.step_stats import StepLog, StepMeter
 from worker_service.engine.tracing import StreamTraces
 from worker_service.errors import OutOfOrder, StepFailed, WorkerError

@@ -1,7 +1,7 @@
 """The flags of `python -m worker_service`, and the launchers of ranks.
 
-    flags.py          the flags, mostly fields of the configuration's dataclasses
-    ranks.py          flags of ranks, and which rank a process is
+    flags.py          the flags, mostly fields of the configuration's dataclasses, and which rank a
+                      process is
     launcher.py       restarts and ends ranks wherever they run; ranks as child processes
     ray_cluster.py    ranks as actors on the nodes of a Ray cluster
 

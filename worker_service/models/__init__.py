@@ -4,8 +4,7 @@
     registry.py            from an architecture's name to a native model
     llama.py gpt.py        native models: Llama, Mistral, Qwen2, Qwen3; GPT-2, OPT
     native.py              what they share: construction, forward pass, weights, packing
-    layers.py linear.py rotary.py
-                           the layers they are made of; packed and sharded linear layers
+    layers.py linear.py    the layers they are made of; packed and sharded linear layers
     transformers_backend/  every other model of `transformers`, with its attention replaced
 
 All sequences of a step are flattened to one axis of rows. A model writes the rows' keys and values

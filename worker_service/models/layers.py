@@ -1,7 +1,12 @@
 """Layers that the native families share. Rows are tokens, flattened over all sequences."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.batch import AttentionMetadata
@@ -115,3 +120,172 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """Names in `pagewire_kernels.reference` by those in `config.json`."""
+
+
+_POSITIONS_AT_ONCE = 1 << 16
+
+SCALING_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RotarySettings:
+    """The rotary embedding of a model, from its `config.json`."""
+
+    rotary_dim: int
+    """Elements of a head that are rotated."""
+
+    theta: float
+    scaling_type: str
+    max_position_embeddings: int
+    """Positions that the model was trained on, before scaling."""
+
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The scaling type's other parameters, by their names in `transformers`."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], rotary_dim: int) -> "RotarySettings":
+        """Read `rope_parameters`, or the older pair `rope_scaling` and `rope_theta`."""
+        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        return cls(
+            rotary_dim=rotary_dim,
+            theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            scaling_type=parameters.get("rope_type") or parameters.get("type") or "default",
+            max_position_embeddings=int(config["max_position_embeddings"]),
+            parameters=parameters,
+        )
+
+    def original_length(self) -> int:
+        """Positions that the model was trained on before its context was extended."""
+        return int(
+            self.parameters.get("original_max_position_embeddings") or self.max_position_embeddings
+        )
+
+    def max_model_len(self) -> int:
+        """The number of positions after scaling."""
+        if self.scaling_type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * float(self.parameters["factor"]))
+        if self.scaling_type == "yarn":
+            stretched = int(self.original_length() * float(self.parameters["factor"]))
+            return max(self.max_position_embeddings, stretched)
+        return self.max_position_embeddings
+
+
+class RotaryTable:
+    """Cosines and sines of all positions up to a length, [num_positions, rotary_dim // 2], for the
+    rotary position embedding (RoPE, Su et al. 2021) and its scaling to longer contexts.
+
+    The table is made once, so that angles are the same in every batch. Frequencies depend on the
+    position alone, never on the batch or the sequence's present length, because cached keys cannot
+    be rotated again.
+
+    The table must have the same bits in every process, or a sequence that moves between workers
+    continues with other numbers. So numpy computes it, in float64: torch's functions are MKL's,
+    whose results depend on how threads share the work (`loader/device.py`).
+    """
+
+    def __init__(
+        self,
+        settings: RotarySettings,
+        num_positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        angles = _angles(settings, num_positions)
+        factor = _attention_factor(settings)
+
+        def of_angles(function: Callable[[Any], Any]) -> Tensor:
+            parts = (part.double().numpy() for part in angles.split(_POSITIONS_AT_ONCE))
+            exact = (torch.from_numpy(function(part) * factor) for part in parts)
+            return torch.cat([part.to(dtype) for part in exact]).to(device)
+
+        self.cos, self.sin = of_angles(np.cos), of_angles(np.sin)
+
+
+def _angles(settings: RotarySettings, num_positions: int) -> Tensor:
+    """float32 [num_positions, rotary_dim // 2]."""
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    if settings.scaling_type == "dynamic":
+        return positions[:, None] * _dynamic_frequencies(settings, num_positions)
+    frequencies = _plain_frequencies(settings.theta, settings.rotary_dim)
+    if settings.scaling_type == "linear":
+        frequencies = frequencies / float(settings.parameters["factor"])
+    elif settings.scaling_type == "llama3":
+        frequencies = _llama3_frequencies(settings, frequencies)
+    elif settings.scaling_type == "yarn":
+        frequencies = _yarn_frequencies(settings)
+    return positions[:, None] * frequencies
+
+
+def _powers(rotary_dim: int) -> Tensor:
+    return torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+
+
+def _plain_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    return 1.0 / (theta ** _powers(rotary_dim))
+
+
+def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
+    """One row of frequencies per position: those of a sequence that ends there.
+
+    Dynamic NTK raises the base with the sequence's length. `transformers` takes the length at each
+    forward pass: that at which a token was decoded, or that of the prompt that contains it. The
+    former, used here, is a function of the position; the latter would change the KV of a sequence
+    that is recomputed. Both give the same tokens for prompts within the trained length.
+    """
+    trained, factor = settings.max_position_embeddings, float(settings.parameters["factor"])
+    dim = settings.rotary_dim
+    lengths = torch.arange(1, num_positions + 1, dtype=torch.float64).clamp(min=trained)
+    bases = settings.theta * (factor * lengths / trained - (factor - 1)) ** (dim / (dim - 2))
+    return 1.0 / (bases.float()[:, None] ** _powers(dim))
+
+
+def _llama3_frequencies(settings: RotarySettings, frequencies: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
+    factor = float(settings.parameters["factor"])
+    low = float(settings.parameters["low_freq_factor"])
+    high = float(settings.parameters["high_freq_factor"])
+    length = settings.original_length()
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (length / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    stretched = torch.where(wavelengths > length / low, frequencies / factor, blended)
+    return torch.where(wavelengths < length / high, frequencies, stretched)
+
+
+def _yarn_frequencies(settings: RotarySettings) -> Tensor:
+    """Peng et al. 2023: keep dimensions that rotate often within the trained length, interpolate
+    those that rotate less than once, and blend between."""
+    parameters, dim = settings.parameters, settings.rotary_dim
+    extrapolated = _plain_frequencies(settings.theta, dim)
+    interpolated = extrapolated / float(parameters["factor"])
+
+    def dim_of(rotations: float) -> float:
+        turns = settings.original_length() / (rotations * 2 * math.pi)
+        return dim * math.log(turns) / (2 * math.log(settings.theta))
+
+    low = dim_of(float(parameters.get("beta_fast") or 32))
+    high = dim_of(float(parameters.get("beta_slow") or 1))
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return interpolated * ramp + extrapolated * (1 - ramp)
+
+
+def _attention_factor(settings: RotarySettings) -> float:
+    """YaRN's correction of the scores' temperature, applied to queries and keys; otherwise 1."""
+    if settings.scaling_type != "yarn":
+        return 1.0
+    parameters = settings.parameters
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+    factor = float(parameters["factor"])
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        return scale(float(parameters["mscale"])) / scale(float(parameters["mscale_all_dim"]))
+    return scale(1.0)

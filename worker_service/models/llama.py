@@ -11,10 +11,17 @@ from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.layers import ACTIVATIONS, PagedAttention, RMSNorm, norm_targets
+from worker_service.models.layers import (
+    ACTIVATIONS,
+    SCALING_TYPES,
+    PagedAttention,
+    RMSNorm,
+    RotarySettings,
+    RotaryTable,
+    norm_targets,
+)
 from worker_service.models.linear import GatedLinear, Linear, RowParallelLinear
 from worker_service.models.native import DecoderLayer, ModelSettings, NativeModel
-from worker_service.models.rotary import SCALING_TYPES, RotarySettings, RotaryTable
 
 KV_SCALE_NAMES = r".*\.self_attn\.(?:[kv]_proj\.)?[kv]_scale"
 """Canonical names of the scales of keys and values in an fp8 cache, one number each."""

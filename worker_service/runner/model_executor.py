@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from worker_service.config import CacheConfig, RunnerConfig
-from worker_service.distributed.rendezvous import Rendezvous
+from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts
 from worker_service.errors import DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from tests.support.waiting import until
-from worker_service.engine.model_thread import ModelThread
+from worker_service.engine.executor import ModelThread
 
 
 async def test_what_follows_jobs_is_done_in_order_beside_them() -> None:

@@ -8,7 +8,7 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from worker_service.engine.model_thread import ModelThread
+from worker_service.engine.executor import ModelThread
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import MAX_PENDING_PLANS, StepStream
 from worker_service.errors import InvalidPlan, StepFailed, WorkerError

@@ -4,14 +4,14 @@ import pytest
 
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.launcher.launcher import LocalHost, address_of
-from worker_service.launcher.ranks import (
+from worker_service.launcher.flags import (
     LauncherName,
     RankAssignment,
     RankFlags,
     RanksToLaunch,
     assign_rank,
 )
+from worker_service.launcher.launcher import LocalHost, address_of
 
 TORCHRUN = {
     "RANK": "3",

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from worker_service.models.rotary import RotarySettings, RotaryTable
+from worker_service.models.layers import RotarySettings, RotaryTable
 
 HEAD_DIM = 24
 LENGTH = 64

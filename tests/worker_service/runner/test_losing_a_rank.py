@@ -15,9 +15,13 @@ from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads, free_port
 from tests.support.worker_driver import PlanBuilder, Row
 from worker_service.address import TcpAddress
-from worker_service.distributed.communicator import Communicator
+from worker_service.distributed.communicator import (
+    Communicator,
+    EpochRendezvous,
+    Rendezvous,
+    survive_lost_peers,
+)
 from worker_service.distributed.layout import Layout
-from worker_service.distributed.rendezvous import EpochRendezvous, Rendezvous, survive_lost_peers
 from worker_service.errors import GroupBroken
 
 NUM_BLOCKS = 64
@@ -127,7 +131,7 @@ def process_groups(lost: bool) -> "list[Future[Any]]":
 def test_a_rank_that_is_lost_before_it_connects_ends_the_wait_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_service.distributed.rendezvous._CONNECT_TIMEOUT", SHORT)
+    monkeypatch.setattr("worker_service.distributed.communicator._CONNECT_TIMEOUT", SHORT)
     waiting, _ = process_groups(lost=True)
     with pytest.raises(GroupBroken, match="cannot create process group 'everyone'"):
         waiting.result(SOON_S)
@@ -136,7 +140,7 @@ def test_a_rank_that_is_lost_before_it_connects_ends_the_wait_of_the_others(
 def test_connected_ranks_wait_longer_for_each_other_than_for_a_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("worker_service.distributed.rendezvous._CONNECT_TIMEOUT", SHORT)
+    monkeypatch.setattr("worker_service.distributed.communicator._CONNECT_TIMEOUT", SHORT)
     first, second = [group.result(SOON_S) for group in process_groups(lost=False)]
     waiting = first.broadcast(torch.ones(1), 1)
     time.sleep(2 * SHORT.total_seconds())

@@ -5,8 +5,8 @@ them, on one flattened sequence of all rows with their own positions; where they
 store keys and values in our cache and attend over it.
 
     build.py             loading; features that cannot be supported are refused by name
-    attention.py         the registered function, and the KV cache's shape from a trial run
-    model.py             the resulting `Model`, and batch-invariant functions for it
+    model.py             the registered attention function, batch-invariant functions, and the
+                         resulting `Model`, with its KV cache's shape from a trial run
     packed.py            layers over packed weights, filled while the model is loaded
 """
 

@@ -19,8 +19,12 @@ from pagewire_kernels.interface import AttentionBackend
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.registry import limit_model_len
-from worker_service.models.transformers_backend.attention import NAME, AttentionState, attach
-from worker_service.models.transformers_backend.model import TransformersModel
+from worker_service.models.transformers_backend.model import (
+    NAME,
+    AttentionState,
+    TransformersModel,
+    attach,
+)
 from worker_service.models.transformers_backend.packed import Packing, Read
 
 logger = logging.getLogger(__name__)
