@@ -56,7 +56,7 @@ class Generation:
 
 
 def first_difference(found: Generation, expected: Generation, *, exact: bool) -> str | None:
-    """Where and how two generations differ; None if they are the same.
+    """The first difference between two generations; None if they are the same.
 
     Where a worker is not batch-invariant (`exact` is false), log probabilities may differ
     slightly, and either of two almost equally probable tokens may be chosen; the tokens after that

@@ -45,7 +45,7 @@ class Sequence:
     tenant: int = 0
     parent: "Sequence | None" = None
     num_own_tokens: int = 0
-    """In a fork: tokens that follow the parent's."""
+    """Number of a fork's tokens that follow its parent's."""
 
     num_pending: int = 0
     """Tokens being sampled by plans in flight, without drafts."""

@@ -33,7 +33,7 @@ class Result:
 
     message: plan_pb2.StepResult
     sampled: dict[int, Sampled] = field(default_factory=dict)
-    """By sequence id, the first token of the rows that sampled; -1 if the row failed or has
+    """The first token of each row that sampled, by sequence id; -1 if the row failed or has
     candidates."""
 
     candidates: dict[int, Candidates] = field(default_factory=dict)

@@ -75,7 +75,7 @@ class Worker:
 
     @cached_property
     def token_texts(self) -> list[bytes]:
-        """By token id. Raises Failed without a tokenizer.json, Skipped for one of unknown kind."""
+        """Texts by token id. Raises Failed without tokenizer.json, Skipped for an unknown kind."""
         chunks = (response.chunk for response in self.model_assets())
         data = b"".join(chunk.data for chunk in chunks if chunk.file_name == "tokenizer.json")
         if not data:

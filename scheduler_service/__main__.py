@@ -11,7 +11,7 @@ MODULES = {
     "frontend": "scheduler_service.frontend.cli",
     "replay": "scheduler_service.replay.cli",
 }
-"""By command: where the function of its name is."""
+"""By command, the module of the function with its name."""
 
 
 def make_app(commands: Iterable[str] = MODULES) -> typer.Typer:

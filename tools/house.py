@@ -91,7 +91,7 @@ class Report:
 
     checkout: str
     figures: dict[str, int | None]
-    """By name; None if what they count was not found."""
+    """Figures by name; None if what they count was not found."""
     details: dict[str, dict[str, str]]
 
 

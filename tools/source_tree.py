@@ -30,13 +30,13 @@ class Module:
     """One Python module of a checkout."""
 
     name: str
-    """As it is imported."""
+    """The name by which it is imported."""
     file: Path
     """Relative to the checkout."""
     tree: ast.Module
     num_lines: int
     imports: dict[str, tuple[str, str | None]]
-    """By bound name: the module, and the name within it or None."""
+    """The module, and the name within it or None, by bound name."""
 
 
 def python_files(checkout: Path) -> Iterator[Path]:
@@ -216,7 +216,7 @@ class Classes:
         }
 
     def collaborators(self, key: ClassKey) -> list[str]:
-        """By name; alternatives for one place (`A | B`, `A() if x else B()`) count as one."""
+        """Collaborators' names; alternatives (`A | B`, `A() if x else B()`) count once."""
         places = [self._classes_in(*each) for each in self.parameters(key).values()]
         names = {
             " | ".join(name for _, name in sorted(keys))

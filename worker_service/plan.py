@@ -24,7 +24,7 @@ class TokenLogprobs:
 
     logprobs: npt.NDArray[np.float32]
     rank: int
-    """Of the sampled token; 1 is the most probable."""
+    """Rank of the sampled token; 1 is the most probable."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +49,7 @@ class PromptLogprobs:
     """[num_tokens, 1 + number of most probable ones]; first the prompt's own."""
 
     logprobs: npt.NDArray[np.float32]
-    """The same shape."""
+    """Log probabilities, in the same shape."""
 
     ranks: npt.NDArray[np.int32]
     """[num_tokens]: of the prompt's own tokens."""
@@ -170,7 +170,7 @@ class StepResult:
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     kept_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Of the tokens after a row's first, in order."""
+    """Log probabilities of the tokens after a row's first, in order."""
 
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)

@@ -120,7 +120,7 @@ def _lengths(text: str) -> Lengths:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What to measure."""
+    """The load to measure."""
 
     rate: list[Any] = dataclasses.field(default_factory=lambda: ["inf"])
     """Mean arrivals per second, or `inf` for all at once; several in turn."""

@@ -26,7 +26,7 @@ class _Scene:
 
 
 class DemoModel(StrEnum):
-    """What the demo can serve."""
+    """The models that the demo can serve."""
 
     EMBEDDED = "embedded"
     SMOLLM2 = "smollm2"

@@ -303,7 +303,7 @@ CONNECTION = group_of(Connection)
 CORE_CONNECTION = group_of(CoreConnection, {**_FILES, "core": {"metavar": "ADDRESS"}})
 MEMBERSHIP = group_of(Membership, _FILES)
 SAMPLING = _sampling_group(name for name in _OFFERED if name not in _ANSWERS)
-"""Of a conversation, which has one answer at a time."""
+"""Options of a conversation, which has one answer at a time."""
 SAMPLING_AND_ANSWERS = _sampling_group(_OFFERED)
 ENGINE: OptionGroup[dict[str, Any]] = OptionGroup(
     tuple(_engine_parameter(flag) for flag in engine_args.FLAGS), dict

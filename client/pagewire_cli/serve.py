@@ -23,7 +23,7 @@ _WAIT_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What to start."""
+    """The services to start."""
 
     model: str = "embedded"
     """Checkpoint directory, Hugging Face hub id, or `embedded`."""

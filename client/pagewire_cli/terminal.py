@@ -1,4 +1,4 @@
-"""Where the commands write: answers to standard output, everything else to standard error.
+"""Output of the commands: answers go to standard output, everything else to standard error.
 
 Colours appear only on a terminal, and generated text is never interpreted as markup.
 """

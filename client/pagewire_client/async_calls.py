@@ -115,7 +115,7 @@ class AsyncCaller:
         cancelled: AsyncEvent,
         connection: int = 0,
     ) -> AsyncGenerator[T, None]:
-        """What `attempt` yields, repeated on the next address while `delay_after` allows it.
+        """Yield the items of `attempt`, repeated on the next address while `delay_after` allows it.
 
         Stops without an error once `cancelled` is set.
         """

@@ -157,7 +157,7 @@ class AsyncClient:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[RequestOutput | PagewireError]:
-        """As `generate_many`, with an error in the place of a request that failed."""
+        """Like `generate_many`, with an error in the place of a request that failed."""
         return (await self._run_batch(False, prompts, sampling_params, options)).outcomes()
 
     async def score(

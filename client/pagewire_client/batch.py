@@ -76,7 +76,7 @@ class Batch:
     fail_fast: bool = True
     """Whether one failed request ends the batch."""
     results: list[RequestOutput | errors.PagewireError | None] = field(init=False)
-    """In the order of `requests`; None for those that are not finished."""
+    """Results in the order of `requests`; None for requests that are not finished."""
 
     def __post_init__(self) -> None:
         self._max_window = self.max_in_flight or DEFAULT_MAX_IN_FLIGHT

@@ -115,7 +115,7 @@ class Caller:
         cancelled: Event,
         connection: int = 0,
     ) -> Generator[T, None, None]:
-        """What `attempt` yields, repeated on the next address while `delay_after` allows it.
+        """Yield the items of `attempt`, repeated on the next address while `delay_after` allows it.
 
         Stops without an error once `cancelled` is set.
         """

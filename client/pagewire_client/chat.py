@@ -31,11 +31,11 @@ class ChatMessage(TypedDict):
     name: NotRequired[str | None]
     """The speaker, for templates that distinguish speakers."""
     tool_calls: NotRequired[Sequence[ToolCall] | None]
-    """In an assistant's turn: the calls that it requested."""
+    """The calls that an assistant's turn requested."""
     tool_call_id: NotRequired[str | None]
-    """In a turn with a function's result: which call it answers."""
+    """The call that a turn with a function's result answers."""
     reasoning_content: NotRequired[str | None]
-    """In an assistant's turn: its reasoning, for templates that include it."""
+    """The reasoning of an assistant's turn, for templates that include it."""
 
 
 class Function(TypedDict):

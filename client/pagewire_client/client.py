@@ -158,7 +158,7 @@ class Client:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **options: Unpack[BatchOptions],
     ) -> list[RequestOutput | PagewireError]:
-        """As `generate_many`, with an error in the place of a request that failed."""
+        """Like `generate_many`, with an error in the place of a request that failed."""
         return (self._run_batch(False, prompts, sampling_params, options)).outcomes()
 
     def score(

@@ -114,7 +114,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PagewireError]] = {
     grpc.StatusCode.UNAVAILABLE: Unavailable,
     grpc.StatusCode.ABORTED: RequestAborted,
 }
-"""By the code of a call's status; `ServerError` for all others."""
+"""Error types by the code of a call's status; `ServerError` for all others."""
 _BY_NUMBER = {code.value[0]: error for code, error in _BY_CODE.items()}
 
 # The service gives every error a reason. An error without one, and with these codes and words,
@@ -146,7 +146,7 @@ _IN_WORDS = {
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
 }
-"""By gRPC's own message, for errors that do not come from the server."""
+"""Explanations by gRPC's own message, for errors that do not come from the server."""
 
 
 def from_call(error: grpc.RpcError) -> PagewireError:

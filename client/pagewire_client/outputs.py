@@ -32,14 +32,14 @@ class Usage:
 
     prompt_tokens: int
     cached_tokens: int
-    """Of the prompt's tokens, those found in the prefix cache."""
+    """Number of the prompt's tokens that were found in the prefix cache."""
     completion_tokens: int
     """Over all choices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """Where a request's wall time went, in microseconds; the parts add up to the total.
+    """A request's wall time by phase, in microseconds; the parts add up to the total.
 
     After a reconnect they cover the last connection only.
     """

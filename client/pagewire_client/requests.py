@@ -43,14 +43,14 @@ class CallOptions(SamplingOptions, total=False):
 
 
 class GenerateOptions(CallOptions, total=False):
-    """Those of methods for one prompt."""
+    """Options of methods for one prompt."""
 
     request_id: str | None
-    """For `abort`. None: one is drawn."""
+    """The id that `abort` takes. None: a random one."""
 
 
 class BatchOptions(CallOptions, total=False):
-    """Those of methods for many prompts."""
+    """Options of methods for many prompts."""
 
     max_in_flight: int | None
     """Most requests sent and unfinished."""
@@ -59,7 +59,7 @@ class BatchOptions(CallOptions, total=False):
 
 
 class StatusOptions(TypedDict, total=False):
-    """What a status contains besides counts."""
+    """The parts of a status in addition to counts."""
 
     include_requests: bool
     """Live requests, and those that ended most recently."""
@@ -141,7 +141,7 @@ for up to 100 ms."""
 
 
 SCORING = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-"""For requests whose prompts are to be scored."""
+"""Parameters of requests that score their prompts."""
 
 
 def generate_request(

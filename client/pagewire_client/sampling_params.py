@@ -225,7 +225,7 @@ def _texts(name: str, values: Sequence[str] | None) -> list[str]:
 
 
 def _converter(field: FieldDescriptor) -> Callable[[str, Any], Any] | None:
-    """What makes the value of a message's field of a parameter's; None for none of one value."""
+    """The conversion of a parameter to the value of a message's field; None if there is none."""
     if field.is_repeated:
         return None
     if field.name in _COUNTS_OR_ALL:

@@ -1,4 +1,4 @@
-"""What `async_calls` needs from asyncio, and its counterpart for threads.
+"""The parts of asyncio that `async_calls` uses, and their counterparts for threads.
 
 Each name `AsyncX` stands for `X` in the generated blocking modules.
 """

@@ -27,7 +27,7 @@ def beam(worker: Worker, **fields: object) -> sampling_pb2.SamplerParams:
 
 
 def tolerance(worker: Worker) -> float:
-    """By how much a log probability may differ from an undisturbed sequence's."""
+    """Maximum difference of a log probability from an undisturbed sequence's."""
     return ROUNDING if worker.info.model.batch_invariant else TOLERANCE
 
 

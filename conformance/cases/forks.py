@@ -62,9 +62,9 @@ def a_forks_own_tokens_follow_its_parents(worker: Worker) -> None:
         tokens = fork.tokens[: len(prompt) + 2 + len(extra)]
     expect("tokens of the fork", tokens[-3:], extra)
     with worker.open() as stream:
-        told = stream.new(tokens, num_prompt_tokens=len(prompt), sampling=SAMPLING)
-        stream.generate(told, 2)
-    found, expected = Generation(fork.sampled), Generation(told.sampled)
+        plain = stream.new(tokens, num_prompt_tokens=len(prompt), sampling=SAMPLING)
+        stream.generate(plain, 2)
+    found, expected = Generation(fork.sampled), Generation(plain.sampled)
     exact = worker.info.model.batch_invariant
     expect_same("a fork with tokens of its own", found, expected, exact=exact)
 

@@ -10,7 +10,7 @@ SEED = 2**63 + 12345
 """Needs all 64 bits."""
 
 MAX_NOISE = 0.05
-"""By how much a worker that is not batch-invariant may differ from itself."""
+"""Maximum difference between two runs of a worker that is not batch-invariant."""
 
 
 @case("sampling", "Temperature 0 takes the largest logit")

@@ -49,7 +49,7 @@ def a_row_that_does_not_sample_appends_nothing(worker: Worker, stream: StepStrea
     sequence = stream.new(worker.prompt(3))
     stream.step(sequence.row(len(sequence.tokens) - 1, sample=False))
     stream.generate(sequence, 3)
-    return {"the last token computed by itself": sequence}
+    return {"the last token computed alone": sequence}
 
 
 @case("plan", "Prompt, then tokens generated so far (after a preemption or the loss of a worker).")

@@ -23,15 +23,15 @@ class Violation(NamedTuple):
     """A field that is out of its limits."""
 
     path: str
-    """Of the field within the message, such as `logit_bias[3].bias`."""
+    """Path of the field within the message, such as `logit_bias[3].bias`."""
 
     expected: str
-    """What is allowed, and what was received."""
+    """The allowed values, and the value received."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What values a field may have; see validation.proto."""
+    """The values that a field may have; see validation.proto."""
 
     low: float = -math.inf
     low_is_open: bool = False
@@ -48,7 +48,7 @@ class Limits:
         return (above and value <= self.high and math.isfinite(value)) or value == self.or_equal
 
     def range_violation(self, value: float) -> str | None:
-        """What is expected instead of a number, if it is not allowed."""
+        """The allowed range, if this number is not in it."""
         if self.allows(value):
             return None
         low = f"{'above' if self.low_is_open else 'at least'} {self.low:g}"
@@ -59,7 +59,7 @@ class Limits:
         return f"expected {' and '.join(parts) or 'a finite number'}{also}, got {got}"
 
     def items_violation(self, number: int) -> str | None:
-        """What is expected instead of this many entries, if that is not allowed."""
+        """The allowed numbers of entries, if this one is not among them."""
         if number >= self.min_items and (self.max_items is None or number <= self.max_items):
             return None
         if not self.min_items:
@@ -69,7 +69,7 @@ class Limits:
         return f"expected {self.min_items} to {self.max_items} entries, got {number}"
 
     def text_violation(self, text: str) -> str | None:
-        """What is expected instead of a text, if its length is not allowed."""
+        """The allowed lengths, if that of this text is not among them."""
         if len(text) < self.min_length:
             return "expected a text that is not empty"
         if self.max_length is not None and len(text) > self.max_length:

@@ -49,7 +49,7 @@ class TenantConfig:
 
 
 class PreemptionMode(StrEnum):
-    """What happens to the KV blocks of a request that is preempted because memory ran out."""
+    """The fate of the KV blocks of a request that is preempted because memory ran out."""
 
     AUTO = "auto"
     """The cheaper of the two by the worker group's measured rates; see `preemption.py`."""

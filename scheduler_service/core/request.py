@@ -42,7 +42,7 @@ class Request:
     beam_search: BeamParams | None = None
     """Beam search for the `num_choices` best; None: sampling."""
     generated: Mapping[int, GeneratedTokens] = field(default_factory=dict)
-    """By choice index."""
+    """The tokens by choice index."""
     attempt: int = 0
     """The client's number for this attempt."""
     fingerprint: bytes = b""

@@ -56,19 +56,19 @@ class SequenceStatus(IntEnum):
     WAITING = 0
     """Waiting for a place in a batch, initially or after a preemption or a worker's loss."""
     RUNNING = 1
-    """In a worker group's batch, with blocks on the device."""
+    """It is in a worker group's batch, with blocks on the device."""
     SWAPPED = 2
     """Preempted, with its blocks in host memory."""
     FINISHED_STOPPED = 3
-    """By a stop token, or by its frontend's stop string."""
+    """Ended by a stop token, or by its frontend's stop string."""
     FINISHED_LENGTH_CAPPED = 4
-    """By max_tokens or the model's length."""
+    """Ended by max_tokens or the model's length."""
     FINISHED_ABORTED = 5
-    """By its client, its frontend or its deadline."""
+    """Ended by its client, its frontend or its deadline."""
     FINISHED_IGNORED = 6
     """Never started: it could never fit."""
     FINISHED_ERROR = 7
-    """By an error of its own."""
+    """Ended by an error of its own."""
 
     @property
     def is_finished(self) -> bool:

@@ -82,7 +82,7 @@ class RowCandidates:
 
     token_ids: list[int]
     logprobs: list[float]
-    """As float32 numbers."""
+    """Numbers that float32 can represent."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,9 +101,9 @@ class StepResult:
     token_ids: list[int]
     """The token of each sampling row, in row order; -1 where the row failed or has candidates."""
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
-    """Of each row's first token, by row."""
+    """Log probabilities of each row's first token, by row."""
     kept_logprobs: dict[int, list[RowLogprobs]] = field(default_factory=dict)
-    """Of its other tokens, in order, by row."""
+    """Log probabilities of each row's other tokens, in order, by row."""
     prompt_logprobs: dict[int, RowPromptLogprobs] = field(default_factory=dict)
     """By row."""
     candidates: dict[int, RowCandidates] = field(default_factory=dict)

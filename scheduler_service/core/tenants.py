@@ -15,7 +15,7 @@ class TenantUsage:
     name: str
     config: TenantConfig
     digest: int = 0
-    """Of the name, for workers; 0 if it has none, or if tenants are not isolated."""
+    """Digest of the name, for workers; 0 if it has none, or if tenants are not isolated."""
     num_requests: int = 0
     """Live requests."""
     num_queued_tokens: int = 0

@@ -2,7 +2,7 @@
 
 All calls into the core happen on the loop's thread, so the core needs no lock. `follow_up` comes
 after them: it wakes worker groups, hands each frontend its outputs and sets the timer for the next
-deadline. The streams, which make most of the calls, call the core themselves and follow up once per
+deadline. The streams, which make most of the calls, call the core directly and follow up once per
 message; everything else goes through the driver's methods.
 """
 

@@ -66,7 +66,7 @@ Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]
 
 
 class WorkerSession:
-    """From the first calls to a group's registered workers to its last step."""
+    """A worker group's session: from the first calls to its registered workers to its last step."""
 
     def __init__(
         self,

@@ -147,16 +147,17 @@ MAX_PUBLIC_STREAMS = 1024
 """Open calls of one client connection; further calls wait at the client."""
 
 MAX_PENDING_CALLS = 16_384
-"""Calls of all connections that gRPC has received and the frontend has not taken in yet; further
-ones end with CANCELLED and without a reason. By default gRPC refuses some from 1,000 on, which a
-burst of requests reaches, although the frontend itself refuses requests with a retry delay."""
+"""Maximum number of calls, over all connections, that gRPC has received and the frontend has not
+accepted yet; further ones end with CANCELLED and without a reason. By default gRPC refuses some
+from 1,000 on, which a burst of requests reaches, although the frontend itself refuses requests with
+a retry delay."""
 
 MAX_PENDING_S = 600
 """Time after which gRPC cancels such a call; by default 30 seconds."""
 
 MAX_PUBLIC_IDLE_MS = 900_000
-"""Time after which a client's connection without calls is closed; clients reconnect by
-themselves."""
+"""Time after which a client's connection without calls is closed; clients reconnect
+automatically."""
 
 
 def public_server_options(*, max_connections: int) -> Options:

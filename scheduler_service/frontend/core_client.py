@@ -78,7 +78,7 @@ class SendBuffer:
     """The messages that one stream has yet to write."""
 
     def __init__(self, frontend_id: str | None = None) -> None:
-        """With `frontend_id`, the first message carries it and is due at once."""
+        """frontend_id: sent in the first message, which is then due at once."""
         self._frontend_id = frontend_id
         self._submits: dict[RequestStream, None] = {}
         self._cancels: list[int] = []

@@ -88,7 +88,7 @@ COUNTED = {
         MODEL,
     ),
 }
-"""By the attribute of `ModelCounts`."""
+"""Metrics by the attribute of `ModelCounts`."""
 
 FINISHED = counter(
     "vllm:request_success_total",

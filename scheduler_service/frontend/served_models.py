@@ -29,7 +29,7 @@ class GenerationDefaults:
     """Values of absent fields, within the ranges of sampling.proto."""
 
     sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)
-    """By field of SamplingParams; integers for integer fields."""
+    """Defaults by field of SamplingParams; integers for integer fields."""
     max_tokens: int | None = None
     """None: as many as the model's length allows."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -172,7 +172,7 @@ class ModelDirectory:
         self._known: set[str] = set()
         """Names of models that are or were served, by this or an earlier core."""
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
-        """By name and fingerprint."""
+        """Tasks by name and fingerprint."""
         self.changed = asyncio.Event()
         """Set when anything changes, and then replaced by a fresh one."""
 

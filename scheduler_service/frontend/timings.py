@@ -16,7 +16,7 @@ PARTS = (
     "recovery",
     "unaccounted",
 )
-"""As `Timings` has them, in microseconds under `…_us`."""
+"""The fields of `Timings`, in microseconds under `…_us`."""
 
 
 @dataclass(slots=True)
@@ -81,13 +81,13 @@ class Stopwatch:
 
     @property
     def first_token_s(self) -> float:
-        """From arrival to the first token; without one, to now."""
+        """Seconds from arrival to the first token; without one, to now."""
         at = time.monotonic() if self.first_token_at is None else self.first_token_at
         return at - self.arrived
 
     @property
     def decode_s(self) -> float:
-        """From the first token to the last."""
+        """Seconds from the first token to the last."""
         return 0.0 if self.first_token_at is None else self.last_token_at - self.first_token_at
 
     def total(self, core: inference_pb.Timings) -> inference_pb.Timings:

@@ -42,7 +42,7 @@ class Summary:
     """Whether outputs were compared only up to the first failed request: in format version 1
     their hashes depend on the messages of errors."""
     seconds: float = 0.0
-    """From the first input to the last, on the recording's clock."""
+    """Time from the first input to the last, on the recording's clock."""
     difference: Difference | None = None
     """The first difference of a plan or of a raised error; nothing after it can be compared."""
     output_difference: Difference | None = None

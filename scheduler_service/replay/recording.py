@@ -118,7 +118,7 @@ class Entry:
     chain: str | None = None
     """The chain of plans or of outputs; None if the core returned none."""
     plan: StepPlan | None = None
-    """In recordings with plans."""
+    """The plan, in recordings with plans."""
 
     @property
     def now(self) -> float | None:

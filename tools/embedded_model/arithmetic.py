@@ -83,7 +83,7 @@ def ask_sum(rng: Random) -> Exchange:
 
 
 def ask_word_problem(rng: Random) -> Exchange:
-    """A sum told as a small situation."""
+    """A sum as a word problem."""
     a, b = training_pair(rng)
     question, answer = rng.choice(WORD_PROBLEMS)
     words = {"a": a, "b": b, "sum": a + b, "name": rng.choice(NAMES), "things": rng.choice(THINGS)}

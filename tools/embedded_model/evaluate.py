@@ -134,8 +134,8 @@ def story_coherence(model: EmbeddedModel) -> tuple[int, int]:
         for name in names
     ]
     prompts = [model.chat_question(Exchange(wish, "")).prompt for _, wish in wishes]
-    told = model.complete(prompts, MAX_STORY_TOKENS)
-    coherent = [is_coherent(s, hero) for s, (hero, _) in zip(told, wishes, strict=True)]
+    answers = model.complete(prompts, MAX_STORY_TOKENS)
+    coherent = [is_coherent(s, hero) for s, (hero, _) in zip(answers, wishes, strict=True)]
     return sum(coherent), len(coherent)
 
 

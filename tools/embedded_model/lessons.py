@@ -60,7 +60,7 @@ def ask_larger(rng: Random) -> Exchange:
 
 
 def after_and_before(names: Sequence[str], unit: str) -> list[Exchange]:
-    """What comes after and before each of `names`, which are in a circle."""
+    """The successor and predecessor of each of `names`, which form a circle."""
     exchanges = []
     for index, name in enumerate(names):
         following = names[(index + 1) % len(names)]
@@ -103,7 +103,7 @@ def ask_calendar(rng: Random) -> Exchange:
 
 
 def plain_calendar(rng: Random) -> Document:
-    """What comes after a day or month, or the whole list, without turns."""
+    """The successor of a day or month, or the whole list, without turns of a chat."""
     if rng.random() < 0.2:
         names, title = rng.choice(((DAYS, "Days of the week"), (MONTHS, "Months of the year")))
         return plain(f"{title}:", f" {', '.join(names)}\n")

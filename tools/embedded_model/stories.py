@@ -14,7 +14,7 @@ DATA = json.loads(Path(__file__).with_name("stories.json").read_text())
 
 ANIMALS: list[str] = DATA["animals"]
 NAMES: dict[str, list[str]] = DATA["names"]
-"""By pronoun."""
+"""Names by pronoun."""
 PLOTS: dict[str, list[list[str]]] = DATA["plots"]
 CHILD_SHARE = 0.15
 """Share of stories whose hero is a child and not an animal."""

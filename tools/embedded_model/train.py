@@ -32,7 +32,7 @@ WINDOW = 256
 LONG_WINDOW = 1024
 """The most positions of the model."""
 LONG_WINDOW_EVERY = 8
-"""One step in so many trains on long windows, so that all positions are learned."""
+"""Every n-th step trains on long windows, so that all positions are learned."""
 
 PEAK_LEARNING_RATE = 3e-3
 WARMUP_STEPS = 200

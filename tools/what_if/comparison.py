@@ -1,4 +1,4 @@
-"""The same requests under each configuration: configurations as text, and latencies."""
+"""Comparison of the same requests under several configurations, given as text: latencies."""
 
 import dataclasses
 import types
@@ -25,11 +25,11 @@ class Latencies:
 
     num_requests: int
     first_token: list[float]
-    """From submission, per request."""
+    """Seconds from submission, per request."""
     between_tokens: list[float]
     """Per token of a choice beyond its first."""
     end_to_end: list[float]
-    """From submission, per request."""
+    """Seconds from submission, per request."""
     tokens_per_s: float
     """Throughput of these requests, from the first submission to the last end."""
 

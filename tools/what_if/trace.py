@@ -54,7 +54,7 @@ class Histories:
 
     def __init__(self) -> None:
         self.all: list[RequestHistory] = []
-        """In order of arrival."""
+        """Histories in order of arrival."""
         self._live: dict[tuple[str, int], tuple[RequestHistory, ChoiceHistory]] = {}
 
     def begin(self, number: int, request: Request, now: float) -> RequestHistory:
@@ -133,7 +133,7 @@ INTERVENTIONS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stop:
-    """Where a frontend ends a choice."""
+    """The position at which a frontend ends a choice."""
 
     num_tokens: int
     """Number of tokens that this core generated."""
@@ -187,7 +187,7 @@ class TraceReader:
         self._histories = Histories()
         self._scripts: list[Script] = []
         self._accepted_ids: set[tuple[str, str]] = set()
-        """With their tenants."""
+        """Tenants and request ids."""
         self._burst_at: float | None = None
         """Arrival of the first request since the last plan."""
         self._interventions: list[Entry] = []

@@ -56,7 +56,7 @@ class StreamTraces:
         self._is_closed = False
         self._by_seq_id: dict[int, _RequestSpan] = {}
         self._by_request: dict[str, _RequestSpan] = {}
-        """By `traceparent`, as below."""
+        """Spans by `traceparent`, as below."""
         self._prefilling: dict[str, _RequestSpan] = {}
         """Requests without a token so far."""
         self._last_finished_us = 0

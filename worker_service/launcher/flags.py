@@ -100,7 +100,7 @@ class RankAssignment:
     """Offset of this rank's address from the configured one, which several ranks share."""
 
     metrics_offset: int = 0
-    """The same for the address that serves metrics."""
+    """Offset of the address that serves metrics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 LONG_LIFE_S = 10.0
-"""A rank that exits by itself sooner than this is not restarted: it would exit again."""
+"""A rank that exits sooner than this without a signal is not restarted: it would exit again."""
 
 MAX_QUICK_DEATHS = 5
 """Maximum number of consecutive early deaths of one rank by signals."""
@@ -135,7 +135,7 @@ class RankCommand:
     advertise: str | None = None
 
     def as_child_of_this(self) -> list[str]:
-        """For a child process that ends with this one."""
+        """The command for a child process that ends with this one."""
         words = [sys.executable, "-m", "worker_service", *self.arguments]
         words += ["--rank", str(self.rank), "--local-rank", str(self.local_rank)]
         words += ["--distributed-init", self.store, "--group-id", self.group_id]

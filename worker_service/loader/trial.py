@@ -25,7 +25,8 @@ given positions exceeds it by far."""
 def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     """Whether a row's logits are bitwise the same in any batch, however its tokens are computed.
 
-    Runs one sequence beside another, and again alone: in two chunks, its last token as a decode.
+    Runs one sequence in a batch with another, and again alone: in two chunks, its last token as
+    a decode.
     This also warms up threads and kernels. Raises UnsupportedModel if the two differ by more than
     rounding: then the model ignores the positions, or a row sees other sequences.
     """

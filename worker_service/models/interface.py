@@ -26,7 +26,7 @@ class KVCacheSpec:
     dtype: torch.dtype
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Of one block of `block_size` tokens: all layers, keys and values, any scales included."""
+        """Shape of a block of `block_size` tokens: all layers, keys, values and any scales."""
         head_size = stored_head_size(self.head_dim, self.dtype)
         return self.num_layers, 2, block_size, self.num_kv_heads, head_size
 
@@ -77,7 +77,7 @@ class ComputesLogits(Protocol):
         metadata: AttentionMetadata,
         sampled: torch.Tensor | None,
     ) -> Computed:
-        """As `Model.forward`; sampled: int64, the rows to compute logits of, if the model's program
+        """Like `Model.forward`; sampled: int64, rows to compute logits of, if the model's program
         includes the head."""
         ...
 
@@ -114,7 +114,7 @@ class ModelContext:
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of the KV cache."""
+        """Type of the KV cache."""
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     def empty(self, *shape: int) -> Tensor:
@@ -150,7 +150,7 @@ class WeightTarget:
 
     @property
     def source_shape(self) -> list[int]:
-        """Of the checkpoint's tensor."""
+        """Shape of the checkpoint's tensor."""
         shape = list(self.target.shape)
         if self.shard is not None:
             shape[self.axis] = self.shard.total

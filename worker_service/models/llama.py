@@ -33,7 +33,7 @@ class LlamaSettings(ModelSettings):
 
     rotary: RotarySettings
     sliding_windows: tuple[int | None, ...]
-    """Of each layer."""
+    """The window of each layer; None: all positions."""
 
     qkv_bias: bool
     output_bias: bool

@@ -12,7 +12,7 @@ from worker_service.models.llama import LlamaModel, llama_settings
 from worker_service.models.native import ModelSettings, NativeModel
 
 ReadSettings = Callable[[Mapping[str, Any]], ModelSettings | None]
-"""Of the content of `config.json`; None for a variant that the model cannot compute."""
+"""Takes the content of `config.json`; None for a variant that the model cannot compute."""
 
 NATIVE_MODELS: dict[str, tuple[ReadSettings, Callable[..., NativeModel]]] = {
     "LlamaForCausalLM": (llama_settings, LlamaModel),
@@ -22,7 +22,7 @@ NATIVE_MODELS: dict[str, tuple[ReadSettings, Callable[..., NativeModel]]] = {
     "OPTForCausalLM": (opt_settings, OPTModel),
     "GPT2LMHeadModel": (gpt2_settings, GPT2Model),
 }
-"""By the class name in `config.json`."""
+"""Native models by the class name in `config.json`."""
 
 
 def build_native_model(

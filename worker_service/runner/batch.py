@@ -1,6 +1,6 @@
 """A step's batch: its rows, and the flattened inputs of the forward pass.
 
-Rows that compute tokens are concatenated without padding, prefills beside decodes. A worked
+Rows that compute tokens are concatenated without padding, prefills and decodes together. A worked
 example with block_size 4: a prefill of 3 tokens at position 0 with table [7], and a decode at
 position 5 with table [2, 9]:
 

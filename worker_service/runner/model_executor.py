@@ -157,7 +157,7 @@ class ModelExecutor:
             )
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
-        """How many KV blocks fit beside the largest batch."""
+        """How many KV blocks fit in memory together with the largest batch."""
         self._max_num_seqs = max_num_seqs
         sizes = self._graph_sizes()
         return profile_blocks(
@@ -311,7 +311,7 @@ class ModelExecutor:
 
 
 def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
-    """For structured output; None without a readable tokenizer or without llguidance."""
+    """Grammars of structured output; None without a readable tokenizer or without llguidance."""
     assets = dict(iter_assets(loaded.model_dir))
     if "tokenizer.json" not in assets:
         return None

@@ -166,7 +166,7 @@ class ModelRunner:
         self._ranks.check()
         forward_us = start.admitted_us - start.cache_done_us + outcome.forward_us
         if len(plan.seq_ids) == 0:
-            self._cache.finish()  # no forward pass runs beside the operations
+            self._cache.finish()  # no forward pass overlaps the operations
         finished_us = monotonic_us()
         timings = StepTimings(
             received_us=plan.received_us,

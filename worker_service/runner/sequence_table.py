@@ -31,7 +31,7 @@ class PromptLogprobsRequest(NamedTuple):
     """Position of the first token reported."""
 
     num_top: int
-    """Most probable tokens reported beside each token."""
+    """Number of most probable tokens reported with each token."""
 
 
 class SequenceTable:
@@ -69,7 +69,7 @@ class SequenceTable:
         self.num_blocks = np.zeros(_INITIAL_ROWS, np.int64)
         self.tenants = np.zeros(_INITIAL_ROWS, np.uint64)
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
-        """By row, for sequences that asked for them."""
+        """Requests by row, of sequences with prompt log probabilities."""
         self.next_drafts: dict[int, Int32Array] = {}
         """Drafts for a sequence's next row, by row, where several ranks share the model."""
         self.failures: dict[int, RowErrorReason] = {}
@@ -249,7 +249,7 @@ class SequenceTable:
         return (self.sampling.num_candidates[row_ids] == 0) & ~np.array(reports, np.bool_)
 
     def edited_rows(self, row_ids: Int64Array, ends: Int64Array) -> list[EditedRow]:
-        """Those of the batch's rows whose logits need edits. ends: where each one's output ends,
+        """The batch's rows whose logits need edits. ends: where each one's output ends,
         drafts included."""
         edits = self.sampling.edits
         if not edits:

@@ -32,7 +32,7 @@ COUNTERS = {
         "pagewire_worker_copied_blocks_total", "KV blocks copied on the device."
     ),
 }
-"""By the `StepMeter`'s attribute."""
+"""Counters by the `StepMeter`'s attribute."""
 
 DRAFT_COUNTERS = {
     "num_drafts": counter(
@@ -46,7 +46,7 @@ DRAFT_COUNTERS = {
         ("drafter",),
     ),
 }
-"""By the `StepMeter`'s attribute; without samples unless the worker speculates."""
+"""Counters by the `StepMeter`'s attribute; without samples unless the worker speculates."""
 
 STEP_TIME = counter(
     "pagewire_worker_step_time_seconds_total",
@@ -92,7 +92,7 @@ GAUGES = {
         "Whether decode steps are replayed as CUDA graphs (1) or launched kernel by kernel (0).",
     ),
 }
-"""By the attribute of `WorkerFacts`."""
+"""Gauges by the attribute of `WorkerFacts`."""
 
 INFO = gauge(
     "pagewire_worker_info",
@@ -119,7 +119,7 @@ class WorkerFacts:
     num_weight_loads: int
     uses_cuda_graphs: bool
     drafter: str | None
-    """As `--speculative` names it."""
+    """Its name as the value of `--speculative`."""
     labels: tuple[str, ...]
     """Labels of `pagewire_worker_info`."""
 

@@ -50,7 +50,7 @@ class RowResults:
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     kept_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Of a row's tokens after its first."""
+    """Log probabilities of a row's tokens after its first."""
 
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)

@@ -90,7 +90,7 @@ MAX_CACHED = 32
 """Compiled constraints that are kept, the most recently used ones."""
 
 MAX_THREADS = 8
-"""For masks. One takes microseconds to a few milliseconds."""
+"""Maximum number of threads for masks. One mask takes microseconds to a few milliseconds."""
 
 STACK_BYTES = 32 * 2**20
 """The compiler recurses; frontends check that a quarter of this suffices."""
@@ -128,7 +128,7 @@ class Grammars:
         num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 2) // 2))
         self.executor = LLExecutor(num_threads)
         """Computes the masks of several matchers at once."""
-        self.beside = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
+        self.mask_thread = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
         """A thread that computes masks while another computes the model."""
 
     def expect(self, constraint: Constraint) -> Future[LLMatcher]:

@@ -158,7 +158,7 @@ class TokenMasks:
         self._grammars = grammars
         self._asked: dict[int, _Asked] = {}
         self._matchers: dict[int, OutputMatcher] = {}
-        """Of sequences that have sampled: ranks that never sample have none."""
+        """Matchers of sequences that have sampled: ranks that never sample have none."""
 
     def add(
         self, row_id: int, constraint: Constraint, min_tokens: int, parent_row_id: int | None
@@ -191,7 +191,7 @@ class TokenMasks:
 
     def begin(self, rows: Sequence[ConstrainedRow]) -> "Future[MaskedRows]":
         """Compute on another thread; the outputs must not change in the meantime."""
-        return self._grammars.beside.submit(self.compute, rows)
+        return self._grammars.mask_thread.submit(self.compute, rows)
 
     def compute(self, rows: Sequence[ConstrainedRow]) -> MaskedRows:
         """The masks of these rows, at least one."""

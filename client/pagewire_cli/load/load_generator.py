@@ -53,7 +53,7 @@ class RequestRecord:
 
     @property
     def total_s(self) -> float:
-        """From start to last token."""
+        """Seconds from the start to the last token."""
         return self.token_times_s[-1] - self.started_s
 
 
@@ -119,7 +119,7 @@ class LoadRun:
 
     @property
     def duration_s(self) -> float:
-        """From the start to the end of the last request, or to now."""
+        """Seconds from the start to the end of the last request, or to now."""
         return self._now() if self._ended_s is None else self._ended_s
 
     async def run(self) -> None:

@@ -16,7 +16,7 @@ _NEEDS = {
     "frontend": _SCHEDULER,
     "replay": _SCHEDULER,
 }
-"""By program: the extra of the package that it needs, and modules whose presence shows that the
+"""Requirements by program: the extra of the package, and modules whose presence shows that the
 extra is installed."""
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")

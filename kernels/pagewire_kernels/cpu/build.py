@@ -35,7 +35,7 @@ INSTRUCTION_SETS_BY_MACHINE: dict[str, dict[str, list[str]]] = {
 MACHINE = os.environ.get("PAGEWIRE_MACHINE") or platform.machine()
 
 INSTRUCTION_SETS = INSTRUCTION_SETS_BY_MACHINE.get(MACHINE, {})
-"""Those of the machine."""
+"""Instruction sets of this machine."""
 
 # Sums keep the order they are written in, and nothing of C++ is needed when running. GCC 12 finds
 # its own vector intrinsics to use what is not initialized.
@@ -102,7 +102,7 @@ def command(cxx: str, options: list[str], library: Path) -> list[str]:
 
 
 def library_path(instruction_set: str) -> Path:
-    """Where the library of an instruction set is built."""
+    """Path of the library that is built for an instruction set."""
     return LIBRARIES / f"libpagewire_{instruction_set}.so"
 
 

@@ -1,4 +1,4 @@
-"""What the CPU's attention backends take, and what they refuse."""
+"""Checks of the inputs of the CPU's attention backends."""
 
 import torch
 from torch import Tensor

@@ -57,7 +57,7 @@ def take(
 
 
 def find_largest(library: Library, x: Tensor) -> Largest:
-    """Of each row of x, float32 [num_rows, size], with a dense last axis."""
+    """The largest entry of each row of x, float32 [num_rows, size], with a dense last axis."""
     require(x.dtype == torch.float32, "float32 rows")
     require(x.stride(1) == 1, "rows with a dense last axis")
     num_rows, size = x.shape
@@ -76,7 +76,7 @@ def find_largest(library: Library, x: Tensor) -> Largest:
 
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""What rows may be, with the kernels' name for it."""
+"""Types that rows may have, with the kernels' names for them."""
 
 MAX_HEAD_DIM = 1024
 

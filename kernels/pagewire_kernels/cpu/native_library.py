@@ -94,7 +94,7 @@ def library() -> Library | None:
 
 
 def instruction_sets() -> list[str]:
-    """Those that kernels are compiled for and that this processor has, the best first."""
+    """Instruction sets with compiled kernels that this processor has, the best first."""
     if platform.machine() == "aarch64":  # every such processor has NEON
         return list(INSTRUCTION_SETS)
     capability = torch.backends.cpu.get_cpu_capability()

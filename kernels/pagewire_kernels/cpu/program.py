@@ -28,7 +28,7 @@ from pagewire_kernels.cpu.threads import NotRecordable
 _CACHE_LINE = _ALIGNMENT = 64
 _SHARE_BYTES = 64
 _MAX_STEPS = 1 << 14
-"""Of src/share.h."""
+"""The same constant as in src/share.h."""
 
 
 class Buffers:

@@ -20,14 +20,14 @@ from pagewire_kernels.interface import Computed, HeadOutput
 logger = logging.getLogger(__name__)
 
 Embed = Callable[[Tensor, Tensor], Tensor]
-"""Of token ids and positions, int64 [num_tokens]; returns [num_tokens, hidden_size]."""
+"""Takes token ids and positions, int64 [num_tokens]; returns [num_tokens, hidden_size]."""
 
 Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""Of x [num_tokens, hidden_size], which may be overwritten, positions, the KV cache and the
+"""Takes x [num_tokens, hidden_size], which may be overwritten, positions, the KV cache and the
 metadata; returns [num_tokens, ...]."""
 
 Head = Callable[[Tensor], Tensor]
-"""Of hidden states [num_rows, ...], to logits, float32 [num_rows, vocab_size]."""
+"""Takes hidden states [num_rows, ...]; returns logits, float32 [num_rows, vocab_size]."""
 
 _MIN_ROWS = 64
 

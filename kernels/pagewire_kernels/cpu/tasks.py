@@ -16,7 +16,7 @@ def int64s(names: str) -> list[tuple[str, type[c_int64]]]:
 
 
 def address(tensor: Tensor | None) -> int:
-    """Where a tensor's numbers begin; 0 for None."""
+    """Address of a tensor's first number; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 

@@ -1,4 +1,4 @@
-"""What every kernel here means, in plain torch: the oracle of the tests.
+"""The definition of every kernel in plain torch: the oracle of the tests.
 
 attention.py  attention over a paged cache
 kv_cache.py   writing to it, reading from it, moving its blocks

@@ -42,7 +42,7 @@ def layer_norm(
 
 
 def _added(x: Tensor, residual: Tensor | None) -> Tensor:
-    """What is normalised: x, or the residual once x is added to it."""
+    """The input of the norm: x, or the residual once x is added to it."""
     return x if residual is None else residual.copy_(residual.float() + x.float())
 
 

@@ -1,4 +1,4 @@
-"""What the launchers ask of tensors before a kernel would misread them."""
+"""Checks of tensors that a kernel would otherwise misread."""
 
 import torch
 from torch import Tensor

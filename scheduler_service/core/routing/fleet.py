@@ -64,7 +64,7 @@ class ServedModel:
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups for which the queue was sorted, and whether they were draining."""
     _equivalent: list[EquivalentWorkerGroups] = field(default_factory=list)
-    """The same worker groups, those together to which the same requests may go."""
+    """The same worker groups in sets of equivalent ones, to which the same requests may go."""
 
     def __post_init__(self) -> None:
         self.waiting = ModelQueue(
@@ -337,11 +337,11 @@ class Fleet:
         self._config = config
         self._tenants = tenants
         self.schedulers: dict[str, Scheduler] = {}
-        """By worker group."""
+        """Schedulers by worker group."""
         self.models: dict[str, ServedModel] = {}
-        """By name."""
+        """Models by name."""
         self.totals: dict[str, ModelTotals] = {}
-        """By model, for all models that were ever served."""
+        """Totals of all models that were ever served, by name."""
 
     # Worker groups.
 

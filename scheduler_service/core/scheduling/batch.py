@@ -26,7 +26,7 @@ class Batch:
         self.num_prefill_tokens = 0
         """Tokens of all prefill rows."""
         self.num_attended_pairs = 0
-        """As in `StepWork`."""
+        """See `StepWork`."""
         self.outgrown: list[SequenceGroup] = []
         """Groups that have become longer than the whole cache; they end after the plan."""
         self.lookahead: list[int] = []

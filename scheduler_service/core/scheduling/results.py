@@ -125,7 +125,7 @@ def deliver_prompt_logprobs(seq_group: SequenceGroup, update: RowPromptLogprobs)
 
 
 def _without_first(update: RowPromptLogprobs, num_tokens: int) -> RowPromptLogprobs:
-    """The same without its first lines."""
+    """The update without the entries of its first tokens."""
     matrix_start = num_tokens * update.width * _ENTRY_BYTES
     return RowPromptLogprobs(
         start=update.start + num_tokens,

@@ -201,9 +201,9 @@ class Scheduler:
     def fail_outgrown(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End an outgrown group that no other worker group can continue."""
         tokens = self.capacity.num_cache_tokens
-        who = "beams have" if seq_group.is_lockstep else "sequence has"
+        subject = "beams have" if seq_group.is_lockstep else "sequence has"
         error = GenerationFailed(
-            f"the {who} outgrown the KV cache of {tokens} tokens",
+            f"the {subject} outgrown the KV cache of {tokens} tokens",
             reason="KV_CACHE_TOO_SMALL",
             details={"num_tokens": seq_group.max_known_tokens, "num_cache_tokens": tokens},
         )

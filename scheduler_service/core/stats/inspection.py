@@ -129,7 +129,7 @@ class Inspection:
     ended_requests: list[RequestSnapshot] = field(default_factory=list)
     """The latest to end is last."""
     block_maps: dict[str, tuple[BlockMap, BlockMap]] = field(default_factory=dict)
-    """By worker group: device and host."""
+    """The maps of the device and of the host, by worker group."""
 
 
 class Inspector:

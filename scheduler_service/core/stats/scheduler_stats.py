@@ -52,7 +52,7 @@ class ModelTotals:
     num_prefix_queries: int = 0
     """Prompt tokens looked up in the prefix cache, of requests that have ended."""
     num_prefix_hits: int = 0
-    """Of these, the tokens that were found."""
+    """The part of these tokens that was found."""
     num_recovered: int = 0
     """Requests that lost their worker group and were queued again."""
     num_inexact_recoveries: int = 0
@@ -132,7 +132,7 @@ class CoreSnapshot:
     num_swapped_in_blocks: int
     """Blocks moved from hosts to devices since start."""
     first_token_counts: list[int]
-    """By bucket, as in `LatencyHistogram`; so is the next."""
+    """Counts by bucket, as in `LatencyHistogram`; so are the next ones."""
     inter_token_counts: list[int]
     models: list[ModelSnapshot]
     """All models that were ever served or are requested."""

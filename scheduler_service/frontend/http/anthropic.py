@@ -57,7 +57,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""By HTTP code, where Anthropic's name differs from OpenAI's."""
+"""Error types by HTTP code, where Anthropic's name differs from OpenAI's."""
 
 
 class Block(Strict):

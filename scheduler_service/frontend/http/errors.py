@@ -52,7 +52,7 @@ TYPES = {
     429: "rate_limit_error",
     501: "not_implemented_error",
 }
-"""By HTTP code, where it is not `invalid_request_error` (4xx) or `server_error` (5xx)."""
+"""Types by HTTP code, other than `invalid_request_error` (4xx) and `server_error` (5xx)."""
 
 OPENAI_CODES = {
     "UNKNOWN_MODEL": "model_not_found",
@@ -62,10 +62,10 @@ OPENAI_CODES = {
     "QUEUE_FULL": "rate_limit_exceeded",
     "TENANT_LIMIT": "rate_limit_exceeded",
 }
-"""By our reason, where OpenAI has a name of its own."""
+"""OpenAI's codes by our reason, where they differ."""
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
-"""Of an error: an invalid name is repeated in it, and may be as long as a body."""
+"""Bounds of an error's texts, which repeat an invalid name that may be as long as a body."""
 
 MAX_VALUE_CHARS = 40
 
@@ -90,7 +90,7 @@ INSTEAD = {
     "previous_response_id": "send the whole conversation as input",
     "conversation": "send the whole conversation as input",
 }
-"""By field that is not supported: what to do."""
+"""What to do instead, by field that is not supported."""
 
 RETRY_AFTER_S = 1
 """Sent with 429 and 503 if the error has no delay of its own."""
@@ -252,7 +252,7 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
 
 
 def _explain(error: Mapping[str, Any], field: str) -> str:
-    """What is allowed, and what was received."""
+    """The allowed values, and the value received."""
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return "required"
@@ -283,7 +283,7 @@ def _invalid_body(message: str) -> JSONResponse:
 
 
 def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
-    """Of a body that may have several types, the errors of the type with the fewest, without the
+    """The errors of the type with the fewest, of a body that may have several types, without the
     type's name in their paths."""
     by_form: dict[str, list[Any]] = {}
     for each in errors:
@@ -295,7 +295,7 @@ def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:
-    """Of the first field's errors the most specific: where several types are allowed, a wrong value
+    """The most specific of the first field's errors: where several types are allowed, a wrong value
     of one of them, or the wrong type that lies deepest."""
     field = errors[0]["loc"][:1]
     return max(

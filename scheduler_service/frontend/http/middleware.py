@@ -1,4 +1,4 @@
-"""What surrounds every endpoint: the services that it uses, its caller, and ASGI middleware for
+"""The surroundings of every endpoint: its services, its caller, and ASGI middleware for
 authentication, limits of request bodies, and the client's trace context."""
 
 import asyncio
@@ -36,7 +36,7 @@ REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
 _REQUEST_ID = re.compile(REQUEST_ID.encode())
 
 BODY_TIMEOUT_S = 60.0
-"""For a whole body to arrive."""
+"""Time limit for a whole body to arrive."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

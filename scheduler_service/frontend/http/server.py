@@ -27,14 +27,14 @@ MAX_HEAD_BYTES = 64 << 10
 answered; and headers together with the trailers of a chunked body."""
 
 HEAD_TIMEOUT_S = 20.0
-"""From the connection, or from a request's first byte, to the end of its head."""
+"""Time limit from the connection, or from a request's first byte, to the end of its head."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""From the TCP connection to the end of the TLS handshake, before which it does not count as a
+"""Time limit from the TCP connection to the end of the TLS handshake, before which it is not a
 connection. asyncio's default is a minute."""
 
 TLS_SHUTDOWN_TIMEOUT_S = 5.0
-"""For a client to confirm the end of a TLS connection. asyncio's default is half a minute."""
+"""Time limit for a client to confirm the end of a TLS connection; asyncio's is half a minute."""
 
 
 def handshake_timeouts() -> dict[str, float]:
@@ -184,7 +184,7 @@ def _listen(family: int, where: tuple[object, ...], share_port: bool) -> socket.
 
 IDLE_TIMEOUT_S = 75
 """An idle connection is closed after this; longer than clients and proxies commonly keep one, so
-that it is they who close it and none sends a request into a closed connection."""
+that they close it first, and none sends a request into a closed connection."""
 
 
 class HttpServer:
@@ -306,7 +306,7 @@ def _make_server(
 
 
 def http_context(files: TlsFiles) -> ssl.SSLContext:
-    """For an HTTP server: each new connection uses the certificate and the authority that are on
+    """The TLS context of an HTTP server: each new connection uses the certificate and authority on
     disk at that time."""
     watched = WatchedFiles(files.paths, lambda: _context(files))
     context = _context(files)

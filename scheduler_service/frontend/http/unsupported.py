@@ -1,4 +1,4 @@
-"""What vLLM's server answers and this one does not: 501 and what to do instead, by path."""
+"""Endpoints of vLLM's server that this one lacks: 501 and what to do instead, by path."""
 
 from collections.abc import Awaitable, Callable
 from typing import Never
@@ -51,7 +51,7 @@ UNSUPPORTED = {
     "/update_weights": _WEIGHTS,
     "/init_weight_transfer_engine": _WEIGHTS,
     "/collective_rpc": "workers take no calls over HTTP; `pagewire status` shows their state",
-    "/reset_prefix_cache": "the prefix cache cannot be emptied; it evicts what is unused by itself",
+    "/reset_prefix_cache": "the prefix cache cannot be emptied; it evicts unused blocks itself",
     "/reset_mm_cache": "models that take images or audio are not served",
     "/reset_encoder_cache": "models that take images or audio are not served",
     "/load": "/metrics has the requests that run and wait",
@@ -73,7 +73,7 @@ UNSUPPORTED = {
     "/scale_elastic_ep": _SCALING,
     "/is_scaling_elastic_ep": _SCALING,
 }
-"""By path, the second half of the error message."""
+"""The second half of the error message, by path."""
 
 METHODS = ["GET", "POST", "PUT", "DELETE"]
 

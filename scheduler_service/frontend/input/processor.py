@@ -110,7 +110,7 @@ class ResolvedRequest:
         return self.is_ranked or self.num_logprobs is not None
 
     def make_detokenizer(self) -> Detokenizer:
-        """For one choice."""
+        """A new detokenizer for one choice."""
         if self.model.tokenizer is None:
             return NoText()
         return self.model.tokenizer.detokenizer(skip_special_tokens=self.skip_special_tokens)

@@ -203,7 +203,7 @@ class ChoiceStream:
         )
 
     def take(self, max_tokens: int) -> inference_pb.ChoiceDelta:
-        """At most `max_tokens` new tokens; text and finish come with the last of them."""
+        """Remove at most `max_tokens` new tokens; text and finish come with the last of them."""
         until = min(len(self.token_ids), self._num_sent + max_tokens)
         new = self.token_ids[self._num_sent : until]
         delta = inference_pb.ChoiceDelta(index=self.index, token_ids=new)
@@ -345,7 +345,7 @@ class RequestStream:
         self.num_worker_losses = 0
         """Workers that died while computing it, as its cores have reported."""
         self.choices: list[ChoiceStream] = []
-        """As the core numbers them."""
+        """The choices in the order of the core."""
         self.has_ended_at_core = False
         """Whether the core has reported its end."""
         self._on_update = on_update

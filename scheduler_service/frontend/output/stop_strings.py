@@ -5,7 +5,7 @@ pieces; of several that end there, the longest counts. Text that may be the star
 is held back.
 
 Each stop string is matched by the automaton of Knuth, Morris and Pratt (1977). Its state is the
-length of the stop string's prefix with which the text ends, and thereby how much must be held back;
+length of the stop string's prefix with which the text ends, which is how much must be held back;
 it takes four bytes per character. A single automaton for all stop strings (Aho and Corasick) would
 take hundreds of bytes per character, and a request may have 16,384 characters of them.
 """

@@ -48,7 +48,7 @@ MAX_CHECKS = min(4, max(2, os.cpu_count() or 1))
 """Constraints that are compiled at a time."""
 
 MAX_TENANT_CHECKS = MAX_CHECKS - 1
-"""The same for one tenant, so that those of others do not have to wait."""
+"""Maximum number of checks of one tenant, so that others' do not have to wait."""
 
 CHECK_TIMEOUT_S = 30.0
 """Timeout of a check, which takes at most a second of processor time; on a machine that is too busy

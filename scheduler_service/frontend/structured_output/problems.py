@@ -98,7 +98,7 @@ PARSED_BYTES = 16
 """Length of a matching text that is parsed: its first rows show if the parser's limits hold."""
 
 MAX_COMPILED_SCHEMAS = 200
-"""Schemas within a schema that are compiled by themselves, to locate its problem."""
+"""Maximum number of subschemas that are compiled separately to locate the problem of a schema."""
 
 _NO_BYTE = "NoExtension"
 """The compiler's name for a grammar that nothing matches."""

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from pagewire.v1 import status_pb2 as pb
 
 Point: TypeAlias = list[float | None]
-"""In the order of `FIELDS`; None where nothing is known."""
+"""Values in the order of `FIELDS`; None where nothing is known."""
 
 FIELDS = (
     "time",
@@ -120,7 +120,7 @@ def percentile(
 
 
 def _counters(status: pb.EngineStatus) -> pb.EngineStatus:
-    """What rates are made of."""
+    """The counters from which rates are computed."""
     return pb.EngineStatus(
         uptime_s=status.uptime_s,
         num_generated_tokens=status.num_generated_tokens,

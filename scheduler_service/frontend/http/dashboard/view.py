@@ -1,4 +1,4 @@
-"""What the dashboard shows of the deployment's state, and the changes from one view to the next."""
+"""The dashboard's view of the deployment's state, and the changes from one view to the next."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ class View:
 
     facts: Facts = field(default_factory=dict)
     columns: dict[str, Column] = field(default_factory=dict)
-    """By `WORKER GROUP/MEMORY/owners` and `.../references`."""
+    """Columns by `WORKER GROUP/MEMORY/owners` and `.../references`."""
     tables: dict[str, list[bytes]] = field(default_factory=dict)
-    """By `NUMBER/MEMORY`: the block tables of a request's sequences, as little-endian int32: they
+    """Block tables of a request's sequences by `NUMBER/MEMORY`, as little-endian int32: they
     mostly grow, so their bytes are compared, not their numbers."""
 
 
@@ -130,7 +130,7 @@ def _loss(loss: pb.WorkerLoss, uptime_s: float) -> Facts:
 
 
 def changes(old: View, new: View) -> dict[str, Any]:
-    """What turns a page that shows `old` into one that shows `new`; absent parts are the same."""
+    """The changes that turn a page with `old` into one with `new`; absent parts are the same."""
     parts = {
         "facts": merge_patch(old.facts, new.facts),
         "columns": _columns(old.columns, new.columns),

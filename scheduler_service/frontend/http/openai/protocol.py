@@ -22,7 +22,7 @@ from scheduler_service.frontend.http.openai.sampling import (
 )
 
 MAX_PROMPTS = 4096
-"""In one call."""
+"""Maximum number of prompts in one call."""
 MAX_MESSAGES = 8192
 
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]

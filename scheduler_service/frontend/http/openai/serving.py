@@ -1,4 +1,4 @@
-"""What both serving endpoints share: whole responses as JSON, or chunks as server-sent events."""
+"""Common parts of the serving endpoints: whole responses as JSON, chunks as server-sent events."""
 
 import logging
 import re
@@ -174,7 +174,7 @@ class CompletionResponse(Response):
 
 
 class TypedEventResponse(CompletionResponse):
-    """The same with events that are named by their type, the last of which ends the stream."""
+    """A response with events that are named by their type, the last of which ends the stream."""
 
     end = b""
 

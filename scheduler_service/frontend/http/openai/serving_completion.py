@@ -181,7 +181,7 @@ def _joined(former: Any, new: Any) -> Any:
 PromptValue = str | Sequence[int]
 
 MAX_CHOICES = 16_384
-"""Of all prompts of one call together."""
+"""Maximum number of choices of all prompts of one call together."""
 
 
 CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
@@ -274,7 +274,7 @@ def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:
 
 
 def _prompts(body: CompletionRequest) -> list[PromptValue]:
-    """As a list, however many there are."""
+    """The prompts as a list, even if there is only one."""
     prompt: Any = body.prompt
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]

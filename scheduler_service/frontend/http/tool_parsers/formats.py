@@ -14,7 +14,7 @@ class ToolCallFormat:
     """How a family of models writes calls."""
 
     make_parser: Callable[[Collection[str]], ToolCallParser]
-    """With the names of the functions."""
+    """Makes a parser from the names of the functions."""
     uses_special_tokens: bool
     """Whether a special token announces a call, which then must stay in the text."""
 

@@ -204,7 +204,7 @@ class JsonCall:
         return [CallArguments(char)]
 
     def _send(self, value: JsonValue) -> list[Event]:
-        """What was not sent of whole arguments, once the name is known."""
+        """The part of whole arguments that was not sent, once the name is known."""
         if self._name is None:
             return []
         text = (_parsed(value.text) or "{}") if value.is_text else value.text
