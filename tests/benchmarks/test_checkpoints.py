@@ -97,4 +97,10 @@ def test_the_shapes_have_as_many_weights_as_their_names_say() -> None:
         return (shape.layer_weights + embeddings) / 1e9
 
     numbers = {name: round(billions(shape), 2) for name, shape in SHAPES.items()}
-    assert numbers == {"llama-160m": 0.15, "qwen3-0.6b": 0.6, "llama-8b": 8.03}
+    assert numbers == {
+        "tiny": 0.0,
+        "llama-160m": 0.15,
+        "qwen3-0.6b": 0.6,
+        "llama-8b": 8.03,
+        "qwen3-8b": 8.19,
+    }
