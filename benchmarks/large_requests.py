@@ -37,6 +37,8 @@ TOKEN_INTERVAL_S = 0.01
 MAX_MODEL_LEN = 131_072
 SIZE = MAX_PUBLIC_MESSAGE_BYTES - 1024
 TIMEOUT_S = 120
+ACCEPTED_S = 5.0
+"""Time without an answer after which a request counts as accepted: there is no worker to run it."""
 HTTP_SIZE = 16 << 20
 MESSAGE = '{"role":"user","content":"a"}'
 
@@ -220,10 +222,11 @@ def _send_http(address: str, path: str, body: bytes) -> str:
     connection = http.client.HTTPConnection(address, timeout=TIMEOUT_S)
     try:
         connection.request("POST", path, body, {"content-type": "application/json"})
+        connection.sock.settimeout(ACCEPTED_S)
         response = connection.getresponse()
         response.read()
     except TimeoutError:
-        return "no answer"
+        return "accepted"
     finally:
         connection.close()
     return str(response.status)
@@ -240,7 +243,7 @@ async def _send_grpc(address: str, method: str, body: bytes) -> str:
         call = make(path)(body, timeout=TIMEOUT_S)
         try:
             if method == "Generate":
-                await asyncio.wait_for(call.read(), 3)  # one that is accepted waits for ever
+                await asyncio.wait_for(call.read(), ACCEPTED_S)
                 call.cancel()
             else:
                 await call

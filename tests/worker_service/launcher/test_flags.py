@@ -1,6 +1,7 @@
 """`python -m worker_service` as a process."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -28,6 +29,7 @@ from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.launcher.flags import CACHE, RUNNER, parse_bytes
 
 GIB = 2**30
+ONE_CPU = str(min(os.sched_getaffinity(0)))
 
 
 @pytest.mark.parametrize(
@@ -167,9 +169,13 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         (["--dtype", "float8"], 2, "dtype: expected one of"),
         (["--threads", "0"], 2, "threads: expected at least 1, got 0"),
         (["--cpu-affinity", "0-x"], 2, "cpu_affinity: expected a list such as 0,2-5, got '0-x'"),
-        (["--cpu-affinity", "0,0"], 2, "cpu_affinity: expected each once of"),
-        (["--cpu-affinity", "0", "--threads", "2"], 2, "threads: expected at most the 1 of"),
-        (["--cpu-affinity", "0", "--tensor-parallel-size", "2"], 2, "cpu_affinity: expected --ra"),
+        (["--cpu-affinity", f"{ONE_CPU},{ONE_CPU}"], 2, "cpu_affinity: expected each once of"),
+        (["--cpu-affinity", ONE_CPU, "--threads", "2"], 2, "threads: expected at most the 1 of"),
+        (
+            ["--cpu-affinity", ONE_CPU, "--tensor-parallel-size", "2"],
+            2,
+            "cpu_affinity: expected --ra",
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line_and_an_exit_code(
