@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import aiohttp
 
-from pagewire_cli.load import Arrival
+from pagewire_cli.load import Arrival, Received
 
 _DATA = b"data: "
 _END = b"[DONE]"
@@ -41,7 +41,7 @@ class OpenAITarget:
     async def __aexit__(self, *_: object) -> None:
         await self._session.close()
 
-    async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+    async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
         """See `pagewire_cli.load.Target`."""
         body = self._body(arrival)
         async with self._session.post("/v1/completions", json=body) as response:
@@ -52,7 +52,7 @@ class OpenAITarget:
                 if line.startswith(_DATA) and (data := line[len(_DATA) :].strip()) != _END:
                     num_tokens = _num_completion_tokens(json.loads(data))
                     if num_tokens > num_seen:
-                        yield num_tokens - num_seen
+                        yield Received(num_tokens - num_seen)
                         num_seen = num_tokens
 
     def _body(self, arrival: Arrival) -> dict[str, Any]:

@@ -5,8 +5,10 @@
 The same requests run with drafts and, by `num_speculative_tokens: 0`, without, in turns, and must
 get the same tokens. A ratio is the median over pairs of turns, so a machine whose speed drifts
 harms both alike. Prompts are texts for a model that follows instructions: to be copied, to extract
-JSON from, to answer, and to continue at temperature 0.8. Other models take them as texts like any
-other; what they make of them says little but for the share of drafts that are right.
+JSON from, to answer, and to continue at temperature 0.8. Other models, such as one with random
+weights, take them as texts like any other, and what they make of them says little. For these, a
+grammar binds the output of one workload to a text that the prompt contains: what is timed is then
+the copying of a model that can.
 """
 
 import argparse
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer
 
@@ -47,6 +50,8 @@ class Workload:
     prompts: Sequence[str]
     is_chat: bool = True
     temperature: float = 0.0
+    is_bound: bool = False
+    """Whether a grammar binds the output to the prompt's text, as if the model copied it."""
 
     def prompt(self, number: int) -> str:
         """Of the request with this number."""
@@ -64,6 +69,7 @@ WORKLOADS = {
             f"Write these people as a JSON list of name, age and city: {PEOPLE}",
         ]
     ),
+    "bound": Workload(prompts=[f"{TEXT}\n{TEXT}"], is_chat=False, is_bound=True),
     "chat": Workload(
         prompts=[
             "What is photosynthesis? Explain it to a child.",
@@ -133,6 +139,12 @@ def measure(
     sampling = SamplerParams(
         temperature=workload.temperature, top_p=1.0, repetition_penalty=1.0, seed=1
     )
+    if workload.is_bound:
+        ends_column = np.array(sorted(ends - {None}), "<i4").tobytes()
+        # Of tokens, not of characters, which random weights would divide in other ways.
+        copied = tokenizer.encode(workload.prompts[0]).ids[: args.tokens]
+        sampling.constraint.grammar = "start: " + " ".join(f"<[{token}]>" for token in copied)
+        sampling.constraint.end_token_ids = ends_column
     run = Run()
     outputs: list[list[list[int]]] = []
     for turn in range(1 + args.turns):
@@ -188,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("model", help="checkpoint directory, GGUF file or `embedded`")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--speculative", choices=DRAFTERS, default="ngram")
     parser.add_argument("--speculative-model")
@@ -206,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {
             "model": args.model,
             "dtype": args.dtype,
+            "quantization": args.quantization,
             "device": "cpu",
             "threads": args.threads,
             "max_model_len": None,
@@ -223,7 +237,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in args.workloads
     ]
     print_table(rows, f"{args.speculative} against no speculation", COLUMNS)
-    figures = {"model": args.model, "dtype": args.dtype, **runner, "rows": rows}
+    figures = {
+        "model": args.model,
+        "dtype": args.dtype,
+        "quantization": args.quantization,
+        **runner,
+        "rows": rows,
+    }
     path = save(f"speculation_{args.speculative}", figures, load.cores, args.results)
     print(f"written to {path}")
 

@@ -279,6 +279,7 @@ def _encode_timings(timings: RequestTimings) -> inference_pb.Timings:
         preempted_us=timings.preempted_us,
         recovery_us=timings.recovery_us,
         num_inexact_recoveries=timings.num_inexact_recoveries,
+        num_accepted_drafts=timings.num_accepted_drafts,
     )
 
 

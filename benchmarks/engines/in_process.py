@@ -154,7 +154,7 @@ class InProcess:
 
 def _model_config(settings: dict[str, Any]) -> ModelConfig:
     names = ("model", "dtype", "device", "threads", "max_model_len")
-    names += ("attention_backend", "batch_invariant")
+    names += ("attention_backend", "batch_invariant", "quantization")
     given = {name: settings[name] for name in names if name in settings}
     return ModelConfig(**given, show_progress=False)
 

@@ -57,6 +57,8 @@ class Timings:
     num_inexact_recoveries: int = 0
     """How often it was resumed on workers of another arithmetic: from there on, tokens may differ
     from those of an undisturbed run."""
+    num_accepted_drafts: int = 0
+    """Output tokens that came as drafts of speculative decoding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -91,6 +91,8 @@ class RequestTimings:
     recovery_us: int = 0
     num_inexact_recoveries: int = 0
     """Times it was resumed on a worker group of another arithmetic."""
+    num_accepted_drafts: int = 0
+    """Tokens that came as drafts, with another token of the same step."""
 
 
 @dataclass(slots=True, kw_only=True)

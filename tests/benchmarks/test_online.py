@@ -7,7 +7,7 @@ from typing import Any, Self
 import pytest
 
 from benchmarks.online import RateSweep, best_goodput, measure_rates, row
-from pagewire_cli.load import Arrival, Lengths, Limits, Percentiles, Summary
+from pagewire_cli.load import Arrival, Lengths, Limits, Percentiles, Received, Summary
 
 SWEEP = RateSweep(
     rates=[50.0, 100.0],
@@ -31,11 +31,11 @@ class CountingServer:
         self.has_ended = False
         self.target = self
 
-    async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+    async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
         assert self.is_running
         self.seen.append(arrival)
         for _ in range(arrival.num_output_tokens):
-            yield 1
+            yield Received(1)
 
     def pause(self) -> None:
         self.is_running = False
@@ -56,7 +56,7 @@ class AloneServer(CountingServer):
 
     others: list["AloneServer"]
 
-    async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+    async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
         assert not any(other.is_running for other in self.others)
         async for number in super().stream(arrival):
             yield number
@@ -82,9 +82,9 @@ async def test_all_servers_get_the_same_load_and_are_alone_with_it() -> None:
 
 async def test_a_server_that_cannot_answer_at_all_ends_the_benchmark() -> None:
     class Broken(CountingServer):
-        async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+        async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
             raise ConnectionError("no model")
-            yield 0
+            yield Received(0)
 
     server = Broken("broken")
     with pytest.raises(RuntimeError, match="warm up failed: ConnectionError: no model"):
@@ -105,6 +105,7 @@ def summary(p50: float, num_good: int) -> Summary:
         requests_per_s=0.9,
         output_tokens_per_s=p50,
         total_tokens_per_s=p50,
+        accepted_drafts_percent=0.0,
         first_token_ms=times,
         inter_token_ms=None if math.isinf(p50) else times,
         total_ms=times,

@@ -16,7 +16,7 @@ def test_it_writes_a_row_for_each_workload_and_number_of_streams(
     content = json.loads((tmp_path / "speculation_ngram.json").read_text())
     rows = content["rows"]
     assert [(row["streams"], row["workload"]) for row in rows] == [
-        (streams, workload) for streams in (1, 4) for workload in ("copy", "chat", "free")
+        (streams, workload) for streams in (1, 4) for workload in ("copy", "bound", "chat", "free")
     ]
     for row in rows:
         assert row["ratio"] > 0

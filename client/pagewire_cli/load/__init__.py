@@ -9,7 +9,13 @@
 Contains neither servers nor printing: the generator loads any server that has a `Target`.
 """
 
-from pagewire_cli.load.load_generator import LoadRun, PagewireTarget, RequestRecord, Target
+from pagewire_cli.load.load_generator import (
+    LoadRun,
+    PagewireTarget,
+    Received,
+    RequestRecord,
+    Target,
+)
 from pagewire_cli.load.summary import Limits, Percentiles, Summary, percentile
 from pagewire_cli.load.workload import Arrival, Lengths, Workload
 
@@ -20,6 +26,7 @@ __all__ = [
     "LoadRun",
     "PagewireTarget",
     "Percentiles",
+    "Received",
     "RequestRecord",
     "Summary",
     "Target",

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pagewire_cli.load.workload import Arrival
 from pagewire_client.async_client import AsyncClient
@@ -25,6 +25,8 @@ class RequestRecord:
     """When it was due, or when it was sent if a limit on concurrency delayed it."""
     token_times_s: list[float] = field(default_factory=list)
     """Arrival time of each output token. Tokens of one message have the same time."""
+    num_accepted_drafts: int = 0
+    """Output tokens that came as drafts of speculative decoding."""
     ended_s: float | None = None
     """None: unfinished when the run was interrupted."""
     error: str | None = None
@@ -57,11 +59,19 @@ class RequestRecord:
         return self.token_times_s[-1] - self.started_s
 
 
+class Received(NamedTuple):
+    """A message of an answer."""
+
+    num_tokens: int
+    num_accepted_drafts: int = 0
+    """Of the answer's tokens so far, those that came as drafts, if the server says."""
+
+
 class Target(Protocol):
     """A server that generates from prompts of token ids."""
 
-    def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
-        """Yield the number of tokens of each message until the answer is complete.
+    def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
+        """Yield what each message holds until the answer is complete.
 
         Greedy, past end-of-sequence tokens. Raises when the request fails.
         """
@@ -75,14 +85,16 @@ class PagewireTarget:
         self._client = client
         self._model = model
 
-    async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+    async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
         """See `Target`."""
         params = SamplingParams(
             temperature=0.0, ignore_eos=True, max_tokens=arrival.num_output_tokens
         )
         async with self._client.stream(arrival.prompt, params, model=self._model) as stream:
             async for delta in stream:
-                yield len(delta.token_ids)
+                yield Received(len(delta.token_ids))
+            if (timings := stream.output.timings) is not None:
+                yield Received(0, timings.num_accepted_drafts)
 
 
 OnEnd = Callable[[RequestRecord], None]
@@ -156,9 +168,10 @@ class LoadRun:
 
     async def _stream(self, arrival: Arrival, record: RequestRecord) -> None:
         async with aclosing(self._target.stream(arrival)) as pieces:
-            async for num_tokens in pieces:
+            async for received in pieces:
                 now = self._now()
-                record.token_times_s.extend([now] * num_tokens)
+                record.token_times_s.extend([now] * received.num_tokens)
+                record.num_accepted_drafts = received.num_accepted_drafts
         if len(record.token_times_s) != arrival.num_output_tokens:
             raise RuntimeError(
                 f"expected {arrival.num_output_tokens} tokens, got {len(record.token_times_s)}"

@@ -80,6 +80,8 @@ class Summary:
     output_tokens_per_s: float
     total_tokens_per_s: float
     """Prompt and output tokens per second."""
+    accepted_drafts_percent: float
+    """Share of the output tokens that came as drafts of speculative decoding."""
     first_token_ms: Percentiles | None
     inter_token_ms: Percentiles | None
     """Inter-token latency, over all tokens except each request's first."""
@@ -110,6 +112,9 @@ class Summary:
             requests_per_s=round(len(complete) / duration, 3),
             output_tokens_per_s=round(outputs / duration, 1),
             total_tokens_per_s=round((outputs + prompts) / duration, 1),
+            accepted_drafts_percent=round(
+                100 * sum(record.num_accepted_drafts for record in complete) / max(1, outputs), 1
+            ),
             first_token_ms=Percentiles.of(record.first_token_s for record in complete),
             inter_token_ms=Percentiles.of(gap for r in complete for gap in r.inter_token_s),
             total_ms=Percentiles.of(record.total_s for record in complete),

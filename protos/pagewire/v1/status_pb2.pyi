@@ -446,6 +446,7 @@ class RequestStatus(_message.Message):
     EVENT_VALUES_FIELD_NUMBER: _builtins.int
     BLOCK_TABLES_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     number: _builtins.int
@@ -482,6 +483,8 @@ class RequestStatus(_message.Message):
     """For a request that has ended: seconds since its end."""
     error_reason: _builtins.str
     """For a request that failed: the reason of the error."""
+    num_accepted_drafts: _builtins.int
+    """Of num_output_tokens, those that came as drafts, with another token of the same step."""
     @_builtins.property
     def placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Worker groups that it was assigned to, in order."""
@@ -533,10 +536,11 @@ class RequestStatus(_message.Message):
         event_values: _abc.Iterable[_builtins.int] | None = ...,
         block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
         host_block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
+        num_accepted_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_tables", b"block_tables", "ended_age_s", b"ended_age_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_tables", b"block_tables", "ended_age_s", b"ended_age_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

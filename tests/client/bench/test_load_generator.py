@@ -14,6 +14,7 @@ from pagewire_cli.load import (
     Limits,
     LoadRun,
     Percentiles,
+    Received,
     RequestRecord,
     Summary,
     Workload,
@@ -165,18 +166,18 @@ class ScriptedTarget:
         self.max_open = 0
         self.num_closed = 0
 
-    async def stream(self, arrival: Arrival) -> AsyncGenerator[int, None]:
+    async def stream(self, arrival: Arrival) -> AsyncGenerator[Received, None]:
         self.num_open += 1
         self.max_open = max(self.max_open, self.num_open)
         try:
             await self.together.wait()
-            yield 1
+            yield Received(1)
             if arrival.prompt[0] == self.FAIL:
                 raise ConnectionError("it broke")
             if arrival.prompt[0] == self.HOLD:
                 await self.go.wait()
             if arrival.prompt[0] != self.SHORT:
-                yield arrival.num_output_tokens - 1
+                yield Received(arrival.num_output_tokens - 1)
         finally:
             self.num_open -= 1
             self.num_closed += 1

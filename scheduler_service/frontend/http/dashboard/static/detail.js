@@ -88,6 +88,7 @@ function numbersOf(request, ageMs) {
     ["tokens/s", decodeMs > 0 ? short((request.output / decodeMs) * 1000) : "–"],
     [request.endedAt == null ? "age" : "total", duration(ageMs)],
   ];
+  if (request.fromDrafts) pairs.push(["from drafts", count(request.fromDrafts)]);
   if (request.group) pairs.push(["worker group", request.group]);
   if (request.sequences > 1) pairs.push(["sequences", count(request.sequences)]);
   if (request.priority) pairs.push(["priority", String(request.priority)]);
