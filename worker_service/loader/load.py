@@ -91,12 +91,12 @@ class LoadedModel:
     """To the other ranks that have a shard of the model."""
 
 
-ARITHMETIC_VERSION = 2
+ARITHMETIC_VERSION = 3
 """Incremented when a change to a kernel changes the rounding of its results."""
 
 
 def arithmetic_of(loaded: LoadedModel) -> str:
-    """Identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/1`.
+    """Identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/3`.
 
     It names everything that changes the rounding of a sum: instruction set or GPU architecture,
     attention backend, model implementation, tensor parallelism, the dtype of the KV cache, and what

@@ -26,37 +26,39 @@ constexpr int64_t kBlockBytes = 512 << 10;
 #endif
 constexpr int64_t kMaxGroup = 256;
 constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache; measured on a Xeon
-constexpr int kRegisterRows = QuantizedDot::kRegisterRows;
-constexpr int64_t kOperandBytes = sizeof(QuantizedDot::Operand);
 
-// A block of rows, turned into what `QuantizedDot` takes.
+template <class Dot>
+constexpr int64_t kOperandBytes = sizeof(typename Dot::Operand);
+
+// A block of rows, turned into what `Dot` takes.
+template <class Dot>
 struct Block {
   const char* inputs;  // [num_rows][in_features] of kTurnedBytes, or as `turn_for_tiles` has them
-  const QuantizedDot::Inputs* groups;  // [num_rows][num_groups]
+  const typename Dot::Inputs* groups;  // [num_rows][num_groups]
   int64_t num_rows, row_bytes, num_groups;
 };
 
 // Codes in registers of bytes.
-template <class Codes>
+template <class Dot, class Codes>
 struct Packed {
   static constexpr int64_t kInputs = Codes::kInputs;
   static constexpr int64_t kBytes = Codes::kWords * kStepBytes;
 
   template <int kRegister>
-  static QuantizedDot::Operand operand(const char* words, int v, const ByteTable& table) {
-    return QuantizedDot::operand(
-        Codes::template bytes<kRegister>(words + v * kLanes * 4, table));
+  static typename Dot::Operand operand(const char* words, int v, const ByteTable& table) {
+    return Dot::operand(Codes::template bytes<kRegister>(words + v * kLanes * 4, table));
   }
 };
 
 // Codes that were unpacked.
+template <class Dot>
 struct Unpacked {
   static constexpr int64_t kInputs = 8;
-  static constexpr int64_t kBytes = 2 * kPanelVectors * kOperandBytes;
+  static constexpr int64_t kBytes = 2 * kPanelVectors * kOperandBytes<Dot>;
 
   template <int kRegister>
-  static QuantizedDot::Operand operand(const char* operands, int v, const ByteTable&) {
-    return QuantizedDot::load(operands + (kRegister * kPanelVectors + v) * kOperandBytes);
+  static typename Dot::Operand operand(const char* operands, int v, const ByteTable&) {
+    return Dot::load(operands + (kRegister * kPanelVectors + v) * kOperandBytes<Dot>);
   }
 };
 
@@ -68,57 +70,58 @@ inline void add_scaled(Floats total, Floats scale, bool has_offsets, Floats offs
 }
 
 // Sums of alternate registers, since an addition waits for the one before.
-template <int kRows>
-using Sums = QuantizedDot::Sum[kRows][kPanelVectors][2];
+template <class Dot, int kRows>
+using Sums = typename Dot::Sum[kRows][kPanelVectors][2];
 
-template <class Source, int kRows, int kRegister>
+template <class Dot, class Source, int kRows, int kRegister>
 inline __attribute__((always_inline)) void add_register(
     const TileRows<char, kRows>& inputs, const char* codes, const ByteTable& table,
-    Sums<kRows>& sums) {
+    Sums<Dot, kRows>& sums) {
   // One of exact sums is enough where the registers are scarce.
-  constexpr int kChain = QuantizedDot::kIsExact && kRows > 2 ? 0 : kRegister % 2;
-  QuantizedDot::Operand weights[kPanelVectors];
+  constexpr int kChain = Dot::kIsExact && kRows > 2 ? 0 : kRegister % 2;
+  typename Dot::Operand weights[kPanelVectors];
   _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
     weights[v] = Source::template operand<kRegister>(codes, v, table);
   }
   _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
-    const auto step = QuantizedDot::load_step(inputs[r] + kRegister * 4 * kTurnedBytes);
+    const auto step = Dot::load_step(inputs[r] + kRegister * 4 * kTurnedBytes);
     _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
-      QuantizedDot::add(step, weights[v], sums[r][v][kChain]);
+      Dot::add(step, weights[v], sums[r][v][kChain]);
     }
   }
 }
 
-template <class Source, int kRows, int... kRegister>
+template <class Dot, class Source, int kRows, int... kRegister>
 inline __attribute__((always_inline)) void add_registers(
     const TileRows<char, kRows>& inputs, const char* codes, const ByteTable& table,
-    Sums<kRows>& sums, std::integer_sequence<int, kRegister...>) {
-  (add_register<Source, kRows, kRegister>(inputs, codes, table, sums), ...);
+    Sums<Dot, kRows>& sums, std::integer_sequence<int, kRegister...>) {
+  (add_register<Dot, Source, kRows, kRegister>(inputs, codes, table, sums), ...);
 }
 
 // Add a group's products to the sums of `kRows` rows from `row` on, [kRows, kPanel].
-template <class Source, int kRows>
-inline __attribute__((always_inline)) void add_group(const Block& block, int64_t row, int64_t g, int64_t num_inputs, const Group& group,
-               const ByteTable& table, float* kept) {
-  const QuantizedDot::Inputs* turned = block.groups + row * block.num_groups + g;
-  Sums<kRows> sums;
+template <class Dot, class Source, int kRows>
+inline __attribute__((always_inline)) void add_group(
+    const Block<Dot>& block, int64_t row, int64_t g, int64_t num_inputs, const Group& group,
+    const ByteTable& table, float* kept) {
+  const typename Dot::Inputs* turned = block.groups + row * block.num_groups + g;
+  Sums<Dot, kRows> sums;
   _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
     _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
-      sums[r][v][0] = QuantizedDot::first_sum(turned[r * block.num_groups]);
-      sums[r][v][1] = QuantizedDot::no_sum();
+      sums[r][v][0] = Dot::first_sum(turned[r * block.num_groups]);
+      sums[r][v][1] = Dot::no_sum();
     }
   }
   const char* first = block.inputs + row * block.row_bytes + g * num_inputs * kTurnedBytes;
   TileRows<char, kRows> inputs(first, block.row_bytes);
   const char* codes = group.codes;
   for (int64_t i = 0; i < num_inputs; i += Source::kInputs) {
-    if constexpr (!std::is_same_v<Source, Unpacked>) {
+    if constexpr (!std::is_same_v<Source, Unpacked<Dot>>) {
       _Pragma("GCC unroll 16") for (int64_t at = 0; at < Source::kBytes; at += 64) {
         __builtin_prefetch(codes + kFetchedBytes + at, 0, 3);
       }
     }
-    add_registers<Source, kRows>(inputs, codes, table, sums,
-                                 std::make_integer_sequence<int, Source::kInputs / 4>());
+    add_registers<Dot, Source, kRows>(inputs, codes, table, sums,
+                                      std::make_integer_sequence<int, Source::kInputs / 4>());
     inputs.advance(Source::kInputs * kTurnedBytes);
     codes += Source::kBytes;
   }
@@ -127,125 +130,129 @@ inline __attribute__((always_inline)) void add_group(const Block& block, int64_t
     const bool has_offsets = group.offsets.numbers != nullptr;
     const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
     _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
-      const QuantizedDot::Inputs& of_row = turned[r * block.num_groups];
-      const Floats total = QuantizedDot::total(sums[r][v][0], sums[r][v][1], of_row);
+      const typename Dot::Inputs& of_row = turned[r * block.num_groups];
+      const Floats total = Dot::total(sums[r][v][0], sums[r][v][1], of_row);
       add_scaled(total, scale, has_offsets, offset, of_row.sum, kept + r * kPanel + v * kLanes);
     }
   }
 }
 
-template <class Codes, class Change, int... kRegister>
+template <class Dot, class Codes, class Change, int... kRegister>
 inline void unpack_words(const char* words, const ByteTable& table, Change change, char* to,
                          std::integer_sequence<int, kRegister...>) {
   const auto store = [&](auto number) {
     constexpr int kAt = decltype(number)::value;
     _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
-      QuantizedDot::store(to + (kAt * kPanelVectors + v) * kOperandBytes,
-                          change(Packed<Codes>::template operand<kAt>(words, v, table)));
+      Dot::store(to + (kAt * kPanelVectors + v) * kOperandBytes<Dot>,
+                 change(Packed<Dot, Codes>::template operand<kAt>(words, v, table)));
     }
   };
   (store(std::integral_constant<int, kRegister>()), ...);
 }
 
-template <class Codes, class Change>
+template <class Dot, class Codes, class Change>
 void unpack_group(const char* words, int64_t num_inputs, const ByteTable& table, Change change,
                   char* to) {
   constexpr int kRegisters = Codes::kInputs / 4;
   for (int64_t i = 0; i < num_inputs; i += Codes::kInputs) {
-    unpack_words<Codes>(words, table, change, to, std::make_integer_sequence<int, kRegisters>());
-    words += Packed<Codes>::kBytes;
-    to += kRegisters * kPanelVectors * kOperandBytes;
+    unpack_words<Dot, Codes>(words, table, change, to,
+                             std::make_integer_sequence<int, kRegisters>());
+    words += Packed<Dot, Codes>::kBytes;
+    to += kRegisters * kPanelVectors * kOperandBytes<Dot>;
   }
 }
 
 // What multiplies a panel; sums: [block.num_rows, kPanel].
-template <class Codes>
-using MultiplyPanel = void (*)(const Block& block, const GroupLayout<Codes>& layout,
+template <class Dot, class Codes>
+using MultiplyPanel = void (*)(const Block<Dot>& block, const GroupLayout<Codes>& layout,
                                const Quantization& q, const char* panel, const ByteTable& table,
                                float* sums);
 
-template <class Codes, int kRows>
-void multiply_few(const Block& block, const GroupLayout<Codes>& layout, const Quantization& q,
+template <class Dot, class Codes, int kRows>
+void multiply_few(const Block<Dot>& block, const GroupLayout<Codes>& layout, const Quantization& q,
                   const char* panel, const ByteTable& table, float* sums) {
   layout.for_each_group(panel, [&](int64_t g, const Group& group) {
-    add_group<Packed<Codes>, kRows>(block, 0, g, q.group_size, group, table, sums);
+    add_group<Dot, Packed<Dot, Codes>, kRows>(block, 0, g, q.group_size, group, table, sums);
   });
 }
 
-template <int kRows>
-void add_unpacked(const Block& block, int64_t row, int64_t g, int64_t group_size,
+template <class Dot, int kRows>
+void add_unpacked(const Block<Dot>& block, int64_t row, int64_t g, int64_t group_size,
                   const Group& group, float* sums) {
   if constexpr (kRows > 1) {
     if (block.num_rows - row < kRows) {
-      return add_unpacked<kRows - 1>(block, row, g, group_size, group, sums);
+      return add_unpacked<Dot, kRows - 1>(block, row, g, group_size, group, sums);
     }
   }
-  add_group<Unpacked, kRows>(block, row, g, group_size, group, ByteTable(), sums + row * kPanel);
+  add_group<Dot, Unpacked<Dot>, kRows>(block, row, g, group_size, group, ByteTable(),
+                                       sums + row * kPanel);
 }
 
-template <class Codes>
-void multiply_many(const Block& block, const GroupLayout<Codes>& layout, const Quantization& q,
+template <class Dot, class Codes>
+void multiply_many(const Block<Dot>& block, const GroupLayout<Codes>& layout, const Quantization& q,
                    const char* panel, const ByteTable& table, float* sums) {
-  alignas(64) char operands[kMaxGroup / 4 * kPanelVectors * kOperandBytes];
+  alignas(64) char operands[kMaxGroup / 4 * kPanelVectors * kOperandBytes<Dot>];
   layout.for_each_group(panel, [&](int64_t g, Group group) {
-    const auto as_is = [](const QuantizedDot::Operand& codes) { return codes; };
-    unpack_group<Codes>(group.codes, q.group_size, table, as_is, operands);
+    const auto as_is = [](const typename Dot::Operand& codes) { return codes; };
+    unpack_group<Dot, Codes>(group.codes, q.group_size, table, as_is, operands);
     group.codes = operands;
-    for (int64_t row = 0; row < block.num_rows; row += kRegisterRows) {
-      add_unpacked<kRegisterRows>(block, row, g, q.group_size, group, sums);
+    for (int64_t row = 0; row < block.num_rows; row += Dot::kRegisterRows) {
+      add_unpacked<Dot, Dot::kRegisterRows>(block, row, g, q.group_size, group, sums);
     }
   });
 }
 
 #if defined(PAGEWIRE_HAS_TILES)
 // Scale a group's sums of some rows and add them to the rows', [num_rows, kPanel].
-inline void add_sums(const char* sums, const Group& group, const QuantizedDot::Inputs* rows,
+template <class Dot>
+inline void add_sums(const char* sums, const Group& group, const typename Dot::Inputs* rows,
                      int64_t num_rows, float* kept) {
   const bool has_offsets = group.offsets.numbers != nullptr;
   for (int64_t v = 0; v < kPanelVectors; ++v) {
     const Floats scale = group.scales.load(v * kLanes);
     const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
     for (int64_t r = 0; r < num_rows; ++r) {
-      const Floats total = QuantizedDot::total(GroupTiles::load(sums, v, r), rows[r]);
+      const Floats total = Dot::total(GroupTiles<Dot>::load(sums, v, r), rows[r]);
       add_scaled(total, scale, has_offsets, offset, rows[r].sum, kept + r * kPanel + v * kLanes);
     }
   }
 }
 
-template <class Codes>
-void multiply_with_tiles(const Block& block, const GroupLayout<Codes>& layout,
+template <class Dot, class Codes>
+void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layout,
                          const Quantization& q, const char* panel, const ByteTable& table,
                          float* kept) {
   const int64_t tile_rows = rows_per_tile(block.num_rows);
-  const GroupTiles tiles(q.group_size, tile_rows);
+  using Tiles = GroupTiles<Dot>;
+  const Tiles tiles(q.group_size, tile_rows);
   const Words zero = broadcast_word(static_cast<int32_t>(q.zero * 0x01010101));
   const auto less_zero = [zero](Words bytes) { return _mm512_sub_epi8(bytes, zero); };
-  alignas(64) char codes[kMaxGroup * kPanel], sums[GroupTiles::kSumsBytes];
+  alignas(64) char codes[kMaxGroup * kPanel], sums[Tiles::kSumsBytes];
   const char* inputs = block.inputs;
   layout.for_each_group(panel, [&](int64_t g, const Group& group) {
-    unpack_group<Codes>(group.codes, q.group_size, table, less_zero, codes);
+    unpack_group<Dot, Codes>(group.codes, q.group_size, table, less_zero, codes);
     for (int64_t row = 0; row < block.num_rows; row += tile_rows) {
       const int64_t left = block.num_rows - row;
       tiles.multiply(inputs, codes, sums);
-      add_sums(sums, group, block.groups + g * block.num_rows + row,
-               left < tile_rows ? left : tile_rows, kept + row * kPanel);
-      inputs += GroupTiles::kRows * q.group_size * GroupTiles::kDigits;
+      add_sums<Dot>(sums, group, block.groups + g * block.num_rows + row,
+                    left < tile_rows ? left : tile_rows, kept + row * kPanel);
+      inputs += Tiles::kRows * q.group_size * Tiles::kDigits;
     }
   });
 }
 #endif
 
-template <class Codes, int kRows = kRegisterRows>
-MultiplyPanel<Codes> panel_product_of(int64_t num_rows) {
+template <class Dot, class Codes, int kRows = Dot::kRegisterRows>
+MultiplyPanel<Dot, Codes> panel_product_of(int64_t num_rows) {
 #if defined(PAGEWIRE_HAS_TILES)
-  if (num_rows > kRegisterRows) return multiply_with_tiles<Codes>;
+  if (num_rows > Dot::kRegisterRows) return multiply_with_tiles<Dot, Codes>;
 #else
-  if (num_rows > kRegisterRows) return multiply_many<Codes>;
+  if (num_rows > Dot::kRegisterRows) return multiply_many<Dot, Codes>;
 #endif
   if constexpr (kRows > 1) {
-    if (num_rows < kRows) return panel_product_of<Codes, kRows - 1>(num_rows);
+    if (num_rows < kRows) return panel_product_of<Dot, Codes, kRows - 1>(num_rows);
   }
-  return multiply_few<Codes, kRows>;
+  return multiply_few<Dot, Codes, kRows>;
 }
 
 // The calling thread's working memory, which grows as needed and is kept; 64 bytes aligned.
@@ -264,18 +271,18 @@ inline char* working_memory(int64_t num_bytes) {
 
 #if defined(PAGEWIRE_HAS_TILES)
 // What `GroupTiles` multiply: of each group the digits of 16 rows after the other.
-template <class Input>
-Block turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num_rows,
-                     int64_t num_groups) {
-  constexpr int64_t kRows = GroupTiles::kRows, kDigits = GroupTiles::kDigits;
+template <class Dot, class Input>
+Block<Dot> turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num_rows,
+                          int64_t num_groups) {
+  constexpr int64_t kRows = GroupTiles<Dot>::kRows, kDigits = Dot::kDigits;
   const Quantization& q = task.quantization;
   const int64_t depth = tile_depth(q.group_size), digit_bytes = kRows * depth;
   const int64_t tile_bytes = kRows * q.group_size * kDigits;
   const int64_t tile_rows = rows_per_tile(num_rows);
   const int64_t group_bytes = divide_up(num_rows, tile_rows) * tile_bytes;
-  const auto size_of_inputs = static_cast<int64_t>(sizeof(QuantizedDot::Inputs));
+  const auto size_of_inputs = static_cast<int64_t>(sizeof(typename Dot::Inputs));
   char* inputs = working_memory(num_groups * (group_bytes + num_rows * size_of_inputs));
-  auto* groups = reinterpret_cast<QuantizedDot::Inputs*>(inputs + num_groups * group_bytes);
+  auto* groups = reinterpret_cast<typename Dot::Inputs*>(inputs + num_groups * group_bytes);
   const Words by_digit = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   for (int64_t r = 0; r < num_rows; ++r) {
     const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
@@ -289,67 +296,70 @@ Block turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num_rows
         at += kLanes;
         if (at == depth) at = 0, to += kDigits * digit_bytes;
       };
-      groups[g * num_rows + r] =
-          QuantizedDot::turn(x + g * q.group_size, q.group_size, q.zero, store);
+      groups[g * num_rows + r] = Dot::turn(x + g * q.group_size, q.group_size, q.zero, store);
     }
   }
   return {inputs, groups, num_rows, 0, num_groups};
 }
 #endif
 
-template <class Input>
-Block turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t num_groups) {
+template <class Dot, class Input>
+Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows,
+                     int64_t num_groups) {
 #if defined(PAGEWIRE_HAS_TILES)
-  if (num_rows > kRegisterRows) return turn_for_tiles<Input>(task, first_row, num_rows, num_groups);
+  if (num_rows > Dot::kRegisterRows) {
+    return turn_for_tiles<Dot, Input>(task, first_row, num_rows, num_groups);
+  }
 #endif
   const Quantization& q = task.quantization;
   const int64_t row_bytes = task.in_features * kTurnedBytes;
-  const int64_t group_bytes = num_groups * static_cast<int64_t>(sizeof(QuantizedDot::Inputs));
+  const int64_t group_bytes = num_groups * static_cast<int64_t>(sizeof(typename Dot::Inputs));
   char* inputs = working_memory(num_rows * (row_bytes + group_bytes));
-  auto* groups = reinterpret_cast<QuantizedDot::Inputs*>(inputs + num_rows * row_bytes);
+  auto* groups = reinterpret_cast<typename Dot::Inputs*>(inputs + num_rows * row_bytes);
   for (int64_t r = 0; r < num_rows; ++r) {
     const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
     for (int64_t g = 0; g < num_groups; ++g) {
       char* to = inputs + r * row_bytes + g * q.group_size * kTurnedBytes;
-      groups[r * num_groups + g] =
-          QuantizedDot::turn(x + g * q.group_size, q.group_size, q.zero, to);
+      groups[r * num_groups + g] = Dot::turn(x + g * q.group_size, q.group_size, q.zero, to);
     }
   }
   return {inputs, groups, num_rows, row_bytes, num_groups};
 }
 
 // Blocks are of about the same size.
+template <class Dot>
 inline int64_t rows_per_block(const LinearTask& task) {
   int64_t most = kBlockBytes / (task.in_features * kTurnedBytes);
-  if (most < kRegisterRows) most = kRegisterRows;
+  if (most < Dot::kRegisterRows) most = Dot::kRegisterRows;
   if (most > kBlockRows) most = kBlockRows;
   return divide_up(*task.num_rows, divide_up(*task.num_rows, most));
 }
 
 template <class Input, class Codes, class Finish>
 void multiply(LinearTask& task, Finish finish) {
+  using Dot = QuantizedDot<Input>;
   const int64_t num_rows = *task.num_rows;
   if (num_rows == 0) return;
   const Quantization& q = task.quantization;
   const GroupLayout<Codes> layout(q, task.in_features);
-  const int64_t block_rows = rows_per_block(task);
+  const int64_t block_rows = rows_per_block<Dot>(task);
   const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block_rows) * num_panels;
   const ByteTable table = load_table(q.table);
   alignas(64) float sums[kBlockRows * kPanel];
   int64_t turned_row = -1;
-  Block block;
+  Block<Dot> block;
   SharedItems items(task, num_items, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
     const int64_t row = item / num_panels * block_rows, panel = item % num_panels;
     const int64_t count = num_rows - row < block_rows ? num_rows - row : block_rows;
     if (row != turned_row) {
-      block = turn_rows<Input>(task, row, count, layout.num_groups);
+      block = turn_rows<Dot, Input>(task, row, count, layout.num_groups);
       turned_row = row;
     }
     const char* weights = static_cast<const char*>(task.weight) + panel * layout.panel_bytes;
     memset(sums, 0, count * kPanel * sizeof(float));
-    panel_product_of<Codes>(count)(block, layout, q, weights, table, sums);
+    panel_product_of<Dot, Codes>(count)(block, layout, q, weights, table, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }

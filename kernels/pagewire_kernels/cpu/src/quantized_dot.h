@@ -4,6 +4,8 @@
 // `zero` larger than what they mean, so sums begin at as much less.
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace pagewire {
@@ -18,14 +20,17 @@ inline float from_bits(uint32_t bits) {
 
 #if defined(__AVX512VNNI__)
 
-// Inputs are rounded to multiples of a power of two, 2^-23 to 2^-22 of their group's largest, so
-// they are whole numbers of three digits of 8 bits, whose products the processor sums exactly, four
-// at a time. What is rounded away is about what sums of float32 lose. The result does not depend on
-// the order.
-struct QuantizedDot {
+// Inputs are rounded to multiples of a power of two, so they are whole numbers of some digits of 8
+// bits, whose products the processor sums exactly, four at a time. The result does not depend on the
+// order. With three digits the unit is 2^-23 to 2^-22 of the group's largest input: what is rounded
+// away is about what sums of float32 lose. With two it is 2^-15 to 2^-14, which numbers of bfloat16
+// up to 2^-7 of the largest are multiples of, or nearly so.
+template <int kNumDigits>
+struct DigitsDot {
   static constexpr bool kIsExact = true;
-  static constexpr int kDigits = 3;
-  static constexpr int kRegisterRows = 4;
+  static constexpr int kDigits = kNumDigits;
+  static constexpr int kRegisterRows = kDigits == 2 ? 6 : 4;
+  static constexpr int32_t kOnes = kDigits == 2 ? 0x0101 : 0x010101;  // one in every digit
   using Operand = Words;
   struct Sum {
     Words of_digits[kDigits];
@@ -51,11 +56,14 @@ struct QuantizedDot {
     const float largest = greatest_lane(most);
     uint32_t exponent;
     memcpy(&exponent, &largest, 4);
-    constexpr uint32_t kNearPowerOfTwo = 65793;  // digits are at most 127: no room for more than
-    exponent = (exponent + kNearPowerOfTwo) >> 23;  // 127 * (1 + 256 + 65536)
-    if (exponent < 23) exponent = 23;
-    const Floats units_per_one = broadcast(from_bits((276 - exponent) << 23));
-    const Words bias = broadcast_word(0x00808080);
+    constexpr uint32_t kBits = 8 * kDigits - 2;  // of the largest whole number, less its first one
+    // Digits are at most 127: there is no room for whole numbers beyond.
+    constexpr uint32_t kMost = 127 * kOnes;
+    constexpr uint32_t kNearPowerOfTwo = (((2u << kBits) - kMost) << (23 - kBits)) - 1;
+    exponent = (exponent + kNearPowerOfTwo) >> 23;
+    if (exponent < kBits + 1) exponent = kBits + 1;
+    const Floats units_per_one = broadcast(from_bits((254 + kBits - exponent) << 23));
+    const Words bias = broadcast_word(0x80 * kOnes);
     const __m128i by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     Words sums = broadcast_word(0), total = broadcast_word(0);
     for (int64_t i = 0; i < num_inputs; i += kLanes) {
@@ -69,7 +77,7 @@ struct QuantizedDot {
     alignas(64) int32_t of_lanes[kLanes];
     _mm512_store_si512(of_lanes, sums);
     Inputs turned;
-    turned.unit = from_bits((exponent - 22) << 23) + sum_lanes(nothing);
+    turned.unit = from_bits((exponent - kBits) << 23) + sum_lanes(nothing);
     turned.sum = static_cast<float>(_mm512_reduce_add_epi32(total)) * turned.unit;
     for (int d = 0; d < kDigits; ++d) {
       turned.start[d] = -zero * (of_lanes[d] + of_lanes[4 + d] + of_lanes[8 + d] + of_lanes[12 + d]);
@@ -86,8 +94,10 @@ struct QuantizedDot {
   }
 
   static Sum first_sum(const Inputs& inputs) {
-    return {broadcast_word(inputs.start[0]), broadcast_word(inputs.start[1]),
-            broadcast_word(inputs.start[2])};
+    Sum sum;
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d) sum.of_digits[d] = broadcast_word(inputs.start[d]);
+    return sum;
   }
   static Sum no_sum() { return {}; }
 
@@ -99,12 +109,14 @@ struct QuantizedDot {
     Words of_digits[kDigits];
   };
   static Step load_step(const char* turned) {
-    const auto word = [turned](int d) {
+    Step step;
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d) {
       int32_t four;
       memcpy(&four, turned + 4 * d, 4);
-      return broadcast_word(four);
-    };
-    return {word(0), word(1), word(2)};
+      step.of_digits[d] = broadcast_word(four);
+    }
+    return step;
   }
   // As assembly, since GCC 12 copies the sums for its intrinsic.
   static void add(const Step& step, Operand weights, Sum& sum) {
@@ -121,17 +133,22 @@ struct QuantizedDot {
     return total(sum, inputs);
   }
   static Floats total(const Sum& sum, const Inputs& inputs) {
-    const Floats low = to_floats(add_words(sum.of_digits[0], shift_left<8>(sum.of_digits[1])));
-    const Floats all = multiply_add(to_floats(sum.of_digits[2]), broadcast(65536.0f), low);
+    Floats all = to_floats(add_words(sum.of_digits[0], shift_left<8>(sum.of_digits[1])));
+    if constexpr (kDigits == 3) {
+      all = multiply_add(to_floats(sum.of_digits[2]), broadcast(65536.0f), all);
+    }
     return multiply(all, broadcast(inputs.unit));
   }
 };
+
+template <class Input>
+using QuantizedDot = DigitsDot<std::is_same_v<Input, BFloat16> ? 2 : 3>;
 
 #else
 
 // Products of float32. Bytes become numbers where they are in their words, which makes them 1, 2^8 or
 // 2^16 times too large; the inputs are as much smaller, and nothing is rounded by that.
-struct QuantizedDot {
+struct FloatsDot {
   static constexpr bool kIsExact = false;
 #if defined(__AVX512F__)
   static constexpr int kRegisterRows = 6;
@@ -201,6 +218,9 @@ struct QuantizedDot {
 
   static Floats total(Sum a, Sum b, const Inputs&) { return pagewire::add(a, b); }
 };
+
+template <class Input>
+using QuantizedDot = FloatsDot;
 
 #endif
 

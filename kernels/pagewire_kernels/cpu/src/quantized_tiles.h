@@ -1,8 +1,8 @@
 // Sums of a group's products for 16 rows at a time, by tiles (tiles.h): for each digit of the inputs
-// the same whole numbers as `QuantizedDot` sums.
+// the same whole numbers as `DigitsDot` sums.
 //
-// Tiles 0 to 2 have a sum of each digit, for the first outputs of a panel; 3 to 5 for the others.
-// Tile 6 has the inputs, and 7 the codes.
+// The first tiles have a sum of each digit, for the first outputs of a panel; as many after them for
+// the others. Tile 6 has the inputs, and 7 the codes.
 #pragma once
 
 #include "linear.h"
@@ -25,9 +25,10 @@ inline int64_t rows_per_tile(int64_t num_rows) {
   return divide_up(num_rows, divide_up(num_rows, kTileRows));
 }
 
+template <class Dot>
 class GroupTiles {
  public:
-  static constexpr int kDigits = QuantizedDot::kDigits;
+  static constexpr int kDigits = Dot::kDigits;
   static constexpr int64_t kRows = kTileRows;
   static constexpr int64_t kSumBytes = kRows * kTileBytes;  // of a digit and a register of outputs
   static constexpr int64_t kSumsBytes = kPanelVectors * kDigits * kSumBytes;
@@ -50,9 +51,12 @@ class GroupTiles {
     multiply_for<1>(inputs, codes + kTileBytes, sums + kDigits * kSumBytes);
   }
 
-  static QuantizedDot::Sum load(const char* sums, int64_t v, int64_t row) {
+  static typename Dot::Sum load(const char* sums, int64_t v, int64_t row) {
     const char* first = sums + v * kDigits * kSumBytes + row * kTileBytes;
-    return {load_words(first), load_words(first + kSumBytes), load_words(first + 2 * kSumBytes)};
+    typename Dot::Sum sum;
+#pragma GCC unroll 3
+    for (int d = 0; d < kDigits; ++d) sum.of_digits[d] = load_words(first + d * kSumBytes);
+    return sum;
   }
 
  private:
@@ -61,17 +65,17 @@ class GroupTiles {
     constexpr int kFirst = kVector * kDigits;
     clear_tile<kFirst>();
     clear_tile<kFirst + 1>();
-    clear_tile<kFirst + 2>();
+    if constexpr (kDigits == 3) clear_tile<kFirst + 2>();
     for (int64_t part = 0; part < num_parts_; ++part) {
       load_tile<7>(codes, kStepBytes);
       multiply_digit<kFirst>(inputs);
       multiply_digit<kFirst + 1>(inputs);
-      multiply_digit<kFirst + 2>(inputs);
+      if constexpr (kDigits == 3) multiply_digit<kFirst + 2>(inputs);
       codes += depth_ / 4 * kStepBytes;
     }
     store_tile<kFirst>(sums, kTileBytes);
     store_tile<kFirst + 1>(sums + kSumBytes, kTileBytes);
-    store_tile<kFirst + 2>(sums + 2 * kSumBytes, kTileBytes);
+    if constexpr (kDigits == 3) store_tile<kFirst + 2>(sums + 2 * kSumBytes, kTileBytes);
   }
 
   template <int kSum>
