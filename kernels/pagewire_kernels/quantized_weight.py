@@ -1,7 +1,7 @@
 """Weights in fewer bits: whole numbers, and for each group of inputs a scale and an offset."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -166,6 +166,25 @@ class QuantizedWeight:
         return replace(self, **changed)
 
 
+def assemble(slices: Iterable[QuantizedWeight], num_rows: int) -> QuantizedWeight:
+    """The weight of `num_rows` outputs that slices of them make up, one after the other.
+
+    Each slice is freed before the next one is made. They must be alike in all but their rows.
+    """
+    whole, first = None, 0
+    for part in slices:
+        rows = slice(first, first + part.codes.shape[0])
+        if whole is None:
+            whole = part if rows.stop == num_rows else part.padded(num_rows)
+        else:
+            for name in _TENSORS:
+                if (numbers := getattr(whole, name)) is not None:
+                    numbers[rows] = getattr(part, name)
+        first = rows.stop
+    assert whole is not None
+    return whole
+
+
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """The outputs of several weights with the same inputs, one after the other.
 
@@ -216,35 +235,43 @@ GROUP_INPUTS = 16
 GROUP_SIZES = (128, 64, 32)
 """Of weights that are rounded here, the largest that divides the inputs."""
 
-_ROUNDED_AT_ONCE = 1 << 20
-"""Numbers of a weight, since rounding takes several times their memory in between."""
+_AT_ONCE = 1 << 18
+"""Numbers of a weight that is made slice by slice, which takes several times their memory."""
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
-def quantize(weight: Tensor, quantization: str) -> QuantizedWeight:
+def slices_of_rows(num_rows: int, in_features: int) -> Iterator[slice]:
+    """All rows of a weight, a number of them at a time that takes little memory to work on."""
+    step = max(1, _AT_ONCE // in_features)
+    for first in range(0, num_rows, step):
+        yield slice(first, min(first + step, num_rows))
+
+
+def quantize(
+    weight: Tensor, quantization: str, done_with: Callable[[Tensor], None] | None = None
+) -> QuantizedWeight:
     """A weight rounded to the nearest of `int8`, `int4` or `fp8` numbers, in groups of its inputs.
 
     weight: [out_features, in_features]. Numbers of 8 bits are multiples of the scale, and fp8 those
     of type float8_e4m3fn; those of 4 bits begin at the group's least number. Scales and offsets are
-    float16 numbers. Raises ValueError if no group divides the inputs.
+    float16 numbers. done_with: called with rows of the weight that are not needed any more. Raises
+    ValueError if no group divides the inputs.
     """
-    in_features = weight.shape[1]
+    num_rows, in_features = weight.shape
     size = next((size for size in GROUP_SIZES if in_features % size == 0), None)
     if size is None:
         raise ValueError(
             f"expected layers with a multiple of {GROUP_SIZES[-1]} inputs, got {in_features}"
         )
-    step = max(1, _ROUNDED_AT_ONCE // in_features)
-    rounded = _quantize(weight[:step], size, quantization)
-    whole = rounded.padded(weight.shape[0])
-    for first in range(step, weight.shape[0], step):
-        rows = slice(first, first + step)
-        rounded = _quantize(weight[rows], size, quantization)
-        for name in ("codes", "scales", "offsets"):
-            if (numbers := getattr(whole, name)) is not None:
-                numbers[rows] = getattr(rounded, name)
-    return whole
+
+    def rounded() -> Iterator[QuantizedWeight]:
+        for rows in slices_of_rows(num_rows, in_features):
+            yield _quantize(weight[rows], size, quantization)
+            if done_with is not None:
+                done_with(weight[rows])
+
+    return assemble(rounded(), num_rows)
 
 
 def _quantize(rows: Tensor, group_size: int, quantization: str) -> QuantizedWeight:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import QuantizedWeight
+from pagewire_kernels.quantized_weight import QuantizedWeight, assemble, slices_of_rows
 from worker_service.errors import BadCheckpoint
 
 _DENSE_TYPES = ("F32", "F16", "BF16")
@@ -81,13 +81,24 @@ class GgufTensor:
 
         if not self.is_quantized:
             return None
-        return quantized_weight(self._bytes(), self.type, self.shape)
+        num_rows, in_features = self.shape
 
-    def _bytes(self) -> npt.NDArray[np.uint8]:
+        def read(rows: slice) -> QuantizedWeight:
+            data = self._bytes(rows)
+            return quantized_weight(data, self.type, (rows.stop - rows.start, in_features))
+
+        return assemble(map(read, slices_of_rows(num_rows, in_features)), num_rows)
+
+    def _bytes(self, rows: slice | None = None) -> npt.NDArray[np.uint8]:
+        """Those of a matrix's rows; None: all."""
+        start, count = self.offset, self.num_bytes
+        if rows is not None:
+            row_bytes = self.num_bytes // self.shape[0]
+            start, count = start + rows.start * row_bytes, (rows.stop - rows.start) * row_bytes
         with self.file.open("rb") as stream:
-            stream.seek(self.offset)
-            data = np.fromfile(stream, np.uint8, self.num_bytes)
-        if len(data) < self.num_bytes:
+            stream.seek(start)
+            data = np.fromfile(stream, np.uint8, count)
+        if len(data) < count:
             raise BadCheckpoint(f"{self.file} has become shorter while it was read")
         return data
 

@@ -7,19 +7,20 @@ renamed, so that readers never see a part of it, and several workers may write i
 """
 
 import hashlib
+import json
 import logging
 import os
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from pagewire_kernels.quantized_weight import GROUP_SIZES, UNSIGNED_TABLE, QuantizedWeight
@@ -135,30 +136,58 @@ def _write(
     roundings: Mapping[str, str],
     dtype: torch.dtype,
 ) -> Path:
-    """Round the weights and write them; returns the file."""
-    tensors: dict[str, Tensor] = {}
-    with checkpoint.reader() as read:
-        for name, to in roundings.items():
-            weight = read(name)
-            assert isinstance(weight, Tensor)
-            rounded = round_weight(weight.to(dtype), to)
-            assert isinstance(rounded, QuantizedWeight)
-            codes, module = rounded.codes, name.removesuffix(".weight")
-            if rounded.bits == 4:
-                codes = codes[:, ::2] | codes[:, 1::2] << 4
-            tensors[f"{module}.codes"] = codes
-            tensors[f"{module}.scales"] = rounded.scales.half()
-            if rounded.offsets is not None:
-                tensors[f"{module}.offsets"] = rounded.offsets.half()
+    """Round the weights and write them one after the other; returns the file."""
     _delete_abandoned(folder)
     with tempfile.TemporaryDirectory(
         dir=folder, prefix=f"{key}-", suffix=_UNFINISHED
     ) as unfinished:
         part = Path(unfinished) / "part"
-        save_file(tensors, part)
-        with part.open("rb") as stream:
+        with part.open("wb") as stream, checkpoint.reader() as read:
+            stream.write(_header(checkpoint, roundings))
+            for name, to in roundings.items():
+                weight = read(name)
+                assert isinstance(weight, Tensor)
+                rounded = round_weight(weight.to(dtype), to)
+                assert isinstance(rounded, QuantizedWeight)
+                for tensor in _stored(rounded).values():
+                    stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
+            stream.flush()
             os.fsync(stream.fileno())
         return part.replace(folder / f"{key}-{_digest(part)}.safetensors")
+
+
+def _stored(rounded: QuantizedWeight) -> dict[str, Tensor]:
+    """What is written of a weight, by the end of its name."""
+    codes = rounded.codes
+    if rounded.bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    tensors = {"codes": codes, "scales": rounded.scales.half()}
+    if rounded.offsets is not None:
+        tensors["offsets"] = rounded.offsets.half()
+    return tensors
+
+
+def _header(checkpoint: Checkpoint, roundings: Mapping[str, str]) -> bytes:
+    """What a file begins with: safetensors' own writer would need all tensors at once."""
+    entries, offset = {}, 0
+    with ExitStack() as files:
+        tensors = checkpoint.tensors(files)
+        for name, to in roundings.items():
+            outline = torch.zeros([1, tensors[name].get_shape()[1]])
+            num_rows = tensors[name].get_shape()[0]
+            rounded = round_weight(outline, to)
+            assert isinstance(rounded, QuantizedWeight)
+            for suffix, tensor in _stored(rounded).items():
+                end = offset + num_rows * tensor.nbytes
+                entries[f"{name.removesuffix('.weight')}.{suffix}"] = {
+                    "dtype": "U8" if tensor.dtype == torch.uint8 else "F16",
+                    "shape": [num_rows, tensor.shape[1]],
+                    "data_offsets": [offset, end],
+                }
+                offset = end
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header
 
 
 def _delete_abandoned(folder: Path) -> None:

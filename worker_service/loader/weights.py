@@ -2,8 +2,9 @@
 
 Quantized tensors are read under the names of dense ones: all that follows sees dense names only.
 
-A linear layer is packed as soon as its weight is complete, and its original is freed: the peak of
-memory is the packed model and one layer.
+A linear layer is packed as soon as its weight is complete, and its original is freed while it is
+packed. The largest layers come first, so that what is in memory besides the packed weights is there
+when these are few: the peak is hardly more than the packed model.
 
 Scales of an fp8 KV cache: quantization tools measure per layer how large keys and values get and
 store one number for each, `self_attn.k_scale` and `self_attn.v_scale`, or the same below `k_proj`
@@ -55,11 +56,11 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_NAMES = 8
 """Tensors named in an error message at most."""
 
-_MAX_MAPPED_BYTES = 32 << 20
+_MAX_MAPPED_BYTES = 8 << 20
 """Read of a file before it is closed and opened again."""
 
-Wanted = tuple[str, WeightTarget]
-"""A tensor's name in the checkpoint, and where it goes."""
+Wanted = tuple[Path, str, WeightTarget]
+"""A tensor's file and its name there, and where it goes."""
 
 OnFilled = Callable[[WeightTarget], None]
 
@@ -216,16 +217,16 @@ def load_weights(
         targets.setdefault(weight.name, []).append(weight)
     sources = {model.canonical_name(name): name for name in checkpoint.file_of}
     _check_names(model, checkpoint, targets, sources, others)
-    by_file: dict[Path, deque[Wanted]] = {file: deque() for file in checkpoint.files}
-    for name, same_named in targets.items():
-        wanted = by_file[checkpoint.file_of[sources[name]]]
-        wanted.extend((sources[name], weight) for weight in same_named)
-    _check_shapes(checkpoint, by_file)
-
-    num_bytes = sum(
-        weight.target.nbytes for same_named in targets.values() for weight in same_named
+    wanted = deque(
+        (checkpoint.file_of[sources[name]], sources[name], weight)
+        for name, same_named in targets.items()
+        for weight in same_named
     )
     targets.clear()  # or their memory would be held until the end
+    _check_shapes(checkpoint, wanted)
+    places = {file: place for place, file in enumerate(checkpoint.files)}
+    wanted = deque(sorted(wanted, key=lambda each: (-_num_layer_bytes(each[2]), places[each[0]])))
+    num_bytes = sum(weight.target.nbytes for _, _, weight in wanted)
     num_read = 0
     show = sys.stderr.isatty() if show_progress is None else show_progress
     columns = (
@@ -236,30 +237,34 @@ def load_weights(
     )
     with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
         bar = progress.add_task("loading weights", total=num_bytes)
-        for file, wanted in by_file.items():
-            while wanted:
-                advance = partial(progress.advance, bar)
-                num_read += _fill_some(checkpoint, file, wanted, on_filled, advance, model)
+        while wanted:
+            advance = partial(progress.advance, bar)
+            num_read += _fill_some(checkpoint, wanted, on_filled, advance, model)
     return num_read
+
+
+def _num_layer_bytes(weight: WeightTarget) -> int:
+    """Of all targets that are packed together."""
+    return weight.target.untyped_storage().nbytes()
 
 
 def _fill_some(
     checkpoint: Checkpoint,
-    file: Path,
     wanted: deque[Wanted],
     on_filled: OnFilled,
     advance: Callable[[int], None],
     model: NativeModel,
 ) -> int:
-    """Fill the next targets that a file has tensors for; returns the bytes read.
+    """Fill the next targets whose tensors are in the same file; returns the bytes read.
 
     Pages read from a mapped file count as this process's memory until it is closed, so this stops
     after a number of bytes.
     """
     num_read = 0
+    file = wanted[0][0]
     with checkpoint.open(file) as tensors:
-        while wanted and num_read < _MAX_MAPPED_BYTES:
-            name, weight = wanted[0]
+        while wanted and wanted[0][0] == file and num_read < _MAX_MAPPED_BYTES:
+            _, name, weight = wanted[0]
             is_large = weight.target.dim() == 2 and weight.target.nbytes > _MAX_MAPPED_BYTES
             if is_large and _is_mapped(tensors, name):
                 break
@@ -267,8 +272,8 @@ def _fill_some(
             num_read += _fill(tensors, name, weight, model)
             advance(weight.target.nbytes)
             on_filled(weight)
-    if wanted and num_read == 0:
-        name, weight = wanted.popleft()
+    if num_read == 0:
+        _, name, weight = wanted.popleft()
         num_read = _fill_by_rows(checkpoint, file, name, weight)
         advance(weight.target.nbytes)
         on_filled(weight)
@@ -336,16 +341,16 @@ def _check_names(
         raise BadCheckpoint(f"weights do not fit {model.architecture}: {'; '.join(faults)}")
 
 
-def _check_shapes(checkpoint: Checkpoint, by_file: Mapping[Path, Iterable[Wanted]]) -> None:
+def _check_shapes(checkpoint: Checkpoint, wanted: Iterable[Wanted]) -> None:
     wrong = []
-    for file, wanted in by_file.items():
-        with checkpoint.open(file) as tensors:
-            for name, weight in wanted:
-                found, expected = tensors.get_slice(name).get_shape(), weight.source_shape
-                if found != expected:
-                    wrong.append(f"{name} is {found}, expected {expected}")
+    with ExitStack() as files:
+        tensors = checkpoint.tensors(files)
+        for _, name, weight in wanted:
+            found, expected = tensors[name].get_shape(), weight.source_shape
+            if found != expected:
+                wrong.append(f"{name} is {found}, expected {expected}")
     if wrong:
-        gguf = next((file for file in by_file if is_gguf(file)), None)
+        gguf = next((file for file in checkpoint.files if is_gguf(file)), None)
         source = f"the metadata of {gguf}" if gguf else "config.json"
         raise BadCheckpoint(f"weights do not fit {source}: {_listed(wrong)}")
 

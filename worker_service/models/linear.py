@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from pagewire_kernels.cpu import linear as native
-from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
+from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight, discard
 from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.quantized_weight import GROUP_INPUTS, QuantizedWeight, quantize, stack
@@ -178,34 +178,44 @@ def refuse_quantized_rows(parts: Sequence[Tensor | QuantizedWeight], names: Sequ
 
 
 def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
-    """A packed copy of such a weight, for the device."""
+    """Such a weight, packed for the device. Its own numbers are discarded meanwhile."""
     if context.packs_with_triton:
         from pagewire_kernels.triton import TritonQuantizedWeight
 
         return TritonQuantizedWeight(
             weight, context.dtype, context.device, batch_invariant=context.batch_invariant
         )
-    return pack(weight, context.dtype)
+    return pack(weight, context.dtype, consume=True)
 
 
-def round_weight(weight: Tensor, quantization: str | None) -> Tensor | QuantizedWeight:
-    """A dense weight rounded to `int8`, `int4` or `fp8`; None: as it is. Raises InvalidOption."""
+def round_weight(
+    weight: Tensor, quantization: str | None, *, consume: bool = False
+) -> Tensor | QuantizedWeight:
+    """A dense weight rounded to `int8`, `int4` or `fp8`; None: as it is.
+
+    consume: whether its numbers are discarded meanwhile. Raises InvalidOption.
+    """
     if quantization is None:
         return weight
     try:
-        return quantize(weight, quantization)
+        return quantize(weight, quantization, discard if consume else None)
     except ValueError as error:
         raise InvalidOption(f"quantization: {error}") from error
 
 
-def pack(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> PackedWeight:
-    """A packed copy of a weight that can be packed; dtype: of a quantized one's rows."""
+def pack(
+    weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None, *, consume: bool = False
+) -> PackedWeight:
+    """A packed copy of a weight that can be packed; dtype: of a quantized one's rows.
+
+    consume: whether the weight's own numbers are discarded meanwhile, where that saves memory.
+    """
     if isinstance(weight, Tensor):
         dtype = weight.dtype
     assert dtype is not None
     native_library = _native_library(dtype)
     if native_library is not None:
-        return NativeWeight(weight, native_library, _memory(), dtype)
+        return NativeWeight(weight, native_library, _memory(), dtype, consume=consume)
     assert isinstance(weight, Tensor)
     return OneDNNWeight(weight)
 
@@ -213,12 +223,14 @@ def pack(weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None) -> 
 def pack_gated(
     weight: Tensor | QuantizedWeight, context: ModelContext, activation: str
 ) -> NativeGatedWeight | None:
-    """A packed copy of the stacked weights of gate and up projection, if this machine has a fused
-    product of both with the activation."""
+    """The stacked weights of gate and up projection, packed, if this machine has a fused product of
+    both with the activation. Their own numbers are discarded meanwhile."""
     native_library = _native_library(context.dtype)
     if native_library is None or not _is_on_cpu(context):
         return None
-    return NativeGatedWeight(weight, activation, native_library, _memory(), context.dtype)
+    return NativeGatedWeight(
+        weight, activation, native_library, _memory(), context.dtype, consume=True
+    )
 
 
 def _is_on_cpu(context: ModelContext) -> bool:
@@ -300,7 +312,7 @@ class Linear(nn.Module):
         if isinstance(weight, QuantizedWeight):
             self.packed = pack_codes(weight, context)
         elif _is_on_cpu(context) and can_pack(weight.dtype, context.device):
-            self.packed = pack(weight)
+            self.packed = pack(weight, consume=True)
         else:
             self.weight = weight.to(context.device)
 
@@ -320,7 +332,7 @@ class Linear(nn.Module):
         refuse_quantized_rows([kept.get(i, part) for i, part in enumerate(parts)], self._names)
         for i, part in kept.items():
             parts[i].copy_(part.dequantize())
-        return round_weight(self.weight, self._quantization)
+        return round_weight(self.weight, self._quantization, consume=True)
 
     def fix_order(self) -> None:
         """On a GPU: sum each row's products in one order, whatever the number of rows.

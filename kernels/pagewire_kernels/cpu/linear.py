@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -21,7 +22,12 @@ from pagewire_kernels.cpu.tasks import (
     address,
 )
 from pagewire_kernels.cpu.w8a8 import can_multiply_quantized_rows, quantize_rows
-from pagewire_kernels.quantized_weight import GROUP_INPUTS, Int8Activations, QuantizedWeight
+from pagewire_kernels.quantized_weight import (
+    GROUP_INPUTS,
+    Int8Activations,
+    QuantizedWeight,
+    stack,
+)
 
 PAGE_BYTES = 2 << 20
 """What pieces of memory are sized and aligned by."""
@@ -58,6 +64,27 @@ def _chunk(num_bytes: int) -> Tensor:
     return chunk[start : start + num_bytes]
 
 
+_MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
+
+
+def discard(tensor: Tensor) -> None:
+    """Return the memory of a dense tensor in the host's memory to the system, where it can.
+
+    Its numbers are undefined from then on. It must not be a part of a mapped file.
+    """
+    libc = ctypes.CDLL(None)
+    if _MADV_DONTNEED is None or not hasattr(libc, "madvise"):
+        return
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = tensor.data_ptr() + tensor.nbytes - first
+    if num_bytes >= mmap.PAGESIZE:
+        libc.madvise(
+            ctypes.c_void_p(first),
+            ctypes.c_size_t(num_bytes // mmap.PAGESIZE * mmap.PAGESIZE),
+            _MADV_DONTNEED,
+        )
+
+
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 """What weights may be, with the kernels' name for it."""
 
@@ -75,6 +102,11 @@ _SERIAL_NUMBERS = 1 << 14
 _MAX_GROUP_INPUTS = 256
 """A scale that more inputs share is repeated."""
 
+_PACKED_AT_ONCE = 2 << 20
+"""Numbers of a weight, of which there is a copy meanwhile."""
+
+_NUMBERS = ("scales", "offsets", "units", "offset_units")
+
 _RANGES = ((5, 0), (5, 16), (6, 0), (6, 32))
 """What codes of 5 and 6 bits may stand for: (bits, what is subtracted from a code)."""
 
@@ -91,30 +123,33 @@ class _Codes(NamedTuple):
 
     kind: str
     bits: int
-    codes: Tensor
-    """uint8 [out_features, in_features]"""
-
     zero: int
     table: Tensor
     """uint8 [16], of kind `table4`"""
 
+    def of(self, weight: QuantizedWeight) -> Tensor:
+        """Codes of the weight's rows: uint8 [out_features, in_features]."""
+        if weight.table is not None:
+            return weight.codes
+        return weight.codes ^ 128 if self.bits == 8 else weight.codes + self.zero
 
-def _packed_codes(weight: QuantizedWeight) -> _Codes:
+
+def _codes_of(weight: QuantizedWeight) -> _Codes:
     """The weight's codes, in the fewest bits that hold its values."""
     no_table = torch.zeros(16, dtype=torch.uint8)
     if weight.table is not None:
         first = weight.table[0]
         if weight.table == tuple(range(first, first + 16)):
-            return _Codes("int4", 4, weight.codes, -first, no_table)
+            return _Codes("int4", 4, -first, no_table)
         table = torch.tensor(weight.table, dtype=torch.int16) + 128
-        return _Codes("table4", 4, weight.codes, 128, table.to(torch.uint8))
+        return _Codes("table4", 4, 128, table.to(torch.uint8))
     values = weight.values()
     least, most = int(values.min()), int(values.max())
     for bits, zero in _RANGES:
         fits = -zero <= least and most < (1 << bits) - zero
         if fits and weight.group_size % (32 // (bits - 4)) == 0:
-            return _Codes(f"int{bits}", bits, (values + zero).view(torch.uint8), zero, no_table)
-    return _Codes("int8", 8, values.view(torch.uint8) ^ 128, 128, no_table)
+            return _Codes(f"int{bits}", bits, zero, no_table)
+    return _Codes("int8", 8, 128, no_table)
 
 
 class _Packed:
@@ -127,10 +162,12 @@ class _Packed:
         memory: HugeMemory,
         dtype: torch.dtype | None,
         num_parts: int,
+        consume: bool,
     ) -> None:
         """weight: copied into `memory`; dtype: of the rows, if the weight is quantized; num_parts:
-        2 if it is a gate's, then what it gates."""
+        2 if it is a gate's, then what it gates; consume: see `NativeWeight`."""
         self.out_features, self.in_features = weight.shape
+        self._consume = consume
         self._library, self._memory, self._num_parts = library, memory, num_parts
         self._quantization: dict[str, int] = {}
         self._suffix = ""
@@ -151,8 +188,14 @@ class _Packed:
         if weight.stride(1) != 1:
             weight = weight.contiguous()
         row_bytes = -(-self.in_features * weight.element_size() // _STEP_BYTES) * _STEP_BYTES
-        task = PackTask(weight=weight.data_ptr(), weight_stride=weight.stride(0))
-        self._pack(f"pack_{DTYPES[weight.dtype]}", task, row_bytes)
+        kernel = f"pack_{DTYPES[weight.dtype]}"
+        self._allocate(row_bytes)
+        for first, slices in self._slices():
+            parts = [weight[rows] for rows in slices]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+            task = PackTask(weight=rows.data_ptr(), weight_stride=rows.stride(0))
+            self._pack(kernel, task, first, rows.shape[0], row_bytes)
+            self._discard(weight, slices)
 
     def _pack_codes(self, weight: QuantizedWeight) -> None:
         require(can_pack_codes(weight), f"groups of a multiple of {GROUP_INPUTS} whole numbers")
@@ -163,7 +206,7 @@ class _Packed:
             self._order = weight.order.int().contiguous()
         sizes = range(GROUP_INPUTS, _MAX_GROUP_INPUTS + 1, GROUP_INPUTS)
         weight = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
-        packed = _packed_codes(weight)
+        packed = _codes_of(weight)
         self._suffix, self._table = f"_{packed.kind}", packed.table
         numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
         num_groups = weight.scales.shape[1]
@@ -180,29 +223,63 @@ class _Packed:
             "zero": packed.zero,
             "table": self._table.data_ptr(),
         }
-        names = ("scales", "offsets", "units", "offset_units")
-        tensors = {"codes": packed.codes, **{name: getattr(weight, name) for name in names}}
-        dense = {name: None if t is None else t.contiguous() for name, t in tensors.items()}
-        addresses = {name: address(tensor) for name, tensor in dense.items()}
-        task = QuantizedPackTask(**addresses, **self._quantization)
         row_bytes = self.in_features * packed.bits // 8
         row_bytes += (num_groups * scale_bytes + num_units * 2) * len(numbers)
-        self._pack(f"pack{self._suffix}", task, row_bytes)
+        self._pack_slices(weight, packed.of, row_bytes)
 
     def _pack_for_quantized_rows(self, weight: QuantizedWeight) -> None:
         self._suffix, self._activations = "_w8a8", weight.activations
-        codes, scales = weight.values().contiguous(), weight.scales.contiguous()
-        task = QuantizedPackTask(codes=codes.data_ptr(), scales=scales.data_ptr())
         # Of each output a scale and the sum of its weights, in 4 bytes each.
-        self._pack("pack_w8a8", task, 8 + -(-self.in_features // _STEP_BYTES) * _STEP_BYTES)
+        row_bytes = 8 + -(-self.in_features // _STEP_BYTES) * _STEP_BYTES
+        self._pack_slices(weight, lambda rows: rows.codes, row_bytes)
 
-    def _pack(self, kernel: str, task: PackTask | QuantizedPackTask, row_bytes: int) -> None:
+    def _pack_slices(
+        self, weight: QuantizedWeight, codes_of: Callable[[QuantizedWeight], Tensor], row_bytes: int
+    ) -> None:
+        """codes_of: the codes of some rows as the kernel takes them."""
+        self._allocate(row_bytes)
+        for first, slices in self._slices():
+            rows = stack([weight.rows(rows) for rows in slices])
+            tensors = {name: getattr(rows, name) for name in _NUMBERS} | {"codes": codes_of(rows)}
+            dense = {name: None if t is None else t.contiguous() for name, t in tensors.items()}
+            addresses = {name: address(tensor) for name, tensor in dense.items()}
+            task = QuantizedPackTask(**addresses, **self._quantization)
+            self._pack(f"pack{self._suffix}", task, first, rows.shape[0], row_bytes)
+            self._discard(weight.codes, slices)
+
+    def _allocate(self, row_bytes: int) -> None:
         panel = _PANEL_OUTPUTS // self._num_parts
         num_padded = -(-self.out_features // self._num_parts // panel) * _PANEL_OUTPUTS
         self._packed = self._memory.take(num_padded * row_bytes)
-        task.packed, task.num_parts = self.address, self._num_parts
-        task.in_features, task.out_features = self.in_features, self.out_features
+
+    def _slices(self) -> Iterator[tuple[int, list[slice]]]:
+        """What is packed at once, whole panels: the first output of each part, and the rows of the
+        weight that each part has from there."""
+        size = self.out_features // self._num_parts
+        step = max(1, _PACKED_AT_ONCE // (self.in_features * _PANEL_OUTPUTS)) * _PANEL_OUTPUTS
+        for first in range(0, size, step):
+            last = min(first + step, size)
+            starts = [part * size for part in range(self._num_parts)]
+            yield first, [slice(start + first, start + last) for start in starts]
+
+    def _pack(
+        self,
+        kernel: str,
+        task: PackTask | QuantizedPackTask,
+        first: int,
+        num_rows: int,
+        row_bytes: int,
+    ) -> None:
+        """Pack a slice; first: output of each part."""
+        task.packed = self.address + first * self._num_parts * row_bytes
+        task.num_parts = self._num_parts
+        task.in_features, task.out_features = self.in_features, num_rows
         threads.run(self._library.kernel(kernel), ctypes.addressof(task), torch.get_num_threads())
+
+    def _discard(self, numbers: Tensor, slices: list[slice]) -> None:
+        if self._consume and numbers.is_contiguous():
+            for rows in slices:
+                discard(numbers[rows])
 
     def _kernel(self, name: str) -> Kernel:
         return self._library.kernel(f"{name}{self._suffix}")
@@ -277,10 +354,13 @@ class NativeWeight(_Packed):
         library: Library,
         memory: HugeMemory,
         dtype: torch.dtype | None = None,
+        *,
+        consume: bool = False,
     ) -> None:
         """weight: [out_features, in_features], float32 or bfloat16 or quantized, copied into
-        `memory`; dtype: of inputs and outputs of a quantized weight, float32 or bfloat16."""
-        super().__init__(weight, library, memory, dtype, num_parts=1)
+        `memory`; dtype: of inputs and outputs of a quantized weight, float32 or bfloat16; consume:
+        whether its numbers are discarded meanwhile, so that few of them are in memory twice."""
+        super().__init__(weight, library, memory, dtype, num_parts=1, consume=consume)
         name = DTYPES[self.dtype]
         self._kernels = {
             self.dtype: self._kernel(f"linear_{name}"),
@@ -335,10 +415,12 @@ class NativeGatedWeight(_Packed):
         library: Library,
         memory: HugeMemory,
         dtype: torch.dtype | None = None,
+        *,
+        consume: bool = False,
     ) -> None:
         """weight: G, then U, [2 * size, in_features]; activation: see `reference.ACTIVATIONS`;
-        dtype: as `NativeWeight` has it."""
-        super().__init__(weight, library, memory, dtype, num_parts=2)
+        dtype, consume: as `NativeWeight` has them."""
+        super().__init__(weight, library, memory, dtype, num_parts=2, consume=consume)
         self._product = self._kernel(f"gated_linear_{DTYPES[self.dtype]}")
         self._activation = reference.ACTIVATIONS.index(activation)
 

@@ -1,0 +1,228 @@
+"""Loading a model takes hardly more memory than its weights have when they are packed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from benchmarks.quantized_layers import CONFIGS, GROUP_SIZE
+
+HIDDEN, INNER, NUM_LAYERS, VOCAB_SIZE = 768, 2304, 16, 16_384
+"""Enough weights that a second copy of them is far more than `SMALL_BYTES`."""
+
+SMALL_BYTES = 24 << 20
+"""What threads and the model's first steps take, whatever its size."""
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 12,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}
+
+# In a process of its own, whose memory nothing else has grown: the peak above what it had before.
+SCRIPT = """
+import json, re, sys
+from pathlib import Path
+import gguf, torch
+from pagewire_kernels.cpu.native_library import library
+from worker_service.config import ModelConfig
+from worker_service.loader import load_model
+
+def resident_bytes(kind):
+    return int(re.search(rf"{kind}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+
+def packed_bytes(model):
+    found = {}
+    for module in model.modules():
+        for value in [*vars(module).values(), *module.parameters(recurse=False)]:
+            if isinstance(value, torch.Tensor):
+                found[value.data_ptr()] = value.nbytes
+            elif hasattr(value, "num_bytes"):
+                found[value.address] = value.num_bytes
+    return sum(found.values())
+
+torch.set_num_threads(1)
+warm, path, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+load_model(ModelConfig(model=warm, device="cpu", dtype="bfloat16"))  # what is imported on the way
+before = resident_bytes("VmRSS")
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+loaded = load_model(ModelConfig(model=path, device="cpu", dtype="bfloat16", **options))
+peak = resident_bytes("VmHWM") - before
+print(json.dumps([packed_bytes(loaded.model), peak]))
+"""
+
+
+def _names() -> Iterator[tuple[str, list[int]]]:
+    """Of all matrices of layers, with their shapes."""
+    for layer in range(NUM_LAYERS):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            yield f"model.layers.{layer}.self_attn.{name}", [HIDDEN, HIDDEN]
+        for name in ("gate_proj", "up_proj"):
+            yield f"model.layers.{layer}.mlp.{name}", [INNER, HIDDEN]
+        yield f"model.layers.{layer}.mlp.down_proj", [HIDDEN, INNER]
+
+
+def _norms() -> Iterator[str]:
+    for layer in range(NUM_LAYERS):
+        yield f"model.layers.{layer}.input_layernorm.weight"
+        yield f"model.layers.{layer}.post_attention_layernorm.weight"
+    yield "model.norm.weight"
+
+
+def _write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None) -> Path:
+    path.mkdir()
+    shared = {name: torch.ones(HIDDEN, dtype=torch.bfloat16) for name in _norms()}
+    shared["model.embed_tokens.weight"] = _numbers([VOCAB_SIZE, HIDDEN])
+    save_file({**shared, **tensors}, path / "model.safetensors")
+    config = CONFIG if settings is None else {**CONFIG, "quantization_config": settings}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _numbers(shape: list[int]) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16).uniform_(-0.1, 0.1)
+
+
+def _words(*shape: int) -> Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
+
+
+def _dense(path: Path) -> Path:
+    return _write(path, {f"{name}.weight": _numbers(shape) for name, shape in _names()}, None)
+
+
+def _awq(path: Path) -> Path:
+    tensors = {}
+    for name, (outputs, inputs) in _names():
+        groups = inputs // GROUP_SIZE
+        tensors[f"{name}.qweight"] = _words(inputs, outputs // 8)
+        tensors[f"{name}.qzeros"] = _words(groups, outputs // 8)
+        tensors[f"{name}.scales"] = torch.rand(groups, outputs).half()
+    return _write(path, tensors, CONFIGS["awq"])
+
+
+def _w8a8(path: Path) -> Path:
+    tensors = {}
+    for name, (outputs, inputs) in _names():
+        tensors[f"{name}.weight"] = torch.randint(-128, 128, (outputs, inputs), dtype=torch.int8)
+        tensors[f"{name}.weight_scale"] = torch.rand(outputs, 1)
+    return _write(path, tensors, CONFIGS["w8a8"])
+
+
+def _gguf(kind: str, path: Path) -> Path:
+    file = path.with_suffix(".gguf")
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(512)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(NUM_LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(12)
+    writer.add_head_count_kv(12)
+    writer.add_layer_norm_rms_eps(1e-6)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, NUM_LAYERS)
+    random = np.random.default_rng(0)
+
+    def add(name: str, shape: list[int], kind: str) -> None:
+        data_type = gguf.GGMLQuantizationType[kind]
+        block, num_bytes = gguf.GGML_QUANT_SIZES[data_type]
+        outputs, inputs = shape
+        blocks = random.integers(0, 256, (outputs, inputs // block, num_bytes), np.uint8)
+        blocks &= 0x3B  # so that scales of half precision, wherever they are, are finite
+        stored = names.get_name(f"{name}.weight", try_suffixes=(".weight",))
+        assert stored is not None
+        writer.add_tensor(stored, blocks.reshape(outputs, -1), raw_dtype=data_type)
+
+    add("model.embed_tokens", [VOCAB_SIZE, HIDDEN], "Q6_K")
+    for name, shape in _names():
+        add(name, shape, kind)
+    for name in _norms():
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        assert stored is not None
+        writer.add_tensor(stored, np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints by format."""
+    folder = tmp_path_factory.mktemp("peak")
+    torch.manual_seed(0)
+    return {
+        "dense": _dense(folder / "dense"),
+        "awq": _awq(folder / "awq"),
+        "w8a8": _w8a8(folder / "w8a8"),
+        "Q4_K": _gguf("Q4_K", folder / "q4_k"),
+        "Q5_0": _gguf("Q5_0", folder / "q5_0"),
+    }
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak cannot be measured here"
+)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dense", {}),
+        ("dense", {"quantization": "int8"}),
+        ("dense", {"quantization": "int4"}),
+        ("awq", {}),
+        ("w8a8", {}),
+        ("Q4_K", {}),
+        ("Q5_0", {}),
+    ],
+)
+def test_the_peak_is_the_packed_weights_and_15_percent(
+    name: str, options: dict[str, Any], paths: dict[str, Path]
+) -> None:
+    packed, peak = _measure(paths, name, options)
+    assert packed <= peak <= 1.15 * packed + SMALL_BYTES
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_cache_of_rounded_weights_takes_no_more(
+    is_written: bool, paths: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {"quantization": "int4", "quantization_cache": str(tmp_path)}
+    if is_written:
+        _measure(paths, "dense", options)
+    packed, peak = _measure(paths, "dense", options)
+    assert packed <= peak <= 1.15 * packed + SMALL_BYTES
+
+
+def _measure(paths: dict[str, Path], name: str, options: dict[str, Any]) -> tuple[int, int]:
+    """(bytes of the packed weights, bytes that the process grew to at most while loading)"""
+    from tests.support.checkpoints import checkpoint
+
+    path = [entry for entry in sys.path if entry]
+    script = f"import sys; sys.path = {path!r}\n{SCRIPT}"
+    arguments = [str(checkpoint("llama")), str(paths[name]), json.dumps(options)]
+    run = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    packed, peak = json.loads(run.stdout.splitlines()[-1])
+    return packed, peak
