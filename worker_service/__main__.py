@@ -151,7 +151,7 @@ def _executor_of(config: WorkerConfig) -> "Executor":
 
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         return SimulatedExecutor(model, block_size, max_drafts=config.runner.max_drafts)
-    from worker_service.loader import load_draft_model, load_model
+    from worker_service.loader import load_model
     from worker_service.runner.model_executor import ModelExecutor, Profiler
 
     profiler = Profiler(Path(config.profile_dir))
@@ -160,14 +160,12 @@ def _executor_of(config: WorkerConfig) -> "Executor":
         from worker_service.distributed.communicator import Rendezvous
 
         rendezvous = Rendezvous(store, config.group.layout)
-    draft = config.runner.speculative_model
     return ModelExecutor(
         config.cache,
         profiler,
         lambda: load_model(model, config.cache),
         rendezvous,
         config.runner,
-        None if draft is None else lambda target: load_draft_model(draft, target, config.cache),
     )
 
 

@@ -218,7 +218,7 @@ class CacheConfig:
         _expect(swap is None or swap >= 0, "swap_space", "0 bytes or more", swap)
 
 
-DRAFTERS = ("ngram", "suffix", "draft")
+DRAFTERS = ("ngram", "suffix", "draft", "eagle")
 DEFAULT_SPECULATIVE_TOKENS = 15
 """With the last token 16, which AMX tiles compute in hardly more time than one."""
 
@@ -245,11 +245,12 @@ class RunnerConfig:
     speculative: str | None = None
     """Draft tokens and verify several in one step, without changing the output: ngram takes drafts
     from what followed the same tokens earlier in the prompt or output, suffix also from recent
-    outputs of the same tenant, draft from a second, smaller model. CPUs only."""
+    outputs of the same tenant, draft from a second, smaller model, eagle from a head that was
+    trained for the model (EAGLE-3). CPUs only."""
 
     speculative_model: str | None = None
-    """The model of `--speculative draft`: checkpoint directory or hub id, with the vocabulary of
-    `--model`. Loaded with the flags of `--model`."""
+    """The model of `--speculative draft`, or the head of `--speculative eagle`: checkpoint
+    directory or hub id, with the vocabulary of `--model`. Loaded with the flags of `--model`."""
 
     num_speculative_tokens: int | None = None
     """Maximum number of drafts added to a sequence's step."""
@@ -259,8 +260,10 @@ class RunnerConfig:
         _expect(size >= 1, "max_graph_batch_size", "at least 1", size)
         if self.speculative is not None:
             _expect_one_of(DRAFTERS, "speculative", self.speculative)
-        named, needs_model = self.speculative_model, self.speculative == "draft"
-        expected = "a directory or a hub id" if needs_model else "speculative draft with it"
+        named, needs_model = self.speculative_model, self.speculative in ("draft", "eagle")
+        expected = (
+            "a directory or a hub id" if needs_model else "speculative draft or eagle with it"
+        )
         _expect(bool(named) if needs_model else named is None, "speculative_model", expected, named)
         count = self.num_speculative_tokens
         if count is not None:
@@ -362,6 +365,9 @@ class WorkerConfig:
     """Directory for profiler traces."""
 
     def __post_init__(self) -> None:
+        num_ranks = self.group.layout.world_size
+        is_possible = self.runner.speculative != "eagle" or num_ranks == 1
+        _expect(is_possible, "speculative", "another drafter with several ranks", "eagle")
         grace = self.grace_period_s
         _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
         names = self.served_model_name

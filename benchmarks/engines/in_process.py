@@ -22,7 +22,7 @@ from service_common.version import VERSION
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.cpu_cores import limit_spinning
 from worker_service.engine.executor import Step
-from worker_service.loader import load_draft_model, load_model
+from worker_service.loader import load_model
 from worker_service.plan import StepResult
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.service import wire as worker_wire
@@ -74,13 +74,11 @@ class InProcess:
             kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
         )
         runner = RunnerConfig(**settings.get("runner", {}))
-        draft = runner.speculative_model
         executor = ModelExecutor(
             cache,
             Profiler(Path()),
             lambda: load_model(_model_config(settings)),
             runner=runner,
-            load_draft=None if draft is None else lambda of: load_draft_model(draft, of, cache),
         )
         facts = executor.load()
         self.executor = executor

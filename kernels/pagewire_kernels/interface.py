@@ -28,6 +28,10 @@ class LayerKernels(Protocol):
         """
         ...
 
+    def copy(self, x: Tensor) -> Tensor:
+        """A new tensor with the rows of x, [num_tokens, size], for what x is overwritten later."""
+        ...
+
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> Tensor:
@@ -263,3 +267,6 @@ class Computed(NamedTuple):
 
     head: HeadOutput | None = None
     """None if the LM head was not part of the program."""
+
+    captured: tuple[Tensor, ...] = ()
+    """[num_tokens, hidden_size] each: hidden states between layers, where a model keeps some."""

@@ -36,7 +36,7 @@ def main(
     ] = DEFAULT.preemption_mode,
     seed: Annotated[int, typer.Option(help="Seed of requests and disturbances.")] = DEFAULT.seed,
     speculative: Annotated[
-        str, typer.Option(help="ngram, draft or no; the undisturbed run has no drafts.")
+        str, typer.Option(help="ngram, draft, eagle or no; the undisturbed run has no drafts.")
     ] = DEFAULT.speculative,
     workers: Annotated[int, typer.Option()] = DEFAULT.num_workers,
     ranks: Annotated[int, typer.Option(help="Hosts of each worker.")] = DEFAULT.num_ranks,

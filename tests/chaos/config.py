@@ -25,7 +25,8 @@ class ChaosConfig:
     preemption_mode: str | None = None
     """As the core's flag; None: drawn."""
     speculative: str = "no"
-    """What drafts tokens: ngram, draft (the model itself), or no. The undisturbed run has none."""
+    """What drafts tokens: ngram, draft (the model itself), eagle (a random head), or no. The
+    undisturbed run has none."""
     num_workers: int = 3
     num_ranks: int = 1
     """Hosts of each worker, which share every layer; more than one needs namespaces."""

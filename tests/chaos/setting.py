@@ -8,6 +8,7 @@ from tests.chaos.config import ChaosConfig
 from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import Link, Network, star
 from tests.chaos.relays import RelayNetwork
+from tests.support.eagle_heads import head_for
 from tools.launch import ROOT
 
 EMBEDDED_MODEL = ROOT / "worker_service/embedded_model"
@@ -71,6 +72,8 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
     if config.speculative == "draft":  # whose KV takes half of the memory
         worker["--speculative-model"] = EMBEDDED_MODEL
         worker["--kv-cache-memory"] = BYTES_PER_TOKEN[config.dtype] * 4800
+    if config.speculative == "eagle":
+        worker["--speculative-model"] = head_for(hidden_size=128, vocab_size=1024)
     return Flags(
         core=[str(word) for flag in core.items() for word in flag],
         frontend=["--grace-period", "3"],

@@ -15,11 +15,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 
 from pagewire.v1 import plan_pb2
 from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import checkpoint
 from tests.support.deployment import Deployment, Received
+from tests.support.eagle_heads import head_for
 from tests.support.in_process import (
     CPU,
     AheadWorker,
@@ -36,10 +38,12 @@ from tests.support.random_configurations import (
 )
 from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.loader import load_model
+from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.models.interface import Model
+from worker_service.models.native import NativeModel
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import NgramDrafter
+from worker_service.runner.eagle_drafter import EagleDrafter
 from worker_service.runner.suffix_drafter import SuffixDrafter
 
 EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
@@ -49,7 +53,7 @@ QUICK = range(NUM_QUICK)
 LONG = range(NUM_QUICK, NUM_LONG)
 AHEAD = range(0, NUM_QUICK, 2)
 SPECULATING = QUICK
-DRAFTERS = ("knowing", "draft", "suffix", "ngram", "knowing")
+DRAFTERS = ("knowing", "draft", "suffix", "knowing", "ngram", "eagle", "knowing")
 """In turn; their number and that of the models have no common divisor."""
 
 KINDS = (
@@ -78,8 +82,13 @@ KINDS = (
 """What makes up a disturbed run. Each must have happened, or the test shows less than it says."""
 
 
-@cache
 def model(name: str) -> Model:
+    return loaded(name).model
+
+
+@cache
+def loaded(name: str, captures: bool = False) -> LoadedModel:
+    """captures: whether this one is for a head, which makes it keep hidden states."""
     name, _, rounded = name.partition("-")
     path = EMBEDDED if name == "embedded" else checkpoint(name)
     quantization = rounded if rounded in QUANTIZATIONS else None
@@ -91,7 +100,7 @@ def model(name: str) -> Model:
         config = ModelConfig(
             model=str(path), device="cpu", dtype="float32", quantization=quantization
         )
-        return load_model(config, cache).model
+        return load_model(config, cache)
 
 
 @cache
@@ -209,12 +218,13 @@ def speculation(number: int) -> Counter[str]:
         for received in undisturbed(number, True)
         for choice in received.choices
     ]
-    draw = Random(number)
+    draw, drawn = Random(number), configuration(number, True)
     worker_type = {
         "knowing": partial(SpeculatingWorker, drafter=KnowingDrafter(outputs)),
         "ngram": partial(SpeculatingWorker, drafter=NgramDrafter()),
         "suffix": worker_with_history,
         "draft": worker_with_draft_model,
+        "eagle": partial(worker_with_head, drawn.model),
     }[DRAFTERS[number % len(DRAFTERS)]]
     worker_type = partial(worker_type, num_drafts=draw.choice((1, 2, 4, 7)))
     return compare_runs(number, worker_type, speculates=True)
@@ -239,6 +249,28 @@ def worker_with_draft_model(
     drafter = DraftModel(model, cache.device_cache)
     options |= {"num_gpu_blocks": num_gpu_blocks, "block_size": block_size}
     return SpeculatingWorker(model, drafter=drafter, **options)
+
+
+def worker_with_head(
+    name: str, model: Model, *, num_gpu_blocks: int, num_cpu_blocks: int = 0, **options: Any
+) -> InProcessWorker:
+    """A worker whose drafts come from a random head; most are wrong. A model that runs through
+    transformers has n-grams."""
+    options |= {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
+    if not isinstance(model, NativeModel):
+        return SpeculatingWorker(model, drafter=NgramDrafter(), **options)
+    target = loaded(name, captures=True)
+    stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
+    path = head_for(model.hidden_size, model.vocab_size)
+    head = load_eagle_head(str(path), target, CacheConfig(kv_cache_dtype=stored))
+    cache = CacheEngine(
+        head.kv_cache_spec,
+        block_size=options["block_size"],
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        device=CPU,
+    )
+    return SpeculatingWorker(target.model, drafter=EagleDrafter(head, cache), **options)
 
 
 @pytest.mark.parametrize("number", SPECULATING)

@@ -51,6 +51,19 @@ def test_an_activation_has_the_same_bits_wherever_a_row_stands(
         assert torch.equal(kernels.act_and_mul(x[row, None], name)[0], products[row])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 400])
+def test_a_copy_stays_when_its_rows_change(
+    kernels: LayerKernels, num_rows: int, dtype: torch.dtype
+) -> None:
+    rows = _random(num_rows, 80).to(dtype)[:, :70]
+    before = rows.clone()
+    copied = kernels.copy(rows)
+    rows.zero_()
+    assert copied.dtype == dtype
+    assert torch.equal(copied, before)
+
+
 @pytest.mark.parametrize("size", [64, 60, 896, 4096])
 def test_a_norm_has_the_same_bits_for_any_number_of_rows(kernels: LayerKernels, size: int) -> None:
     rows, weight, bias = _random(70, size), _random(size, seed=1), _random(size, seed=2)

@@ -19,7 +19,7 @@ from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.distributed.layout import Layout
-from worker_service.loader import LoadedModel, load_draft_model, load_model
+from worker_service.loader import LoadedModel, load_model
 from worker_service.models.interface import Model
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
@@ -53,7 +53,7 @@ class RankThread:
         config = ModelConfig(
             model=str(model), device="cpu", dtype="float32", layout=layout, threads=1
         )
-        cache, draft = CacheConfig(block_size=block_size), runner.speculative_model
+        cache = CacheConfig(block_size=block_size)
 
         def load() -> LoadedModel:
             loaded = load_model(config, cache)
@@ -65,7 +65,6 @@ class RankThread:
             load,
             Rendezvous(TcpAddress("127.0.0.1", port), layout),
             runner,
-            (lambda target: load_draft_model(draft, target, cache)) if draft else None,
             AllDrafts(),
         )
         self.runner: ModelRunner | None = None

@@ -16,6 +16,7 @@ from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
 from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.sampling.draw import Filters, draw
 
@@ -48,7 +49,7 @@ def profile_blocks(
     num_graphs: int = 0,
     largest_graph: int = 0,
     state_bytes: int = 0,
-    draft: Model | None = None,
+    draft: Model | EagleHead | None = None,
 ) -> BlockCounts:
     """How many blocks fit together with the largest batch. Raises OutOfMemory if none does, or if
     there is less host memory than the settings require.
@@ -56,7 +57,8 @@ def profile_blocks(
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
     memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`. state_bytes:
     memory that a GPU needs for the state of sequences, beyond what it has allocated for it.
-    draft: a model on a CPU whose cache has as many blocks, from the same budget.
+    draft: a model on a CPU whose cache has as many blocks, from the same budget, or a head, whose
+    blocks are swapped, too.
     """
     swapped_bytes = block_bytes = model.kv_cache_spec.block_bytes(block_size)
     held_bytes = 0 if cache is None else cache.device_cache.nbytes
@@ -64,7 +66,10 @@ def profile_blocks(
         draft_bytes = draft.kv_cache_spec.block_bytes(block_size)
         held_bytes += 0 if cache is None else len(cache.device_cache) * draft_bytes
         block_bytes += draft_bytes
-        run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS)
+        if isinstance(draft, EagleHead):
+            swapped_bytes += draft_bytes
+        else:
+            run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS)
     if device.type == "cuda":
         later_bytes = state_bytes
         if num_graphs:

@@ -1,6 +1,7 @@
 """From a name on the command line to a model ready to run.
 
 load.py          `load_model`: find, choose kernels, build, fill, try
+eagle_head.py    a draft head, checked against its target
 model_files.py   a directory, the hub or the embedded model; assets for frontends; fingerprint
 gguf_file.py     GGUF files: metadata, and tensors one at a time
 gguf_blocks.py   their block formats as codes with scales and offsets
@@ -14,6 +15,7 @@ device.py        device, dtype, threads, and returning freed host memory
 trial.py         a first run that checks batch invariance
 """
 
+from worker_service.loader.eagle_head import load_eagle_head
 from worker_service.loader.load import LoadedModel, load_draft_model, load_model
 
-__all__ = ["LoadedModel", "load_draft_model", "load_model"]
+__all__ = ["LoadedModel", "load_draft_model", "load_eagle_head", "load_model"]

@@ -56,7 +56,8 @@ logger = logging.getLogger(__name__)
 
 
 FP8 = torch.float8_e4m3fn
-_CACHE_DTYPES = {"auto": None, "fp8": FP8, "int8": torch.int8}
+CACHE_DTYPES = {"auto": None, "fp8": FP8, "int8": torch.int8}
+"""By `--kv-cache-dtype`."""
 
 _SOFT_CAP_KEYS = ("attn_logit_softcapping", "attention_logit_cap")
 _MODELS_WITH_SINKS = ("gpt_oss",)
@@ -221,7 +222,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu" and config.cpus is not None:
         pin_threads(config.cpus)
-    cache_dtype = _CACHE_DTYPES[cache.kv_cache_dtype]
+    cache_dtype = CACHE_DTYPES[cache.kv_cache_dtype]
     needs = attention_needs(
         hf_config,
         dtype,
@@ -229,7 +230,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         block_size=cache.block_size,
         batch_invariant=config.batch_invariant,
     )
-    kernels = _kernels(device, needs, config.attention_backend)
+    kernels = choose_kernels(device, needs, config.attention_backend)
     if any(scheme.activations for _, scheme in schemes) and not has_quantized_products(
         dtype, device
     ):
@@ -295,7 +296,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     return loaded
 
 
-def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> LoadedModel:
+def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Model:
     """Load the model that drafts tokens for `target`, in blocks of as many tokens.
 
     Raises a `WorkerError` that names the option, also for another vocabulary.
@@ -318,7 +319,7 @@ def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Load
             f"speculative_model: expected a model with the {expected} tokens of"
             f" {target.config.model}, got {name} with {got}"
         )
-    return draft
+    return draft.model
 
 
 def require_cache_dtype(dtype: str, device: torch.device, attention: str | None) -> None:
@@ -332,7 +333,8 @@ def require_cache_dtype(dtype: str, device: torch.device, attention: str | None)
         raise InvalidOption("kv_cache_dtype: int8 is for CPUs; on a GPU expected auto or fp8")
 
 
-def _kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
+def choose_kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
+    """As `select_kernels`. Raises InvalidOption."""
     try:
         return select_kernels(device, needs, attention)
     except ValueError as error:

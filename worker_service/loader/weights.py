@@ -45,7 +45,7 @@ from worker_service.loader.quantized_checkpoint import (
 from worker_service.loader.quantized_formats import StoredTensor, StoredWeight
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Linear
-from worker_service.models.native import NativeModel
+from worker_service.models.native import LoadableModule, NativeModel
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +199,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def load_weights(
-    model: NativeModel,
+    model: LoadableModule,
     checkpoint: Checkpoint,
     *,
     others: Container[str] = (),
@@ -253,7 +253,7 @@ def _fill_some(
     wanted: deque[Wanted],
     on_filled: OnFilled,
     advance: Callable[[int], None],
-    model: NativeModel,
+    model: LoadableModule,
 ) -> int:
     """Fill the next targets whose tensors are in the same file; returns the bytes read.
 
@@ -303,7 +303,7 @@ def _fill_by_rows(checkpoint: Checkpoint, file: Path, name: str, weight: WeightT
     return int(target.nbytes)
 
 
-def _fill(tensors: Any, name: str, weight: WeightTarget, model: NativeModel) -> int:
+def _fill(tensors: Any, name: str, weight: WeightTarget, model: LoadableModule) -> int:
     """Returns the bytes of what was read."""
     if weight.keep is not None:
         quantized = _read_quantized(tensors, name)
@@ -319,7 +319,7 @@ def _fill(tensors: Any, name: str, weight: WeightTarget, model: NativeModel) -> 
 
 
 def _check_names(
-    model: NativeModel,
+    model: LoadableModule,
     checkpoint: Checkpoint,
     targets: Mapping[str, list[WeightTarget]],
     sources: Mapping[str, str],
@@ -405,7 +405,7 @@ def _read_scale(checkpoint: Checkpoint, name: str) -> float:
 class EagerPacking:
     """Packs linear layers while weights are loaded; called with each target once it is filled."""
 
-    def __init__(self, model: NativeModel) -> None:
+    def __init__(self, model: LoadableModule) -> None:
         self._num_missing = Counter(_memory_of(weight.target) for weight in model.weight_targets())
         self._linears: dict[int, list[Linear]] = defaultdict(list)
         """By the memory of their weights, which a tied head shares with the embedding."""

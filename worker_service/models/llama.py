@@ -52,8 +52,10 @@ class LlamaLayer(DecoderLayer):
         context: ModelContext,
         kernels: Kernels,
         rotary: RotaryTable,
+        attention_inputs: int | None = None,
     ) -> None:
-        """layer: its number in the whole model."""
+        """layer: its number in the whole model. attention_inputs: None: as many as a hidden state
+        has."""
         super().__init__()
         s, size, layout = settings, settings.hidden_size, context.communicator.layout
         heads = layout.even_shard(s.num_heads, "attention heads")
@@ -63,7 +65,10 @@ class LlamaLayer(DecoderLayer):
         attended, kv_size = heads.times(s.head_dim), kv_heads.times(s.head_dim)
         self.attention_norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
         self.qkv = Linear(
-            Shard.whole(size), [attended, kv_size, kv_size], bias=s.qkv_bias, context=context
+            Shard.whole(attention_inputs or size),
+            [attended, kv_size, kv_size],
+            bias=s.qkv_bias,
+            context=context,
         )
         self.output = RowParallelLinear(attended, size, bias=s.output_bias, context=context)
         self.query_norm: RMSNorm | None = None
@@ -95,12 +100,27 @@ class LlamaLayer(DecoderLayer):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor | None]:
-        x = self._attend(self.attention_norm(residual, x), positions, kv_cache, metadata)
-        return residual, self.down(self.gate_up(self.mlp_norm(residual, x)))
+        x = self.attention_norm(residual, x)
+        return residual, self.attend_and_mix(x, residual, positions, kv_cache, metadata)
 
-    def _attend(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    def attend_and_mix(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
     ) -> Tensor:
+        """Attention, whose output for `x` is added to `residual`, then the MLP, whose output is
+        returned."""
+        x = self.write_kv(x, positions, kv_cache, metadata.slot_mapping)
+        x = self.output(self.attention.attend(x, kv_cache, metadata))
+        return self.down(self.gate_up(self.mlp_norm(residual, x)))
+
+    def write_kv(
+        self, x: Tensor, positions: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        """Write the rows' keys and values into the cache. Returns their queries."""
         heads = self.qkv(x).unflatten(1, (-1, self._head_dim))
         query, key, value = heads.split(self._num_heads, dim=1)
         self._kernels.rotate_and_write_kv(
@@ -108,7 +128,7 @@ class LlamaLayer(DecoderLayer):
             key,
             value,
             *self.attention.cache(kv_cache),
-            metadata.slot_mapping,
+            slot_mapping,
             positions,
             self._rotary.cos,
             self._rotary.sin,
@@ -118,7 +138,7 @@ class LlamaLayer(DecoderLayer):
             key_scale=self.attention.key_scale,
             value_scale=self.attention.value_scale,
         )
-        return self.output(self.attention.attend(query, kv_cache, metadata))
+        return query
 
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         attention, mlp = f"{name}.self_attn", f"{name}.mlp"

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,15 +64,45 @@ class DecoderLayer(nn.Module, ABC):
         """Destinations of the checkpoint's tensors of the layer called `name`."""
 
 
-class NativeModel(nn.Module, ABC):
+class LoadableModule(nn.Module, ABC):
+    """Weights in our own code that a checkpoint's tensors fill."""
+
+    optional_names: ClassVar[re.Pattern[str]]
+    """Canonical names that a checkpoint may hold without a target for them."""
+
+    architecture: str
+
+    def __init__(self, architecture: str, context: ModelContext) -> None:
+        super().__init__()
+        self.architecture = architecture
+        self.dequantized = context.dequantized
+        self._needs_fixed_products = context.needs_fixed_products
+
+    @abstractmethod
+    def weight_targets(self) -> Iterator[WeightTarget]:
+        """Destinations of the tensors of a checkpoint; all must be filled."""
+
+    def canonical_name(self, name: str) -> str:
+        """The target's name of a tensor that the checkpoint calls `name`."""
+        return name
+
+    def finish_loading(self) -> None:
+        """Lay the weights out for the device. To be called once, with all targets filled."""
+        for module in self.modules():
+            if isinstance(module, Linear | VocabEmbedding):
+                module.pack()
+            if isinstance(module, Linear) and self._needs_fixed_products:
+                module.fix_order()
+
+
+class NativeModel(LoadableModule):
     """A model in our own code. A subclass adds its layers, and what else it has.
 
     A rank of a group builds its stage's layers only, and of each its own share.
     """
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(r"lm_head\.weight")
-    """Canonical names that a checkpoint may hold without a target for them, such as that of
-    a head that is tied to the embedding."""
+    """Such as that of a head that is tied to the embedding."""
 
     embedding_name: ClassVar[str]
     layers_name: ClassVar[str]
@@ -95,11 +125,11 @@ class NativeModel(nn.Module, ABC):
     def __init__(
         self, settings: ModelSettings, max_model_len: int, context: ModelContext, kernels: Kernels
     ) -> None:
-        super().__init__()
+        super().__init__(settings.architecture, context)
         s, layout = settings, context.communicator.layout
         self.communicator = context.communicator
-        self.architecture = s.architecture
         self.vocab_size = s.vocab_size
+        self.hidden_size = s.hidden_size
         self.max_model_len = max_model_len
         self._is_tied = s.tie_word_embeddings
         self._layer_range = layout.layer_range(s.num_layers)
@@ -117,11 +147,13 @@ class NativeModel(nn.Module, ABC):
             tied_to = self.embedding if s.tie_word_embeddings else None
             self.head = VocabHead(s.vocab_size, s.embedding_size, context, tied_to)
         self.layers = nn.ModuleList()
+        self._kernels = kernels
         self._run: ForwardFn | None = None
         if layout.world_size == 1:
             self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
-        self._needs_fixed_products = context.needs_fixed_products
-        self.dequantized = context.dequantized
+        self._captured_layers: tuple[int, ...] = ()
+        self._captured: list[list[Tensor]] = []
+        """The parts of each sum, as `run_layers` left them: of a recorded program, its buffers."""
         self.packs_with_triton = context.packs_with_triton
         self._hidden_like = context.empty(s.hidden_size)
 
@@ -132,10 +164,7 @@ class NativeModel(nn.Module, ABC):
             yield f"{self.layers_name}.{i}", layer
 
     def weight_targets(self) -> Iterator[WeightTarget]:
-        """Destinations of the tensors of a checkpoint; all must be filled.
-
-        A tied head of a later stage takes the embedding's numbers.
-        """
+        """A tied head of a later stage takes the embedding's numbers."""
         if self.embedding is not None:
             yield self.embedding.table_target(self.embedding_name)
         if self.head is not None and not (self._is_tied and self.embedding is not None):
@@ -151,9 +180,10 @@ class NativeModel(nn.Module, ABC):
         checkpoint may hold scales for."""
         return ()
 
-    def canonical_name(self, name: str) -> str:
-        """The name a target has for what a checkpoint calls `name`."""
-        return name
+    def capture(self, layers: Sequence[int]) -> None:
+        """Return what enters these layers with every pass, in `Computed.captured`. On one rank."""
+        self._captured_layers = tuple(layers)
+        self._run = self._kernels.prepare(self.embed, self.run_layers, self._apply_head)
 
     @abstractmethod
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -167,8 +197,13 @@ class NativeModel(nn.Module, ABC):
         residual: [num_tokens, hidden_size], the residual stream, which is overwritten.
         """
         x = None
-        for layer in self.layers:
+        captured: dict[int, list[Tensor]] = {}
+        for index, layer in enumerate(self.layers):
+            if index in self._captured_layers:
+                parts = (residual,) if x is None else (residual, x)
+                captured[index] = [self._kernels.layers.copy(part) for part in parts]
             residual, x = layer(residual, x, positions, kv_cache, metadata)
+        self._captured = [captured[index] for index in self._captured_layers]
         if self.norm is not None:
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
@@ -198,7 +233,14 @@ class NativeModel(nn.Module, ABC):
         """As `forward`; and of the rows `sampled`, int64 [num_sampled], also logits where these are
         a part of the same program."""
         if self._run is not None:
-            return self._run(token_ids, positions, kv_cache, metadata, sampled)
+            computed = self._run(token_ids, positions, kv_cache, metadata, sampled)
+            if not self._captured_layers:
+                return computed
+            num_rows = token_ids.shape[0]
+            captured = (
+                torch.stack([part[:num_rows] for part in parts]).sum(0) for parts in self._captured
+            )
+            return computed._replace(captured=tuple(captured))
         layout = self.communicator.layout
         if layout.is_first_stage:
             x = self.embed(token_ids, positions)
@@ -222,11 +264,3 @@ class NativeModel(nn.Module, ABC):
     def _apply_head(self, hidden_states: Tensor) -> Tensor:
         assert self.head is not None
         return self.head(hidden_states)
-
-    def finish_loading(self) -> None:
-        """Lay the weights out for the device. To be called once, with all targets filled."""
-        for module in self.modules():
-            if isinstance(module, Linear | VocabEmbedding):
-                module.pack()
-            if isinstance(module, Linear) and self._needs_fixed_products:
-                module.fix_order()

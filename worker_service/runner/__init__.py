@@ -10,6 +10,7 @@
 | `batch.py` | a step's rows, and the flattened inputs of the forward pass |
 | `draft_lengths.py` | how many guesses a step computes |
 | `draft_model.py` | guesses of a second, smaller model |
+| `eagle_drafter.py` | guesses of a head that reads the model's hidden states (EAGLE-3) |
 | `drafter.py` | guesses of the tokens that follow, from those that a sequence has |
 | `suffix_drafter.py` | guesses from recent outputs of the same tenant, too |
 | `speculation.py` | drafts: rows that compute guesses, and which guesses are kept |

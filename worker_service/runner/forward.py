@@ -34,8 +34,14 @@ class ForwardPass:
     ends: Int64Array
     """[num_rows]: one past the last; equal to the start where a row computed nothing."""
 
+    firsts: Int64Array
+    """[num_rows]: position of each row's first token."""
+
     head: HeadOutput | None
     """The LM head's output for the sampling rows, if it was part of the pass."""
+
+    captured: tuple[Tensor, ...]
+    """Hidden states between the model's layers; see `Computed`."""
 
 
 class HostForward:
@@ -50,11 +56,12 @@ class HostForward:
 
     def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
+        firsts = table.num_computed_tokens[rows.row_ids]
         if rows.are_decodes and self._decode_inputs is not None and len(rows.row_ids):
             inputs = self._decode_inputs.build(rows.row_ids, table)
             numbers = self._decode_inputs.numbers(len(rows.row_ids))
             starts = numbers.numpy()
-            return self._pass(inputs, numbers, starts, starts + 1)
+            return self._pass(inputs, numbers, starts, starts + 1, firsts)
         ends = rows.ends()
         if len(ends) == 0 or ends[-1] == 0:
             return None
@@ -63,7 +70,7 @@ class HostForward:
         # A fork samples from its parent's last state, which is then named twice.
         is_plain = len(rows.sampling) > 0 and len(rows.forks) == 0
         last = self._index(rows.last_states(ends)) if is_plain else None
-        return self._pass(inputs, last, np.append(0, ends[:-1]), ends)
+        return self._pass(inputs, last, np.append(0, ends[:-1]), ends, firsts)
 
     def last_logits(
         self, rows: StepRows, forward: ForwardPass
@@ -81,7 +88,12 @@ class HostForward:
         return self._logits_at(distinct, forward.hidden)[self._index(inverse)], None
 
     def _pass(
-        self, inputs: ForwardInputs, last: Tensor | None, starts: Int64Array, ends: Int64Array
+        self,
+        inputs: ForwardInputs,
+        last: Tensor | None,
+        starts: Int64Array,
+        ends: Int64Array,
+        firsts: Int64Array,
     ) -> ForwardPass:
         """Run the model; last: which hidden states are sampled from."""
         batch = inputs.token_ids, inputs.positions, self._kv_cache, inputs.metadata
@@ -89,7 +101,14 @@ class HostForward:
             computed = Computed(self._model.forward(*batch))
         else:
             computed = self._to_logits(*batch, last)
-        return ForwardPass(hidden=computed.hidden, starts=starts, ends=ends, head=computed.head)
+        return ForwardPass(
+            hidden=computed.hidden,
+            starts=starts,
+            ends=ends,
+            firsts=firsts,
+            head=computed.head,
+            captured=computed.captured,
+        )
 
     def _logits_at(self, positions: Int64Array, hidden: Tensor) -> Tensor:
         """Logits of some of the hidden states, named in rising order."""

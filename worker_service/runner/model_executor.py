@@ -17,9 +17,10 @@ from worker_service.engine.executor import BlockCounts, ModelFacts
 from worker_service.errors import DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import profile_blocks
-from worker_service.loader import LoadedModel
+from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
+from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_state import DeviceState, rows_for
@@ -27,6 +28,7 @@ from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_lengths import DraftLengths
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
+from worker_service.runner.eagle_drafter import EagleDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.suffix_drafter import SuffixDrafter
 
@@ -97,20 +99,17 @@ class ModelExecutor:
         load: Callable[[], LoadedModel],
         rendezvous: Rendezvous | None = None,
         runner: RunnerConfig | None = None,
-        load_draft: Callable[[LoadedModel], LoadedModel] | None = None,
         draft_lengths: DraftLengths | None = None,
     ) -> None:
-        """rendezvous: where the ranks join, if several share the model. load_draft: loads the draft
-        model of the model that it is given; None without one. draft_lengths: chooses numbers of
-        drafts; None: from measurements, which outlast an epoch."""
+        """rendezvous: where the ranks join, if several share the model. draft_lengths: chooses
+        numbers of drafts; None: from measurements, which outlast an epoch."""
         self._config = config
         self._profiler = profiler
         self._load = load
-        self._load_draft = load_draft
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
-        self._draft: Model | None = None
+        self._draft: Model | EagleHead | None = None
         self._draft_cache: CacheEngine | None = None
         self._draft_lengths = draft_lengths or DraftLengths()
         self._grammars: Grammars | None = None
@@ -135,8 +134,10 @@ class ModelExecutor:
             self._loaded = replace(self._loaded, batch_invariant=False)
         if self._runner.speculative is not None:
             self._check_speculation(self._loaded)
-        if self._load_draft is not None and self._loaded.communicator.layout.samples:
-            self._draft = self._load_draft(self._loaded).model
+        name = self._runner.speculative_model
+        if name is not None and self._loaded.communicator.layout.samples:
+            load = load_eagle_head if self._runner.speculative == "eagle" else load_draft_model
+            self._draft = load(name, self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return _facts_of(
@@ -200,12 +201,12 @@ class ModelExecutor:
             self._grammars,
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
-            drafter=self._make_drafter(num_gpu_blocks),
+            drafter=self._make_drafter(num_gpu_blocks, num_cpu_blocks),
             draft_lengths=self._draft_lengths,
             max_drafts=self._runner.max_drafts,
         )
 
-    def _make_drafter(self, num_gpu_blocks: int) -> Drafter | None:
+    def _make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Drafter | None:
         """On the rank that samples; the others receive its drafts."""
         if not self.loaded.communicator.layout.samples:
             return None
@@ -215,14 +216,17 @@ class ModelExecutor:
             return SuffixDrafter()
         if self._draft is None:
             return None
+        is_head = isinstance(self._draft, EagleHead)
         if self._draft_cache is None:
             self._draft_cache = CacheEngine(
                 self._draft.kv_cache_spec,
                 block_size=self.loaded.block_size,
                 num_gpu_blocks=num_gpu_blocks,
-                num_cpu_blocks=0,
+                num_cpu_blocks=num_cpu_blocks if is_head else 0,
                 device=self._device,
             )
+        if isinstance(self._draft, EagleHead):
+            return EagleDrafter(self._draft, self._draft_cache)
         return DraftModel(self._draft, self._draft_cache.device_cache)
 
     def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:

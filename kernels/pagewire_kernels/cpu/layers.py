@@ -3,6 +3,7 @@
 import ctypes
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,12 +40,19 @@ def take(
 
     Indices that are out of range give zeros.
     """
+    y, task = _take_task(table, num_rows)
+    task.num_rows = ctypes.addressof(batch) + getattr(Batch, count).offset
+    task.indices = ctypes.addressof(batch) + getattr(Batch, indices).offset
+    launch(library.kernel("take"), task, 1)
+    return y
+
+
+def _take_task(table: Tensor, num_rows: int) -> tuple[Tensor, TakeTask]:
+    """The rows to be filled, and a task without their number and indices."""
     require(table.stride(1) == 1, "a table with a dense last axis")
     size, item = table.shape[1], table.element_size()
     y = new_rows(num_rows, size, table.dtype)
     task = TakeTask(
-        num_rows=ctypes.addressof(batch) + getattr(Batch, count).offset,
-        indices=ctypes.addressof(batch) + getattr(Batch, indices).offset,
         table=table.data_ptr(),
         table_row_bytes=table.stride(0) * item,
         y=y.data_ptr(),
@@ -52,8 +60,7 @@ def take(
         row_bytes=size * item,
         table_rows=table.shape[0],
     )
-    launch(library.kernel("take"), task, 1)
-    return y
+    return y, task
 
 
 def find_largest(library: Library, x: Tensor) -> Largest:
@@ -99,6 +106,17 @@ class NativeLayerKernels:
         num_rows = token_ids.shape[0]
         batch = batch_of(num_rows, token_ids=token_ids)
         return take(self._library, table, num_rows, batch, "num_rows", "token_ids")
+
+    def copy(self, x: Tensor) -> Tensor:
+        """The rows, in memory of their own."""
+        y, task = _take_task(x, x.shape[0])
+        numbers = np.arange(x.shape[0], dtype=np.int64)
+        indices = ctypes.c_int64(numbers.ctypes.data)
+        task.num_rows, task.indices = count_address(x.shape[0]), ctypes.addressof(indices)
+        task.kept_alive = numbers, indices
+        num_threads = torch.get_num_threads() if x.numel() > _SERIAL_NUMBERS else 1
+        launch(self._library.kernel("take"), task, num_threads)
+        return y
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None

@@ -1,5 +1,7 @@
 """The reference as a backend."""
 
+import torch
+
 from pagewire_kernels import reference
 from pagewire_kernels.interface import Abilities
 
@@ -18,6 +20,7 @@ class TorchLayerKernels:
 
     name = "torch"
     embed = staticmethod(reference.embed)
+    copy = staticmethod(torch.clone)
     rms_norm = staticmethod(reference.rms_norm)
     layer_norm = staticmethod(reference.layer_norm)
     activate = staticmethod(reference.activate)

@@ -1,5 +1,6 @@
 """The `triton` attention backend."""
 
+import torch
 from torch import Tensor
 
 from pagewire_kernels import reference
@@ -112,6 +113,7 @@ class TritonLayerKernels:
 
     name = "triton"
     embed = staticmethod(reference.embed)
+    copy = staticmethod(torch.clone)
     rms_norm = staticmethod(rms_norm)
     layer_norm = staticmethod(layer_norm)
     activate = staticmethod(activate)

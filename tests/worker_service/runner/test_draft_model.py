@@ -230,7 +230,6 @@ def test_the_budget_holds_both_caches() -> None:
             lambda: load_model(model, cache),
             None,
             runner,
-            (lambda target: load_draft_model(name, target, cache)) if speculative else None,
         )
         made.load()
         return made

@@ -311,12 +311,12 @@ def test_prompts_with_log_probabilities_have_no_drafts() -> None:
     [
         (
             {"speculative": "oracle"},
-            "speculative: expected one of ngram, suffix, draft, got 'oracle'",
+            "speculative: expected one of ngram, suffix, draft, eagle, got 'oracle'",
         ),
         ({"speculative": "draft"}, "speculative_model: expected a directory or a hub id"),
         (
             {"speculative": "ngram", "speculative_model": "embedded"},
-            "speculative_model: expected speculative draft with it",
+            "speculative_model: expected speculative draft or eagle with it",
         ),
         ({"num_speculative_tokens": 3}, "num_speculative_tokens: expected speculative with it"),
         (

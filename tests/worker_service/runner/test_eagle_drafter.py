@@ -1,0 +1,436 @@
+"""Drafts of an EAGLE-3 head: those of a plain implementation, wherever its keys and values come
+from; outputs stay; heads of other models are refused."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
+from tests.support.eagle_heads import HEAD, head_tensors, make_head, write_head
+from tests.support.in_process import InProcessEngine, InProcessWorker
+from tests.worker_service.runner.test_draft_model import (
+    NUM_DRAFTS,
+    PROMPTS,
+    SAMPLING,
+    Counted,
+    config,
+    tokens_of,
+)
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.config import (
+    CacheConfig,
+    GroupConfig,
+    ModelConfig,
+    RunnerConfig,
+    WorkerConfig,
+)
+from worker_service.distributed.layout import Layout
+from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.loader import load_eagle_head, load_model
+from worker_service.models.eagle import EagleHead
+from worker_service.models.interface import Model
+from worker_service.runner.eagle_drafter import EagleDrafter
+from worker_service.runner.model_executor import ModelExecutor, Profiler
+from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.sequence_table import SequenceTable
+
+LAYERS = [1, 2, 4]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("target"), num_hidden_layers=5)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    layers = {"eagle_aux_hidden_state_layer_ids": LAYERS}
+    return make_head(tmp_path_factory.mktemp("head"), **layers)
+
+
+class Reference:
+    """A head in plain torch, which computes a sequence from its first token on for each draft."""
+
+    def __init__(self, target: Path, head: Path) -> None:
+        import transformers
+
+        self._target = transformers.LlamaForCausalLM.from_pretrained(target).eval()
+        self._weights = load_file(head / "model.safetensors")
+        self._config = json.loads((head / "config.json").read_text())
+        self._layers = self._config["eagle_aux_hidden_state_layer_ids"]
+        self.tokens = self._weights["d2t"] + torch.arange(len(self._weights["d2t"]))
+
+    @torch.no_grad()
+    def logits(self, tokens: list[int], num_drafts: int) -> Tensor:
+        """Of the draft vocabulary after `tokens`, whose last ones are drafts."""
+        num_computed = len(tokens) - num_drafts - 1
+        states = self._target(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        fused = torch.cat([states[layer][0] for layer in self._layers], dim=1)
+        hidden = fused[:num_computed] @ self._weights["fc.weight"].T
+        embedding = self._target.get_input_embeddings().weight
+        for _ in range(num_drafts + 1):
+            following = embedding[torch.tensor(tokens[1 : len(hidden) + 1])]
+            output = self._layer(following, hidden)
+            hidden = torch.cat([hidden, output[-1:]])
+        return self._norm(output[-1], "norm") @ self._weights["lm_head.weight"].T
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        size = (x.shape[-1],)
+        weight = self._weights[f"{name}.weight"]
+        return nn.functional.rms_norm(x, size, weight, self._config["rms_norm_eps"])
+
+    def _layer(self, following: Tensor, hidden: Tensor) -> Tensor:
+        """The hidden states after the layer; hidden: [num_rows, size], of all rows."""
+        normed = self._norm(hidden, "midlayer.hidden_norm")
+        x = torch.cat([self._norm(following, "midlayer.input_layernorm"), normed], dim=1)
+        residual = normed if self._config.get("norm_before_residual") else hidden
+        query, key, value = (
+            (x @ self._weights[f"midlayer.self_attn.{name}_proj.weight"].T).unflatten(
+                1, (-1, self._config["head_dim"])
+            )
+            for name in "qkv"
+        )
+        group = self._config["num_attention_heads"] // self._config["num_key_value_heads"]
+        key, value = (part.repeat_interleave(group, dim=1) for part in (_rotate(key), value))
+        attended = nn.functional.scaled_dot_product_attention(
+            *(part.transpose(0, 1) for part in (_rotate(query), key, value)), is_causal=True
+        )
+        attended = attended.transpose(0, 1).flatten(1)
+        residual = residual + attended @ self._weights["midlayer.self_attn.o_proj.weight"].T
+        x = self._norm(residual, "midlayer.post_attention_layernorm")
+        gate, up = (x @ self._weights[f"midlayer.mlp.{name}_proj.weight"].T for name in _GATED)
+        down = self._weights["midlayer.mlp.down_proj.weight"]
+        return residual + (nn.functional.silu(gate) * up) @ down.T
+
+
+_GATED = ("gate", "up")
+
+
+def _rotate(heads: Tensor) -> Tensor:
+    """RoPE of [num_rows, num_heads, head_dim], for rows from the first position on."""
+    num_rows, _, head_dim = heads.shape
+    powers = torch.arange(0, head_dim, 2) / head_dim
+    angles = torch.arange(num_rows)[:, None] * 10000.0**-powers
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Noted(EagleDrafter):
+    """Notes what it drafts."""
+
+    def __init__(self, head: EagleHead, cache: CacheEngine) -> None:
+        super().__init__(head, cache)
+        self.drafts: list[tuple[list[int], list[int]]] = []
+        """Tokens of a sequence, and its drafts."""
+
+    def propose(
+        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
+    ) -> list[Int32Array]:
+        found = super().propose(row_ids, counts, table)
+        for row_id, drafts in zip(row_ids.tolist(), found, strict=True):
+            tokens = table.token_ids[row_id, : table.num_tokens[row_id]].tolist()
+            self.drafts.append((tokens, drafts.tolist()))
+        return found
+
+
+class Engine(InProcessEngine):
+    """Drafts with a head, whose cache has the blocks of the model's."""
+
+    def __init__(self, model: Path, head: Path, **options: Any) -> None:
+        self.head_name = str(head)
+        self.counted = Counted()
+        super().__init__(model, **({"config": config()} | options))
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        blocks = {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
+        self.head = load_eagle_head(self.head_name, self.loaded, CacheConfig())
+        spec = self.head.kv_cache_spec
+        cache = CacheEngine(spec, block_size=self.block_size, device=self.device, **blocks)
+        self.drafter = Noted(self.head, cache)
+
+        def make_runner(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
+            return ModelRunner(
+                model, cache, block_size, drafter=self.drafter, draft_lengths=self.counted
+            )
+
+        return InProcessWorker(
+            self.loaded.model,
+            **blocks,
+            block_size=self.block_size,
+            make_runner=make_runner,
+            num_speculative_tokens=NUM_DRAFTS,
+        )
+
+    def assert_drafts_are_those_of(
+        self, reference: Reference, every: int = 7, num_without: int = 0
+    ) -> None:
+        """Greedy drafts have the largest logits of the reference, but for rounding. num_without:
+        the most steps that have none."""
+        assert len(self.drafter.drafts) > 20
+        assert sum(not drafts for _, drafts in self.drafter.drafts) <= num_without
+        for tokens, drafts in self.drafter.drafts[::every]:
+            for count, draft in enumerate(drafts):
+                logits = reference.logits([*tokens, *drafts[:count]], count)
+                [index] = np.flatnonzero(reference.tokens == draft)
+                assert logits.max() - logits[index] < 1e-3, (tokens, drafts, count)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_drafts_are_those_of_a_plain_implementation(
+    target: Path, head: Path, before: bool, tmp_path: Path
+) -> None:
+    """The layout of vLLM, too: the layer numbered, and a prefix."""
+    if before:
+        settings = json.loads((head / "config.json").read_text()) | {"norm_before_residual": True}
+        head = write_head(tmp_path / "head", load_file(head / "model.safetensors"), settings)
+    reference = Reference(target, head)
+    if before:
+        tensors = load_file(head / "model.safetensors")
+        renamed = {
+            name if name in ("d2t", "t2d", "lm_head.weight") else f"model.{name}": tensor
+            for name, tensor in tensors.items()
+        }
+        numbered = {name.replace("midlayer", "layers.0"): each for name, each in renamed.items()}
+        save_file(numbered, head / "model.safetensors")
+    limits = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    engine = Engine(target, head, config=SchedulerConfig(max_speculative_seqs=8, **limits))
+    engine.generate(PROMPTS, 12)
+    engine.assert_drafts_are_those_of(reference, every=3)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+def test_outputs_are_those_without_drafts(
+    target: Path, head: Path, sampling: dict[str, Any]
+) -> None:
+    plain = InProcessEngine(target).generate(PROMPTS, 40, num_choices=2, **sampling)
+    engine = Engine(target, head)
+    drafting = engine.generate(PROMPTS, 40, num_choices=2, **sampling)
+    assert tokens_of(drafting) == tokens_of(plain)
+    assert engine.counted.num_drafts > 100
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_drafts_stay_right_through_preemption_and_forks(
+    target: Path, head: Path, mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts end within a block, so that choices share no block that they continue differently.
+    The step after a swap has no drafts."""
+    prompts = [prompt[:-1] if len(prompt) % 4 == 0 else prompt for prompt in PROMPTS]
+    sampling = {"temperature": 0.0}
+    plain = InProcessEngine(target).generate(prompts, 60, num_choices=2, **sampling)
+    engine = Engine(
+        target,
+        head,
+        num_gpu_blocks=44,
+        num_cpu_blocks=256,
+        config=SchedulerConfig(max_speculative_seqs=2, preemption_mode=PreemptionMode(mode)),
+    )
+    drafting = engine.generate(prompts, 60, num_choices=2, **sampling)
+    assert tokens_of(drafting) == tokens_of(plain)
+    moved = "num_swapped" if mode == "swap" else "num_recomputed"
+    assert re.search(f"{moved}=[1-9]", caplog.text)
+    num_without = 2 if mode == "swap" else 0
+    engine.assert_drafts_are_those_of(Reference(target, head), 11, num_without)
+
+
+def test_a_cached_prefix_has_the_head_s_keys(target: Path, head: Path) -> None:
+    engine = Engine(target, head)
+    prompt = PROMPTS[3]
+    first = engine.generate([prompt], 20)
+    engine.drafter.drafts.clear()
+    second = engine.generate([[*prompt, *first[0].token_ids]], 30)
+    assert second[0].cached_tokens > len(prompt)
+    engine.assert_drafts_are_those_of(Reference(target, head))
+
+
+class Successors:
+    """A target whose next token depends on the last one alone, and a head that knows most of the
+    tokens after next."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        self.target = make_checkpoint("llama", folder / "target")
+        model = transformers.LlamaForCausalLM.from_pretrained(self.target)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+            model.save_pretrained(self.target)
+            embedded = model.get_input_embeddings().weight
+            following = model(torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0].argmax(1)
+            normed = nn.functional.normalize(embedded)
+            logits = torch.zeros(VOCAB_SIZE, HEAD["hidden_size"])
+            logits.index_add_(0, following[following], normed)
+        config = HEAD | {"draft_vocab_size": VOCAB_SIZE}
+        tensors = {name: each * 0 for name, each in head_tensors(config).items()}
+        size = HEAD["hidden_size"]
+        tensors["fc.weight"][:, :size] = torch.eye(size)
+        tensors["norm.weight"] += 1
+        tensors["lm_head.weight"] = logits * 10
+        del tensors["t2d"]
+        self.head = write_head(folder / "head", tensors, config)
+
+
+def test_right_drafts_are_kept(tmp_path: Path) -> None:
+    successors = Successors(tmp_path)
+    plain = InProcessEngine(successors.target).generate(PROMPTS, 40)
+    engine = Engine(successors.target, successors.head)
+    assert tokens_of(engine.generate(PROMPTS, 40)) == tokens_of(plain)
+    assert engine.counted.num_right > 40
+
+
+def test_no_drafts_beyond_the_length_of_the_head(target: Path, tmp_path: Path) -> None:
+    head = make_head(tmp_path, max_position_embeddings=30)
+    plain = InProcessEngine(target).generate(PROMPTS[:1], 60)
+    engine = Engine(target, head)
+    assert tokens_of(engine.generate(PROMPTS[:1], 60)) == tokens_of(plain)
+    lengths = [len(tokens) + len(drafts) for tokens, drafts in engine.drafter.drafts if drafts]
+    assert 25 < max(lengths) <= 30
+
+
+def change_config(**fields: Any) -> Callable[[Path], None]:
+    def change(head: Path) -> None:
+        config = json.loads((head / "config.json").read_text())
+        (head / "config.json").write_text(json.dumps(config | fields))
+
+    return change
+
+
+def change_tensors(**changed: Tensor | None) -> Callable[[Path], None]:
+    """By name, with _ for dots; None leaves it out."""
+
+    def change(head: Path) -> None:
+        tensors = load_file(head / "model.safetensors")
+        for name, tensor in changed.items():
+            name = next(known for known in tensors if known.replace(".", "_") == name)
+            if tensor is None:
+                del tensors[name]
+            else:
+                tensors[name] = tensor
+        save_file(tensors, head / "model.safetensors")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (change_config(vocab_size=301), InvalidOption, "vocab_size: expected 300"),
+        (change_config(num_hidden_layers=2), InvalidOption, "num_hidden_layers: expected 1"),
+        (change_config(target_hidden_size=32), InvalidOption, "target_hidden_size: expected 64"),
+        (
+            change_config(eagle_aux_hidden_state_layer_ids=None),
+            InvalidOption,
+            r"target's 2 layers, got none, which means \[2, 1, -1\]",
+        ),
+        (
+            change_config(architectures=["DeepSeekMTPModel"]),
+            InvalidOption,
+            "got DeepSeekMTPModel in .*: another kind of head",
+        ),
+        (
+            change_config(architectures=["EagleLlamaForCausalLM"]),
+            InvalidOption,
+            "another kind of head",
+        ),
+        (
+            change_config(architectures=["LlamaForCausalLM"], draft_vocab_size=None),
+            InvalidOption,
+            "expected a head of EAGLE-3 .* a whole model",
+        ),
+        (change_config(hidden_act="tanh"), UnsupportedModel, "activation"),
+        (change_config(num_attention_heads=8), BadCheckpoint, "q_proj.weight is"),
+        (change_tensors(fc_weight=None), BadCheckpoint, "missing tensors: fc.weight"),
+        (change_tensors(lm_head_weight=None), BadCheckpoint, "lm_head.weight is missing"),
+        (change_tensors(d2t=None), BadCheckpoint, "d2t is missing, which 120 of 300 tokens need"),
+        (change_tensors(d2t=torch.zeros(7)), BadCheckpoint, "d2t: expected 120 numbers"),
+        (
+            change_tensors(d2t=torch.full((120,), 200)),
+            BadCheckpoint,
+            "d2t: expected 120 different tokens below 300",
+        ),
+        (
+            change_tensors(t2d=torch.ones(300, dtype=torch.bool)),
+            BadCheckpoint,
+            "t2d: expected true for the tokens of d2t",
+        ),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    change: Callable[[Path], None], error: type[WorkerError], message: str, tmp_path: Path
+) -> None:
+    head = make_head(tmp_path)
+    change(head)
+    target = load_model(ModelConfig(model=str(checkpoint("llama")), device="cpu", dtype="float32"))
+    with pytest.raises(error, match=f"^speculative_model: .*{message}"):
+        load_eagle_head(str(head), target, CacheConfig())
+
+
+def test_a_target_that_runs_through_transformers_is_refused(tmp_path: Path) -> None:
+    target = load_model(ModelConfig(model=str(checkpoint("phi3")), device="cpu", dtype="float32"))
+    with pytest.raises(UnsupportedModel, match="got Phi3ForCausalLM, which runs through"):
+        load_eagle_head(str(make_head(tmp_path)), target, CacheConfig())
+
+
+def test_settings_of_other_tools_mean_the_same(target: Path, head: Path, tmp_path: Path) -> None:
+    """The same layers named by their outputs, or the configuration of `speculators`."""
+    config = json.loads((head / "config.json").read_text())
+    tensors = load_file(head / "model.safetensors")
+    del config["eagle_aux_hidden_state_layer_ids"]
+    inner = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in LAYERS]}
+    by_outputs = write_head(tmp_path / "outputs", tensors, config | {"eagle_config": inner})
+    speculators = {
+        "architectures": ["Eagle3DraftModel"],
+        "draft_vocab_size": config.pop("draft_vocab_size"),
+        "eagle_aux_hidden_state_layer_ids": LAYERS,
+        "transformer_layer_config": config,
+    }
+    nested = write_head(tmp_path / "nested", tensors, speculators)
+    drafts = []
+    for each in (head, by_outputs, nested):
+        engine = Engine(target, each)
+        engine.generate(PROMPTS[:2], 20)
+        drafts.append(engine.drafter.drafts)
+    assert drafts[0] == drafts[1] == drafts[2]
+
+
+def test_the_budget_and_the_swap_space_hold_both_caches(target: Path, head: Path) -> None:
+    def executor(**speculation: Any) -> ModelExecutor:
+        cache = CacheConfig(block_size=16, kv_cache_memory=2**20, swap_space=2**20)
+        model = ModelConfig(model=str(target), device="cpu", dtype="float32")
+        made = ModelExecutor(
+            cache,
+            Profiler(Path(".")),
+            lambda: load_model(model, cache),
+            None,
+            RunnerConfig(**speculation),
+        )
+        made.load()
+        return made
+
+    drafting = executor(speculative="eagle", speculative_model=str(head))
+    block_bytes = drafting.loaded.model.kv_cache_spec.block_bytes(16) + 16 * 2 * 2 * 16 * 4
+    counts = drafting.profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
+    assert counts.num_gpu_blocks == counts.num_cpu_blocks == 2**20 // block_bytes
+    drafting.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, 1)
+    assert drafting._draft_cache is not None
+    assert drafting._draft_cache.fits(counts.num_gpu_blocks, counts.num_cpu_blocks)
+
+
+def test_several_ranks_have_no_head() -> None:
+    group = GroupConfig(layout=Layout(tensor_parallel_size=2), distributed_init="127.0.0.1:1")
+    runner = RunnerConfig(speculative="eagle", speculative_model="head")
+    with pytest.raises(InvalidOption, match="speculative: expected another drafter with several"):
+        WorkerConfig(model=ModelConfig(model="embedded"), group=group, runner=runner)

@@ -1,0 +1,205 @@
+"""Loading a draft head of EAGLE-3, checked against its target.
+
+There are three layouts of the same tensors: that of the authors and of SGLang, vLLM's, and that of
+the `speculators` library, whose configuration has the layer's in `transformer_layer_config`. Which
+of the target's layers are fused is in one of two fields. In `eagle_config` an id names a layer
+whose output is meant; at the top level, one whose input is.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from worker_service.config import CacheConfig
+from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
+from worker_service.loader.load import (
+    CACHE_DTYPES,
+    LoadedModel,
+    attention_needs,
+    choose_kernels,
+)
+from worker_service.loader.model_files import read_config, resolve_model
+from worker_service.loader.quantized_checkpoint import read_schemes
+from worker_service.loader.weights import Checkpoint, EagerPacking, load_weights, open_checkpoint
+from worker_service.models.eagle import EagleHead, EagleSettings
+from worker_service.models.interface import ModelContext
+from worker_service.models.layers import ACTIVATIONS
+from worker_service.models.llama import llama_settings
+from worker_service.models.native import NativeModel
+from worker_service.models.registry import NATIVE_MODELS
+
+logger = logging.getLogger(__name__)
+
+_ARCHITECTURES = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3LlamaForCausalLM",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+)
+_OTHER_HEADS = re.compile(r"MTP|NextN|Medusa|Eagle|MLPSpeculator", re.IGNORECASE)
+
+
+def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead:
+    """Load the head that drafts tokens for `target`, which then returns what the head fuses.
+
+    Raises a `WorkerError` that names the option, also for a head of another model.
+    """
+    try:
+        return _load(name, target, cache)
+    except WorkerError as error:
+        raise type(error)(f"speculative_model: {error}") from error
+
+
+def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead:
+    model = target.model
+    if not isinstance(model, NativeModel):
+        raise UnsupportedModel(
+            f"heads of EAGLE-3 need a target among {', '.join(NATIVE_MODELS)}, got"
+            f" {model.architecture}, which runs through transformers"
+        )
+    model_dir = resolve_model(name)
+    config = _layer_config(read_config(model_dir), model_dir)
+    schemes = read_schemes(model_dir / "config.json", config)
+    checkpoint = open_checkpoint(model_dir, schemes)
+    settings = _settings(config, checkpoint, model)
+    dtype, device = getattr(torch, target.config.dtype), torch.device(target.config.device)
+    cache_dtype = CACHE_DTYPES[cache.kv_cache_dtype]
+    needs = attention_needs(
+        config,
+        dtype,
+        cache_dtype=cache_dtype,
+        block_size=target.block_size,
+        batch_invariant=target.config.batch_invariant,
+    )
+    context = ModelContext(
+        dtype=dtype,
+        device=device,
+        cache_dtype=cache_dtype,
+        batch_invariant=target.config.batch_invariant,
+        quantization=target.config.quantization,
+    )
+    kernels = choose_kernels(device, needs, target.config.attention_backend)
+    head = EagleHead(settings, model, context, kernels)
+    num_parameters = sum(weight.target.numel() for weight in head.weight_targets())
+    load_weights(
+        head,
+        checkpoint,
+        on_filled=EagerPacking(head),
+        show_progress=target.config.show_progress,
+    )
+    head.finish_loading()
+    head.use_draft_vocabulary(_draft_tokens(checkpoint, settings))
+    model.capture(settings.captured_layers)
+    logger.info(
+        "draft head loaded architecture=%s parameters=%d draft_vocab_size=%d layers=%s",
+        settings.layer.architecture,
+        num_parameters,
+        settings.draft_vocab_size,
+        ",".join(map(str, settings.captured_layers)),
+    )
+    return head
+
+
+def _layer_config(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
+    """The configuration as the authors write it. Raises InvalidOption, naming the architecture, if
+    it is not that of such a head."""
+    architecture = config["architectures"][0]
+    is_authors = architecture == "LlamaForCausalLM" and config.get("draft_vocab_size") is not None
+    if architecture not in _ARCHITECTURES and not is_authors:
+        kind = "another kind of head" if _OTHER_HEADS.search(architecture) else "a whole model"
+        raise InvalidOption(
+            f"expected a head of EAGLE-3 ({', '.join(_ARCHITECTURES)}), got {architecture} in"
+            f" {model_dir}: {kind}"
+        )
+    return {**config, **config.get("transformer_layer_config", {}), "architectures": [architecture]}
+
+
+def _settings(
+    config: Mapping[str, Any], checkpoint: Checkpoint, target: NativeModel
+) -> EagleSettings:
+    try:
+        layer = llama_settings({**config, "architectures": ["LlamaForCausalLM"]})
+    except KeyError as error:
+        raise BadCheckpoint(f"config.json: a head of EAGLE-3 needs the key {error}") from error
+    if layer is None or layer.activation not in ACTIVATIONS:
+        raise UnsupportedModel(
+            "config.json: expected an activation and rotary embeddings that models of Llama have"
+        )
+    expected = {
+        "num_hidden_layers": (layer.num_layers, 1),
+        "vocab_size": (layer.vocab_size, target.vocab_size),
+        "target_hidden_size": (
+            config.get("target_hidden_size") or layer.hidden_size,
+            target.hidden_size,
+        ),
+    }
+    for field, (got, wanted) in expected.items():
+        if got != wanted:
+            raise InvalidOption(
+                f"{field}: expected {wanted}, as {target.architecture} needs it, got {got}"
+            )
+    names = {name.removeprefix("model.") for name in checkpoint.file_of}
+    draft_vocab_size = config.get("draft_vocab_size") or layer.vocab_size
+    has_embedding, has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
+    if not has_embedding and layer.hidden_size != target.hidden_size:
+        raise BadCheckpoint(
+            "embed_tokens.weight is missing, and the target's embedding has"
+            f" {target.hidden_size} columns, not {layer.hidden_size}"
+        )
+    if not has_head and (draft_vocab_size, layer.hidden_size) != (
+        target.vocab_size,
+        target.hidden_size,
+    ):
+        raise BadCheckpoint("lm_head.weight is missing, and the target's has another shape")
+    return EagleSettings(
+        layer=replace(layer, architecture=config["architectures"][0]),
+        draft_vocab_size=draft_vocab_size,
+        captured_layers=_captured_layers(config, len(target.layers)),
+        norm_before_residual=bool(config.get("norm_before_residual", False)),
+        has_embedding=has_embedding,
+        has_head=has_head,
+    )
+
+
+def _captured_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """The layers whose inputs are fused."""
+    field = "eagle_aux_hidden_state_layer_ids"
+    layers = [2, num_layers // 2, num_layers - 3]
+    if inner := (config.get("eagle_config") or {}).get(field):
+        layers = [layer + 1 for layer in inner]
+    layers = config.get(field) or layers
+    if not all(isinstance(layer, int) and 0 <= layer < num_layers for layer in layers):
+        raise InvalidOption(
+            f"{field}: expected layers whose outputs enter one of the target's {num_layers}"
+            f" layers, got {config.get(field) or inner or f'none, which means {layers}'}"
+        )
+    return tuple(layers)
+
+
+def _draft_tokens(checkpoint: Checkpoint, settings: EagleSettings) -> Tensor:
+    """The token of each logit, from `d2t`, which has the differences of the two ids."""
+    size, vocab_size = settings.draft_vocab_size, settings.layer.vocab_size
+    tokens = torch.arange(size)
+    with checkpoint.reader() as read:
+        if "d2t" in checkpoint.file_of:
+            offsets = read("d2t")
+            if not isinstance(offsets, Tensor) or offsets.shape != (size,):
+                raise BadCheckpoint(f"d2t: expected {size} numbers, as draft_vocab_size has it")
+            tokens = tokens + offsets.long()
+        elif size != vocab_size:
+            raise BadCheckpoint(f"d2t is missing, which {size} of {vocab_size} tokens need")
+        if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < size:
+            raise BadCheckpoint(f"d2t: expected {size} different tokens below {vocab_size}")
+        if "t2d" in checkpoint.file_of:
+            is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
+            is_drafted[tokens] = True
+            mask = read("t2d")
+            if not isinstance(mask, Tensor) or not torch.equal(mask.bool(), is_drafted):
+                raise BadCheckpoint("t2d: expected true for the tokens of d2t, and for no other")
+    return tokens

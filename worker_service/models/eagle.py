@@ -1,0 +1,157 @@
+"""The draft head of EAGLE-3 (Li et al. 2025): one layer that guesses tokens from the hidden states
+of the model that it was trained for, its target.
+
+Row t of a sequence has two inputs: token t + 1, and a hidden state that stands for token t. That
+state is a linear function of what entered three of the target's layers at token t, for tokens that
+the target has computed, and the head's own output of row t - 1 for those that it has not: drafts.
+The row's output predicts token t + 2. Its embedding is usually the target's, and its logits are for
+the draft vocabulary, the most frequent tokens.
+
+Keys and values depend on a row's inputs alone, since there is one layer. So rows that predict
+nothing cost a small part of the head, `write_kv`.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.select import Kernels
+from worker_service.distributed.layout import Shard
+from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
+from worker_service.models.layers import RMSNorm, RotaryTable, norm_targets
+from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
+from worker_service.models.llama import LlamaLayer, LlamaSettings
+from worker_service.models.native import LoadableModule, NativeModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleSettings:
+    """Shape of a head."""
+
+    layer: LlamaSettings
+    """Of its layer. The vocabulary is the target's."""
+
+    draft_vocab_size: int
+    captured_layers: tuple[int, ...]
+    """The target's layers whose inputs are fused, in the order in which `fc` takes them."""
+
+    norm_before_residual: bool
+    """Whether the residual stream begins with the normalised hidden state."""
+
+    has_embedding: bool
+    has_head: bool
+    """Whether the checkpoint has its own, or the target's are used."""
+
+
+class EagleHead(LoadableModule):
+    """A head and, where it has none of its own, the target's embedding and LM head."""
+
+    optional_names: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*rotary_emb\.inv_freq")
+
+    def __init__(
+        self, settings: EagleSettings, target: NativeModel, context: ModelContext, kernels: Kernels
+    ) -> None:
+        s, size = settings.layer, settings.layer.hidden_size
+        super().__init__(s.architecture, context)
+        self.vocab_size = s.vocab_size
+        self.max_model_len = min(s.max_model_len, target.max_model_len)
+        self.captured_layers = settings.captured_layers
+        self.kv_cache_spec = KVCacheSpec(
+            num_layers=1,
+            num_kv_heads=s.num_kv_heads,
+            head_dim=s.head_dim,
+            dtype=context.kv_dtype,
+        )
+        fused = Shard.whole(len(settings.captured_layers) * target.hidden_size)
+        self.fc = Linear(fused, [Shard.whole(size)], bias=False, context=context)
+        self.hidden_norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
+        rotary = RotaryTable(s.rotary, self.max_model_len, context.dtype, context.device)
+        self.layer = LlamaLayer(s, 0, context, kernels, rotary, attention_inputs=2 * size)
+        self.norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
+        self.embedding: VocabEmbedding | None = None
+        self.head: VocabHead | None = None
+        if settings.has_embedding:
+            self.embedding = VocabEmbedding(s.vocab_size, size, context, kernels.layers)
+        if settings.has_head:
+            self.head = VocabHead(settings.draft_vocab_size, size, context, None)
+        self._norm_before_residual = settings.norm_before_residual
+        self._target = [target]  # in a list: not a module of its own
+        self._tokens: Tensor | None = None
+        self.hidden_like = context.empty(0, size)
+        """The dtype, device and width of hidden states."""
+
+    def weight_targets(self) -> Iterator[WeightTarget]:
+        """By the names of the authors' checkpoints."""
+        if self.embedding is not None:
+            yield self.embedding.table_target("embed_tokens.weight")
+        if self.head is not None:
+            yield self.head.table_target("lm_head.weight")
+        yield from self.fc.targets("fc")
+        yield from norm_targets("midlayer.hidden_norm", self.hidden_norm)
+        yield from self.layer.weight_targets("midlayer")
+        yield from norm_targets("norm", self.norm)
+
+    def canonical_name(self, name: str) -> str:
+        """vLLM's tools number the layer, and some add the prefix of a whole model."""
+        return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
+
+    def use_draft_vocabulary(self, tokens: Tensor) -> None:
+        """tokens: int64 [draft_vocab_size], the token of each logit of the head."""
+        self._tokens = tokens.to(self.hidden_like.device)
+
+    def fuse(self, captured: tuple[Tensor, ...]) -> Tensor:
+        """The hidden states that stand for tokens which the target has computed: its `captured`,
+        [num_tokens, hidden_size of the target] each; returns [num_tokens, hidden_size]."""
+        return self.fc(torch.cat(captured, dim=1))
+
+    def write_kv(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None:
+        """Write the rows' keys and values into the cache.
+
+        token_ids: the tokens after `positions`; int64 [num_rows], as the slots of the rows.
+        """
+        inputs, _ = self._inputs(token_ids, hidden)
+        self.layer.write_kv(inputs, positions, kv_cache, slot_mapping)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        """Arguments as of `write_kv`, which this does, too. Returns what logits are computed from,
+        and the hidden states of the next rows, if their tokens are drafts: [num_rows, hidden_size]
+        each. Overwrites `hidden`."""
+        inputs, residual = self._inputs(token_ids, hidden)
+        x = self.layer.attend_and_mix(inputs, residual, positions, kv_cache, metadata)
+        return self.norm(residual, x), residual
+
+    def compute_logits(self, rows: Tensor) -> Tensor:
+        """float32 [num_rows, vocab_size]: minus infinity beyond the draft vocabulary."""
+        logits: Tensor = (self.head or self._target[0].compute_logits)(rows)
+        if self._tokens is None:
+            return logits
+        of_all = logits.new_full((len(rows), self.vocab_size), float("-inf"))
+        of_all[:, self._tokens] = logits
+        return of_all
+
+    def _inputs(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The attention's inputs, and the residual stream."""
+        embed = self.embedding or self._target[0].embedding
+        assert embed is not None, "the target is a whole model"
+        normed = self.hidden_norm(hidden)
+        inputs = torch.cat([self.layer.attention_norm(embed(token_ids)), normed], dim=1)
+        return inputs, normed if self._norm_before_residual else hidden
