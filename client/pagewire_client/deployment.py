@@ -137,6 +137,8 @@ class RequestStatus:
     num_cached_tokens: int
     num_computed_tokens: int
     num_output_tokens: int
+    num_accepted_drafts: int
+    """Of these, the ones that came as drafts of speculative decoding."""
     max_tokens: int
     num_sequences: int
     age_s: float

@@ -56,13 +56,13 @@ async def test_tokens_are_counted_by_usage_whatever_the_text() -> None:
     last = {"choices": [], "usage": {"completion_tokens": 4}}
     server = FakeServer([event(1, ""), event(2), event(2), event(4, "a b"), last, "[DONE]"])
     async with server.target() as target:
-        assert [number async for number in target.stream(ARRIVAL)] == [1, 1, 2]
+        assert [each.num_tokens async for each in target.stream(ARRIVAL)] == [1, 1, 2]
 
 
 async def test_it_asks_for_so_many_greedy_tokens_past_any_end() -> None:
     server = FakeServer([event(4), "[DONE]"])
     async with server.target() as target:
-        assert [number async for number in target.stream(ARRIVAL)] == [4]
+        assert [each.num_tokens async for each in target.stream(ARRIVAL)] == [4]
     [body] = server.bodies
     assert (body["model"], body["prompt"], body["max_tokens"]) == ("the-model", [11, 12, 13], 4)
     assert (body["temperature"], body["ignore_eos"], body["stream"]) == (0.0, True, True)

@@ -103,6 +103,8 @@ export interface Timings {
   unaccountedUs: string;
   /** How often it was resumed on workers of another arithmetic; later tokens may then differ. */
   numInexactRecoveries: number;
+  /** Output tokens that came as drafts of speculative decoding. */
+  numAcceptedDrafts: number;
 }
 
 export interface Answer {
