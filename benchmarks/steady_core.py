@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from time import thread_time_ns
 
 from pagewire.v1.plan_pb2 import StepResult as StepResultMessage
@@ -179,10 +179,11 @@ def _request(index: int, queue: Queue) -> Request:
 
 
 def _answer(plan: StepPlan) -> bytes:
-    num_tokens = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+    samples = plan.sample or [True] * len(plan.seq_ids)
+    num_tokens = sum(samples)
     message = StepResultMessage(epoch=1, step_id=plan.step_id)
     if plan.lookahead is not None:
-        rows = enumerate(plan.lookahead, start=plan.step_id)
+        rows = enumerate(compress(plan.lookahead, samples), start=plan.step_id)
         message.num_sampled = bytes(1 + place % (1 + most) for place, most in rows)
         num_tokens = sum(message.num_sampled)
     message.token_ids = TOKEN_ID.to_bytes(4, "little") * num_tokens
