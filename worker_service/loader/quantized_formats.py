@@ -338,6 +338,10 @@ class Int8(_Compressed):
         return replace(weight, activations=activations)
 
 
+_FP8_NAN = 0x7F
+"""The one magnitude of float8_e4m3fn that is not a number."""
+
+
 class Fp8(StoredWeight):
     """Floats of 8 bits, with scales of blocks, groups, outputs or the whole tensor.
 
@@ -379,6 +383,8 @@ class Fp8(StoredWeight):
         scales = self._scales(read, self._scale).repeat_interleave(rows, 0)[:out_features]
         scales = scales.repeat_interleave(columns // size, 1)[:, : in_features // size]
         codes = read("weight").view(torch.uint8)
+        if (codes & _FP8_NAN == _FP8_NAN).any():
+            raise self._fault(f"{self.name}: expected numbers only, got NaN")
         return QuantizedWeight(codes=codes, scales=scales.contiguous(), is_float=True)
 
 

@@ -1,6 +1,7 @@
 """Errors name the path, option or checkpoint that is wrong."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -134,6 +135,29 @@ def test_misshapen_tensors_of_models_of_transformers_are_named(tmp_path: Path) -
     name = "model.layers.0.self_attn.k_proj.weight"
     _edit_weights(path, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
     with pytest.raises(BadCheckpoint, match=rf"misshapen tensors: .*{name}.*3, 4.*32, 64"):
+        _load(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w1.weight"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+        ("qwen3_moe", "model.layers.1.mlp.experts.0.up_proj.weight"),
+    ],
+)
+def test_a_missing_or_misshapen_tensor_of_an_expert_is_named(
+    family: str, name: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(family, tmp_path)
+    whole = load_file(path / "model.safetensors")[name]
+    _edit_weights(path, lambda tensors: tensors.update({name: whole[1:].clone()}))
+    found, expected = [whole.shape[0] - 1, whole.shape[1]], list(whole.shape)
+    message = f"misshapen tensors: {name} is {found}, expected {expected}"
+    with pytest.raises(BadCheckpoint, match=re.escape(message)):
+        _load(path)
+    _edit_weights(path, lambda tensors: tensors.pop(name))
+    with pytest.raises(BadCheckpoint, match=rf"missing tensors: {re.escape(name)}$"):
         _load(path)
 
 

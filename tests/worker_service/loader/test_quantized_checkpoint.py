@@ -701,8 +701,6 @@ def test_no_part_of_a_weight_can_be_damaged(
         path = shutil.copytree(source, tmp_path / part)
         tensors = load_file(path / "model.safetensors")
         damaged = damage(tensors.pop(part))
-        if part.endswith("down_proj.weight") and damaged is not None and damaged.isnan().all():
-            continue  # codes cannot be wrong
         if damaged is not None:
             tensors[part] = damaged
         save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

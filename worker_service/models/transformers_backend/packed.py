@@ -10,6 +10,7 @@ loading.
 """
 
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -26,6 +27,7 @@ from transformers.core_model_loading import (
 )
 
 from pagewire_kernels.quantized_weight import QuantizedWeight, stack
+from worker_service.errors import BadCheckpoint
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
     HEAD_ROUNDING,
@@ -46,11 +48,18 @@ logger = logging.getLogger(__name__)
 Read = Callable[[str], Tensor | QuantizedWeight]
 """Reads a tensor of the checkpoint, one in fewer bits as it is."""
 
+Sources = dict[str, tuple[list[tuple[str, int]], list[list[str]]]]
+"""By parameter: the library's operations, and the tensors that they join: a list for each place in
+the stack of outputs, with a tensor for each expert."""
+
 Tables = dict[Tensor, PackedTable]
 """The packed tables of embeddings, by what they have as `weight`."""
 
 _JOINS = {2: [("Concatenate", 0)], 3: [("MergeModulelist", 0), ("Concatenate", 1)]}
 """The library's operations that stack outputs, by the dimensions of the result."""
+
+_EXPERT = re.compile(r"(.*\.)\d+(\.[^.]+\.weight)")
+"""The name of a tensor that belongs to one of several experts."""
 
 _EXPERT_PARTS = ("gate_up_proj", "down_proj")
 
@@ -174,12 +183,17 @@ class Packing:
 
     def plan(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Choose what is packed while it is loaded; tensors: slices as those of `safe_open`, by
-        name. Returns those that are left to the library."""
+        name. Returns those that are left to the library.
+
+        Raises BadCheckpoint if a tensor of an expert is missing or misshapen: the library's error
+        does not name it.
+        """
         quantized = {n: t for n, t in tensors.items() if getattr(t, "is_quantized", False)}
         self._sizes = {name: prod(tensor.get_shape()) for name, tensor in quantized.items()}
-        sources = {}
-        if has_quantized_products(self._context.dtype, self._context.device):
-            sources = self._sources(tensors)
+        sources = self._sources(tensors)
+        self._check_experts(tensors, sources)
+        if not has_quantized_products(self._context.dtype, self._context.device):
+            sources = {}
         for target, (operations, columns) in sources.items():
             stacks = list(zip(*columns, strict=False))
             if self._is_packable(target, operations) and all(
@@ -200,11 +214,36 @@ class Packing:
         self._dequantized = self._sizes.keys() & left.keys()
         return left
 
-    def _sources(
-        self, tensors: Mapping[str, Any]
-    ) -> dict[str, tuple[list[tuple[str, int]], list[list[str]]]]:
-        """By parameter: the library's operations, and the tensors that they join: a list for each
-        place in the stack of outputs, with a tensor for each expert."""
+    def _check_experts(self, tensors: Mapping[str, Any], sources: Sources) -> None:
+        """Raise BadCheckpoint, naming tensors of experts that are missing or misshapen."""
+        missing, misshapen = [], []
+        for target, (operations, columns) in sources.items():
+            stacks_experts = operations and operations == _JOINS[3][: len(operations)]
+            if target not in self._weights or not stacks_experts:
+                continue
+            num_experts, rows, inputs = self._weights[target].shape
+            expected = [rows // len(columns), inputs]
+            for column in columns:
+                example = _EXPERT.fullmatch(column[0]) if column else None
+                if example is not None:
+                    names = [f"{example[1]}{i}{example[2]}" for i in range(num_experts)]
+                    missing += [name for name in names if name not in tensors]
+                elif not column:
+                    missing.append(f"those of a part of {target}")
+                shapes = ((name, tensors[name].get_shape()) for name in column)
+                misshapen += [
+                    f"{name} is {shape}, expected {expected}"
+                    for name, shape in shapes
+                    if shape != expected
+                ]
+        faults = {"missing tensors": missing, "misshapen tensors": misshapen}
+        found = [f"{kind}: {', '.join(of[:_MAX_NAMES])}" for kind, of in faults.items() if of]
+        if found:
+            architecture = type(self._outline).__name__
+            raise BadCheckpoint(f"weights do not fit {architecture}: {'; '.join(found)}")
+
+    def _sources(self, tensors: Mapping[str, Any]) -> Sources:
+        """What the library makes parameters of."""
         conversions = get_model_conversion_mapping(self._outline)
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
