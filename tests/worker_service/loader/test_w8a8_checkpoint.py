@@ -100,12 +100,13 @@ FAMILIES = ["llama", "qwen2", "qwen3", "opt", "mixtral", "phi3", "gemma2"]
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_rounded_inputs(family: str, kind: str, tmp_path: Path) -> None:
-    """A symmetric scale of a row puts its largest number, if it is negative, in the middle between
-    two codes. There the last bit of float32 decides, and a code that differs is seen in others."""
+    """With a scale of its own, a number of a row may lie in the middle between two codes; with a
+    symmetric one the largest does, if it is negative. There the last bit of float32 decides, which
+    depends on the processor, and a code that differs is seen in others."""
     path, reference = _make(tmp_path, INPUTS[kind], family=family)
     errors = _errors(path, reference, INPUTS[kind])
     unrounded = _errors(path, reference, None)
-    if kind == "dynamic":
+    if kind.startswith("dynamic"):
         assert errors.max() < 0.15
         assert errors.median() < unrounded.median() / 8
     else:
