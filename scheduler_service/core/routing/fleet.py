@@ -131,10 +131,12 @@ class ServedModel:
         unless all are away, which may return with other capacities."""
         self.former_until_us = inf
         if self.schedulers:
-            most_tokens = max(each.num_cache_tokens for each in self.capacities())
+            capacities = self.capacities()
+            most_tokens = max(each.num_cache_tokens for each in capacities)
             for seq_group in self.unschedulable:
-                if seq_group.request.is_continued and not seq_group.outgrown_tokens:
-                    seq_group.outgrown_tokens = most_tokens
+                # One that fits a lost group waits as long as that is expected.
+                if seq_group.request.is_continued and not any(map(seq_group.fits, capacities)):
+                    seq_group.outgrown_tokens = seq_group.outgrown_tokens or most_tokens
 
     def stranded(self) -> list[SequenceGroup]:
         """Requests that have outgrown all worker groups that are here or expected back."""
@@ -276,6 +278,8 @@ class ServedModel:
         )
         too_late = round_.run(why_late, now_us)
         self._set_aside([*self.waiting.of_kind(()), *round_.unfit], now_us)
+        if not self.unschedulable:
+            self.former_until_us = inf
         self.woken.update(each.capacity.worker_group_id for each in round_.routed.values())
         if round_.routed:
             self.wake_drained()

@@ -191,6 +191,25 @@ def test_a_group_that_returns_in_time_takes_what_a_former_core_accepted() -> Non
     driver.check_empty()
 
 
+def test_a_group_that_returned_and_was_lost_is_waited_for_as_long_as_any() -> None:
+    driver = CoreDriver(dataclasses.replace(CONFIG, max_outgrown_wait_s=30.0))
+    record = driver.submit(prompt=[1] * 17, max_tokens=4)
+    driver.lose_core()
+    add(driver, "small", num_gpu_blocks=SMALL)
+    driver.run_until_idle()
+    driver.expire(20.0)
+    add(driver, "large")
+    driver.lose_worker_group("large")
+    driver.run_until_idle()
+    driver.expire(20.0)
+    driver.run_until_idle()
+    assert record.is_live, "the lost group is expected for ten seconds more"
+    add(driver, "larger")
+    driver.run_until_idle()
+    assert record.finished is not None
+    driver.check_empty()
+
+
 def test_a_new_request_waits_for_a_lost_worker_group_that_alone_is_large_enough() -> None:
     driver = make_driver()
     add(driver, "large")
