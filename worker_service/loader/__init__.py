@@ -3,8 +3,7 @@
 load.py          `load_model`: find, choose kernels, build, fill, try
 eagle_head.py    a draft head, checked against its target
 model_files.py   a directory, the hub or the embedded model; assets for frontends; fingerprint
-gguf_file.py     GGUF files: metadata, and tensors one at a time
-gguf_blocks.py   their block formats as codes with scales and offsets
+gguf_file.py     GGUF files: metadata, and tensors one at a time, dense or packed
 gguf_model.py    their configuration and tensors as `transformers` names them
 gguf_tokenizer.py  their tokenizer and chat template as files for frontends
 quantized_checkpoint.py  `quantization_config`, and quantized weights under dense names

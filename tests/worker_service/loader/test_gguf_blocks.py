@@ -4,8 +4,7 @@ import gguf
 import numpy as np
 import pytest
 
-from worker_service.loader.gguf_blocks import quantized_weight
-from worker_service.loader.gguf_file import KNOWN_TYPES
+from worker_service.loader.gguf_file import KNOWN_TYPES, quantized_weight
 
 NUM_ROWS, BLOCKS_PER_ROW = 64, 3
 
