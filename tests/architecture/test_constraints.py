@@ -5,7 +5,7 @@ import json
 import pytest
 
 from service_common import lark
-from worker_service.sampling_params import ConstraintKind
+from worker_service.plan import ConstraintKind
 from worker_service.structured.grammars import to_lark
 
 SCHEMA = {"type": "object", "properties": {'"/\n': {"const": "é"}}, "x-guidance": {"lenient": True}}

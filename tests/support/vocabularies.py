@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from worker_service.sampling_params import Constraint, ConstraintKind
+from worker_service.plan import Constraint, ConstraintKind
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars

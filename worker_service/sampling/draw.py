@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 
 from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column, upload
-from worker_service.sampling_params import FILTERS
+from worker_service.plan import FILTERS
 
 WINDOWS = (64, 1024)
 """Numbers of a row's largest logits that are examined, in successive tries, before all of them."""

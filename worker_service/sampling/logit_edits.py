@@ -17,7 +17,7 @@ from torch import Tensor
 from pagewire_kernels import reference
 from worker_service.array_types import Float32Array, Int32Array
 from worker_service.pinned_memory import upload
-from worker_service.sampling_params import SamplerParams
+from worker_service.plan import SamplerParams
 from worker_service.structured.masks import MaskedRows
 
 _ALWAYS = np.iinfo(np.int32).max

@@ -4,8 +4,8 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_service.array_types import Int32Array
+from worker_service.plan import FILTERS, SamplerParams
 from worker_service.sampling.logit_edits import LogitEdits
-from worker_service.sampling_params import FILTERS, SamplerParams
 
 NO_LOGPROBS = -1
 

@@ -18,15 +18,17 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     ROW_ERROR_MESSAGES,
     Candidates,
+    Constraint,
+    ConstraintKind,
     NewSequence,
     PromptLogprobs,
     RowErrorReason,
+    SamplerParams,
     StepPlan,
     StepResult,
     StepTimings,
     TokenLogprobs,
 )
-from worker_service.sampling_params import Constraint, ConstraintKind, SamplerParams
 
 _NUMBERS = tuple(
     each.name for each in fields(SamplerParams) if isinstance(each.default, int | float)

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagewire_kernels.philox import DRAW_BITS, draw_bits
-from worker_service.plan import Candidates, PromptLogprobs, TokenLogprobs
-from worker_service.sampling_params import SamplerParams
+from worker_service.plan import Candidates, PromptLogprobs, SamplerParams, TokenLogprobs
 
 History = int
 """Hash of all tokens up to and including one position."""

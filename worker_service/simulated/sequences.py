@@ -7,8 +7,7 @@ import numpy.typing as npt
 
 from worker_service.array_types import Int32Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import Candidates, NewSequence, RowErrorReason, StepPlan
-from worker_service.sampling_params import SamplerParams
+from worker_service.plan import Candidates, NewSequence, RowErrorReason, SamplerParams, StepPlan
 from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import (
     NextToken,

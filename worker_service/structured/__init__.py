@@ -9,6 +9,6 @@ What is allowed is a pure function of the constraint and the output tokens (`sam
 `Constraint`). A matcher only caches that function's state: it is rebuilt from the tokens wherever
 there is none, after a preemption, a loss or a fork.
 
-Constraints themselves are in `worker_service/sampling_params.py`. This package needs llguidance
+Constraints themselves are in `worker_service/plan.py`. This package needs llguidance
 when it compiles a grammar; nothing in it needs torch.
 """

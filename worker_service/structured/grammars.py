@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from service_common import lark
 from service_common.token_bytes import byte_level_bytes, decoder_steps
-from worker_service.sampling_params import Constraint, ConstraintKind
+from worker_service.plan import Constraint, ConstraintKind
 
 NO_TEXT = b""
 _BYTE_FALLBACK = re.compile("<0x([0-9A-Fa-f]{2})>")

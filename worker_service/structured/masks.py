@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array, UInt32Array
-from worker_service.sampling_params import Constraint
+from worker_service.plan import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -5,9 +5,8 @@ from pathlib import Path
 import numpy as np
 
 from worker_service.array_types import Int32Array
-from worker_service.plan import NewSequence
+from worker_service.plan import NewSequence, SamplerParams
 from worker_service.runner.sequence_table import SequenceTable
-from worker_service.sampling_params import SamplerParams
 
 
 def _resident_bytes() -> int:

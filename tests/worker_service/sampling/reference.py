@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from worker_service.sampling_params import SamplerParams
+from worker_service.plan import SamplerParams
 
 
 def edited_logits(

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from tests.worker_service.sampling.test_sampler import Rows, int32, mixed_rows
+from worker_service.plan import SamplerParams
 from worker_service.sampling.sampler import NO_TOKEN
-from worker_service.sampling_params import SamplerParams
 
 
 def test_candidates_are_the_most_probable_tokens_and_no_token_is_chosen() -> None:

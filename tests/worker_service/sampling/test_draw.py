@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.worker_service.sampling import reference
+from worker_service.plan import FILTERS, SamplerParams
 from worker_service.sampling.draw import CHUNK, WINDOWS, Filters, draw, draw_unfiltered, largest
-from worker_service.sampling_params import FILTERS, SamplerParams
 
 VOCAB_SIZES = (2, 7, CHUNK, CHUNK + 1, 700, 2500)
 EDGE = 1e-6

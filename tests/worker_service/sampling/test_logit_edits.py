@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.worker_service.sampling import reference
+from worker_service.plan import SamplerParams
 from worker_service.sampling.logit_edits import (
     BadWords,
     EditedRow,
@@ -15,7 +16,6 @@ from worker_service.sampling.logit_edits import (
     Occurrences,
     apply_edits,
 )
-from worker_service.sampling_params import SamplerParams
 
 VOCAB_SIZE = 12
 TOKENS = st.integers(0, VOCAB_SIZE - 1)

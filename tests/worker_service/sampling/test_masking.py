@@ -6,8 +6,8 @@ import torch
 
 from pagewire_kernels import reference
 from tests.worker_service.sampling.test_sampler import Rows
+from worker_service.plan import SamplerParams
 from worker_service.sampling.logit_edits import apply_masks
-from worker_service.sampling_params import SamplerParams
 from worker_service.structured.masks import MaskedRows
 
 

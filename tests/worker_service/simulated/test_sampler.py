@@ -8,7 +8,7 @@ import pytest
 
 from pagewire_kernels.philox import DRAW_BITS, draw_bits, uniform
 from tests.worker_service.sampling import reference
-from worker_service.sampling_params import SamplerParams
+from worker_service.plan import SamplerParams
 from worker_service.simulated.model import NextToken, SimulatedSampler
 
 VOCAB_SIZE = 211

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.vocabularies import END, constraint, token_texts
-from worker_service.sampling_params import Constraint
+from worker_service.plan import Constraint
 from worker_service.structured.grammars import MAX_CACHED, Grammars
 from worker_service.structured.masks import ConstrainedRow, TokenMasks
 

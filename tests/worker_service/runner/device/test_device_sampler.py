@@ -9,14 +9,13 @@ import torch
 from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
 from tests.support.gpu_kernels import DEVICE, MARKS
 from worker_service.pinned_memory import Staging
-from worker_service.plan import NewSequence, RowErrorReason
+from worker_service.plan import NewSequence, RowErrorReason, SamplerParams
 from worker_service.runner.batch import sampling_batch
 from worker_service.runner.device_rows import FAILURES, DeviceRows
 from worker_service.runner.device_sampler import DeviceSampler
 from worker_service.runner.in_flight_step import FetchedLogprobs
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
-from worker_service.sampling_params import SamplerParams
 from worker_service.structured.masks import MaskedRows
 
 pytestmark = MARKS
