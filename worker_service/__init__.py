@@ -2,9 +2,9 @@
 
 A worker knows tokens, blocks and positions; requests, users, queues and text belong to the
 scheduler. The modules of this folder hold what all packages share: plans and results as numpy
-columns (`plan.py`, `sampling_params.py`, `array_types.py`), settings (`config.py`), errors
-(`errors.py`), addresses (`address.py`), the cores of the CPU (`cpu_cores.py`), and copies to the
-device (`pinned_memory.py`). A package imports only these and the packages listed above it:
+columns (`plan.py`, `array_types.py`), settings (`config.py`), errors (`errors.py`), addresses
+(`address.py`), the cores of the CPU (`cpu_cores.py`), and copies to the device
+(`pinned_memory.py`). A package imports only these and the packages listed above it:
 
 | package | holds |
 | --- | --- |
@@ -31,7 +31,7 @@ One plan, from message to result:
 | rows are checked, inputs flattened | `runner/batch.py` |
 | the model computes, one token per sampling row is chosen | `runner/model_runner.py` |
 | - on a GPU, without waiting | `runner/device_steps.py`, `runner/cuda_graphs.py` |
-| - with several ranks, in micro-batches | `runner/micro_batches.py`, `runner/pending_tokens.py` |
+| - with several ranks, in micro-batches | `runner/micro_batches.py`, `runner/sequence_state.py` |
 | the result is encoded and sent | `service/wire.py`, `service/servicer.py` |
 
 Promises to the core:

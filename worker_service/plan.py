@@ -1,8 +1,8 @@
 """A step's plan, with its sequences' sampling parameters, and its result inside the worker: numpy
 columns, no protobuf.
 
-`plan.proto` and `sampling.proto` give the meaning of every field; `service/wire.py` converts messages into these and
-back. Nothing here imports torch.
+`plan.proto` and `sampling.proto` give the meaning of every field; `service/wire.py` converts
+messages into these and back. Nothing here imports torch.
 """
 
 import time

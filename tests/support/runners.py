@@ -13,10 +13,10 @@ from worker_service.plan import monotonic_us
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, Replay
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.draft_lengths import DraftLengths, Proposal
 from worker_service.runner.drafter import Drafter
 from worker_service.runner.in_flight_step import DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.speculation import DraftLengths, Proposal
 
 SIZES = [1, 2, 4, 8]
 

@@ -6,14 +6,12 @@
 | `model_runner.py` | one step: cache operations, forward pass, sampling |
 | `sequence_state.py` | the sequences of an epoch: their table, pending tokens and constraints |
 | `sequence_table.py` | tokens, block tables and progress of all sequences, as columns |
-| `pending_tokens.py` | tokens sampled on the device, or by another rank, not yet known here |
 | `batch.py` | a step's rows, and the flattened inputs of the forward pass |
-| `draft_lengths.py` | how many guesses a step computes |
 | `draft_model.py` | guesses of a second, smaller model |
 | `eagle_drafter.py` | guesses of a head that reads the model's hidden states (EAGLE-3) |
-| `drafter.py` | guesses of the tokens that follow, from those that a sequence has |
+| `drafter.py` | what drafters have in common, and n-gram drafts |
 | `suffix_drafter.py` | guesses from recent outputs of the same tenant, too |
-| `speculation.py` | drafts: rows that compute guesses, and which guesses are kept |
+| `speculation.py` | drafts: how many a row computes, and which of them are kept |
 | `forward.py` | the forward pass of a step that the host computes |
 | `step_outcome.py` | tokens, log probabilities and failures of a step by row |
 | `micro_batches.py` | parts of a step, computed one after the other by the stages of a pipeline |

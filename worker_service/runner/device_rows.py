@@ -33,7 +33,7 @@ from worker_service.pinned_memory import Column
 from worker_service.plan import FILTERS, RowErrorReason
 from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
 from worker_service.sampling.logit_edits import LogitEdits
-from worker_service.sampling.sampling_table import SamplingTable
+from worker_service.sampling.sampler import SamplingTable
 
 FAILURES = {
     NON_FINITE: RowErrorReason.NON_FINITE_LOGITS,

@@ -46,11 +46,10 @@ from worker_service.runner.in_flight_step import (
     LastFinishTime,
     StepBuffers,
 )
-from worker_service.runner.pending_tokens import PendingTokens
-from worker_service.runner.sequence_state import SequenceState
+from worker_service.runner.sequence_state import PendingTokens, SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.runner.step_outcome import StepStart
-from worker_service.sampling.sampling_table import NO_LOGPROBS
+from worker_service.sampling.sampler import NO_LOGPROBS
 
 
 class HostSampling(NamedTuple):

@@ -1,7 +1,7 @@
 """A step that was launched on a device, until the host has its result.
 
 The outcome of a step is read twice. The collector thread *collects* it for the core as soon as it
-is available. The model thread *resolves* it into the table of sequences (`pending_tokens.py`).
+is available. The model thread *resolves* it into the table of sequences (`sequence_state.py`).
 Neither waits for the other, and neither changes what the other reads.
 """
 

@@ -25,11 +25,11 @@ from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_state import DeviceState, rows_for
 from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.draft_lengths import DraftLengths
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
 from worker_service.runner.eagle_drafter import EagleDrafter
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.speculation import DraftLengths
 from worker_service.runner.suffix_drafter import SuffixDrafter
 
 if TYPE_CHECKING:

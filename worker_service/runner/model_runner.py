@@ -36,14 +36,13 @@ from worker_service.plan import (
 )
 from worker_service.runner.batch import StepRows, resolve_rows, sampling_batch
 from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.draft_lengths import DraftLengths
 from worker_service.runner.drafter import Drafter
 from worker_service.runner.forward import ForwardPass, HostForward
 from worker_service.runner.micro_batches import micro_batches
-from worker_service.runner.pending_tokens import RankOutcomes
-from worker_service.runner.sequence_state import SequenceState
+from worker_service.runner.sequence_state import RankOutcomes, SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.runner.speculation import (
+    DraftLengths,
     add_drafts,
     choose_drafts,
     choose_next_drafts,

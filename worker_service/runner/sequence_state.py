@@ -1,18 +1,196 @@
-"""What a runner knows of the sequences of its epoch."""
+"""What a runner knows of the sequences of its epoch, and the tokens that are still to come.
 
-from typing import TYPE_CHECKING
+Tokens that are sampled elsewhere, on the device or by another rank, are not known here at once. The
+model thread adds a step's pending tokens when it launches the step: a placeholder stands in
+each sequence, and an `Outcome` will give the tokens. They are *resolved* into the table of
+sequences once they have arrived, or when a plan needs to know one now. Steps resolve in the order
+in which they were launched.
+
+There are two kinds of outcomes: an in-flight step of a GPU (`in_flight_step.py`), and the message
+in which the sampling rank broadcasts its tokens (`RankOutcomes`). Since only one rank samples,
+ranks cannot disagree. The others wait for a row's token only when they compute that row again, so
+that the first stage of a pipeline can continue with other rows.
+"""
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from worker_service.array_types import Int64Array
-from worker_service.errors import InvalidPlan
+from worker_service.distributed.communicator import Communicator, Transfer
+from worker_service.errors import GroupBroken, InvalidPlan
 from worker_service.plan import NewSequence, StepPlan
-from worker_service.runner.pending_tokens import PendingTokens
+from worker_service.runner.batch import StepRows
+from worker_service.runner.device_rows import FAILURES
 from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.step_outcome import StepOutcome
+from worker_service.sampling.sampler import NO_TOKEN
 from worker_service.structured.masks import ConstrainedRow, TokenMasks
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
+
+
+_FORGOTTEN = -1
+_NO_PLACEHOLDER = -1
+
+
+class Outcome(Protocol):
+    """Where the tokens of a step will come from."""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    def wait(self) -> Int64Array:
+        """[n, 1 + 2 * max_drafts]: of each row, see `StepOutcome.encode`; once they are there."""
+        ...
+
+
+class _PendingStep(NamedTuple):
+    """A step that has not been resolved."""
+
+    outcome: Outcome
+    row_ids: Int64Array
+    """[n]: rows of the table; _FORGOTTEN where nothing will be resolved."""
+
+    positions: Int64Array
+    """[n]: where in its sequence each row's placeholder stands, or _NO_PLACEHOLDER."""
+
+
+class PendingTokens:
+    """The steps of one epoch whose tokens are not yet in the table. Used on the model thread."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self._table = table
+        self._steps: deque[_PendingStep] = deque()
+
+    def add(self, outcome: Outcome, row_ids: Int64Array, positions: Int64Array) -> None:
+        """Add a launched step, whose placeholders are in the table. Takes over the arrays."""
+        self._steps.append(_PendingStep(outcome, row_ids, positions))
+
+    def contains(self, outcome: Outcome) -> bool:
+        """Whether an outcome is still to be resolved."""
+        return any(step.outcome is outcome for step in self._steps)
+
+    def resolve_available(self) -> None:
+        """Resolve the steps that are done, without waiting."""
+        while self._steps and self._steps[0].outcome.is_available:
+            self._resolve_next()
+
+    def resolve(self, row_ids: Int64Array) -> None:
+        """Wait until no token of these sequences is pending."""
+        if not self._steps or len(row_ids) == 0:
+            return
+        needed = [i for i, step in enumerate(self._steps) if np.isin(step.row_ids, row_ids).any()]
+        for _ in range(needed[-1] + 1 if needed else 0):
+            self._resolve_next()
+
+    def resolve_all(self) -> None:
+        """Wait until no token is pending."""
+        while self._steps:
+            self._resolve_next()
+
+    def forget(self, row_ids: Int64Array) -> None:
+        """Discard the tokens that are pending for these sequences, when they arrive."""
+        for step in self._steps:
+            step.row_ids[np.isin(step.row_ids, row_ids)] = _FORGOTTEN
+
+    def _resolve_next(self) -> None:
+        outcome, row_ids, positions = self._steps.popleft()
+        encoded = outcome.wait()
+        numbers, further = encoded[:, 0], encoded[:, 1:]
+        is_known = row_ids != _FORGOTTEN
+        has_token = is_known & (numbers >= 0)
+        self._table.resolve_tokens(row_ids[has_token], positions[has_token], numbers[has_token])
+        for index in np.flatnonzero(has_token).tolist() if further.size else ():
+            kept, drafts = (part[part != NO_TOKEN] for part in np.split(further[index], 2))
+            self._table.append_kept(int(row_ids[index]), kept)
+            self._table.next_drafts[int(row_ids[index])] = drafts.astype(np.int32)
+        for index in np.flatnonzero(is_known & (numbers < 0)).tolist():
+            row_id, number = int(row_ids[index]), int(numbers[index])
+            if positions[index] != _NO_PLACEHOLDER:
+                self._table.take_back(row_id)
+            if number in FAILURES:
+                self._table.fail(row_id, FAILURES[number])
+
+
+class _Broadcast:
+    """The sampling rank's message on its way to this rank. It begins with a step id, which must
+    equal this rank's."""
+
+    def __init__(self, step_id: int, num_columns: int, transfer: Transfer) -> None:
+        self._step_id = step_id
+        self._num_columns = num_columns
+        self._transfer = transfer
+
+    @property
+    def is_available(self) -> bool:
+        return self._transfer.is_done
+
+    def wait(self) -> Int64Array:
+        """Raises GroupBroken."""
+        message = self._transfer.wait().numpy()
+        if message[0] != self._step_id:
+            raise GroupBroken(f"rank at step {self._step_id}, the sampling rank at {message[0]}")
+        return message[1:].reshape(-1, self._num_columns)
+
+
+class RankOutcomes:
+    """Exchanges what the ranks that share a model sample: one broadcasts, the others receive."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        """Raises GroupBroken if several ranks share the model and they have not joined."""
+        self.layout = communicator.layout
+        self._communicator = communicator
+        self._sent: deque[Transfer] = deque()
+        self.check()
+
+    def exchange(
+        self,
+        step_id: int,
+        rows: StepRows,
+        outcome: StepOutcome,
+        table: SequenceTable,
+        pending: PendingTokens,
+        max_drafts: int,
+    ) -> None:
+        """Broadcast the outcome of a batch of rows, or expect it and add its tokens as pending.
+        max_drafts: of one of its rows, and of the sequence's next row."""
+        if self.layout.world_size == 1:
+            return
+        groups = self._communicator.joined
+        if self.layout.samples:
+            while self._sent and self._sent[0].is_done:
+                self._sent.popleft().wait()
+            encoded = outcome.encode(max_drafts).ravel()
+            message = torch.from_numpy(np.concatenate([[step_id], encoded]))
+            self._sent.append(groups.share_with_all(message))
+            return
+        positions = np.full(len(rows.row_ids), _NO_PLACEHOLDER)
+        sampling = rows.sampling if rows.drafts is None else np.unique(rows.sampling)
+        positions[sampling] = table.expect_tokens(rows.row_ids[sampling])
+        # Only rows that sample, or report log probabilities of their prompt, can fail.
+        may_fail = np.isin(rows.row_ids, list(table.prompt_logprobs))
+        may_fail[sampling] = True
+        num_columns = 1 + 2 * max_drafts
+        num_numbers = 1 + len(rows.row_ids) * num_columns
+        transfer = groups.share_with_all(torch.empty(num_numbers, dtype=torch.int64))
+        row_ids = np.where(may_fail, rows.row_ids, _FORGOTTEN)
+        pending.add(_Broadcast(step_id, num_columns, transfer), row_ids, positions)
+
+    def check(self) -> None:
+        """Raises GroupBroken unless the ranks have joined and none has interrupted the others: what
+        GPUs computed after that is invalid."""
+        if self.layout.world_size > 1:
+            self._communicator.joined.check()
+
+    def leave(self) -> None:
+        """Leave the group of ranks: the epoch is over."""
+        self._communicator.leave()
 
 
 class SequenceState:

@@ -15,7 +15,7 @@ from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.sampling.logit_edits import EditedRow
-from worker_service.sampling.sampling_table import SamplingTable
+from worker_service.sampling.sampler import SamplingTable
 
 NO_BLOCK = -1
 UNKNOWN_TOKEN = -1

@@ -7,19 +7,214 @@ sampled there without drafts, and so is the one token after those: the context i
 a batch-invariant model so are the logits. So a stream's tokens are bitwise those of no speculation,
 whatever the drafts are. Nothing is computed from a refused draft: its keys and values lie after
 the sequence's last computed token and are overwritten by its next row.
+
+`DraftLengths` chooses how many drafts each row computes: as many as make the step's tokens per
+microsecond largest. Two things are measured while sequences decode: how often drafts are right, and
+what one more token adds to the time of a step.
+
+A sequence's first draft is less likely to be right than one after a right one, so each of the two
+has its own chance: an average over the sequence's last drafts, which begins with that of all
+sequences.
+
+Other processes may make a step twice as long as the one before, while sixteen tokens often take
+hardly longer than one. So the cost of a token is taken from neighbouring steps with different
+numbers of tokens: the median of their differences per token, weighted by the tokens (Theil 1950,
+Sen 1968).
+
+Old measurements lose weight, even in steps that compute no drafts, so what was not worth its time
+is tried again later.
 """
 
+from collections import defaultdict, deque
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import Float64Array, Int32Array, Int64Array
 from worker_service.runner.batch import Drafts, StepRows
-from worker_service.runner.draft_lengths import DraftLengths, Proposal
 from worker_service.runner.drafter import Drafter
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
+
+_NUM_PAIRS = 48
+"""Pairs of neighbouring steps from which the cost of a token is taken."""
+
+_NUM_STEPS = 8
+"""Last steps from which their fixed cost is taken."""
+
+_ROW_DECAY = 0.9
+"""Weight of a sequence's drafts of one step against those of the next."""
+
+_ROW_SKIP_DECAY = 0.97
+"""The same where the sequence computed none of the drafts that there were."""
+
+_SHARED_DECAY, _SHARED_SKIP_DECAY = 0.995, 0.99
+"""The same for all sequences together."""
+
+_PRIOR_TRIALS = 2.0
+"""Drafts that every sequence is assumed to have had before, as often right as those of all."""
+
+_LEAST_GAIN = 1.03
+"""Tokens per microsecond with drafts against those without, to make up for what is not known."""
+
+_ALIKE_STEPS, _MOST_ALIKE_STEPS = 2, 256
+"""While all steps have equally many drafts, one has none, to show what they cost: first after two
+steps, then after twice as many each time."""
+
+
+class _Chances(NamedTuple):
+    """Of a sequence's first draft to be right, and of one after a right one."""
+
+    first: float
+    further: float
+
+
+class _Acceptance:
+    """Drafts that were compared with what was sampled, and how many of them were right."""
+
+    def __init__(self) -> None:
+        self._first_right = self._first_trials = 0.0
+        self._further_right = self._further_trials = 0.0
+
+    def note(self, num_drafts: int, num_right: int) -> None:
+        """The first wrong draft is compared, those behind it are not."""
+        self._first_trials += 1
+        if num_right > 0:
+            self._first_right += 1
+            self._further_right += num_right - 1
+            self._further_trials += min(num_right + 1, num_drafts) - 1
+
+    def decay(self, factor: float) -> None:
+        """Let what was noted lose weight."""
+        self._first_right *= factor
+        self._first_trials *= factor
+        self._further_right *= factor
+        self._further_trials *= factor
+
+    def chances(self, prior: _Chances) -> _Chances:
+        """`prior` is what is assumed without drafts."""
+        return _Chances(
+            (self._first_right + _PRIOR_TRIALS * prior.first)
+            / (self._first_trials + _PRIOR_TRIALS),
+            (self._further_right + _PRIOR_TRIALS * prior.further)
+            / (self._further_trials + _PRIOR_TRIALS),
+        )
+
+
+_EVEN_CHANCES = _Chances(0.5, 0.5)
+
+
+class _StepTimes:
+    """Times of decode steps, as a fixed part and a part for each token."""
+
+    def __init__(self) -> None:
+        self._pairs = deque[tuple[float, int]](maxlen=_NUM_PAIRS)
+        """What neighbouring steps differ by: microseconds per token, and tokens."""
+        self._steps = deque[tuple[int, int]](maxlen=_NUM_STEPS)
+        """Tokens and times."""
+        self._token_us = 0.0
+        self._base_us = 1.0
+        self.num_alike = 0
+        """Last steps with equally many tokens."""
+
+    def note(self, num_tokens: int, time_us: int) -> None:
+        """Add a step."""
+        self.num_alike += 1
+        if self._steps:
+            last_tokens, last_us = self._steps[-1]
+            if num_tokens != last_tokens:
+                difference = num_tokens - last_tokens
+                self._pairs.append(((time_us - last_us) / difference, abs(difference)))
+                self.num_alike = 0
+                self._token_us = max(0.0, _weighted_median(self._pairs))
+        self._steps.append((num_tokens, time_us))
+        times = sorted(time_us - self._token_us * num_tokens for num_tokens, time_us in self._steps)
+        self._base_us = max(0.0, times[len(times) // 2])
+
+    @property
+    def last_tokens(self) -> int:
+        """Tokens of the last step; 0 before the first."""
+        return self._steps[-1][0] if self._steps else 0
+
+    def of(self, num_tokens: Int64Array) -> Float64Array:
+        """Expected times of steps. Before two of different lengths were seen they are all equal."""
+        return self._base_us + self._token_us * num_tokens.astype(np.float64)
+
+
+def _weighted_median(values: "deque[tuple[float, int]]") -> float:
+    """The value below which half of the weight lies. values: (value, weight), not empty."""
+    ordered = sorted(values)
+    weights = np.cumsum([weight for _, weight in ordered])
+    return ordered[int(np.searchsorted(weights, weights[-1] / 2))][0]
+
+
+class Proposal(NamedTuple):
+    """A row that may compute drafts."""
+
+    row_id: int
+    num_drafts: int
+    """Drafts that there are for it."""
+
+
+class DraftLengths:
+    """Chooses numbers of drafts, which change the time of a step and never its tokens."""
+
+    def __init__(self) -> None:
+        self._of_row = defaultdict[int, _Acceptance](_Acceptance)
+        self._shared = _Acceptance()
+        self._times = _StepTimes()
+        self._alike_steps = _ALIKE_STEPS
+
+    def forget(self, row_ids: Int64Array) -> None:
+        """Drop what is known of the sequences that had these rows of the table."""
+        for row_id in row_ids.tolist():
+            self._of_row.pop(row_id, None)
+
+    def forget_all(self) -> None:
+        """Drop what is known of each sequence, but not how long steps take."""
+        self._of_row.clear()
+
+    def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
+        """The drafts to be computed of each proposal, in a step that computes `num_tokens` tokens
+        and samples `num_sampling` without them."""
+        most = np.array([num_drafts for _, num_drafts in proposals])
+        if not most.any():
+            return most.tolist()
+        if self._times.num_alike >= self._alike_steps and self._times.last_tokens > num_tokens:
+            self._alike_steps = min(2 * self._alike_steps, _MOST_ALIKE_STEPS)
+            return [0] * len(proposals)
+        prior = self._shared.chances(_EVEN_CHANCES)
+        chances = np.array([self._of_row[row_id].chances(prior) for row_id, _ in proposals])
+        places = np.arange(most.max())
+        right = chances[:, :1] * chances[:, 1:] ** places
+        rows, columns = np.nonzero(places < most[:, None])
+        # Stable, and chances fall from draft to draft: a row's first drafts come first.
+        order = np.argsort(-right[rows, columns], kind="stable")
+        expected = num_sampling + np.append(0.0, np.cumsum(right[rows, columns][order]))
+        rates = expected / self._times.of(num_tokens + np.arange(len(expected)))
+        num_chosen = int(np.argmax(rates)) if rates.max() > _LEAST_GAIN * rates[0] else 0
+        counts = np.bincount(rows[order[:num_chosen]], minlength=len(proposals))
+        skipped = np.flatnonzero((counts == 0) & (most > 0)).tolist()
+        for index in skipped:
+            self._of_row[proposals[index].row_id].decay(_ROW_SKIP_DECAY)
+        if not counts.any():
+            self._shared.decay(_SHARED_SKIP_DECAY)
+        return counts.tolist()
+
+    def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
+        """How many of a sequence's drafts were right."""
+        for acceptance, factor in (
+            (self._of_row[row_id], _ROW_DECAY),
+            (self._shared, _SHARED_DECAY),
+        ):
+            acceptance.decay(factor)
+            acceptance.note(num_drafts, num_right)
+
+    def note_step(self, num_tokens: int, time_us: int) -> None:
+        """How long a step of decodes took, drafts included."""
+        self._times.note(num_tokens, time_us)
 
 
 def choose_drafts(

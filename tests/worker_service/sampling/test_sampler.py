@@ -10,8 +10,7 @@ from pagewire_kernels.philox import uniform
 from tests.worker_service.sampling import reference
 from worker_service.plan import SamplerParams, TokenLogprobs
 from worker_service.sampling.logit_edits import EditedRow
-from worker_service.sampling.sampler import NO_TOKEN, Samples, SamplingBatch, sample
-from worker_service.sampling.sampling_table import SamplingTable
+from worker_service.sampling.sampler import NO_TOKEN, Samples, SamplingBatch, SamplingTable, sample
 from worker_service.structured.masks import MaskedRows
 
 VOCAB_SIZE = 500
