@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, distributed
@@ -182,24 +183,29 @@ class Transfer:
     @property
     def is_done(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        return bool(self.work.is_completed())
+        return self.work is None or bool(self.work.is_completed())
+
+    def drop(self) -> None:
+        """Forget the collective, whose process group is being closed: a reference to it would keep
+        the connections open, so that peers which wait on them were not notified."""
+        self.work = None
 
     def wait(self) -> Tensor:
         """Wait for the collective. Returns the tensor; raises GroupBroken."""
+        if self.work is None:
+            raise GroupBroken(_INTERRUPTED)
         while True:
             try:
                 self.work.wait(_SLICE)
             except RuntimeError as error:
                 if self.work.is_completed():
-                    # A reference to the work keeps the connections open, and an exception refers
-                    # to this frame.
-                    self.work = None
+                    self.drop()  # an exception refers to this frame
                     reason = str(error).splitlines()[0]
                     raise GroupBroken(f"lost another rank: {reason}") from None
             else:
                 return self.tensor
             if self._broken.is_set():
-                self.work = None
+                self.drop()
                 raise GroupBroken(_INTERRUPTED)
 
 
@@ -212,6 +218,7 @@ class ProcessGroups:
         self._broken = meeting.cancelled
         self._layout = layout
         self._sends: deque[Transfer] = deque()
+        self._broadcasts = WeakSet[Transfer]()
         size, rank, column = layout.tensor_parallel_size, layout.rank, layout.tensor_rank
         first = layout.stage * size
         self._everyone = meeting.process_group("everyone", range(layout.world_size))
@@ -270,6 +277,8 @@ class ProcessGroups:
         """Close the groups; collectives of other ranks that wait for this one then fail."""
         self.interrupt()
         self._sends.clear()
+        for transfer in self._broadcasts:
+            transfer.drop()
         groups = self._groups()
         self._stage = self._everyone = self._from_previous = self._to_next = None
         threads = []
@@ -299,7 +308,9 @@ class ProcessGroups:
             transfer.wait()
 
     def _broadcast(self, group: Any, tensor: Tensor, root: int) -> Transfer:
-        return Transfer(group.broadcast(tensor, root), tensor, self._broken)
+        transfer = Transfer(group.broadcast(tensor, root), tensor, self._broken)
+        self._broadcasts.add(transfer)
+        return transfer
 
 
 def _release(group: list[Any]) -> None:

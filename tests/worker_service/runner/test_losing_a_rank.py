@@ -66,6 +66,22 @@ def test_a_rank_that_parts_ends_the_step_of_one_that_waits_for_it(two: RankThrea
         waiting.result(SOON_S)
 
 
+def test_no_thread_waits_for_a_rank_that_has_left() -> None:
+    """The process would abort at its end if one did. The sampling rank still has what it sent."""
+    ranks = RankThreads(checkpoint("llama"), pipeline_parallel_size=2)
+    first, _ = ranks.ranks
+    for rank in ranks.ranks:
+        rank.run(lambda: None).result(SOON_S)
+    before = set(threading.enumerate())
+    ranks.join(NUM_BLOCKS)
+    sampled(ranks.send(a_plan(1)))
+    first.run(lambda: first.execute(a_plan(1, seq_id=2))).result(SOON_S)
+    for leaving in [rank.run(rank.runner.reset) for rank in ranks.ranks if rank.runner is not None]:
+        leaving.result(SOON_S)
+    assert set(threading.enumerate()) <= before
+    ranks.close()
+
+
 def test_a_rank_that_waits_can_be_told_to_give_up(two: RankThreads) -> None:
     first, _ = two.ranks
     waiting = first.run(lambda: first.execute(a_plan(1)))
