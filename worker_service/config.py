@@ -365,9 +365,6 @@ class WorkerConfig:
     """Directory for profiler traces."""
 
     def __post_init__(self) -> None:
-        num_ranks = self.group.layout.world_size
-        is_possible = self.runner.speculative != "eagle" or num_ranks == 1
-        _expect(is_possible, "speculative", "another drafter with several ranks", "eagle")
         grace = self.grace_period_s
         _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
         names = self.served_model_name

@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import sampling_pb2
 from tests.support.cluster import Cluster
+from tests.support.eagle_heads import head_for
 from tests.support.requests import Answer, generate, generate_together, inference_stub, request_for
 
 NUM_TOKENS = 120
@@ -58,9 +62,40 @@ def test_two_ranks_answer_as_one_and_survive_each_others_death(
     assert launcher.log.count("model loaded") == 4, "each rank and each that came in its place"
 
 
-def _generate_killing(stub: object, launcher_pid: int, victims: list[int]) -> Answer:
+@pytest.mark.parametrize("speculative", ["eagle", pytest.param("draft", marks=pytest.mark.long)])
+def test_two_stages_keep_drafts_and_every_bit_also_when_one_is_killed(
+    speculative: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """A bias on few tokens, so that also those of a random head are often right."""
+    head = head_for(hidden_size=128, vocab_size=1024)
+    drafted = load_file(head / "model.safetensors")["d2t"] + torch.arange(1024 // 3)
+    bias = [sampling_pb2.LogitBias(token_id=int(token), bias=50.0) for token in drafted[:3]]
+    request = request_for(
+        PROMPTS[0], seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias, logprobs=0
+    )
+    model = {"eagle": str(head), "draft": "embedded"}[speculative]
+    flags = ["--dtype", "float32", "--pipeline-parallel-size", "2", "--threads", "1"]
+    flags += ["--speculative", speculative, "--speculative-model", model]
+    with (
+        inference_stub(cluster.frontend_address()) as stub,
+        Cluster(tmp_path, worker_flags=flags).start() as group,
+        inference_stub(group.frontend_address()) as drafting_stub,
+    ):
+        alone = generate(stub, request)
+        together = generate(drafting_stub, request)
+        launcher = group.workers[0].process.pid
+        disturbed = _generate_killing(drafting_stub, launcher, victims=[0], request=request)
+    assert together.choices == disturbed.choices == alone.choices
+    assert together.timings is not None
+    assert together.timings.num_accepted_drafts > 0
+
+
+def _generate_killing(
+    stub: object, launcher_pid: int, victims: list[int], request: pb.GenerateRequest | None = None
+) -> Answer:
     answer, waiting = Answer(), list(victims)
-    for response in stub.Generate(requests(NUM_TOKENS)[0], timeout=240):  # type: ignore[attr-defined]
+    request = request or requests(NUM_TOKENS)[0]
+    for response in stub.Generate(request, timeout=240):  # type: ignore[attr-defined]
         answer.add(response)
         num_killed = len(victims) - len(waiting)
         if waiting and answer.choices and len(answer.token_ids) > 30 * (num_killed + 1):

@@ -19,7 +19,7 @@ import torch
 
 from pagewire.v1 import plan_pb2
 from scheduler_service.core.step_plan import StepResult
-from tests.support.checkpoints import checkpoint
+from tests.support.checkpoints import NATIVE_FAMILIES, checkpoint
 from tests.support.deployment import Deployment, Received
 from tests.support.eagle_heads import head_for
 from tests.support.in_process import (
@@ -36,7 +36,8 @@ from tests.support.random_configurations import (
     draw_configuration,
     with_speculation,
 )
-from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig
+from tests.support.rank_threads import ParallelWorker, RankThreads
+from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.models.interface import Model
@@ -55,6 +56,16 @@ AHEAD = range(0, NUM_QUICK, 2)
 SPECULATING = QUICK
 DRAFTERS = ("knowing", "draft", "suffix", "knowing", "ngram", "eagle", "knowing")
 """In turn; their number and that of the models have no common divisor."""
+
+RANK_DRAFTERS = ("eagle", "draft", "suffix", "ngram")
+STAGED = [
+    (number, RANK_DRAFTERS[index % len(RANK_DRAFTERS)])
+    for index, number in enumerate(
+        number for number in range(NUM_LONG) if MODELS[number % len(MODELS)] in NATIVE_FAMILIES
+    )
+]
+"""Configurations of models that can be divided into stages, each with a drafter in turn."""
+NUM_QUICK_STAGED = 4
 
 KINDS = (
     "preemptions",
@@ -283,6 +294,48 @@ def test_drafts_were_kept_and_refused_among_all_else() -> None:
     assert total["rows with drafts"] > total["kept drafts"] / 2 > 100
     assert total["kept log probabilities"] > 100
     assert [kind for kind in KINDS if total[kind] == 0] == []
+
+
+def speculation_on_two_stages(number: int, drafter: str) -> Counter[str]:
+    """Run a configuration on groups of two ranks, which are lost as one; compare as before."""
+    target = model(configuration(number).model)
+    path = checkpoint(configuration(number).model)
+    named = {"draft": path}
+    if drafter == "eagle":
+        assert isinstance(target, NativeModel)
+        named["eagle"] = head_for(target.hidden_size, target.vocab_size)
+    runner = RunnerConfig(
+        speculative=drafter,
+        speculative_model=str(named[drafter]) if drafter in named else None,
+        num_speculative_tokens=Random(number).choice((1, 2, 4, 7)),
+    )
+    groups: list[RankThreads] = []
+
+    def join(
+        model: Model, *, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int
+    ) -> ParallelWorker:
+        group = RankThreads(path, pipeline_parallel_size=2, block_size=block_size, runner=runner)
+        groups.append(group)
+        return ParallelWorker(group, num_gpu_blocks, num_cpu_blocks)
+
+    try:
+        return compare_runs(number, join, speculates=True)
+    finally:
+        for group in groups:
+            group.close()
+
+
+@pytest.mark.parametrize(("number", "drafter"), STAGED[:NUM_QUICK_STAGED])
+def test_tokens_of_two_stages_with_drafts_are_those_of_one_without(
+    number: int, drafter: str
+) -> None:
+    assert speculation_on_two_stages(number, drafter)["rows with drafts"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "drafter"), STAGED[NUM_QUICK_STAGED:])
+def test_tokens_of_two_stages_in_many_more_are_those_of_one(number: int, drafter: str) -> None:
+    assert speculation_on_two_stages(number, drafter)["steps"] > 0
 
 
 @pytest.mark.long

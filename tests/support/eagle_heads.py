@@ -21,7 +21,7 @@ HEAD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
     "hidden_size": HIDDEN_SIZE,
-    "intermediate_size": 80,
+    "intermediate_size": 96,
     "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -1,7 +1,8 @@
 """The ranks of a group as threads of this process, joined by gloo over loopback as processes are.
 
 Each rank has a thread, its share of the weights, its own caches and its own state of the sequences,
-and all get the same plans. What ranks do as processes of their own is tested end to end.
+and all get the same plans. Tokens have the texts of `tests/support/vocabularies.py`. What ranks do
+as processes of their own is tested end to end.
 """
 
 import socket
@@ -15,10 +16,12 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
 from tests.support.runners import AllDrafts
+from tests.support.vocabularies import grammars
 from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.distributed.layout import Layout
+from worker_service.engine.executor import ModelFacts
 from worker_service.loader import LoadedModel, load_model
 from worker_service.models.interface import Model
 from worker_service.runner.model_executor import ModelExecutor, Profiler
@@ -35,6 +38,16 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+class Executor(ModelExecutor):
+    """Knows tokens' texts without a tokenizer."""
+
+    def load(self) -> ModelFacts:
+        """As with the tokenizer of these texts."""
+        facts = super().load()
+        self._grammars = grammars(facts.vocab_size)
+        return replace(facts, structured_output=True)
 
 
 class RankThread:
@@ -59,7 +72,7 @@ class RankThread:
             loaded = load_model(config, cache)
             return replace(loaded, model=wrap(loaded.model, layout))
 
-        self.executor = ModelExecutor(
+        self.executor = Executor(
             cache,
             Profiler(Path(".")),
             load,

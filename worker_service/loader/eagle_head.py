@@ -26,9 +26,15 @@ from worker_service.loader.load import (
 )
 from worker_service.loader.model_files import read_config, resolve_model
 from worker_service.loader.quantized_checkpoint import read_schemes
-from worker_service.loader.weights import Checkpoint, EagerPacking, load_weights, open_checkpoint
+from worker_service.loader.weights import (
+    Checkpoint,
+    EagerPacking,
+    fill_dummy_weights,
+    load_weights,
+    open_checkpoint,
+)
 from worker_service.models.eagle import EagleHead, EagleSettings
-from worker_service.models.interface import ModelContext
+from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import ACTIVATIONS
 from worker_service.models.llama import llama_settings
 from worker_service.models.native import NativeModel
@@ -45,10 +51,12 @@ _ARCHITECTURES = (
 _OTHER_HEADS = re.compile(r"MTP|NextN|Medusa|Eagle|MLPSpeculator", re.IGNORECASE)
 
 
-def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead:
+def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | None:
     """Load the head that drafts tokens for `target`, which then returns what the head fuses.
 
-    Raises a `WorkerError` that names the option, also for a head of another model.
+    Of several ranks the one that samples has the head, and the others None: they read its settings,
+    and send what it fuses to that one. Raises a `WorkerError` that names the option, also for a
+    head of another model.
     """
     try:
         return _load(name, target, cache)
@@ -56,7 +64,7 @@ def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> Eagle
         raise type(error)(f"speculative_model: {error}") from error
 
 
-def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead:
+def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | None:
     model = target.model
     if not isinstance(model, NativeModel):
         raise UnsupportedModel(
@@ -68,6 +76,9 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead:
     schemes = read_schemes(model_dir / "config.json", config)
     checkpoint = open_checkpoint(model_dir, schemes)
     settings = _settings(config, checkpoint, model)
+    model.capture(settings.captured_layers)
+    if not model.communicator.layout.samples:
+        return None
     dtype, device = getattr(torch, target.config.dtype), torch.device(target.config.device)
     cache_dtype = CACHE_DTYPES[cache.kv_cache_dtype]
     needs = attention_needs(
@@ -93,9 +104,10 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead:
         on_filled=EagerPacking(head),
         show_progress=target.config.show_progress,
     )
+    if copied := list(head.copied_targets()):
+        _copy_from_target(copied, target, model)
     head.finish_loading()
     head.use_draft_vocabulary(_draft_tokens(checkpoint, settings))
-    model.capture(settings.captured_layers)
     logger.info(
         "draft head loaded architecture=%s parameters=%d draft_vocab_size=%d layers=%s",
         settings.layer.architecture,
@@ -104,6 +116,20 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead:
         ",".join(map(str, settings.captured_layers)),
     )
     return head
+
+
+def _copy_from_target(copied: list[WeightTarget], target: LoadedModel, model: NativeModel) -> None:
+    """Read whole tensors of which each of the target's ranks has a part."""
+    if target.config.load_format == "dummy":
+        fill_dummy_weights(iter(copied))
+        return
+    schemes = read_schemes(target.model_dir / "config.json", target.hf_config)
+    checkpoint = open_checkpoint(target.model_dir, schemes)
+    sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+    with checkpoint.reader() as read:
+        for weight in copied:
+            tensor = read(sources[weight.name])
+            weight.target.copy_(tensor if isinstance(tensor, Tensor) else tensor.dequantize())
 
 
 def _layer_config(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
@@ -160,7 +186,7 @@ def _settings(
     return EagleSettings(
         layer=replace(layer, architecture=config["architectures"][0]),
         draft_vocab_size=draft_vocab_size,
-        captured_layers=_captured_layers(config, len(target.layers)),
+        captured_layers=_captured_layers(config, target.num_layers),
         norm_before_residual=bool(config.get("norm_before_residual", False)),
         has_embedding=has_embedding,
         has_head=has_head,

@@ -49,7 +49,8 @@ class EagleSettings:
 
 
 class EagleHead(LoadableModule):
-    """A head and, where it has none of its own, the target's embedding and LM head."""
+    """A head and, where it has none of its own, the target's embedding and LM head. Where several
+    ranks share these, the head has copies of both."""
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*rotary_emb\.inv_freq")
 
@@ -75,10 +76,12 @@ class EagleHead(LoadableModule):
         self.norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
         self.embedding: VocabEmbedding | None = None
         self.head: VocabHead | None = None
-        if settings.has_embedding:
+        is_shared = target.communicator.layout.world_size > 1
+        if settings.has_embedding or is_shared:
             self.embedding = VocabEmbedding(s.vocab_size, size, context, kernels.layers)
-        if settings.has_head:
+        if settings.has_head or is_shared:
             self.head = VocabHead(settings.draft_vocab_size, size, context, None)
+        self._has_embedding, self._has_head = settings.has_embedding, settings.has_head
         self._norm_before_residual = settings.norm_before_residual
         self._target = [target]  # in a list: not a module of its own
         self._tokens: Tensor | None = None
@@ -87,14 +90,22 @@ class EagleHead(LoadableModule):
 
     def weight_targets(self) -> Iterator[WeightTarget]:
         """By the names of the authors' checkpoints."""
-        if self.embedding is not None:
+        if self.embedding is not None and self._has_embedding:
             yield self.embedding.table_target("embed_tokens.weight")
-        if self.head is not None:
+        if self.head is not None and self._has_head:
             yield self.head.table_target("lm_head.weight")
         yield from self.fc.targets("fc")
         yield from norm_targets("midlayer.hidden_norm", self.hidden_norm)
         yield from self.layer.weight_targets("midlayer")
         yield from norm_targets("norm", self.norm)
+
+    def copied_targets(self) -> Iterator[WeightTarget]:
+        """Destinations of tensors of the target's checkpoint, by their canonical names there."""
+        [target] = self._target
+        if self.embedding is not None and not self._has_embedding:
+            yield self.embedding.table_target(target.embedding_name)
+        if self.head is not None and not self._has_head:
+            yield self.head.table_target(target.head_name)
 
     def canonical_name(self, name: str) -> str:
         """vLLM's tools number the layer, and some add the prefix of a whole model."""

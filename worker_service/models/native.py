@@ -132,6 +132,8 @@ class NativeModel(LoadableModule):
         self.hidden_size = s.hidden_size
         self.max_model_len = max_model_len
         self._is_tied = s.tie_word_embeddings
+        self.num_layers = s.num_layers
+        """Of all stages."""
         self._layer_range = layout.layer_range(s.num_layers)
         layout.even_shard(s.num_heads, "attention heads")  # the error to raise first
         self.kv_cache_spec = KVCacheSpec(
@@ -152,10 +154,11 @@ class NativeModel(LoadableModule):
         if layout.world_size == 1:
             self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
         self._captured_layers: tuple[int, ...] = ()
-        self._captured: list[list[Tensor]] = []
-        """The parts of each sum, as `run_layers` left them: of a recorded program, its buffers."""
+        self._captured: dict[int, list[Tensor]] = {}
+        """By layer of this stage, the parts of each sum, as `run_layers` left them: of a recorded
+        program, its buffers."""
         self.packs_with_triton = context.packs_with_triton
-        self._hidden_like = context.empty(s.hidden_size)
+        self._received_like = context.empty(s.hidden_size)
 
     def named_layers(self) -> Iterator[tuple[str, DecoderLayer]]:
         """(canonical name, layer) of this rank's layers."""
@@ -168,12 +171,16 @@ class NativeModel(LoadableModule):
         if self.embedding is not None:
             yield self.embedding.table_target(self.embedding_name)
         if self.head is not None and not (self._is_tied and self.embedding is not None):
-            name = self.embedding_name if self._is_tied else "lm_head.weight"
-            yield self.head.table_target(name)
+            yield self.head.table_target(self.head_name)
         for name, layer in self.named_layers():
             yield from layer.weight_targets(name)
         if self.norm is not None:
             yield from norm_targets(self.norm_name, self.norm)
+
+    @property
+    def head_name(self) -> str:
+        """Canonical name of the head's weight."""
+        return self.embedding_name if self._is_tied else "lm_head.weight"
 
     def kv_scale_holders(self) -> Iterable[tuple[str, PagedAttention]]:
         """(canonical name, the layer's attention) of the layers here whose keys and values a
@@ -181,9 +188,19 @@ class NativeModel(LoadableModule):
         return ()
 
     def capture(self, layers: Sequence[int]) -> None:
-        """Return what enters these layers with every pass, in `Computed.captured`. On one rank."""
+        """Return what enters these layers with every pass, in `Computed.captured`.
+
+        Of several ranks, the first of the last stage does, which samples; earlier stages send it
+        with their output.
+        """
+        layout = self.communicator.layout
+        if layout.tensor_rank > 0:
+            return
         self._captured_layers = tuple(layers)
-        self._run = self._kernels.prepare(self.embed, self.run_layers, self._apply_head)
+        num_earlier = sum(layer < self._layer_range.start for layer in set(layers))
+        self._received_like = self._received_like.new_empty((1 + num_earlier) * self.hidden_size)
+        if layout.world_size == 1:
+            self._run = self._kernels.prepare(self.embed, self.run_layers, self._apply_head)
 
     @abstractmethod
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
@@ -197,13 +214,12 @@ class NativeModel(LoadableModule):
         residual: [num_tokens, hidden_size], the residual stream, which is overwritten.
         """
         x = None
-        captured: dict[int, list[Tensor]] = {}
-        for index, layer in enumerate(self.layers):
+        self._captured = {}
+        for index, layer in zip(self._layer_range, self.layers, strict=True):
             if index in self._captured_layers:
                 parts = (residual,) if x is None else (residual, x)
-                captured[index] = [self._kernels.layers.copy(part) for part in parts]
+                self._captured[index] = [self._kernels.layers.copy(part) for part in parts]
             residual, x = layer(residual, x, positions, kv_cache, metadata)
-        self._captured = [captured[index] for index in self._captured_layers]
         if self.norm is not None:
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
@@ -217,7 +233,8 @@ class NativeModel(LoadableModule):
     ) -> Tensor:
         """Last hidden states of all rows, [num_tokens, hidden_size]; see `interface.Model`.
 
-        Each of several stages receives the previous stage's output and sends its own on.
+        Each of several stages receives the previous stage's output and sends its own on, each with
+        what was captured so far.
         """
         return self.forward_to_logits(token_ids, positions, kv_cache, metadata, None).hidden
 
@@ -236,20 +253,30 @@ class NativeModel(LoadableModule):
             computed = self._run(token_ids, positions, kv_cache, metadata, sampled)
             if not self._captured_layers:
                 return computed
-            num_rows = token_ids.shape[0]
-            captured = (
-                torch.stack([part[:num_rows] for part in parts]).sum(0) for parts in self._captured
-            )
-            return computed._replace(captured=tuple(captured))
+            return computed._replace(captured=self._all_captured((), token_ids.shape[0]))
         layout = self.communicator.layout
+        earlier: Sequence[Tensor] = ()
         if layout.is_first_stage:
             x = self.embed(token_ids, positions)
         else:
-            x = self.communicator.receive(token_ids, positions, like=self._hidden_like)
-        x = self.run_layers(x, positions, kv_cache, metadata)
-        if not layout.is_last_stage:
-            self.communicator.send_hidden(x)
+            received = self.communicator.receive(token_ids, positions, like=self._received_like)
+            x, *earlier = received.split(self.hidden_size, dim=1)
+        x = self.run_layers(x.contiguous(), positions, kv_cache, metadata)
+        if layout.is_last_stage:
+            return Computed(x, captured=self._all_captured(earlier, len(x)))
+        self.communicator.send_hidden(torch.cat([x, *earlier, *self._own_captured(len(x))], dim=1))
         return Computed(x)
+
+    def _own_captured(self, num_rows: int) -> list[Tensor]:
+        """Of this stage's layers, in their order."""
+        parts = (self._captured[layer] for layer in sorted(self._captured))
+        return [torch.stack([part[:num_rows] for part in each]).sum(0) for each in parts]
+
+    def _all_captured(self, earlier: Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
+        """Of all stages' layers, in the order in which they were asked for."""
+        found = [*earlier, *self._own_captured(num_rows)]
+        by_layer = dict(zip(sorted(set(self._captured_layers)), found, strict=True))
+        return tuple(by_layer[layer] for layer in self._captured_layers)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

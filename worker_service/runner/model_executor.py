@@ -135,9 +135,10 @@ class ModelExecutor:
         if self._runner.speculative is not None:
             self._check_speculation(self._loaded)
         name = self._runner.speculative_model
-        if name is not None and self._loaded.communicator.layout.samples:
-            load = load_eagle_head if self._runner.speculative == "eagle" else load_draft_model
-            self._draft = load(name, self._loaded, self._config)
+        if name is not None and self._runner.speculative == "eagle":
+            self._draft = load_eagle_head(name, self._loaded, self._config)
+        elif name is not None and self._loaded.communicator.layout.samples:
+            self._draft = load_draft_model(name, self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return _facts_of(

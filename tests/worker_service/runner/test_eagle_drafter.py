@@ -17,6 +17,7 @@ from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.eagle_heads import HEAD, head_tensors, make_head, write_head
 from tests.support.in_process import InProcessEngine, InProcessWorker
+from tests.support.rank_threads import ParallelEngine
 from tests.worker_service.runner.test_draft_model import (
     NUM_DRAFTS,
     PROMPTS,
@@ -26,14 +27,7 @@ from tests.worker_service.runner.test_draft_model import (
     tokens_of,
 )
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.config import (
-    CacheConfig,
-    GroupConfig,
-    ModelConfig,
-    RunnerConfig,
-    WorkerConfig,
-)
-from worker_service.distributed.layout import Layout
+from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_eagle_head, load_model
@@ -68,7 +62,11 @@ class Reference:
         self._weights = load_file(head / "model.safetensors")
         self._config = json.loads((head / "config.json").read_text())
         self._layers = self._config["eagle_aux_hidden_state_layer_ids"]
-        self.tokens = self._weights["d2t"] + torch.arange(len(self._weights["d2t"]))
+        of_target = self._target.get_output_embeddings().weight
+        self._head = self._weights.get("lm_head.weight", of_target)
+        self.tokens = torch.arange(len(self._head))
+        if "d2t" in self._weights:
+            self.tokens += self._weights["d2t"]
 
     @torch.no_grad()
     def logits(self, tokens: list[int], num_drafts: int) -> Tensor:
@@ -82,7 +80,7 @@ class Reference:
             following = embedding[torch.tensor(tokens[1 : len(hidden) + 1])]
             output = self._layer(following, hidden)
             hidden = torch.cat([hidden, output[-1:]])
-        return self._norm(output[-1], "norm") @ self._weights["lm_head.weight"].T
+        return self._norm(output[-1], "norm") @ self._head.T
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         size = (x.shape[-1],)
@@ -143,6 +141,19 @@ class Noted(EagleDrafter):
             self.drafts.append((tokens, drafts.tolist()))
         return found
 
+    def assert_drafts_are_those_of(
+        self, reference: Reference, every: int = 7, num_without: int = 0
+    ) -> None:
+        """Greedy drafts have the largest logits of the reference, but for rounding. num_without:
+        the most steps that have none."""
+        assert len(self.drafts) > 20
+        assert sum(not drafts for _, drafts in self.drafts) <= num_without
+        for tokens, drafts in self.drafts[::every]:
+            for count, draft in enumerate(drafts):
+                logits = reference.logits([*tokens, *drafts[:count]], count)
+                [index] = np.flatnonzero(reference.tokens == draft)
+                assert logits.max() - logits[index] < 1e-3, (tokens, drafts, count)
+
 
 class Engine(InProcessEngine):
     """Drafts with a head, whose cache has the blocks of the model's."""
@@ -172,19 +183,6 @@ class Engine(InProcessEngine):
             num_speculative_tokens=NUM_DRAFTS,
         )
 
-    def assert_drafts_are_those_of(
-        self, reference: Reference, every: int = 7, num_without: int = 0
-    ) -> None:
-        """Greedy drafts have the largest logits of the reference, but for rounding. num_without:
-        the most steps that have none."""
-        assert len(self.drafter.drafts) > 20
-        assert sum(not drafts for _, drafts in self.drafter.drafts) <= num_without
-        for tokens, drafts in self.drafter.drafts[::every]:
-            for count, draft in enumerate(drafts):
-                logits = reference.logits([*tokens, *drafts[:count]], count)
-                [index] = np.flatnonzero(reference.tokens == draft)
-                assert logits.max() - logits[index] < 1e-3, (tokens, drafts, count)
-
 
 @pytest.mark.parametrize("before", [False, True])
 def test_drafts_are_those_of_a_plain_implementation(
@@ -206,7 +204,7 @@ def test_drafts_are_those_of_a_plain_implementation(
     limits = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
     engine = Engine(target, head, config=SchedulerConfig(max_speculative_seqs=8, **limits))
     engine.generate(PROMPTS, 12)
-    engine.assert_drafts_are_those_of(reference, every=3)
+    engine.drafter.assert_drafts_are_those_of(reference, every=3)
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -241,7 +239,7 @@ def test_drafts_stay_right_through_preemption_and_forks(
     moved = "num_swapped" if mode == "swap" else "num_recomputed"
     assert re.search(f"{moved}=[1-9]", caplog.text)
     num_without = 2 if mode == "swap" else 0
-    engine.assert_drafts_are_those_of(Reference(target, head), 11, num_without)
+    engine.drafter.assert_drafts_are_those_of(Reference(target, head), 11, num_without)
 
 
 def test_a_cached_prefix_has_the_head_s_keys(target: Path, head: Path) -> None:
@@ -251,7 +249,7 @@ def test_a_cached_prefix_has_the_head_s_keys(target: Path, head: Path) -> None:
     engine.drafter.drafts.clear()
     second = engine.generate([[*prompt, *first[0].token_ids]], 30)
     assert second[0].cached_tokens > len(prompt)
-    engine.assert_drafts_are_those_of(Reference(target, head))
+    engine.drafter.assert_drafts_are_those_of(Reference(target, head))
 
 
 class Successors:
@@ -429,8 +427,33 @@ def test_the_budget_and_the_swap_space_hold_both_caches(target: Path, head: Path
     assert drafting._draft_cache.fits(counts.num_gpu_blocks, counts.num_cpu_blocks)
 
 
-def test_several_ranks_have_no_head() -> None:
-    group = GroupConfig(layout=Layout(tensor_parallel_size=2), distributed_init="127.0.0.1:1")
-    runner = RunnerConfig(speculative="eagle", speculative_model="head")
-    with pytest.raises(InvalidOption, match="speculative: expected another drafter with several"):
-        WorkerConfig(model=ModelConfig(model="embedded"), group=group, runner=runner)
+@pytest.mark.parametrize(("layout", "has_lm_head"), [((1, 2), True), ((2, 2), False)])
+def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
+    target: Path, head: Path, layout: tuple[int, int], has_lm_head: bool, tmp_path: Path
+) -> None:
+    """It has copies of what it shares with the target, of which each rank has a part."""
+    if not has_lm_head:
+        layers = {"eagle_aux_hidden_state_layer_ids": LAYERS[::-1]}
+        head = make_head(tmp_path, draft_vocab_size=VOCAB_SIZE, **layers)
+        change_tensors(lm_head_weight=None, d2t=None, t2d=None)(head)
+    runner = RunnerConfig(
+        speculative="eagle", speculative_model=str(head), num_speculative_tokens=NUM_DRAFTS
+    )
+    tensor, pipeline = layout
+    engine = ParallelEngine(
+        target, tensor_parallel_size=tensor, pipeline_parallel_size=pipeline, runner=runner
+    )
+    try:
+        sampler = engine.group.ranks[engine.group.ranks[0].layout.sampler]
+        assert sampler.runner is not None
+        loaded, cache = sampler.executor._draft, sampler.executor._draft_cache
+        assert isinstance(loaded, EagleHead)
+        assert cache is not None
+        drafter = sampler.runner._drafter = Noted(loaded, cache)
+        others = [rank for rank in engine.group.ranks if rank is not sampler]
+        assert [rank.executor._draft for rank in others] == [None] * len(others)
+        drafting = engine.generate(PROMPTS, 12)
+    finally:
+        engine.group.close()
+    assert tokens_of(drafting) == tokens_of(InProcessEngine(target).generate(PROMPTS, 12))
+    drafter.assert_drafts_are_those_of(Reference(target, head))

@@ -1,9 +1,12 @@
 """Ranks that share a model keep drafts, and give the tokens and bits of no speculation."""
 
+from pathlib import Path
+
 import pytest
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
-from tests.support.checkpoints import checkpoint
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint
+from tests.support.eagle_heads import make_head
 from tests.support.in_process import Output
 from tests.support.rank_threads import NO_SPECULATION, ParallelEngine, ParallelWorker
 from worker_service.config import RunnerConfig
@@ -20,10 +23,17 @@ SAMPLING = (
     {"temperature": 0.5, "seed": 6, "frequency_penalty": 0.4, "repetition_penalty": 1.1},
     {"temperature": 1.0, "seed": 7, "logit_bias": FEW_TOKENS},
 )
-LEAST_KEPT = {"ngram": 20, "suffix": 20, "draft": 200}
-CASES = [((2, 1), "suffix"), ((1, 2), "ngram"), ((2, 2), "draft")]
+LEAST_KEPT = {"ngram": 20, "suffix": 20, "draft": 200, "eagle": 20}
+CASES = [((2, 1), "suffix"), ((1, 2), "ngram"), ((2, 2), "draft"), ((1, 2), "eagle")]
 """Ranks that share each layer, and stages; and the drafter."""
-OTHERS = [((2, 1), "draft"), ((1, 2), "suffix"), ((1, 2), "draft"), ((2, 2), "ngram")]
+OTHERS = [
+    ((2, 1), "draft"),
+    ((1, 2), "suffix"),
+    ((1, 2), "draft"),
+    ((2, 2), "ngram"),
+    ((2, 1), "eagle"),
+    ((2, 2), "eagle"),
+]
 
 
 def outputs(
@@ -57,10 +67,16 @@ def outputs(
     ("layout", "speculative"),
     [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in OTHERS)],
 )
-def test_ranks_keep_drafts_and_every_bit(layout: tuple[int, int], speculative: str) -> None:
+def test_ranks_keep_drafts_and_every_bit(
+    layout: tuple[int, int], speculative: str, tmp_path: Path
+) -> None:
     plain, num_kept = outputs(*layout, NO_SPECULATION)
     assert num_kept == 0
-    model = str(checkpoint("llama")) if speculative == "draft" else None
+    model = None
+    if speculative == "draft":
+        model = str(checkpoint("llama"))
+    if speculative == "eagle":
+        model = str(make_head(tmp_path, draft_vocab_size=VOCAB_SIZE))
     runner = RunnerConfig(
         speculative=speculative, speculative_model=model, num_speculative_tokens=5
     )
