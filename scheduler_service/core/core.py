@@ -209,12 +209,14 @@ class SchedulerCore:
         plan = None
         may_retry = True
         while plan is None and may_retry:  # requests that ended may have made room for others
+            # Routing may end requests in other groups, which have all the tokens possible there.
+            changed = model.schedulers if model.waiting else [scheduler]
             late = model.route(lambda seq_group: self._why_late(seq_group, now), to_us(now))
             for seq_group, error in late:
                 self._end(seq_group, ABORTED, error, now)
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             may_retry = model.settle_outgrown(scheduler, to_us(now))
-            may_retry |= self._close_ended(model.schedulers, now)
+            may_retry |= self._close_ended(changed, now)
             self._fail_stranded(model.stranded(), now)
         return plan
 

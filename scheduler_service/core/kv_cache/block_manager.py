@@ -146,14 +146,11 @@ class BlockManager:
         targets = table[len(found) : len(found) + len(stored)]
         return [block for pair in zip(stored, targets, strict=True) for block in pair]
 
-    def can_append(self, seq_id: int, length: int) -> bool:
-        """Whether the sequence can write its token number `length`."""
-        return not self._needs_block(seq_id, length) or self.gpu_pool.num_free_blocks > 0
-
-    def can_look_ahead(self, seq_id: int, length: int, num_kept: int) -> bool:
-        """Whether the sequence can write a draft as its token number `length` and leave `num_kept`
-        blocks free for others."""
-        return not self._needs_block(seq_id, length) or self.gpu_pool.num_free_blocks > num_kept
+    def can_append(self, seq_id: int, length: int, num_kept: int = 0) -> bool:
+        """Whether the sequence can write its token number `length` and leave `num_kept` blocks free
+        for others."""
+        needs_block = self._needs_block(self._tables[seq_id], (length - 1) // self.block_size)
+        return not needs_block or self.gpu_pool.num_free_blocks > num_kept
 
     def can_append_all(self, lengths: Iterable[tuple[int, int]]) -> bool:
         """Whether several sequences, given as (id, length), can all write their last tokens."""
@@ -174,10 +171,10 @@ class BlockManager:
     def append(self, seq_id: int, length: int) -> BlockUpdate | None:
         """Make the sequence's token number `length` writable, by a new block at the end of the
         table or a copy of a shared last block; None if neither is needed."""
-        if not self._needs_block(seq_id, length):
-            return None
         table = self._tables[seq_id]
         index = (length - 1) // self.block_size
+        if not self._needs_block(table, index):
+            return None
         [block] = self.gpu_pool.allocate(1)
         if index == len(table):
             table.append(block)
@@ -312,9 +309,8 @@ class BlockManager:
         for seq_id, table in self._tables.items():
             assert len(table) == len(set(table)), f"a block is twice in {seq_id}'s table"
 
-    def _needs_block(self, seq_id: int, length: int) -> bool:
-        table = self._tables[seq_id]
-        index = (length - 1) // self.block_size
+    def _needs_block(self, table: list[int], index: int) -> bool:
+        """Whether a token for the table's entry `index` cannot be written to the block there."""
         assert index <= len(table), "tokens are appended one by one"
         return index == len(table) or self.gpu_pool.is_shared(table[index])
 

@@ -30,16 +30,15 @@ def root_key(salt: bytes = b"") -> BlockKey:
     return xxhash.xxh3_128_digest(salt)
 
 
-def extend_keys(
-    keys: list[BlockKey], root: BlockKey, tokens: Iterable[int], block_size: int
-) -> None:
-    """Append the keys of the blocks that these tokens fill, which follow those with `keys`."""
+def block_keys(parent: BlockKey, tokens: Iterable[int], block_size: int) -> list[BlockKey]:
+    """The keys of the blocks that these tokens fill, which follow the block with key `parent`."""
     data = array(_TOKEN, tokens).tobytes()
     num_bytes = block_size * _TOKEN_BYTES
-    parent = keys[-1] if keys else root
+    keys = []
     for start in range(0, len(data), num_bytes):
         parent = xxhash.xxh3_128_digest(parent + data[start : start + num_bytes])
         keys.append(parent)
+    return keys
 
 
 class PrefixCache:
@@ -133,7 +132,7 @@ class PrefixCache:
             keys = seq.block_keys[size] = []
         if len(keys) < num_blocks:
             tokens = seq.known_tokens(len(keys) * size, num_blocks * size)
-            extend_keys(keys, self._root(seq), tokens, size)
+            keys += block_keys(keys[-1] if keys else self._root(seq), tokens, size)
         return keys
 
     def _root(self, seq: Sequence) -> BlockKey:

@@ -115,7 +115,7 @@ class StepPlanner:
         num_kept = self._running.num_places
         while seq.reserved_length < end:
             length = seq.reserved_length + 1
-            if not self._blocks.can_look_ahead(seq.seq_id, length, num_kept):
+            if not self._blocks.can_append(seq.seq_id, length, num_kept):
                 break
             if (update := self._blocks.append(seq.seq_id, length)) is not None:
                 batch.update_block(seq.seq_id, update)

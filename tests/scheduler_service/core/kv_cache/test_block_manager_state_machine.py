@@ -165,7 +165,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.append(seq_id, drafts[0])
         for length in range(num_tokens + 2, num_tokens + len(drafts) + 1):
             num_free = self.manager.num_free_blocks
-            if not self.manager.can_look_ahead(seq_id, length, num_spare):
+            if not self.manager.can_append(seq_id, length, num_spare):
                 assert num_free <= num_spare
                 break
             update = self.manager.append(seq_id, length)
