@@ -179,10 +179,12 @@ async def test_the_core_is_followed_over_a_new_channel_when_the_former_is_closed
             await until("connecting to the scheduler core")
             core.statuses.put_nowait(make_status())
             await until(None)
-            former = connection._channel
+            former, num_watches = connection._channel, len(core.watches)
             connection._open()
             await former.close()
             await until("the scheduler core cannot be reached")
+            while core.num_cancelled < num_watches:  # it would take the next status
+                await asyncio.sleep(0.01)
             core.statuses.put_nowait(make_status(uptime_s=2.0))
             await until(None)
         hub.close()
