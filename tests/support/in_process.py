@@ -26,7 +26,7 @@ from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
-from worker_service.runner.drafter import Drafter, SequenceDrafter
+from worker_service.runner.drafter import Draft, Drafter, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire as worker_wire
 
@@ -126,7 +126,7 @@ class KnowingDrafter(SequenceDrafter):
         self.num_drafts = 0
         self._outputs = [np.array(output, np.int32) for output in outputs]
 
-    def follow(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+    def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
         """The drafts; none for an output that is not known."""
         for output in self._outputs:
             if len(output) > len(tokens) and np.array_equal(output[: len(tokens)], tokens):
@@ -134,8 +134,8 @@ class KnowingDrafter(SequenceDrafter):
                 places = len(tokens) + np.arange(len(drafts))
                 drafts[(drafts + 7 * places) % 4 == 0] ^= 1
                 self.num_drafts += len(drafts)
-                return drafts
-        return tokens[:0]
+                return Draft(drafts)
+        return Draft(tokens[:0])
 
 
 def launch(runner: ModelRunner, plan: bytes) -> Callable[[], StepResult]:

@@ -74,7 +74,7 @@ class AllDrafts(DraftLengths):
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
         """Their lengths."""
-        return [num_drafts for _, num_drafts in proposals]
+        return [proposal.num_drafts for proposal in proposals]
 
 
 def speculating(drafter: Drafter, model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:

@@ -15,11 +15,11 @@ from copy import copy
 import numpy as np
 from torch import Tensor
 
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
 from worker_service.runner.batch import Drafts, StepRows, sampling_batch
-from worker_service.runner.drafter import Drafter
+from worker_service.runner.drafter import Draft, Drafter
 from worker_service.runner.forward import HostForward
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
@@ -58,9 +58,7 @@ class DraftModel(Drafter):
         firsts = plan.block_updates[known, 1].astype(np.int64) * table.block_size
         np.minimum.at(self._num_computed, row_ids[known], firsts)
 
-    def propose(
-        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Int32Array]:
+    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sampled as if each draft had been output. Sequences that are far behind have none yet."""
         missing = table.num_rows - len(self._num_computed)
         self._num_computed = np.append(self._num_computed, np.zeros(missing, np.int64))
@@ -87,7 +85,7 @@ class DraftModel(Drafter):
         # Whether drafts are right is not known yet: they are computed again with the token more.
         self._num_computed[row_ids] = np.minimum(self._num_computed[row_ids], ends)
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
-        return [table.token_ids[row, end : end + count].copy() for row, end, count in places]
+        return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
 
     def _sample(
         self,

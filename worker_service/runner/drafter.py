@@ -1,6 +1,7 @@
 """Sources of drafts: what they share, and the one that needs only a sequence's own tokens."""
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,8 +11,17 @@ from worker_service.runner.batch import StepRows
 from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 
-MIN_MATCH, MAX_MATCH = 2, 5
-"""Tokens at a sequence's end that must have occurred before, and the most that are compared."""
+MAX_MATCH = 5
+"""The most tokens at a sequence's end that are compared; longer matches predict hardly better."""
+
+
+class Draft(NamedTuple):
+    """Guesses of the tokens that follow a sequence."""
+
+    tokens: Int32Array
+    num_matched: int = 0
+    """How many tokens at the sequence's end they followed elsewhere: the more these are, the more
+    likely they are right. 0 where none are compared."""
 
 
 class Drafter(ABC):
@@ -26,9 +36,7 @@ class Drafter(ABC):
     are asked first, since where they have none there is nothing to choose."""
 
     @abstractmethod
-    def propose(
-        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Int32Array]:
+    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """At most `counts` tokens that may follow each of these sequences. What lies behind a
         sequence's tokens in the table may be overwritten."""
 
@@ -51,30 +59,40 @@ class Drafter(ABC):
 class SequenceDrafter(Drafter):
     """Drafts that depend on the sequence's own tokens only."""
 
-    def propose(
-        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Int32Array]:
+    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Each sequence for itself."""
         rows = zip(row_ids.tolist(), counts, strict=True)
         return [self.follow(table.token_ids[row, : table.num_tokens[row]], n) for row, n in rows]
 
     @abstractmethod
-    def follow(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+    def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
         """At most `num_drafts` tokens that may follow `tokens`, a sequence's prompt and output."""
 
 
 class NgramDrafter(SequenceDrafter):
-    """Proposes what followed the last occurrence of the sequence's last tokens, of those that match
-    longest (Saxena 2023, prompt lookup decoding)."""
+    """Proposes what followed the sequence's last tokens where they occurred before, as many of them
+    as match somewhere (Saxena 2023, prompt lookup decoding). Of several places it takes the last
+    one that goes on with the most frequent next token."""
 
-    def follow(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+    def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
         """Prompt and output are searched alike. Where the continuation ends, it begins again: the
         tokens between the two occurrences may be a loop."""
         ends, num_matched = match_suffix(tokens, MAX_MATCH)
-        if num_matched < MIN_MATCH:
-            return tokens[:0]
-        start = int(ends[-1]) + 1
-        return tokens[start + np.arange(num_drafts) % (len(tokens) - start)]
+        if num_matched == 0:
+            return Draft(tokens[:0])
+        next_tokens = tokens[ends + 1]
+        start = int(ends[next_tokens == most_frequent(next_tokens)][-1]) + 1
+        loop = start + np.arange(num_drafts) % (len(tokens) - start)
+        return Draft(tokens[loop], num_matched)
+
+
+def most_frequent(tokens: Int32Array) -> np.int32:
+    """The most frequent of some tokens, the last of equals."""
+    last = tokens[-1]
+    if (tokens == last).all():
+        return last
+    _, places, counts = np.unique(tokens, return_inverse=True, return_counts=True)
+    return tokens[np.flatnonzero(counts[places] == counts.max())[-1]]
 
 
 def match_suffix(tokens: Int32Array, max_match: int) -> tuple[Int64Array, int]:

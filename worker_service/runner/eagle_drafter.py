@@ -16,7 +16,7 @@ from copy import copy
 import numpy as np
 import torch
 
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import Int64Array
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.eagle import EagleHead
 from worker_service.plan import StepPlan
@@ -28,7 +28,7 @@ from worker_service.runner.batch import (
     lay_out,
     sampling_batch,
 )
-from worker_service.runner.drafter import Drafter
+from worker_service.runner.drafter import Draft, Drafter
 from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
@@ -109,9 +109,7 @@ class EagleDrafter(Drafter):
         self._num_computed[forks] = self._num_computed[parents]
         self._is_provisional[forks] = True
 
-    def propose(
-        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Int32Array]:
+    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sampled as if each draft had been output."""
         self._make_room(table.num_rows)
         ends = table.num_tokens[row_ids]
@@ -137,7 +135,7 @@ class EagleDrafter(Drafter):
             goes_on = num_drafts[rows] < most[rows]
             rows, hidden = rows[goes_on], hidden[np.flatnonzero(is_known)[goes_on]]
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
-        return [table.token_ids[row, end : end + count].copy() for row, end, count in places]
+        return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
 
     def _shifted(self, table: SequenceTable) -> SequenceTable:
         """The same sequences with the token after each position, and the head's progress."""

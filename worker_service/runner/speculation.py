@@ -12,9 +12,10 @@ the sequence's last computed token and are overwritten by its next row.
 microsecond largest. Two things are measured while sequences decode: how often drafts are right, and
 what one more token adds to the time of a step.
 
-A sequence's first draft is less likely to be right than one after a right one, so each of the two
-has its own chance: an average over the sequence's last drafts, which begins with that of all
-sequences.
+Drafts that followed one token of the sequence's end elsewhere are less likely to be right than
+those that followed several, and a sequence's first draft is less likely to be right than one after
+a right one. So each of these cases has its own chance: an average over the sequence's last drafts,
+which begins with that of all sequences.
 
 Other processes may make a step twice as long as the one before, while sixteen tokens often take
 hardly longer than one. So the cost of a token is taken from neighbouring steps with different
@@ -33,7 +34,7 @@ import numpy as np
 
 from worker_service.array_types import Float64Array, Int32Array, Int64Array
 from worker_service.runner.batch import Drafts, StepRows
-from worker_service.runner.drafter import Drafter
+from worker_service.runner.drafter import Draft, Drafter
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
@@ -44,7 +45,10 @@ _NUM_PAIRS = 48
 _NUM_STEPS = 8
 """Last steps from which their fixed cost is taken."""
 
-_ROW_DECAY = 0.9
+_MAX_MATCHED = 5
+"""Drafts that followed more tokens count as if they had followed so many."""
+
+_ROW_DECAY = 0.95
 """Weight of a sequence's drafts of one step against those of the next."""
 
 _ROW_SKIP_DECAY = 0.97
@@ -53,7 +57,7 @@ _ROW_SKIP_DECAY = 0.97
 _SHARED_DECAY, _SHARED_SKIP_DECAY = 0.995, 0.99
 """The same for all sequences together."""
 
-_PRIOR_TRIALS = 2.0
+_PRIOR_TRIALS = 8.0
 """Drafts that every sequence is assumed to have had before, as often right as those of all."""
 
 _LEAST_GAIN = 1.03
@@ -106,6 +110,10 @@ class _Acceptance:
 _EVEN_CHANCES = _Chances(0.5, 0.5)
 
 
+def _by_match() -> list[_Acceptance]:
+    return [_Acceptance() for _ in range(_MAX_MATCHED + 1)]
+
+
 class _StepTimes:
     """Times of decode steps, as a fixed part and a part for each token."""
 
@@ -156,14 +164,19 @@ class Proposal(NamedTuple):
     row_id: int
     num_drafts: int
     """Drafts that there are for it."""
+    num_matched: int = 0
+    """See `Draft`."""
 
 
 class DraftLengths:
     """Chooses numbers of drafts, which change the time of a step and never its tokens."""
 
     def __init__(self) -> None:
-        self._of_row = defaultdict[int, _Acceptance](_Acceptance)
-        self._shared = _Acceptance()
+        self._of_row = defaultdict[int, list[_Acceptance]](_by_match)
+        self._shared = _by_match()
+        """By the tokens that drafts followed elsewhere, and for each row by these, too."""
+        self._num_matched: dict[int, int] = {}
+        """Of each row's last drafts."""
         self._times = _StepTimes()
         self._alike_steps = _ALIKE_STEPS
 
@@ -171,22 +184,29 @@ class DraftLengths:
         """Drop what is known of the sequences that had these rows of the table."""
         for row_id in row_ids.tolist():
             self._of_row.pop(row_id, None)
+            self._num_matched.pop(row_id, None)
 
     def forget_all(self) -> None:
         """Drop what is known of each sequence, but not how long steps take."""
         self._of_row.clear()
+        self._num_matched.clear()
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
         """The drafts to be computed of each proposal, in a step that computes `num_tokens` tokens
         and samples `num_sampling` without them."""
-        most = np.array([num_drafts for _, num_drafts in proposals])
+        most = np.array([each.num_drafts for each in proposals])
         if not most.any():
             return most.tolist()
         if self._times.num_alike >= self._alike_steps and self._times.last_tokens > num_tokens:
             self._alike_steps = min(2 * self._alike_steps, _MOST_ALIKE_STEPS)
             return [0] * len(proposals)
-        prior = self._shared.chances(_EVEN_CHANCES)
-        chances = np.array([self._of_row[row_id].chances(prior) for row_id, _ in proposals])
+        kinds = [min(each.num_matched, _MAX_MATCHED) for each in proposals]
+        self._num_matched |= {
+            each.row_id: kind for each, kind in zip(proposals, kinds, strict=True)
+        }
+        priors = [self._shared[kind].chances(_EVEN_CHANCES) for kind in kinds]
+        own = [self._of_row[each.row_id][kind] for each, kind in zip(proposals, kinds, strict=True)]
+        chances = np.array([each.chances(prior) for each, prior in zip(own, priors, strict=True)])
         places = np.arange(most.max())
         right = chances[:, :1] * chances[:, 1:] ** places
         rows, columns = np.nonzero(places < most[:, None])
@@ -196,18 +216,19 @@ class DraftLengths:
         rates = expected / self._times.of(num_tokens + np.arange(len(expected)))
         num_chosen = int(np.argmax(rates)) if rates.max() > _LEAST_GAIN * rates[0] else 0
         counts = np.bincount(rows[order[:num_chosen]], minlength=len(proposals))
-        skipped = np.flatnonzero((counts == 0) & (most > 0)).tolist()
-        for index in skipped:
-            self._of_row[proposals[index].row_id].decay(_ROW_SKIP_DECAY)
+        for index in np.flatnonzero((counts == 0) & (most > 0)).tolist():
+            own[index].decay(_ROW_SKIP_DECAY)
         if not counts.any():
-            self._shared.decay(_SHARED_SKIP_DECAY)
+            for kind in {kind for kind, count in zip(kinds, most, strict=True) if count}:
+                self._shared[kind].decay(_SHARED_SKIP_DECAY)
         return counts.tolist()
 
     def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
         """How many of a sequence's drafts were right."""
+        kind = self._num_matched.get(row_id, 0)
         for acceptance, factor in (
-            (self._of_row[row_id], _ROW_DECAY),
-            (self._shared, _SHARED_DECAY),
+            (self._of_row[row_id][kind], _ROW_DECAY),
+            (self._shared[kind], _SHARED_DECAY),
         ):
             acceptance.decay(factor)
             acceptance.note(num_drafts, num_right)
@@ -227,18 +248,23 @@ def choose_drafts(
     """By row, the drafts that the plan allows, the drafter proposes and `lengths` chooses."""
     asked = np.flatnonzero((lookahead > 0) & rows.computes)
     asked = asked[sequences.table.may_draft(rows.row_ids[asked])]
+    if len(asked) == 0:
+        return {}
     row_ids = rows.row_ids[asked]
     most = lookahead[asked].tolist()
-    if not drafter.takes_time:
+    if drafter.takes_time:
+        proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
+    else:
         found = _propose(row_ids, most, sequences, drafter)
-        most = [len(drafts) for drafts in found]
-    proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
-    num_tokens = int(rows.num_tokens.sum())
-    chosen = lengths.choose(proposals, num_tokens, len(rows.sampling)) if len(asked) else []
+        proposals = [
+            Proposal(row_id, len(draft.tokens), draft.num_matched)
+            for row_id, draft in zip(row_ids.tolist(), found, strict=True)
+        ]
+    chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
     if drafter.takes_time:
         found = _propose(row_ids, chosen, sequences, drafter)
     triples = zip(asked.tolist(), found, chosen, strict=True)
-    return {row: drafts[:count] for row, drafts, count in triples}
+    return {row: draft.tokens[:count] for row, draft, count in triples}
 
 
 def choose_next_drafts(
@@ -294,12 +320,14 @@ def add_drafts(rows: StepRows, drafts: dict[int, Int32Array], table: SequenceTab
 
 def _propose(
     row_ids: Int64Array, counts: list[int], sequences: SequenceState, drafter: Drafter
-) -> list[Int32Array]:
+) -> list[Draft]:
     """Drafts of these sequences, up to the first that a constraint does not allow."""
     found = drafter.propose(row_ids, counts, sequences.table)
     for row in sequences.constrained_rows(row_ids):
         assert sequences.masks is not None
-        found[row.row] = found[row.row][: sequences.masks.num_allowed(row, found[row.row])]
+        draft = found[row.row]
+        num_allowed = sequences.masks.num_allowed(row, draft.tokens)
+        found[row.row] = draft._replace(tokens=draft.tokens[:num_allowed])
     return found
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch import StepRows
-from worker_service.runner.drafter import MIN_MATCH, Drafter, match_suffix
+from worker_service.runner.drafter import Draft, Drafter, match_suffix, most_frequent
 from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 
@@ -25,6 +25,7 @@ HISTORY_TOKENS = 1 << 17
 5 MB. The oldest half is dropped when it is full."""
 
 _NONE = -1
+_PAIR = 2
 
 
 class SuffixDrafter(Drafter):
@@ -39,24 +40,22 @@ class SuffixDrafter(Drafter):
         self._last = np.zeros(0, np.int64)
         """By row: position of the last of them in the history, or _NONE."""
 
-    def propose(
-        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Int32Array]:
+    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Each sequence for itself."""
         rows = zip(row_ids.tolist(), counts, strict=True)
         return [self._follow(row_id, count, table) for row_id, count in rows]
 
-    def _follow(self, row_id: int, num_drafts: int, table: SequenceTable) -> Int32Array:
+    def _follow(self, row_id: int, num_drafts: int, table: SequenceTable) -> Draft:
         tokens = table.token_ids[row_id, : table.num_tokens[row_id]]
         ends, num_matched = match_suffix(tokens, MAX_MATCH)
         found, num_found = self.history.match(table.tenants[row_id], tokens)
         if num_found > num_matched:
-            return most_frequent(self.history.continuations(found, num_drafts))
-        if num_matched < MIN_MATCH:
-            return tokens[:0]
-        starts = ends[:, None] + 1
-        # Where a continuation ends, it begins again: its tokens may be a loop.
-        return most_frequent(tokens[starts + np.arange(num_drafts) % (len(tokens) - starts)])
+            continuations = self.history.continuations(found, num_drafts)
+        else:
+            starts = ends[:, None] + 1
+            # Where a continuation ends, it begins again: its tokens may be a loop.
+            continuations = tokens[starts + np.arange(num_drafts) % (len(tokens) - starts)]
+        return Draft(likeliest_path(continuations), max(num_found, num_matched))
 
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
         """Add the step's output tokens to the history."""
@@ -165,7 +164,7 @@ class OutputHistory:
     def match(self, tenant: np.uint64, tokens: Int32Array) -> tuple[Int64Array, int]:
         """Where outputs of the tenant have the longest match of the last of `tokens` and continue,
         oldest first, and how many tokens match: 0, or from 2 to MAX_MATCH."""
-        if len(tokens) < MIN_MATCH:
+        if len(tokens) < _PAIR:
             return np.empty(0, np.int64), 0
         wanted = tokens[: -MAX_MATCH - 1 : -1]
         is_alike = self._hashes[: self._size] == _hash(tenant, wanted[1:2], wanted[:1])
@@ -178,7 +177,7 @@ class OutputHistory:
         ]
         if len(ends) == 0:
             return ends, 0
-        num_matched, at = MIN_MATCH, ends
+        num_matched, at = _PAIR, ends
         while num_matched < len(wanted):
             gaps = self._to_before[at]
             at = at - gaps
@@ -208,7 +207,7 @@ def _hash(
     return ((pairs * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(48)).astype(np.uint16)
 
 
-def most_frequent(continuations: Int32Array) -> Int32Array:
+def likeliest_path(continuations: Int32Array) -> Int32Array:
     """Of each token's successors the most frequent one, the latest of equals, as far as it goes.
 
     continuations: [n, num_tokens], oldest first; _NONE after the end of one.
@@ -219,10 +218,6 @@ def most_frequent(continuations: Int32Array) -> Int32Array:
         continuations, tokens = continuations[tokens != _NONE], tokens[tokens != _NONE]
         if len(tokens) == 0:
             break
-        best = tokens[-1]
-        if (tokens != best).any():
-            _, places, counts = np.unique(tokens, return_inverse=True, return_counts=True)
-            best = tokens[np.flatnonzero(counts[places] == counts.max())[-1]]
-            continuations = continuations[tokens == best]
-        path.append(best)
+        path.append(most_frequent(tokens))
+        continuations = continuations[tokens == path[-1]]
     return np.array(path, np.int32)

@@ -22,7 +22,7 @@ def run(
     chosen = []
     for _ in range(num_steps):
         counts = lengths.choose(rows, len(rows), len(rows))
-        for (row_id, _), count in zip(rows, counts, strict=True):
+        for (row_id, *_), count in zip(rows, counts, strict=True):
             if count:
                 lengths.note_drafts(row_id, count, min(count, num_right.get(row_id, 0)))
         lengths.note_step(len(rows) + sum(counts), int(1000 + cost * sum(counts)))
@@ -57,6 +57,21 @@ def test_what_was_not_worth_its_time_is_tried_again(cost: int) -> None:
     num_wrong = sum(map(sum, run(lengths, row, {}, cost, 300)[100:]))
     assert 0 < num_wrong * cost <= 0.05 * 200 * 1000, "five percent of the steps' time"
     assert sum(map(sum, run(lengths, row, {0: 4}, cost, 200)[100:])) >= 300
+
+
+def test_drafts_that_followed_more_tokens_are_judged_by_themselves() -> None:
+    """Those that followed one token are always wrong, those that followed five always right."""
+    lengths = DraftLengths()
+    chosen: dict[int, list[int]] = {1: [], 5: []}
+    for step in range(200):
+        num_matched = (1, 5)[step % 2]
+        (count,) = lengths.choose([Proposal(0, 4, num_matched)], 1, 1)
+        if count:
+            lengths.note_drafts(0, count, count if num_matched == 5 else 0)
+        lengths.note_step(1 + count, 1000 + 50 * count)
+        chosen[num_matched].append(count)
+    assert sum(chosen[1][50:]) <= 10
+    assert chosen[5][50:].count(4) >= 48
 
 
 def test_a_row_that_another_sequence_has_now_begins_anew() -> None:

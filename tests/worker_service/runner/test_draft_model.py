@@ -13,7 +13,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine, InProcessWorker, Output
 from tests.support.runners import AllDrafts
 from tests.support.worker_driver import PlanBuilder, Row, column
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import Int64Array
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -21,6 +21,7 @@ from worker_service.loader import LoadedModel, load_draft_model, load_model
 from worker_service.models.interface import Model
 from worker_service.runner import draft_model
 from worker_service.runner.draft_model import DraftModel
+from worker_service.runner.drafter import Draft
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.sequence_table import SequenceTable
@@ -176,7 +177,7 @@ def test_wrong_keys_cost_drafts_and_change_no_token(monkeypatch: pytest.MonkeyPa
 
     def forget_keys(
         self: DraftModel, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Int32Array]:
+    ) -> list[Draft]:
         self._forward._kv_cache.normal_(generator=torch.Generator().manual_seed(len(row_ids)))
         return propose(self, row_ids, counts, table)
 

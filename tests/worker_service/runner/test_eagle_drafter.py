@@ -26,13 +26,14 @@ from tests.worker_service.runner.test_draft_model import (
     config,
     tokens_of,
 )
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import Int64Array
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_eagle_head, load_model
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
+from worker_service.runner.drafter import Draft
 from worker_service.runner.eagle_drafter import EagleDrafter
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
@@ -132,13 +133,11 @@ class Noted(EagleDrafter):
         self.drafts: list[tuple[list[int], list[int]]] = []
         """Tokens of a sequence, and its drafts."""
 
-    def propose(
-        self, row_ids: Int64Array, counts: list[int], table: SequenceTable
-    ) -> list[Int32Array]:
+    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         found = super().propose(row_ids, counts, table)
         for row_id, drafts in zip(row_ids.tolist(), found, strict=True):
             tokens = table.token_ids[row_id, : table.num_tokens[row_id]].tolist()
-            self.drafts.append((tokens, drafts.tolist()))
+            self.drafts.append((tokens, drafts.tokens.tolist()))
         return found
 
     def assert_drafts_are_those_of(

@@ -25,7 +25,7 @@ from worker_service.config import RunnerConfig
 from worker_service.errors import InvalidOption, InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
-from worker_service.runner.drafter import NgramDrafter, SequenceDrafter
+from worker_service.runner.drafter import Draft, NgramDrafter, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
@@ -41,17 +41,19 @@ EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
         ([5, 6, 5, 6], [5, 6, 5, 6]),  # a loop goes on
         ([4, 4, 4], [4, 4, 4, 4]),
         ([1, 2, 3, 4], []),
-        ([7, 2, 8, 2], []),  # one token is too little
+        ([7, 2, 8, 2], [8, 2, 8, 2]),  # one token is enough
+        ([2, 6, 2, 7, 2, 6, 2, 8, 2], [6, 2, 8, 2]),  # the most frequent next token, at its last
+        ([2, 6, 2, 7, 2], [7, 2, 7, 2]),  # the last of equals
         ([3], []),
-        ([3, 3], []),
+        ([3, 3], [3, 3, 3, 3]),
     ],
 )
 def test_ngrams_propose_what_followed_the_longest_match(
     tokens: list[int], drafts: list[int]
 ) -> None:
     found = NgramDrafter().follow(np.array(tokens, np.int32), 4)
-    assert found.tolist() == drafts
-    assert NgramDrafter().follow(np.array(tokens, np.int32), 1).tolist() == drafts[:1]
+    assert found.tokens.tolist() == drafts
+    assert NgramDrafter().follow(np.array(tokens, np.int32), 1).tokens.tolist() == drafts[:1]
 
 
 class FixedDrafter(SequenceDrafter):
@@ -60,9 +62,9 @@ class FixedDrafter(SequenceDrafter):
     def __init__(self) -> None:
         self.drafts: list[int] = []
 
-    def follow(self, tokens: Int32Array, num_drafts: int) -> Int32Array:
+    def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
         """The drafts."""
-        return np.array(self.drafts[:num_drafts], np.int32)
+        return Draft(np.array(self.drafts[:num_drafts], np.int32))
 
 
 class Bench:

@@ -29,7 +29,7 @@ from worker_service.runner.suffix_drafter import (
     MAX_MATCH,
     OutputHistory,
     SuffixDrafter,
-    most_frequent,
+    likeliest_path,
 )
 
 TENANT = np.uint64(2**63 + 5)
@@ -57,7 +57,7 @@ def follow(
     tenant: np.uint64 = TENANT,
 ) -> list[int]:
     ends, _ = history.match(tenant, ints(tokens))
-    return most_frequent(history.continuations(ends, num_drafts)).tolist()
+    return likeliest_path(history.continuations(ends, num_drafts)).tolist()
 
 
 def test_the_longest_match_is_followed() -> None:
@@ -210,7 +210,7 @@ def test_searches_are_those_of_a_brute_force_search(data: st.DataObject) -> None
     continuations = oracle.continuations(places, 6)
     rows = history.continuations(found, 6)
     assert [[token for token in row if token >= 0] for row in rows.tolist()] == continuations
-    assert most_frequent(rows).tolist() == majority(continuations)
+    assert likeliest_path(rows).tolist() == majority(continuations)
 
 
 def test_memory_is_bounded_and_the_latest_half_is_kept() -> None:

@@ -33,6 +33,7 @@ class WatchedCore(FakeCore):
         self.statuses: asyncio.Queue[status_pb2.EngineStatus | None] = asyncio.Queue()
         self.watches: list[pb.SchedulerServiceWatchStatusRequest] = []
         self.num_cancelled = 0
+        self.cancelled = asyncio.Semaphore(0)
 
     async def WatchStatus(self, request: Any, context: Any) -> None:
         self.watches.append(request)
@@ -41,6 +42,7 @@ class WatchedCore(FakeCore):
                 await context.write(pb.SchedulerServiceWatchStatusResponse(status=status))
         except asyncio.CancelledError:
             self.num_cancelled += 1
+            self.cancelled.release()
             raise
 
 
@@ -183,8 +185,8 @@ async def test_the_core_is_followed_over_a_new_channel_when_the_former_is_closed
             connection._open()
             await former.close()
             await until("the scheduler core cannot be reached")
-            while core.num_cancelled < num_watches:  # it would take the next status
-                await asyncio.sleep(0.01)
+            for _ in range(num_watches):
+                await core.cancelled.acquire()  # a watch that goes on would take the next status
             core.statuses.put_nowait(make_status(uptime_s=2.0))
             await until(None)
         hub.close()
