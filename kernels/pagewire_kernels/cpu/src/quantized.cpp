@@ -30,12 +30,31 @@ constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache; m
 template <class Dot>
 constexpr int64_t kOperandBytes = sizeof(typename Dot::Operand);
 
+// The most rows that unpack codes in registers. Tiles take as long for one row as for several.
+#if defined(PAGEWIRE_HAS_TILES)
+template <class Dot>
+constexpr int kFewRows = 4;
+#else
+template <class Dot>
+constexpr int kFewRows = Dot::kRegisterRows;
+#endif
+
+template <int64_t kBytes>
+inline void fetch_ahead(const char* from) {
+  _Pragma("GCC unroll 16") for (int64_t at = 0; at < kBytes; at += 64) {
+    __builtin_prefetch(from + kFetchedBytes + at, 0, 3);
+  }
+}
+
 // A block of rows, turned into what `Dot` takes.
 template <class Dot>
 struct Block {
   const char* inputs;  // [num_rows][in_features] of kTurnedBytes, or as `turn_for_tiles` has them
   const typename Dot::Inputs* groups;  // [num_rows][num_groups]
   int64_t num_rows, row_bytes, num_groups;
+#if defined(PAGEWIRE_HAS_TILES)
+  GroupTiles<Dot>* tiles = nullptr;  // of the thread
+#endif
 };
 
 // Codes in registers of bytes.
@@ -116,9 +135,7 @@ inline __attribute__((always_inline)) void add_group(
   const char* codes = group.codes;
   for (int64_t i = 0; i < num_inputs; i += Source::kInputs) {
     if constexpr (!std::is_same_v<Source, Unpacked<Dot>>) {
-      _Pragma("GCC unroll 16") for (int64_t at = 0; at < Source::kBytes; at += 64) {
-        __builtin_prefetch(codes + kFetchedBytes + at, 0, 3);
-      }
+      fetch_ahead<Source::kBytes>(codes);
     }
     add_registers<Dot, Source, kRows>(inputs, codes, table, sums,
                                       std::make_integer_sequence<int, Source::kInputs / 4>());
@@ -155,6 +172,7 @@ void unpack_group(const char* words, int64_t num_inputs, const ByteTable& table,
                   char* to) {
   constexpr int kRegisters = Codes::kInputs / 4;
   for (int64_t i = 0; i < num_inputs; i += Codes::kInputs) {
+    fetch_ahead<Packed<Dot, Codes>::kBytes>(words);
     unpack_words<Dot, Codes>(words, table, change, to,
                              std::make_integer_sequence<int, kRegisters>());
     words += Packed<Dot, Codes>::kBytes;
@@ -205,49 +223,72 @@ void multiply_many(const Block<Dot>& block, const GroupLayout<Codes>& layout, co
 #if defined(PAGEWIRE_HAS_TILES)
 // Scale a group's sums of some rows and add them to the rows', [num_rows, kPanel].
 template <class Dot>
-inline void add_sums(const char* sums, const Group& group, const typename Dot::Inputs* rows,
-                     int64_t num_rows, float* kept) {
+inline void add_sums(const GroupTiles<Dot>& tiles, const char* sums, const Group& group,
+                     const typename Dot::Inputs* rows, int64_t num_rows, float* kept) {
   const bool has_offsets = group.offsets.numbers != nullptr;
   for (int64_t v = 0; v < kPanelVectors; ++v) {
     const Floats scale = group.scales.load(v * kLanes);
     const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
     for (int64_t r = 0; r < num_rows; ++r) {
-      const Floats total = Dot::total(GroupTiles<Dot>::load(sums, v, r), rows[r]);
+      const Floats total = Dot::total(tiles.load(sums, v, r), rows[r]);
       add_scaled(total, scale, has_offsets, offset, rows[r].sum, kept + r * kPanel + v * kLanes);
     }
   }
 }
 
+// Tiles load from memory what was stored there, and the other way round, only once the stores are
+// done. So a group's codes are unpacked before the products of the group before, and sums are added
+// after the products that follow.
 template <class Dot, class Codes>
 void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layout,
                          const Quantization& q, const char* panel, const ByteTable& table,
                          float* kept) {
-  const int64_t tile_rows = rows_per_tile(block.num_rows);
   using Tiles = GroupTiles<Dot>;
-  const Tiles tiles(q.group_size, tile_rows);
+  const int64_t tile_rows = Tiles::rows_per_tile(block.num_rows);
+  Tiles& tiles = *block.tiles;
+  tiles.configure(q.group_size, tile_rows);
   const Words zero = broadcast_word(static_cast<int32_t>(q.zero * 0x01010101));
   const auto less_zero = [zero](Words bytes) { return _mm512_sub_epi8(bytes, zero); };
-  alignas(64) char codes[kMaxGroup * kPanel], sums[Tiles::kSumsBytes];
+  alignas(64) char codes[2][kMaxGroup * kPanel], sums[2][Tiles::kSumsBytes];
   const char* inputs = block.inputs;
-  layout.for_each_group(panel, [&](int64_t g, const Group& group) {
-    unpack_group<Dot, Codes>(group.codes, q.group_size, table, less_zero, codes);
+  struct Product {
+    Group group;
+    int64_t g, row;
+  } last{};
+  int64_t num_products = 0;
+  const auto add_last = [&] {
+    if (num_products == 0) return;
+    const int64_t left = block.num_rows - last.row;
+    add_sums<Dot>(tiles, sums[(num_products - 1) % 2], last.group,
+                  block.groups + last.g * block.num_rows + last.row,
+                  left < tile_rows ? left : tile_rows, kept + last.row * kPanel);
+  };
+  const auto multiply_group = [&](int64_t g, const Group& group) {
     for (int64_t row = 0; row < block.num_rows; row += tile_rows) {
-      const int64_t left = block.num_rows - row;
-      tiles.multiply(inputs, codes, sums);
-      add_sums<Dot>(sums, group, block.groups + g * block.num_rows + row,
-                    left < tile_rows ? left : tile_rows, kept + row * kPanel);
-      inputs += Tiles::kRows * q.group_size * Tiles::kDigits;
+      tiles.multiply(inputs, codes[g % 2], sums[num_products % 2]);
+      inputs += Tiles::kDigits * tile_rows * q.group_size;
+      add_last();
+      last = {group, g, row};
+      ++num_products;
     }
+  };
+  Group before{};
+  layout.for_each_group(panel, [&](int64_t g, const Group& group) {
+    unpack_group<Dot, Codes>(group.codes, q.group_size, table, less_zero, codes[g % 2]);
+    if (g > 0) multiply_group(g - 1, before);
+    before = group;
   });
+  multiply_group(layout.num_groups - 1, before);
+  add_last();
 }
 #endif
 
-template <class Dot, class Codes, int kRows = Dot::kRegisterRows>
+template <class Dot, class Codes, int kRows = kFewRows<Dot>>
 MultiplyPanel<Dot, Codes> panel_product_of(int64_t num_rows) {
 #if defined(PAGEWIRE_HAS_TILES)
-  if (num_rows > Dot::kRegisterRows) return multiply_with_tiles<Dot, Codes>;
+  if (num_rows > kFewRows<Dot>) return multiply_with_tiles<Dot, Codes>;
 #else
-  if (num_rows > Dot::kRegisterRows) return multiply_many<Dot, Codes>;
+  if (num_rows > kFewRows<Dot>) return multiply_many<Dot, Codes>;
 #endif
   if constexpr (kRows > 1) {
     if (num_rows < kRows) return panel_product_of<Dot, Codes, kRows - 1>(num_rows);
@@ -270,15 +311,15 @@ inline char* working_memory(int64_t num_bytes) {
 }
 
 #if defined(PAGEWIRE_HAS_TILES)
-// What `GroupTiles` multiply: of each group the digits of 16 rows after the other.
+// What `GroupTiles` multiply, of each group the rows of a tile after the other.
 template <class Dot, class Input>
 Block<Dot> turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num_rows,
                           int64_t num_groups) {
-  constexpr int64_t kRows = GroupTiles<Dot>::kRows, kDigits = Dot::kDigits;
+  constexpr int64_t kDigits = Dot::kDigits;
   const Quantization& q = task.quantization;
-  const int64_t depth = tile_depth(q.group_size), digit_bytes = kRows * depth;
-  const int64_t tile_bytes = kRows * q.group_size * kDigits;
-  const int64_t tile_rows = rows_per_tile(num_rows);
+  const int64_t tile_rows = GroupTiles<Dot>::rows_per_tile(num_rows);
+  const int64_t depth = tile_depth(q.group_size), digit_bytes = tile_rows * depth;
+  const int64_t tile_bytes = kDigits * tile_rows * q.group_size;
   const int64_t group_bytes = divide_up(num_rows, tile_rows) * tile_bytes;
   const auto size_of_inputs = static_cast<int64_t>(sizeof(typename Dot::Inputs));
   char* inputs = working_memory(num_groups * (group_bytes + num_rows * size_of_inputs));
@@ -307,7 +348,7 @@ template <class Dot, class Input>
 Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows,
                      int64_t num_groups) {
 #if defined(PAGEWIRE_HAS_TILES)
-  if (num_rows > Dot::kRegisterRows) {
+  if (num_rows > kFewRows<Dot>) {
     return turn_for_tiles<Dot, Input>(task, first_row, num_rows, num_groups);
   }
 #endif
@@ -349,12 +390,18 @@ void multiply(LinearTask& task, Finish finish) {
   alignas(64) float sums[kBlockRows * kPanel];
   int64_t turned_row = -1;
   Block<Dot> block;
+#if defined(PAGEWIRE_HAS_TILES)
+  GroupTiles<Dot> tiles;
+#endif
   SharedItems items(task, num_items, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
     const int64_t row = item / num_panels * block_rows, panel = item % num_panels;
     const int64_t count = num_rows - row < block_rows ? num_rows - row : block_rows;
     if (row != turned_row) {
       block = turn_rows<Dot, Input>(task, row, count, layout.num_groups);
+#if defined(PAGEWIRE_HAS_TILES)
+      block.tiles = &tiles;
+#endif
       turned_row = row;
     }
     const char* weights = static_cast<const char*>(task.weight) + panel * layout.panel_bytes;

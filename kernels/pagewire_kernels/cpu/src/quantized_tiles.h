@@ -1,8 +1,9 @@
-// Sums of a group's products for 16 rows at a time, by tiles (tiles.h): for each digit of the inputs
+// Sums of a group's products for some rows at a time, by tiles (tiles.h): for each digit of the inputs
 // the same whole numbers as `DigitsDot` sums.
 //
-// The first tiles have a sum of each digit, for the first outputs of a panel; as many after them for
-// the others. Tile 6 has the inputs, and 7 the codes.
+// The rows of a tile are the first digits of all rows of inputs, then their second ones and so on.
+// Tiles 0 and 1 have the sums for the two registers of a panel's outputs, 2 the inputs, 3 and 4 the
+// codes.
 #pragma once
 
 #include "linear.h"
@@ -20,72 +21,66 @@ inline int64_t tile_depth(int64_t group_size) {
   return depth;
 }
 
-// Tiles of a block have about the same number of rows: fewer take less time.
-inline int64_t rows_per_tile(int64_t num_rows) {
-  return divide_up(num_rows, divide_up(num_rows, kTileRows));
-}
-
 template <class Dot>
 class GroupTiles {
  public:
-  static constexpr int kDigits = Dot::kDigits;
-  static constexpr int64_t kRows = kTileRows;
-  static constexpr int64_t kSumBytes = kRows * kTileBytes;  // of a digit and a register of outputs
-  static constexpr int64_t kSumsBytes = kPanelVectors * kDigits * kSumBytes;
+  static constexpr int64_t kDigits = Dot::kDigits, kMostRows = kTileRows / kDigits;
+  static constexpr int64_t kSumBytes = kTileRows * kTileBytes;  // of a register of outputs
+  static constexpr int64_t kSumsBytes = kPanelVectors * kSumBytes;
 
-  GroupTiles(int64_t group_size, int64_t num_rows)
-      : depth_(tile_depth(group_size)), num_parts_(group_size / depth_) {
+  // Tiles of a block have about the same number of rows: fewer take less time.
+  static int64_t rows_per_tile(int64_t num_rows) {
+    return divide_up(num_rows, divide_up(num_rows, kMostRows));
+  }
+
+  GroupTiles() = default;
+  GroupTiles(const GroupTiles&) = delete;
+  ~GroupTiles() {
+    if (num_rows_ != 0) asm volatile("tilerelease");
+  }
+
+  // For up to `kMostRows` rows.
+  void configure(int64_t group_size, int64_t num_rows) {
+    if (num_rows == num_rows_) return;
+    num_rows_ = num_rows;
+    depth_ = tile_depth(group_size);
+    num_parts_ = group_size / depth_;
     TileShapes shapes;
-    for (int t = 0; t < 7; ++t) shapes.rows[t] = static_cast<uint8_t>(num_rows);
-    shapes.row_bytes[6] = static_cast<uint16_t>(depth_);
-    shapes.rows[7] = static_cast<uint8_t>(depth_ / 4);
+    for (int t = 0; t < 8; ++t) shapes.rows[t] = static_cast<uint8_t>(kDigits * num_rows);
+    shapes.row_bytes[2] = static_cast<uint16_t>(depth_);
+    shapes.rows[3] = shapes.rows[4] = static_cast<uint8_t>(depth_ / 4);
     shapes.load();
   }
-  GroupTiles(const GroupTiles&) = delete;
-  ~GroupTiles() { asm volatile("tilerelease"); }
 
-  // inputs: [group_size / depth][kDigits][kRows][depth]; codes: int8 [group_size / 4][kPanel][4];
-  // sums: [kPanelVectors][kDigits][kRows][kLanes]
+  // inputs: [group_size / depth][kDigits][num_rows][depth]; codes: int8 [group_size / 4][kPanel][4];
+  // sums: [kPanelVectors][kDigits][num_rows][kLanes]
   void multiply(const char* inputs, const char* codes, char* sums) const {
-    multiply_for<0>(inputs, codes, sums);
-    multiply_for<1>(inputs, codes + kTileBytes, sums + kDigits * kSumBytes);
+    clear_tile<0>();
+    clear_tile<1>();
+    for (int64_t part = 0; part < num_parts_; ++part) {
+      load_tile<2>(inputs, depth_);
+      load_tile<3>(codes, kStepBytes);
+      asm volatile("tdpbssd %tmm3, %tmm2, %tmm0");
+      load_tile<4>(codes + kTileBytes, kStepBytes);
+      asm volatile("tdpbssd %tmm4, %tmm2, %tmm1");
+      inputs += kDigits * num_rows_ * depth_;
+      codes += depth_ / 4 * kStepBytes;
+    }
+    store_tile<0>(sums, kTileBytes);
+    store_tile<1>(sums + kSumBytes, kTileBytes);
   }
 
-  static typename Dot::Sum load(const char* sums, int64_t v, int64_t row) {
-    const char* first = sums + v * kDigits * kSumBytes + row * kTileBytes;
+  typename Dot::Sum load(const char* sums, int64_t v, int64_t row) const {
     typename Dot::Sum sum;
 #pragma GCC unroll 3
-    for (int d = 0; d < kDigits; ++d) sum.of_digits[d] = load_words(first + d * kSumBytes);
+    for (int d = 0; d < kDigits; ++d) {
+      sum.of_digits[d] = load_words(sums + v * kSumBytes + (d * num_rows_ + row) * kTileBytes);
+    }
     return sum;
   }
 
  private:
-  template <int kVector>
-  void multiply_for(const char* inputs, const char* codes, char* sums) const {
-    constexpr int kFirst = kVector * kDigits;
-    clear_tile<kFirst>();
-    clear_tile<kFirst + 1>();
-    if constexpr (kDigits == 3) clear_tile<kFirst + 2>();
-    for (int64_t part = 0; part < num_parts_; ++part) {
-      load_tile<7>(codes, kStepBytes);
-      multiply_digit<kFirst>(inputs);
-      multiply_digit<kFirst + 1>(inputs);
-      if constexpr (kDigits == 3) multiply_digit<kFirst + 2>(inputs);
-      codes += depth_ / 4 * kStepBytes;
-    }
-    store_tile<kFirst>(sums, kTileBytes);
-    store_tile<kFirst + 1>(sums + kSumBytes, kTileBytes);
-    if constexpr (kDigits == 3) store_tile<kFirst + 2>(sums + 2 * kSumBytes, kTileBytes);
-  }
-
-  template <int kSum>
-  void multiply_digit(const char*& inputs) const {
-    load_tile<6>(inputs, depth_);
-    asm volatile("tdpbssd %%tmm7, %%tmm6, %%tmm%c0" ::"i"(kSum));
-    inputs += kRows * depth_;
-  }
-
-  const int64_t depth_, num_parts_;
+  int64_t num_rows_ = 0, depth_ = 0, num_parts_ = 0;
 };
 
 }  // namespace pagewire
