@@ -46,7 +46,7 @@ _NUM_STEPS = 8
 """Last steps from which their fixed cost is taken."""
 
 _MAX_MATCHED = 5
-"""Drafts that followed more tokens count as if they had followed so many."""
+"""Drafts that followed more tokens than this are judged as if they had followed this many."""
 
 _ROW_DECAY = 0.95
 """Weight of a sequence's drafts of one step against those of the next."""
