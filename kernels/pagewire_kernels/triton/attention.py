@@ -12,6 +12,7 @@ registers and shared memory, not from measurements.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +20,14 @@ from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.triton.attention_kernels import attend, plan_splits, reduce_splits
-from pagewire_kernels.triton.checks import FLOATS, expect, expect_cache, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import (
+    FLOATS,
+    expect,
+    expect_cache,
+    expect_dtype,
+    expect_rows,
+    layouts,
+)
 
 FIXED_SPLIT_TOKENS = 1024
 """Keys per split where tiles and splits are fixed."""
@@ -151,59 +159,27 @@ def paged_attention(
     `batch_invariant` as in `choose_launch`. Raises TypeError or ValueError for tensors that the
     kernel would misread.
     """
-    _check(query, key_cache, value_cache, metadata)
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[2]
-    group = num_heads // num_kv_heads
-    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    num_tokens, num_heads = query.shape[:2]
+    num_kv_heads, head_dim = key_cache.shape[2:]
     output = query.new_empty((num_tokens, num_heads, head_dim))
     if num_tokens == 0:
         return output
     sinks = None if sinks is None else _per_head("sinks", sinks, num_heads)
     alibi_slopes = None if alibi_slopes is None else _per_head("slopes", alibi_slopes, num_heads)
-    if launch is None:
-        chosen = [
-            (
-                part,
-                choose_launch(
-                    query, num_kv_heads, metadata, part=part, batch_invariant=batch_invariant
-                ),
-            )
-            for part in parts_of(metadata, num_tokens)
+    # The layers of a step are alike: the first one's checks and choices are those of the others.
+    given = layouts(query, key_cache, value_cache), launch, batch_invariant
+    if given not in metadata.plans:
+        _check(query, key_cache, value_cache, metadata)
+        metadata.plans[given] = [
+            *_prepared(query, key_cache, metadata, launch, batch_invariant=batch_invariant)
         ]
-    else:
-        num_seqs, is_decode = len(metadata.context_lens), metadata.max_query_len == 1
-        chosen = [(Part(0, num_seqs, num_tokens, is_decode), launch)]
-    for part, launch in chosen:
-        tile_tokens = launch.tile_rows // group
-        expect(
-            tile_tokens >= 1, f"launch: a tile of {launch.tile_rows} rows cannot hold {group} heads"
-        )
-        is_planned = part.is_decode and launch.num_planned > 0
-        is_split = is_planned or launch.num_splits > 1
-        plan = _plan(metadata, part, launch) if is_planned else metadata.context_lens
-        partial_shape: tuple[int, ...] = (0, num_heads)
-        if is_planned:
-            partial_shape = (launch.num_planned, num_heads)
-        elif is_split:
-            partial_shape = (launch.num_splits, part.num_tokens, num_heads)
-        partial_output = query.new_empty((*partial_shape, padded_dim), dtype=torch.float32)
-        partial_sums = query.new_empty((*partial_shape, 2), dtype=torch.float32)
-        shared = {
-            "HAS_WINDOW": sliding_window is not None,
-            "HAS_SINKS": sinks is not None,
-            "IS_DECODE": part.is_decode,
-            "IS_PLANNED": is_planned,
-            "SPLIT_TOKENS": launch.split_tokens,
-            "HEAD_DIM": head_dim,
-            "PADDED_DIM": padded_dim,
-            "TILE_KEYS": launch.tile_keys,
-            "enable_fp_fusion": launch.split_tokens == 0,
-        }
-        num_tiles = launch.num_planned if is_planned else part.num_seqs
-        if not part.is_decode:
-            num_tiles += part.num_tokens // tile_tokens
-        attend[(num_tiles * num_kv_heads, 1 if is_planned else launch.num_splits)](
+    has_features = {"HAS_WINDOW": sliding_window is not None, "HAS_SINKS": sinks is not None}
+    for each in metadata.plans[given]:
+        part, launch, plan = each.part, each.launch, each.plan
+        shared = each.shared | has_features
+        partial_output = query.new_empty(each.partial_shape, dtype=torch.float32)
+        partial_sums = query.new_empty((*each.partial_shape[:-1], 2), dtype=torch.float32)
+        attend[each.grid](
             output,
             partial_output,
             partial_sums,
@@ -232,17 +208,17 @@ def paged_attention(
             metadata.block_tables.stride(0),
             HAS_CAP=soft_cap is not None,
             HAS_ALIBI=alibi_slopes is not None,
-            IS_SPLIT=is_split,
+            IS_SPLIT=each.is_split,
             BLOCK_SIZE=key_cache.shape[1],
             NUM_KV_HEADS=num_kv_heads,
-            GROUP=group,
-            TILE_TOKENS=tile_tokens,
+            GROUP=num_heads // num_kv_heads,
+            TILE_TOKENS=each.tile_tokens,
             TILE_ROWS=launch.tile_rows,
             num_warps=launch.num_warps,
             num_stages=launch.num_stages,
             **shared,
         )
-        if is_split:
+        if each.is_split:
             reduce_splits[(part.num_seqs if part.is_decode else part.num_tokens, num_heads)](
                 output,
                 partial_output,
@@ -264,26 +240,92 @@ def paged_attention(
     return output
 
 
+class _Prepared(NamedTuple):
+    """A launch of every layer of a step."""
+
+    part: Part
+    launch: Launch
+    tile_tokens: int
+    grid: tuple[int, int]
+    plan: Tensor
+    """Of the splits by length; anything without them."""
+    is_split: bool
+    partial_shape: tuple[int, ...]
+    shared: dict[str, int | bool]
+    """Constants of both kernels."""
+
+
+def _prepared(
+    query: Tensor,
+    key_cache: Tensor,
+    metadata: AttentionMetadata,
+    launch: Launch | None,
+    *,
+    batch_invariant: bool,
+) -> Iterator[_Prepared]:
+    """The launches of a batch's parts."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    parts = [*parts_of(metadata, num_tokens)]
+    if launch is not None:
+        num_seqs, is_decode = len(metadata.context_lens), metadata.max_query_len == 1
+        parts = [Part(0, num_seqs, num_tokens, is_decode)]
+    for part in parts:
+        chosen = launch or choose_launch(
+            query, num_kv_heads, metadata, part=part, batch_invariant=batch_invariant
+        )
+        tile_tokens = chosen.tile_rows // group
+        expect(
+            tile_tokens >= 1, f"launch: a tile of {chosen.tile_rows} rows cannot hold {group} heads"
+        )
+        is_planned = part.is_decode and chosen.num_planned > 0
+        num_tiles = chosen.num_planned if is_planned else part.num_seqs
+        if not part.is_decode:
+            num_tiles += part.num_tokens // tile_tokens
+        partial_shape: tuple[int, ...] = (0, num_heads, padded_dim)
+        if is_planned:
+            partial_shape = (chosen.num_planned, num_heads, padded_dim)
+        elif chosen.num_splits > 1:
+            partial_shape = (chosen.num_splits, part.num_tokens, num_heads, padded_dim)
+        yield _Prepared(
+            part=part,
+            launch=chosen,
+            tile_tokens=tile_tokens,
+            grid=(num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits),
+            plan=_plan(metadata, part, chosen) if is_planned else metadata.context_lens,
+            is_split=is_planned or chosen.num_splits > 1,
+            partial_shape=partial_shape,
+            shared={
+                "IS_DECODE": part.is_decode,
+                "IS_PLANNED": is_planned,
+                "SPLIT_TOKENS": chosen.split_tokens,
+                "HEAD_DIM": head_dim,
+                "PADDED_DIM": padded_dim,
+                "TILE_KEYS": chosen.tile_keys,
+                "enable_fp_fusion": chosen.split_tokens == 0,
+            },
+        )
+
+
 def _plan(metadata: AttentionMetadata, part: Part, launch: Launch) -> Tensor:
-    """The splits of a step's decodes, made by the first layer that needs them."""
+    """The splits of a step's decodes."""
     expect(
         launch.num_planned > part.num_seqs,
         f"launch: {launch.num_planned} programs for {part.num_seqs} sequences, expected more",
     )
-    key = (part.num_seqs, launch.num_planned, launch.tile_keys)
-    if key not in metadata.plans:
-        plan = metadata.context_lens.new_empty(part.num_seqs + 2)
-        plan_splits[(1,)](
-            plan,
-            metadata.context_lens,
-            part.num_seqs,
-            launch.num_planned,
-            LEAST=MIN_SPLIT_TOKENS,
-            TILE_KEYS=launch.tile_keys,
-            enable_fp_fusion=False,
-        )
-        metadata.plans[key] = plan
-    return metadata.plans[key]
+    plan = metadata.context_lens.new_empty(part.num_seqs + 2)
+    plan_splits[(1,)](
+        plan,
+        metadata.context_lens,
+        part.num_seqs,
+        launch.num_planned,
+        LEAST=MIN_SPLIT_TOKENS,
+        TILE_KEYS=launch.tile_keys,
+        enable_fp_fusion=False,
+    )
+    return plan
 
 
 def _tile(dtype: torch.dtype, head_dim: int, group: int, is_decode: bool) -> tuple[int, int]:

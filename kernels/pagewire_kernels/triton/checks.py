@@ -9,6 +9,29 @@ FP8_MAX = 448.0
 """The largest finite number of `float8_e4m3fn`."""
 
 
+Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
+
+_MAX_CHECKED = 4096
+
+
+class Checked(set[Layouts]):
+    """Layouts of tensors that passed a kernel's checks, so that a step's layers, which are alike,
+    are not checked one by one: on the host, checks would take longer than launches."""
+
+    def add(self, layouts: Layouts) -> None:
+        """Remember one. Steps have many numbers of rows, so that the set is emptied at times."""
+        if len(self) >= _MAX_CHECKED:
+            self.clear()
+        super().add(layouts)
+
+
+def layouts(*tensors: Tensor | None) -> Layouts:
+    """All that checks of these tensors depend on."""
+    return tuple(
+        [None if each is None else (each.shape, each.stride(), each.dtype) for each in tensors]
+    )
+
+
 def expect(condition: bool, message: str) -> None:
     """Raises ValueError with the message unless the condition holds."""
     if not condition:
@@ -24,7 +47,6 @@ def expect_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
 
 def expect_rows(name: str, tensor: Tensor, *shape: int | None) -> None:
     """Raises ValueError unless the shape fits (None: any) and the last axis is dense."""
-    # Called some twenty times in each layer of a step: nothing is formatted unless it is wrong.
     got = tensor.shape
     fits = len(shape) == len(got)
     if fits:

@@ -5,11 +5,20 @@ fewer than an addition and a norm apart; one program computes a row, which it ho
 activation reads one or two elements and writes one for each of the result.
 """
 
+from functools import cache
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import (
+    FLOATS,
+    Checked,
+    expect,
+    expect_dtype,
+    expect_rows,
+    layouts,
+)
 
 MAX_SIZE = 32768
 """The longest row that fits a program's registers."""
@@ -85,13 +94,20 @@ def _layer_norm(
     tl.store(output + row * output_stride + column, values.to(output.dtype.element_ty), mask)
 
 
+_checked_rms_norms = Checked()
+_checked_layer_norms = Checked()
+_checked_activations = Checked()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """x / rms(x) * weight; with a residual, of the sum that it then holds; as the reference."""
-    expect_rows("weight", weight, x.shape[-1])
-    expect_dtype("weight", weight, *FLOATS)
-    output = _checked_output(x, residual)
-    if len(x):
-        _rms_norm[(len(x),)](
+    given = layouts(x, weight, residual)
+    if given not in _checked_rms_norms:
+        _check_norm(x, weight, None, residual)
+        _checked_rms_norms.add(given)
+    output = x.new_empty(x.shape)
+    if x.shape[0]:
+        _rms_norm[(x.shape[0],)](
             output,
             x,
             x if residual is None else residual,
@@ -112,14 +128,14 @@ def layer_norm(
     residual: Tensor | None = None,
 ) -> Tensor:
     """(x - mean) / deviation * weight + bias; a residual as in `rms_norm`; as the reference."""
-    expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            expect_rows(name, tensor, x.shape[-1])
-            expect_dtype(name, tensor, *FLOATS)
-    output = _checked_output(x, residual)
-    if len(x):
-        _layer_norm[(len(x),)](
+    given = layouts(x, weight, bias, residual)
+    if given not in _checked_layer_norms:
+        expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
+        _check_norm(x, weight, bias, residual)
+        _checked_layer_norms.add(given)
+    output = x.new_empty(x.shape)
+    if x.shape[0]:
+        _layer_norm[(x.shape[0],)](
             output,
             x,
             x if residual is None else residual,
@@ -134,21 +150,26 @@ def layer_norm(
     return output
 
 
-def _checked_output(x: Tensor, residual: Tensor | None) -> Tensor:
-    """Room for the result, after a look at what goes in."""
+def _check_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            expect_rows(name, tensor, x.shape[-1])
+            expect_dtype(name, tensor, *FLOATS)
     expect_dtype("x", x, *FLOATS)
     expect_rows("x", x, None, None)
     expect(x.shape[1] <= MAX_SIZE, f"x: expected rows of at most {MAX_SIZE}, got {x.shape[1]}")
     if residual is not None:
         expect_dtype("residual", residual, x.dtype)
         expect_rows("residual", residual, *x.shape)
-    return x.new_empty(x.shape)
 
 
 def _row_strides(output: Tensor, x: Tensor, residual: Tensor | None) -> tuple[int, int, int]:
     return output.stride(0), x.stride(0), (x if residual is None else residual).stride(0)
 
 
+@cache
 def _tiling(size: int) -> dict[str, int | bool]:
     tile = triton.next_power_of_2(size)
     return {
@@ -220,13 +241,16 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up; as `reference.act_and_mul`."""
-    _check(activation, "gate_up", gate_up)
     num_rows, width = gate_up.shape
-    expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
+    given = layouts(gate_up)
+    if given not in _checked_activations or activation not in ACTIVATIONS:
+        _check(activation, "gate_up", gate_up)
+        expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
+        _checked_activations.add(given)
     output = gate_up.new_empty((num_rows, width // 2))
     if output.numel() == 0:
         return output
-    _act_and_mul[(num_rows, triton.cdiv(width // 2, _TILE))](
+    _act_and_mul[(num_rows, -(-width // 2 // _TILE))](
         output,
         gate_up,
         gate_up.stride(0),

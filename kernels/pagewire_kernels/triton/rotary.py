@@ -4,6 +4,8 @@ Bound by memory bandwidth: queries are read and written once, keys and values re
 once. Apart, the norm, the rotation and the store would move queries twice and keys three times.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -12,10 +14,12 @@ from torch import Tensor
 from pagewire_kernels.triton.checks import (
     FLOATS,
     FP8,
+    Checked,
     expect,
     expect_cache,
     expect_dtype,
     expect_rows,
+    layouts,
 )
 from pagewire_kernels.triton.kv_cache import to_cache
 
@@ -187,6 +191,9 @@ def _rotate_and_write(
         tl.store(value_cache + at[:, None] + column[None, :], values, full_mask)
 
 
+_checked = Checked()
+
+
 def rotate_and_write_kv(
     query: Tensor,
     key: Tensor,
@@ -205,30 +212,39 @@ def rotate_and_write_kv(
     value_scale: float = 1.0,
 ) -> None:
     """Apply norms and RoPE to `query` in place; write keys and values to the cache."""
-    expect_dtype("query", query, *FLOATS)
-    expect_cache(key_cache, value_cache, query.dtype)
+    given = layouts(
+        query,
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        positions,
+        cos,
+        sin,
+        query_norm,
+        key_norm,
+    )
+    if given not in _checked:
+        _check(
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            slot_mapping,
+            positions,
+            cos,
+            sin,
+            query_norm,
+            key_norm,
+        )
+        _checked.add(given)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
-    expect_rows("query", query, None, None, head_dim)
-    for name, rows in (("key", key), ("value", value)):
-        expect_dtype(name, rows, query.dtype)
-        expect_rows(name, rows, num_tokens, num_kv_heads, head_dim)
-    for name, column in (("slot_mapping", slot_mapping), ("positions", positions)):
-        expect_dtype(name, column, torch.int64)
-        expect_rows(name, column, num_tokens)
-    for name, table in (("cos", cos), ("sin", sin)):
-        expect_dtype(name, table, *FLOATS)
-        expect_rows(name, table, *cos.shape)
-    expect(cos.stride() == sin.stride(), "cos and sin differ in layout")
-    half = cos.shape[1]
-    expect(2 * half <= head_dim, f"cos: {half} columns rotate more than a head of {head_dim}")
-    for name, weight in (("query_norm", query_norm), ("key_norm", key_norm)):
-        if weight is not None:
-            expect_dtype(name, weight, *FLOATS)
-            expect_rows(name, weight, head_dim)
     if num_tokens == 0:
         return
-    num_tiles = triton.cdiv(num_heads, _TILE_HEADS) + triton.cdiv(num_kv_heads, _TILE_HEADS)
+    num_tiles = -(-num_heads // _TILE_HEADS) - (-num_kv_heads // _TILE_HEADS)
     _rotate_and_write[(num_tokens, num_tiles)](
         query,
         key,
@@ -253,11 +269,7 @@ def rotate_and_write_kv(
         BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        HALF=half,
-        PADDED_DIM=triton.next_power_of_2(head_dim),
-        PADDED_HALF=triton.next_power_of_2(half),
-        PADDED_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        **_tiling(head_dim, cos.shape[1]),
         HAS_QUERY_NORM=query_norm is not None,
         HAS_KEY_NORM=key_norm is not None,
         IS_FP8=key_cache.dtype == FP8,
@@ -265,3 +277,50 @@ def rotate_and_write_kv(
         num_warps=2,  # eight elements a thread of half a head of 128: loads of sixteen bytes
         enable_fp_fusion=False,
     )
+
+
+@cache
+def _tiling(head_dim: int, half: int) -> dict[str, int]:
+    return {
+        "HEAD_DIM": head_dim,
+        "HALF": half,
+        "PADDED_DIM": triton.next_power_of_2(head_dim),
+        "PADDED_HALF": triton.next_power_of_2(half),
+        "PADDED_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+    }
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+) -> None:
+    expect_dtype("query", query, *FLOATS)
+    expect_cache(key_cache, value_cache, query.dtype)
+    num_kv_heads, head_dim = key_cache.shape[2:]
+    num_tokens = query.shape[0]
+    expect_rows("query", query, None, None, head_dim)
+    for name, rows in (("key", key), ("value", value)):
+        expect_dtype(name, rows, query.dtype)
+        expect_rows(name, rows, num_tokens, num_kv_heads, head_dim)
+    for name, column in (("slot_mapping", slot_mapping), ("positions", positions)):
+        expect_dtype(name, column, torch.int64)
+        expect_rows(name, column, num_tokens)
+    for name, table in (("cos", cos), ("sin", sin)):
+        expect_dtype(name, table, *FLOATS)
+        expect_rows(name, table, *cos.shape)
+    expect(cos.stride() == sin.stride(), "cos and sin differ in layout")
+    half = cos.shape[1]
+    expect(2 * half <= head_dim, f"cos: {half} columns rotate more than a head of {head_dim}")
+    for name, weight in (("query_norm", query_norm), ("key_norm", key_norm)):
+        if weight is not None:
+            expect_dtype(name, weight, *FLOATS)
+            expect_rows(name, weight, head_dim)

@@ -8,6 +8,7 @@ from pagewire_kernels.interface import LayerKernels
 from pagewire_kernels.reference import ACTIVATIONS
 from pagewire_kernels.reference.backend import TorchLayerKernels
 from pagewire_kernels.triton import TritonLayerKernels, act_and_mul, rotate_and_write_kv
+from pagewire_kernels.triton.layers import rms_norm
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees
 
 pytestmark = MARKS
@@ -78,6 +79,16 @@ def test_far_from_zero_an_activation_stays_finite() -> None:
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(ValueError, match="expected one of silu, gelu, gelu_tanh, relu, got 'elu'"):
         act_and_mul(torch.zeros(1, 2), "elu")
+
+
+def test_what_was_computed_before_allows_nothing_else() -> None:
+    x, weight = _random(3, 40).to(DEVICE), _random(40).to(DEVICE)
+    for _ in range(2):
+        rms_norm(x, weight, 1e-5)
+        with pytest.raises(ValueError, match=r"weight: expected shape \[40\], got \[39\]"):
+            rms_norm(x, weight[:39], 1e-5)
+        with pytest.raises(ValueError, match=r"weight: expected a dense last axis"):
+            rms_norm(x[:, :20], weight[::2], 1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
