@@ -14,6 +14,7 @@ arrays are kept from step to step: allocating them costs more than filling them,
 torch releases the interpreter's lock, which other threads of a worker wait for.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,6 +96,42 @@ class StepRows:
         table.advance(self.row_ids[self.computes], num_tokens[self.computes])
         if len(self.forks):
             table.copy_progress(self.row_ids[self.parents], self.row_ids[self.forks])
+
+
+class PromptSpan(NamedTuple):
+    """Consecutive prompt tokens of a row whose log probabilities are reported."""
+
+    row: int
+    """Of the plan."""
+
+    row_id: int
+    start: int
+    """Position of the first."""
+
+    end: int
+    first_state: int
+    """The hidden state in the forward pass that predicts the first; the others follow."""
+
+    num_top: int
+
+
+def prompt_spans(rows: StepRows, table: SequenceTable) -> Iterator[PromptSpan]:
+    """The spans that a step's hidden states predict, of the sequences that ask for them."""
+    if not table.prompt_logprobs:
+        return
+    ends = rows.ends()
+    for row in np.flatnonzero(rows.computes).tolist():
+        row_id, num_tokens = int(rows.row_ids[row]), int(rows.num_tokens[row])
+        asked = table.prompt_logprobs.get(row_id)
+        if asked is None:
+            continue
+        # The hidden state at position p predicts the token at p + 1.
+        first = int(table.num_computed_tokens[row_id]) + 1
+        start = max(first, asked.start)
+        end = min(first + num_tokens, int(table.num_prompt_tokens[row_id]))
+        if start < end:
+            state = int(ends[row]) - num_tokens + start - first
+            yield PromptSpan(row, row_id, start, end, state, asked.num_top)
 
 
 def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:

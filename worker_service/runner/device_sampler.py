@@ -5,7 +5,6 @@ Nothing here waits for the device, so a step can be launched while the one befor
 The two may differ only in the rounding of sums of probabilities.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from pagewire_kernels import reference
 from pagewire_kernels.batch import (
+    NON_FINITE,
     PreparedInputs,
     SamplingRows,
     SamplingTables,
@@ -67,8 +67,7 @@ def step_kernels(device: torch.device) -> StepKernels:
     return reference
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogprobTensors:
+class LogprobTensors(NamedTuple):
     """Log probabilities of each row's own token and of its most probable ones, unordered."""
 
     token_ids: Tensor
@@ -133,6 +132,17 @@ class DeviceSampler:
             ids = torch.cat([ids, top_ids], dim=1)
         logprobs, ranks = self._kernels.gather_logprobs(logits, ids)
         return LogprobTensors(token_ids=ids, logprobs=logprobs, ranks=ranks)
+
+    def prompt_logprobs(
+        self, logits: Tensor, tokens: Tensor, num_top: int, row_id: int
+    ) -> LogprobTensors:
+        """As `logprobs`, of tokens of a row's prompt; the row fails unless all are finite."""
+        found = self.logprobs(logits, tokens, num_top)
+        is_finite = found.logprobs.isfinite()
+        num_reported = min(1 + num_top, is_finite.shape[1])
+        is_sound = is_finite[:, 0] & (is_finite.sum(dim=1) >= num_reported)
+        self._tables.latest.narrow(0, row_id, 1).masked_fill_(~is_sound.all(), NON_FINITE)
+        return found
 
     def candidates(self, logits: Tensor, rows: SamplingRows, count: int) -> CandidateTensors:
         """The `count` most probable tokens of each row that its edits do not exclude.

@@ -5,8 +5,9 @@ the device already has is gathered by row (`device_rows.py`). Sampled tokens sta
 where the next step finds them, and are copied to the host in the background (`in_flight_step.py`).
 A batch of decodes replays a CUDA graph (`cuda_graphs.py`); prefills and mixed batches run eagerly.
 Sampling is part of the graph, whatever the parameters; it is eager for log probabilities and
-candidates, which are copied to the host beside the tokens. Bitmasks of constraints take a copy of
-their own to the device, since they are computed while the forward pass runs.
+candidates, of sampled and of prompt tokens, which are copied to the host together with the tokens.
+Bitmasks of constraints take a copy of their own to the device, since they are computed while the
+forward pass runs.
 
 A launch waits for the host to know tokens only in these cases:
 
@@ -16,13 +17,13 @@ A launch waits for the host to know tokens only in these cases:
 | bad words of several tokens | the tokens of the sequences that have them |
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
-| prompt log probabilities; more edits or penalties than `device_rows.py` has room for | every step
-  launched before; the step itself is computed on the host (`model_runner.py`), which waits for the
-  device |
+| more edits or penalties than `device_rows.py` has room for | every step launched before; the step
+  itself is computed on the host (`model_runner.py`), which waits for the device |
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -35,20 +36,23 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import HostInputs, StepRows, lay_out
+from worker_service.runner.batch import HostInputs, PromptSpan, StepRows, lay_out, prompt_spans
+from worker_service.runner.device_sampler import LogprobTensors
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.in_flight_step import (
     CudaEvent,
     DeviceEvent,
     FetchedCandidates,
     FetchedLogprobs,
+    FetchedPrompt,
     InFlightStep,
     LastFinishTime,
     StepBuffers,
 )
-from worker_service.runner.sequence_state import PendingTokens, SequenceState
+from worker_service.runner.sequence_state import NO_PLACEHOLDER, PendingTokens, SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.runner.step_outcome import StepStart
+from worker_service.sampling.logprobs import prompt_logits
 from worker_service.sampling.sampler import NO_LOGPROBS
 
 
@@ -106,6 +110,7 @@ class Fetched(NamedTuple):
 
     logprobs: FetchedLogprobs | None = None
     candidates: FetchedCandidates | None = None
+    prompts: Sequence[FetchedPrompt] = ()
 
 
 class StepLaunch:
@@ -118,7 +123,11 @@ class StepLaunch:
         state: DeviceState,
         buffers: StepBuffers,
         sampling: HostSampling,
+        spans: Sequence[PromptSpan],
+        prompt_targets: Int64Array,
     ) -> None:
+        """spans: of prompt tokens to report; prompt_targets: these tokens, one span's after the
+        other's."""
         self._model = model
         self._kv_cache = kv_cache
         self._device_rows = state.rows
@@ -126,11 +135,14 @@ class StepLaunch:
         self._graphs = state.graphs
         self._buffers = buffers
         self._sampling = sampling
+        self._spans = spans
+        self._prompt_targets = prompt_targets
         self._reported: list[Tensor] = []
-        """`with_logprobs` and `with_candidates` on the device."""
+        """`with_logprobs`, `with_candidates` and `prompt_targets` on the device."""
         self._replayed_size = 0
         self._rows: SamplingRows | None = None
         self._logits: Callable[[], Tensor] | None = None
+        self._hidden: Tensor | None = None
 
     def recorded_size(self, changes: list[Column]) -> int | None:
         """The padded size at which a batch of decodes that all sample can be replayed, if any."""
@@ -171,6 +183,7 @@ class StepLaunch:
         hidden = self._model.forward(
             prepared.token_ids, prepared.positions, self._kv_cache, metadata
         )
+        self._hidden = hidden
         self._rows = SamplingRows(row_ids, positions, mask_rows, self._sampler.no_masks)
         # Do not capture `self`: a reference cycle would hold GPU memory until the next collection.
         model = self._model
@@ -192,8 +205,6 @@ class StepLaunch:
     def sample(self, bitmask: Int32Array | None) -> Fetched:
         """Sample. bitmask: as in `SamplingRows`; None if no row has a constraint."""
         each, rows = self._sampling, self._rows
-        if len(each.row_ids) == 0:
-            return Fetched(np.empty(0, np.int64))
         assert rows is not None, "computed before"
         assert self._logits is not None, "computed before"
         if bitmask is not None:
@@ -201,33 +212,72 @@ class StepLaunch:
             rows = rows._replace(bitmask=self._buffers.send_bitmask(bitmask, target))
         if self._graphs and self._replayed_size and not any(map(len, self._reported)):
             self._graphs.replay_sampling(self._replayed_size)
-            return Fetched(self._buffers.fetch(self._graphs.outcome[: len(each.row_ids)]))
-        logits = self._logits()
-        # What is reported is of the unedited logits, which are edited in place below.
-        with_logprobs, with_candidates = self._reported
-        raw = logits.index_select(0, with_logprobs) if len(with_logprobs) else None
-        candidates = None
-        if len(with_candidates):
-            offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
-            tensors = self._sampler.candidates(*offering, int(each.num_candidates.max()))
-            candidates = FetchedCandidates.fetch(each.with_candidates, each.num_candidates, tensors)
-        outcome = torch.empty(len(each.row_ids), dtype=torch.int64, device=logits.device)
-        self._sampler.sample(logits, rows, outcome)
-        logprobs = None
-        if raw is not None:
-            chosen = outcome.index_select(0, with_logprobs)
-            found = self._sampler.logprobs(raw, chosen, int(each.num_top.max()))
-            logprobs = FetchedLogprobs.fetch(each.with_logprobs, each.num_top, found)
-        return Fetched(self._buffers.fetch(outcome), logprobs, candidates)
+            return Fetched(self._buffers.fetch([self._graphs.outcome[: len(each.row_ids)]])[0])
+        with_logprobs, with_candidates, _ = self._reported
+        # A row whose prompt has an invalid log probability has failed before it samples.
+        prompts = [[*self._prompt_pieces(span, at)] for span, at in self._spans_and_targets()]
+        outcome = torch.empty(len(each.row_ids), dtype=torch.int64, device=with_logprobs.device)
+        logprobs: Sequence[Tensor] = ()
+        candidates: Sequence[Tensor] = ()
+        if len(outcome):
+            logits = self._logits()
+            # What is reported is of the unedited logits, which are edited in place below.
+            raw = logits.index_select(0, with_logprobs) if len(with_logprobs) else None
+            if len(with_candidates):
+                offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
+                candidates = self._sampler.candidates(*offering, int(each.num_candidates.max()))
+            self._sampler.sample(logits, rows, outcome)
+            if raw is not None:
+                chosen = outcome.index_select(0, with_logprobs)
+                logprobs = self._sampler.logprobs(raw, chosen, int(each.num_top.max()))
+        of_prompts = (tensor for pieces in prompts for piece in pieces for tensor in piece)
+        fetched = iter(self._buffers.fetch([outcome, *logprobs, *candidates, *of_prompts]))
+        return Fetched(
+            next(fetched),
+            FetchedLogprobs(
+                rows=each.with_logprobs,
+                num_top=each.num_top,
+                columns=[*islice(fetched, len(logprobs))],
+            )
+            if logprobs
+            else None,
+            FetchedCandidates(
+                rows=each.with_candidates,
+                counts=each.num_candidates,
+                columns=[*islice(fetched, len(candidates))],
+            )
+            if candidates
+            else None,
+            [
+                FetchedPrompt(span, [[*islice(fetched, len(piece))] for piece in pieces])
+                for span, pieces in zip(self._spans, prompts, strict=True)
+            ],
+        )
+
+    def _spans_and_targets(self) -> Iterator[tuple[PromptSpan, int]]:
+        """Each span, and where its tokens begin in `prompt_targets`."""
+        at = 0
+        for span in self._spans:
+            yield span, at
+            at += span.end - span.start
+
+    def _prompt_pieces(self, span: PromptSpan, at: int) -> Iterator[LogprobTensors]:
+        """Log probabilities of a span's tokens."""
+        assert self._hidden is not None, "a step with prompts is computed eagerly"
+        count = span.end - span.start
+        hidden = self._hidden[span.first_state : span.first_state + count]
+        for piece in prompt_logits(self._model, hidden, self._reported[2][at : at + count]):
+            yield self._sampler.prompt_logprobs(*piece, span.num_top, span.row_id)
 
     def _columns(self, changes: list[Column]) -> list[Column]:
         """What is sent after a step's inputs."""
-        return [self._sampling.with_logprobs, self._sampling.with_candidates, *changes]
+        each = self._sampling
+        return [each.with_logprobs, each.with_candidates, self._prompt_targets, *changes]
 
     def _apply(self, sent: list[Tensor]) -> None:
         """Take these columns, which are now on the device."""
-        self._reported = sent[:2]
-        self._device_rows.apply(sent[2:])
+        self._reported = sent[:3]
+        self._device_rows.apply(sent[3:])
 
 
 class DeviceSteps:
@@ -278,13 +328,7 @@ class DeviceSteps:
 
     def can_launch(self, rows: StepRows, table: SequenceTable) -> bool:
         """Whether a step can be launched ahead; if not, the host computes it."""
-        row_ids = rows.row_ids[rows.computes]
-        if len(row_ids) == 0 or not self._state.rows.hold(rows.row_ids, table.sampling):
-            return False
-        if not (asking := table.prompt_logprobs):
-            return True
-        in_prompt = table.num_computed_tokens[row_ids] < table.num_prompt_tokens[row_ids]
-        return not any(row_id in asking for row_id in row_ids[in_prompt].tolist())
+        return bool(rows.computes.any()) and self._state.rows.hold(rows.row_ids, table.sampling)
 
     def launch(
         self, plan: StepPlan, rows: StepRows, sequences: SequenceState, start: StepStart
@@ -300,7 +344,16 @@ class DeviceSteps:
         buffers = self._buffers(pending)
         begin = self._make_event()
         kv_cache = self._cache.device_cache
-        launch = StepLaunch(self._model, kv_cache, self._state, buffers, sampling)
+        spans = [*prompt_spans(rows, table)]
+        launch = StepLaunch(
+            self._model,
+            kv_cache,
+            self._state,
+            buffers,
+            sampling,
+            spans,
+            _prompt_targets(spans, table),
+        )
         inputs = lay_out(rows.row_ids[rows.computes], rows.num_tokens[rows.computes], table)
         changes = self._state.rows.changes(table)
         size = None
@@ -314,13 +367,15 @@ class DeviceSteps:
         computed = self._make_event()
         fetched = launch.sample(_bitmask(row_ids, constrained, sequences))
         rows.advance(table)
+        reporting = np.setdiff1d([span.row for span in spans], rows.sampling).astype(np.int64)
         step = InFlightStep(
             plan=plan,
-            rows=rows.sampling,
+            rows=np.concatenate([rows.sampling, reporting]),
             errors=rows.errors,
             numbers=fetched.numbers,
             logprobs=fetched.logprobs,
             candidates=fetched.candidates,
+            prompts=fetched.prompts,
             buffers=buffers,
             begin=begin,
             computed=computed,
@@ -329,7 +384,11 @@ class DeviceSteps:
             cache_device_us=self._cache.timer(),
             last_finish=self._last_finish,
         )
-        pending.add(step, row_ids, table.expect_tokens(row_ids))
+        positions = table.expect_tokens(row_ids)
+        if len(reporting):
+            row_ids = np.concatenate([row_ids, rows.row_ids[reporting]])
+            positions = np.append(positions, np.full(len(reporting), NO_PLACEHOLDER))
+        pending.add(step, row_ids, positions)
         self._steps.append(step)
         return step
 
@@ -347,6 +406,12 @@ def _reading_last_tokens(row_ids: Int64Array, table: SequenceTable) -> Int64Arra
     found = ((row_id, edits.get(row_id)) for row_id in (row_ids.tolist() if edits else ()))
     reading = [row_id for row_id, each in found if each is not None and each.reads_last_tokens]
     return np.array(reading, np.int64)
+
+
+def _prompt_targets(spans: Sequence[PromptSpan], table: SequenceTable) -> Int64Array:
+    """The prompt tokens of these spans, one after the other."""
+    parts = [table.token_ids[span.row_id, span.start : span.end] for span in spans]
+    return np.concatenate([*parts, np.empty(0, np.int64)]).astype(np.int64)
 
 
 def _constrained(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:

@@ -5,21 +5,22 @@ is available. The model thread *resolves* it into the table of sequences (`seque
 Neither waits for the other, and neither changes what the other reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import NOT_SAMPLED
+from pagewire_kernels.batch import NON_FINITE, NOT_SAMPLED
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.cpu_cores import num_usable_cores
-from worker_service.pinned_memory import Staging
+from worker_service.pinned_memory import Column, Staging
 from worker_service.plan import (
     Candidates,
+    PromptLogprobs,
     RowErrorReason,
     StepPlan,
     StepResult,
@@ -27,10 +28,10 @@ from worker_service.plan import (
     TokenLogprobs,
     monotonic_us,
 )
+from worker_service.runner.batch import PromptSpan
 from worker_service.runner.device_rows import FAILURES
-from worker_service.runner.device_sampler import CandidateTensors, LogprobTensors
 from worker_service.runner.step_outcome import StepOutcome, StepStart
-from worker_service.sampling.logprobs import table_of
+from worker_service.sampling.logprobs import of_prompt, table_of
 from worker_service.sampling.sampler import NO_TOKEN
 
 
@@ -85,7 +86,8 @@ class CudaEvent:
         return round(earlier._event.elapsed_time(self._event) * 1000)
 
 
-_INITIAL_ROWS = 512
+_INITIAL_WORDS = 1024
+_DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
 
 
 class StepBuffers:
@@ -95,7 +97,7 @@ class StepBuffers:
         self.staging = Staging(device)
         self._masks = Staging(device)
         self._pinned = device.type == "cuda"
-        self._numbers = self._allocate(_INITIAL_ROWS)
+        self._fetched = self._allocate(_INITIAL_WORDS)
 
     def send_bitmask(self, bitmask: Int32Array, target: Tensor | None) -> Tensor:
         """Copy a bitmask to the device, to the first rows of a larger one if there is a target."""
@@ -103,20 +105,28 @@ class StepBuffers:
         sent = self._masks.send([bitmask], where)[0]
         return sent if target is None else target
 
-    def fetch(self, outcome: Tensor) -> Int64Array:
-        """Copy numbers to the host. Returns the memory that holds them once the device is done."""
-        if len(outcome) > len(self._numbers):
-            self._numbers = self._allocate(2 * len(outcome))
-        self._numbers[: len(outcome)].copy_(outcome, non_blocking=True)
-        return self._numbers[: len(outcome)].numpy()
+    def fetch(self, tensors: Sequence[Tensor]) -> list[Column]:
+        """Copy tensors, whose elements have four or eight bytes, to the host in one copy. Returns
+        the memory that holds them once the device is done."""
+        words = [tensor.reshape(-1).view(torch.int32) for tensor in tensors]
+        size = sum(map(len, words))
+        if size > len(self._fetched):
+            self._fetched = self._allocate(2 * size)
+        packed = words[0] if len(words) == 1 else torch.cat(words)
+        self._fetched[:size].copy_(packed, non_blocking=True)
+        parts = self._fetched[:size].split([len(part) for part in words])
+        return [
+            part.numpy().view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
 
-    def _allocate(self, num_rows: int) -> Tensor:
-        return torch.empty(num_rows, dtype=torch.int64, pin_memory=self._pinned)
+    def _allocate(self, num_words: int) -> Tensor:
+        return torch.empty(num_words, dtype=torch.int32, pin_memory=self._pinned)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchedLogprobs:
-    """Log probabilities that are being copied to the host."""
+    """Log probabilities that are being copied to the host: of `LogprobTensors`."""
 
     rows: Int64Array
     """Sampling rows that asked for them."""
@@ -124,31 +134,32 @@ class FetchedLogprobs:
     num_top: Int32Array
     """Number of most probable tokens that each of them asked for."""
 
-    tensors: LogprobTensors
-
-    @classmethod
-    def fetch(
-        cls, rows: Int64Array, num_top: Int32Array, tensors: LogprobTensors
-    ) -> "FetchedLogprobs":
-        """Start the copies."""
-        on_host = LogprobTensors(
-            token_ids=_to_host(tensors.token_ids),
-            logprobs=_to_host(tensors.logprobs),
-            ranks=_to_host(tensors.ranks),
-        )
-        return cls(rows=rows, num_top=num_top, tensors=on_host)
+    columns: Sequence[Column]
 
     def entries(self) -> dict[int, TokenLogprobs]:
         """Log probabilities by sampling row, once the copies are done."""
-        each = self.tensors
-        table = table_of(each.token_ids.numpy(), each.logprobs.numpy(), each.ranks.numpy())
+        table = table_of(*self.columns)
         counts = zip(self.rows.tolist(), self.num_top.tolist(), strict=True)
         return {row: table.row(index, num_top) for index, (row, num_top) in enumerate(counts)}
 
 
+class FetchedPrompt(NamedTuple):
+    """Log probabilities of a span of prompt tokens that are being copied to the host."""
+
+    span: PromptSpan
+    pieces: Sequence[Sequence[Column]]
+    """Of each `LogprobTensors`."""
+
+    def entry(self) -> PromptLogprobs | None:
+        """The log probabilities, once the copies are done; None if one is not finite."""
+        tables = [table_of(*columns) for columns in self.pieces]
+        found = of_prompt(self.span.start, self.span.num_top, tables)
+        return found if np.isfinite(found.logprobs).all() else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchedCandidates:
-    """Candidates that are being copied to the host."""
+    """Candidates that are being copied to the host: of `CandidateTensors`."""
 
     rows: Int64Array
     """Sampling rows whose tokens the core chooses."""
@@ -156,30 +167,16 @@ class FetchedCandidates:
     counts: Int32Array
     """Number of candidates that each of them asked for."""
 
-    tensors: CandidateTensors
-
-    @classmethod
-    def fetch(
-        cls, rows: Int64Array, counts: Int32Array, tensors: CandidateTensors
-    ) -> "FetchedCandidates":
-        """Start the copies."""
-        on_host = CandidateTensors(_to_host(tensors.token_ids), _to_host(tensors.logprobs))
-        return cls(rows=rows, counts=counts, tensors=on_host)
+    columns: Sequence[Column]
 
     def entries(self) -> dict[int, Candidates]:
         """Candidates by sampling row, once the copies are done."""
-        token_ids = self.tensors.token_ids.numpy().astype(np.int32)
-        logprobs = self.tensors.logprobs.numpy()
+        token_ids, logprobs = self.columns[0].astype(np.int32), self.columns[1].copy()
         kept = np.minimum(np.isfinite(logprobs).sum(axis=1), self.counts).tolist()
         return {
             row: Candidates(token_ids=token_ids[index, :count], logprobs=logprobs[index, :count])
             for index, (row, count) in enumerate(zip(self.rows.tolist(), kept, strict=True))
         }
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return on_host.copy_(tensor, non_blocking=True)
 
 
 class LastFinishTime:
@@ -195,16 +192,17 @@ class InFlightStep:
 
     plan: StepPlan
     rows: Int64Array
-    """[n]: the plan's rows that sample."""
+    """[n]: the plan's rows that sample, then those that only report on their prompts."""
 
     errors: dict[int, RowErrorReason]
     """Rows of the plan whose sequences were known to have failed."""
 
     numbers: Int64Array
-    """[n]: a token, one of `FAILURES` or NOT_SAMPLED each, once `end` is reached."""
+    """[num_sampling]: a token, one of `FAILURES` or NOT_SAMPLED each, once `end` is reached."""
 
     logprobs: FetchedLogprobs | None
     candidates: FetchedCandidates | None
+    prompts: Sequence[FetchedPrompt]
     buffers: StepBuffers
     begin: DeviceEvent
     computed: DeviceEvent
@@ -222,9 +220,15 @@ class InFlightStep:
         return self.end.is_reached
 
     def wait(self) -> Int64Array:
-        """[num_sampling, 1]: a token or negative outcome per row, once the device is done."""
+        """[n, 1]: a token or negative outcome per row, once the device is done."""
         self.end.wait()
-        return self.numbers[:, np.newaxis]
+        numbers = np.full(len(self.rows), NOT_SAMPLED)
+        numbers[: len(self.numbers)] = self.numbers
+        # A row that samples has failed on the device already; see `StepLaunch.sample`.
+        if len(numbers) > len(self.numbers):
+            failed = [each.span.row for each in self.prompts if each.entry() is None]
+            numbers[np.isin(self.rows, failed)] = NON_FINITE
+        return numbers[:, np.newaxis]
 
     def collect(self) -> StepResult:
         """Return the step's result, once the device is done."""
@@ -233,6 +237,9 @@ class InFlightStep:
         outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
         for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():
             outcome.errors[int(self.rows[index])] = FAILURES[int(numbers[index])]
+        for each in self.prompts:
+            if each.span.row not in outcome.errors and (entry := each.entry()) is not None:
+                outcome.prompt_logprobs[each.span.row] = entry
         if self.logprobs is not None:
             outcome.logprobs = {
                 int(self.rows[index]): entry

@@ -34,7 +34,7 @@ from worker_service.plan import (
     TokenLogprobs,
     monotonic_us,
 )
-from worker_service.runner.batch import StepRows, resolve_rows, sampling_batch
+from worker_service.runner.batch import StepRows, prompt_spans, resolve_rows, sampling_batch
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.drafter import Drafter
 from worker_service.runner.forward import ForwardPass, HostForward
@@ -250,31 +250,19 @@ class ModelRunner:
     ) -> None:
         """Log probabilities of the prompt tokens that the rows' hidden states predict."""
         table = self._sequences.table
-        if not table.prompt_logprobs:
-            return
-        for row in np.flatnonzero(rows.computes).tolist():
-            row_id = int(rows.row_ids[row])
-            asked = table.prompt_logprobs.get(row_id)
-            if asked is None:
-                continue
-            first = int(table.num_computed_tokens[row_id])
-            start = max(first + 1, asked.start)
-            end = min(first + 1 + int(rows.num_tokens[row]), int(table.num_prompt_tokens[row_id]))
-            if start >= end:
-                continue
-            # The hidden state at position p predicts the token at p + 1.
-            offset = int(forward.starts[row]) - first - 1
+        for span in prompt_spans(rows, table):
+            num_tokens = span.end - span.start
             entry = prompt_logprobs(
                 self._model,
-                forward.hidden[offset + start : offset + end],
-                table.token_ids[row_id, start:end],
-                start,
-                asked.num_top,
+                forward.hidden[span.first_state : span.first_state + num_tokens],
+                table.token_ids[span.row_id, span.start : span.end],
+                span.start,
+                span.num_top,
             )
             if np.isfinite(entry.logprobs).all():
-                outcome.prompt_logprobs[row] = entry
+                outcome.prompt_logprobs[span.row] = entry
             elif self._ranks.layout.samples:
-                self._fail(outcome, rows, [row], RowErrorReason.NON_FINITE_LOGITS)
+                self._fail(outcome, rows, [span.row], RowErrorReason.NON_FINITE_LOGITS)
 
     def _sample(
         self,

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 
 _FORGOTTEN = -1
-_NO_PLACEHOLDER = -1
+NO_PLACEHOLDER = -1
+"""Position of a row that has no token to come, but may fail."""
 
 
 class Outcome(Protocol):
@@ -58,7 +59,7 @@ class _PendingStep(NamedTuple):
     """[n]: rows of the table; _FORGOTTEN where nothing will be resolved."""
 
     positions: Int64Array
-    """[n]: where in its sequence each row's placeholder stands, or _NO_PLACEHOLDER."""
+    """[n]: where in its sequence each row's placeholder stands, or NO_PLACEHOLDER."""
 
 
 class PendingTokens:
@@ -112,7 +113,7 @@ class PendingTokens:
             self._table.next_drafts[int(row_ids[index])] = drafts.astype(np.int32)
         for index in np.flatnonzero(is_known & (numbers < 0)).tolist():
             row_id, number = int(row_ids[index]), int(numbers[index])
-            if positions[index] != _NO_PLACEHOLDER:
+            if positions[index] != NO_PLACEHOLDER:
                 self._table.take_back(row_id)
             if number in FAILURES:
                 self._table.fail(row_id, FAILURES[number])
@@ -170,7 +171,7 @@ class RankOutcomes:
             message = torch.from_numpy(np.concatenate([[step_id], encoded]))
             self._sent.append(groups.share_with_all(message))
             return
-        positions = np.full(len(rows.row_ids), _NO_PLACEHOLDER)
+        positions = np.full(len(rows.row_ids), NO_PLACEHOLDER)
         sampling = rows.sampling if rows.drafts is None else np.unique(rows.sampling)
         positions[sampling] = table.expect_tokens(rows.row_ids[sampling])
         # Only rows that sample, or report log probabilities of their prompt, can fail.

@@ -2,6 +2,7 @@
 tokens, of prompt tokens, and of the candidates among which the core chooses.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -132,11 +133,19 @@ def prompt_logprobs(
     start: position of the first.
     """
     targets = upload(token_ids.astype("int64"), hidden.device)
+    pieces = prompt_logits(model, hidden, targets)
+    return of_prompt(start, num_top, [logprob_table(*piece, num_top) for piece in pieces])
+
+
+def prompt_logits(model: Model, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits at hidden states, in pieces, and the tokens that each piece predicts."""
     piece = max(1, MAX_LOGITS_BYTES // (4 * model.vocab_size))
-    tables = [
-        logprob_table(model.compute_logits(part), target, num_top)
-        for part, target in zip(hidden.split(piece), targets.split(piece), strict=True)
-    ]
+    for part, target in zip(hidden.split(piece), targets.split(piece), strict=True):
+        yield model.compute_logits(part), target
+
+
+def of_prompt(start: int, num_top: int, tables: Sequence[LogprobTable]) -> PromptLogprobs:
+    """Those of consecutive prompt tokens from position `start` on."""
     return PromptLogprobs(
         start=start,
         token_ids=np.concatenate([table.token_ids[:, : 1 + num_top] for table in tables]),

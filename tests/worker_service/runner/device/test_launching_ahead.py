@@ -26,6 +26,7 @@ from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
 NUM_STEPS = 7
+TOO_MANY = [{"token_ids": column([i % 90, i // 90])} for i in range(MAX_EDITS + 1)]
 WORD = [{"token_ids": column([7])}, {"token_ids": column([3, 9])}]
 
 
@@ -237,13 +238,38 @@ class TestWaiting:
         best = next_token([6, best])
         assert chosen.collect().candidates[1].token_ids.tolist() == [best, best + 1]
 
-    def test_prompt_log_probabilities_wait_for_all(self) -> None:
+    def test_prompt_log_probabilities_wait_for_nothing(self) -> None:
         pipeline = self.pipeline()
         steps = [pipeline.launch([Row(1, 3)]), pipeline.launch([Row(1)])]
         asks = sampler_params(temperature=0.0, prompt_logprobs=1)
-        pipeline.bench.plans.add(3, [6, 7], sampling=asks)
-        steps.append(pipeline.launch([Row(1), Row(3, 2)]))
-        assert all(self.is_done(step) for step in steps)
+        pipeline.bench.plans.add(3, [6, 7, 8], sampling=asks)
+        steps.append(pipeline.launch([Row(1), Row(3, 2, sample=False)]))
+        steps.append(pipeline.launch([Row(1), Row(3)]))
+        assert not any(self.is_done(step) for step in steps)
+        *_, chunk, rest = pipeline.finish()
+        assert list(chunk.prompt_logprobs) == [1]
+        assert chunk.prompt_logprobs[1].start == 1
+        assert chunk.prompt_logprobs[1].token_ids[:, 0].tolist() == [7, 8]
+        assert not rest.prompt_logprobs
+
+
+@pytest.mark.parametrize("length", [2, 4], ids="poison in the first {} tokens".format)
+def test_a_prompt_without_valid_log_probabilities_fails_whether_its_row_samples_or_not(
+    length: int,
+) -> None:
+    results = []
+    for depth, make_runner in ((0, host), (3, eager), (3, recorded)):
+        pipeline = Pipeline(depth, make_runner=make_runner, poison=96)
+        asks = sampler_params(temperature=0.0, prompt_logprobs=1)
+        pipeline.bench.plans.add(1, [1, 2, 3])
+        pipeline.bench.plans.add(2, [96, 5, 6, 7], sampling=asks)
+        pipeline.launch([Row(1, 3), Row(2, length, sample=length == 4)])
+        if depth:
+            pipeline.collect()
+        pipeline.launch([Row(1)])
+        results.append([outcome(result) for result in pipeline.finish()])
+        assert results[-1][0][-1] == {1: RowErrorReason.NON_FINITE_LOGITS}
+    assert results[0] == results[1] == results[2]
 
 
 @pytest.mark.parametrize("counted", [0, 3, 100], ids="at most {} counted on the device".format)
@@ -262,8 +288,7 @@ def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> Non
 
 
 def test_the_host_computes_rows_with_more_edits_than_the_device_has_room_for() -> None:
-    words = [{"token_ids": column([i % 90, i // 90])} for i in range(MAX_EDITS + 1)]
-    params = [GREEDY, sampler_params(temperature=1.5, seed=1, bad_words=words)]
+    params = [GREEDY, sampler_params(temperature=1.5, seed=1, bad_words=TOO_MANY)]
     expected = run(params, 0, make_runner=host).results
     results = run(params, 2, make_runner=recorded).results
     assert [outcome(result) for result in results] == [outcome(result) for result in expected]
@@ -275,8 +300,7 @@ def test_tokens_that_the_host_sampled_in_between_are_counted_too() -> None:
         pipeline.bench.plans.add(1, [1, 2, 3], sampling=PARAMS["penalties"])
         pipeline.launch([Row(1, 3)])
         pipeline.launch([Row(1)])
-        asks = sampler_params(temperature=0.0, prompt_logprobs=1)
-        pipeline.bench.plans.add(2, [4, 5, 6], sampling=asks)
+        pipeline.bench.plans.add(2, [4, 5, 6], sampling=sampler_params(bad_words=TOO_MANY))
         pipeline.launch([Row(1), Row(2, 2, sample=False)])
         pipeline.launch([Row(1)], forget_seq_ids=column([2]))
         for _ in range(8):

@@ -166,12 +166,8 @@ DECODES = {
     "bad words": Cost(others=4),
     # What a constraint allows is computed while the device is busy, and sent afterwards.
     "a constraint": Cost(copies_in=2),
-    "log probabilities": Cost(
-        copies_out=4, others=5, launches=["replay", *SAMPLING, "gather_logprobs"]
-    ),
-    "candidates": Cost(
-        copies_out=3, others=20, launches=["replay", "head", "edit", "edit", "sample"]
-    ),
+    "log probabilities": Cost(others=6, launches=["replay", *SAMPLING, "gather_logprobs"]),
+    "candidates": Cost(others=21, launches=["replay", "head", "edit", "edit", "sample"]),
 }
 OTHER_PARAMS = {
     "not to end yet": sampler_params(
@@ -241,6 +237,19 @@ def test_a_mixed_batch_costs(name: str) -> None:
     # The new sequence's blocks, parameters and token are stored first.
     stored = ["index_fill_", "index_fill_", "index_put_", "index_copy_"]
     assert queue.launches == [*stored, *FORWARD, "index_select", *SAMPLING]
+    assert queue.waits == []
+
+
+def test_a_prompt_with_log_probabilities_costs() -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, "greedy")
+    asks = sampler_params(temperature=0.0, prompt_logprobs=2)
+    pipeline.bench.plans.add(3, [6] * 20, sampling=asks)
+    with queue:
+        pipeline.launch([Row(1), Row(2), Row(3, 20)])
+    assert (len(queue.copies_in), len(queue.copies_out)) == (1, 1)
+    reports = ["head", "gather_logprobs"]
+    assert [each for each in queue.launches if each in KNOWN] == [*FORWARD, *reports, *SAMPLING]
     assert queue.waits == []
 
 
