@@ -26,27 +26,33 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     """Whether a row's logits are bitwise the same in any batch, however its tokens are computed.
 
     Runs one sequence in a batch with another, and again alone: in two chunks, its last token as
-    a decode.
-    This also warms up threads and kernels. Raises UnsupportedModel if the two differ by more than
-    rounding: then the model ignores the positions, or a row sees other sequences.
+    a decode. This also warms up threads and kernels. Hidden states are compared at all positions,
+    logits only around the cuts: those of a large vocabulary take much memory.
+
+    Raises UnsupportedModel if the two differ by more than rounding: then the model ignores the
+    positions, or a row sees other sequences.
     """
     length = min(_LENGTH, model.max_model_len)
     trial = _Trial(model, device, block_size, [length, min(_OTHER_LENGTH, model.max_model_len)])
     # The other sequence comes first, so that places in the batch are not positions.
     together = trial.run([_Part(1, 0, trial.lengths[1]), _Part(0, 0, length)])[-length:]
     cuts = sorted({0, min(_CHUNK, length - 1), length - 1, length})
-    pieces = [trial.run([_Part(0, *cut)]) for cut in pairwise(cuts)]
-    alone = torch.cat(pieces)
-    if not bool(together.isfinite().all()):
+    alone = torch.cat([trial.run([_Part(0, *cut)]) for cut in pairwise(cuts)])
+    rows = sorted(
+        {position for end in cuts[1:] for position in (end - 1, end) if position < length}
+    )
+    logits = model.compute_logits(together[rows])
+    logits_alone = torch.cat([model.compute_logits(alone[row : row + 1]) for row in rows])
+    if not bool(logits.isfinite().all()):
         logger.warning("a trial's logits are not finite architecture=%s", model.architecture)
         return False
-    errors = (alone - together).norm(dim=1) / together.norm(dim=1).clamp(min=1e-9)
+    errors = (logits_alone - logits).norm(dim=1) / logits.norm(dim=1).clamp(min=1e-9)
     if bool(errors.median() > _TOLERANCE):
         raise UnsupportedModel(
             f"{model.architecture} cannot be served: it computes a sequence in pieces differently"
             " than as a whole"
         )
-    return bool(torch.equal(alone, together))
+    return torch.equal(alone, together) and torch.equal(logits_alone, logits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +82,7 @@ class _Trial:
         ]
 
     def run(self, parts: list[_Part]) -> Tensor:
-        """Logits of all rows of a batch."""
+        """Hidden states of all rows of a batch: [num_tokens, hidden_size]."""
         size = self._block_size
         positions = [torch.arange(part.start, part.end) for part in parts]
         tables = [self._block_table(part.sequence) for part in parts]
@@ -101,7 +107,7 @@ class _Trial:
             self._kv_cache,
             metadata,
         )
-        return self._model.compute_logits(hidden)
+        return hidden.clone()  # the next run may overwrite it
 
     def _block_table(self, sequence: int) -> Tensor:
         first = sum(self._blocks[:sequence])
