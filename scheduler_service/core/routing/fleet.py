@@ -44,7 +44,7 @@ class ServedModel:
     name: str
     policy: Policy
     max_lost_us: float = inf
-    """Seconds for which a lost worker group is expected back."""
+    """Microseconds for which a lost worker group is expected back."""
     router: Router = field(default_factory=Router)
     was_served: bool = False
     """Whether a worker group has ever served it; if so, requests wait for its return."""
