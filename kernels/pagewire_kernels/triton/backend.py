@@ -12,6 +12,33 @@ from pagewire_kernels.triton.layers import act_and_mul, activate, layer_norm, rm
 from pagewire_kernels.triton.rotary import rotate_and_write_kv
 
 
+def write_rows(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
+    """Store each row's key and value in its slot: `reference.write_kv` for rows of any strides."""
+    write_kv(
+        _dense(key),
+        _dense(value),
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key_scale=key_scale,
+        value_scale=value_scale,
+    )
+
+
+def _dense(rows: Tensor) -> Tensor:
+    """The same rows with a dense last axis."""
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 class TritonBackend:
     """Attention and cache writes by Triton kernels.
 
@@ -23,30 +50,10 @@ class TritonBackend:
 
     abilities = Abilities(devices=("cuda",), fp8_cache=True, batch_invariant=True)
 
+    write_kv = staticmethod(write_rows)
+
     def __init__(self, *, batch_invariant: bool = False) -> None:
         self._batch_invariant = batch_invariant
-
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slot_mapping: Tensor,
-        *,
-        key_scale: float = 1.0,
-        value_scale: float = 1.0,
-    ) -> None:
-        """Store each row's key and value in its slot; as `reference.write_kv`."""
-        write_rows(
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            key_scale=key_scale,
-            value_scale=value_scale,
-        )
 
     def paged_attention(
         self,
@@ -78,33 +85,6 @@ class TritonBackend:
             value_scale=value_scale,
             batch_invariant=self._batch_invariant,
         )
-
-
-def write_rows(
-    key: Tensor,
-    value: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
-) -> None:
-    """As `reference.write_kv`, for rows of any strides."""
-    write_kv(
-        _dense(key),
-        _dense(value),
-        key_cache,
-        value_cache,
-        slot_mapping,
-        key_scale=key_scale,
-        value_scale=value_scale,
-    )
-
-
-def _dense(rows: Tensor) -> Tensor:
-    """The same rows with a dense last axis."""
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 class TritonLayerKernels:
