@@ -33,6 +33,7 @@ from scheduler_service.frontend.http.openai.sampling import (
 from scheduler_service.frontend.http.openai.serving import (
     Envelope,
     TypedEventResponse,
+    describe_answer,
     request_id_of,
 )
 from scheduler_service.frontend.http.openai.serving_chat import (
@@ -470,22 +471,16 @@ def make_router(services: HttpServices) -> APIRouter:
     """Both endpoints."""
     router = APIRouter(tags=["Anthropic"])
     errors = {code: each | {"model": MessagesError} for code, each in ERROR_RESPONSES.items()}
-    events = {
-        "type": "string",
-        "description": "Server-sent events, from `message_start` to `message_stop`.",
-    }
+    answer = describe_answer(
+        MessagesAnswer,
+        "The answer, or with `stream` its events",
+        "Server-sent events, from `message_start` to `message_stop`.",
+    )
 
     @router.post(
         "/v1/messages",
         summary="Answer a conversation, by Anthropic's interface",
-        responses=errors
-        | {
-            200: {
-                "model": MessagesAnswer,
-                "description": "The answer, or with `stream` its events",
-                "content": {"text/event-stream": {"schema": events}},
-            }
-        },
+        responses=errors | answer,
         response_model=None,
         openapi_extra=describe_body(MessagesRequest),
     )

@@ -295,19 +295,15 @@ def make_request(
 def streamed_or_whole(answer: type[Any], chunk: type[Any] | None = None) -> Any:
     """The OpenAPI description of an answer that is JSON, or chunks with `stream`."""
     name = (chunk or answer).__name__
-    event_stream = {
-        "schema": {
-            "type": "string",
-            "description": f"Server-sent events: `data:` and a {name} each, then `data: [DONE]`.",
-        }
-    }
-    return {
-        200: {
-            "model": answer,
-            "description": "The answer, or with `stream` its chunks",
-            "content": {"text/event-stream": event_stream},
-        }
-    }
+    events = f"Server-sent events: `data:` and a {name} each, then `data: [DONE]`."
+    return describe_answer(answer, "The answer, or with `stream` its chunks", events)
+
+
+def describe_answer(answer: type[Any], description: str, events: str) -> Any:
+    """The OpenAPI description of an answer that is JSON, or with `stream` the `events`."""
+    event_stream = {"schema": {"type": "string", "description": events}}
+    content = {"text/event-stream": event_stream}
+    return {200: {"model": answer, "description": description, "content": content}}
 
 
 LEAST = -9999.0

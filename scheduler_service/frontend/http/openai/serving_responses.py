@@ -33,6 +33,7 @@ from scheduler_service.frontend.http.openai.sampling import (
 from scheduler_service.frontend.http.openai.serving import (
     Envelope,
     TypedEventResponse,
+    describe_answer,
     request_id_of,
 )
 from scheduler_service.frontend.http.openai.serving_chat import (
@@ -441,22 +442,16 @@ Body = Annotated[ResponsesRequest, Depends(json_body(ResponsesRequest))]
 def make_router(services: HttpServices) -> APIRouter:
     """The endpoint."""
     router = APIRouter(tags=["OpenAI"])
-    events = {
-        "type": "string",
-        "description": "Server-sent events, from `response.created` to `response.completed`.",
-    }
+    answer = describe_answer(
+        ResponsesAnswer,
+        "The response, or with `stream` its events",
+        "Server-sent events, from `response.created` to `response.completed`.",
+    )
 
     @router.post(
         "/v1/responses",
         summary="Answer a conversation, given as items",
-        responses=ERROR_RESPONSES
-        | {
-            200: {
-                "model": ResponsesAnswer,
-                "description": "The response, or with `stream` its events",
-                "content": {"text/event-stream": {"schema": events}},
-            }
-        },
+        responses=ERROR_RESPONSES | answer,
         response_model=None,
         openapi_extra=describe_body(ResponsesRequest),
     )
