@@ -117,4 +117,6 @@ def _give_up(problem: str) -> int:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name="pagewire conformance")

@@ -6,6 +6,8 @@ from importlib import import_module
 
 import typer
 
+from service_common.config_flags import run_to_exit
+
 MODULES = {
     "scheduler": "scheduler_service.core_service.cli",
     "frontend": "scheduler_service.frontend.cli",
@@ -38,7 +40,8 @@ def _no_options() -> None:
 def main() -> None:
     """Run the command that the arguments name, without importing the others."""
     named = [name for name in sys.argv[1:2] if name in MODULES]
-    make_app(named or MODULES)()
+    app = make_app(named or MODULES)
+    run_to_exit(lambda: app(prog_name="pagewire"))
 
 
 if __name__ == "__main__":

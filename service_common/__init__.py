@@ -9,7 +9,7 @@ It depends on neither: no messages of `pagewire.v1`, no tensors.
 | `grpc_server`, `grpc_options` | a server with health and reflection; limits, keepalive |
 | `interceptors`, `metadata` | the guard of calls; what metadata contains |
 | `cluster`, `tls` | credentials between the services of a deployment |
-| `config_flags` | flags that are derived from configuration dataclasses |
+| `config_flags` | command lines, whose flags are derived from configuration dataclasses |
 | `prometheus`, `metrics_server` | metrics and histograms; the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |
 | `lark`, `token_bytes` | grammars of constraints; the bytes of tokens |

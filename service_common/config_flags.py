@@ -1,16 +1,19 @@
-"""Flags of services, derived from configuration.
+"""Command lines of services, whose flags are derived from configuration.
 
 A field of a configuration dataclass is a flag of its name: `max_num_seqs` is `--max-num-seqs` and
 `PAGEWIRE_MAX_NUM_SEQS`, with the field's type and default, and its docstring is the help text.
 """
 
 import ast
+import atexit
 import inspect
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, TypeAlias, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeAlias, get_type_hints
 
 import typer
 
@@ -123,3 +126,23 @@ def takes_flags(
         return command
 
     return decorate
+
+
+def run_to_exit(command: Callable[[], object]) -> NoReturn:
+    """Run a command line and end the process with its exit code.
+
+    The interpreter's own end is left out: it would free all modules object by object, which takes
+    a worker more than a second. Nothing depends on it, since services close what they opened before
+    they return; exit handlers are called.
+    """
+    code = 0
+    try:
+        command()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            raise
+        code = end.code or 0
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from service_common.config_flags import CLUSTER, LOGGING, Flags, takes_flags
+from service_common.config_flags import CLUSTER, LOGGING, Flags, run_to_exit, takes_flags
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
@@ -176,7 +176,7 @@ def _exit(error: Exception, code: int) -> NoReturn:
 
 def main() -> None:
     """The worker's command line."""
-    app(prog_name="python -m worker_service")
+    run_to_exit(lambda: app(prog_name="pagewire worker"))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,39 @@
+"""How a service's process ends."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import atexit, sys, threading
+from service_common.config_flags import run_to_exit
+
+class Endless:
+    def __del__(self):
+        print("freed at the interpreter's own end")
+
+endless = Endless()
+atexit.register(print, "exit handler")
+print("command")
+run_to_exit(lambda: {command})
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("None", 0), ("sys.exit(3)", 3), ("sys.exit('why')", 1), ("1 / 0", 1)]
+)
+def test_a_process_ends_with_its_commands_code_and_calls_exit_handlers(
+    command: str, code: int
+) -> None:
+    program = PROGRAM.replace("{command}", command)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == code
+    lines = ["command", "exit handler"]
+    if command in ("None", "sys.exit(3)"):
+        assert ended.stdout.splitlines() == lines
+    else:  # as Python ends it, after saying why on stderr
+        assert ended.stdout.splitlines()[:2] == lines
+        assert ("why" if "why" in command else "ZeroDivisionError") in ended.stderr
