@@ -13,7 +13,7 @@ from worker_service.plan import NewSequence, RowErrorReason, SamplerParams
 from worker_service.runner.batch import sampling_batch
 from worker_service.runner.device_rows import FAILURES, DeviceRows
 from worker_service.runner.device_sampler import DeviceSampler
-from worker_service.runner.in_flight_step import FetchedLogprobs
+from worker_service.runner.in_flight_step import FetchedLogprobs, StepBuffers
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
 from worker_service.structured.masks import MaskedRows
@@ -116,10 +116,10 @@ def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
     num_top = sequences.table.sampling.num_logprobs[batch.row_ids]
     wanted = np.flatnonzero(num_top >= 0)
     tensors = sequences.sampler.logprobs(logits[wanted], outcome[wanted], int(num_top.max()))
-    found = FetchedLogprobs.fetch(wanted, num_top[wanted], tensors)
+    columns = StepBuffers(DEVICE).fetch(tensors)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    entries = found.entries()
+    entries = FetchedLogprobs(rows=wanted, num_top=num_top[wanted], columns=columns).entries()
     assert entries.keys() == expected.logprobs.keys()
     for row, entry in entries.items():
         other = expected.logprobs[row]
