@@ -7,9 +7,11 @@ and the forward pass only compiles kernels before the first request needs them.
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata
 from worker_service.config import CacheConfig
@@ -36,6 +38,10 @@ _BYTES_PER_GRAPH = 8 * 2**20
 measured."""
 
 
+Sample = Callable[[Tensor], None]
+"""Takes logits, float32 [n, vocab_size], which it may overwrite."""
+
+
 def profile_blocks(
     model: Model,
     config: CacheConfig,
@@ -50,6 +56,7 @@ def profile_blocks(
     largest_graph: int = 0,
     state_bytes: int = 0,
     draft: Model | EagleHead | None = None,
+    sample: Sample | None = None,
 ) -> BlockCounts:
     """How many blocks fit together with the largest batch. Raises OutOfMemory if none does, or if
     there is less host memory than the settings require.
@@ -58,8 +65,10 @@ def profile_blocks(
     memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`. state_bytes:
     memory that a GPU needs for the state of sequences, beyond what it has allocated for it.
     draft: a model on a CPU whose cache has as many blocks, from the same budget, or a head, whose
-    blocks are swapped, too.
+    blocks are swapped, too. sample: does what a step's sampling may need most memory for; None: as
+    the host samples.
     """
+    sample = sample or sample_on_host
     swapped_bytes = block_bytes = model.kv_cache_spec.block_bytes(block_size)
     held_bytes = 0 if cache is None else cache.device_cache.nbytes
     if draft is not None:
@@ -69,19 +78,22 @@ def profile_blocks(
         if isinstance(draft, EagleHead):
             swapped_bytes += draft_bytes
         else:
-            run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS)
+            run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS, sample)
     if device.type == "cuda":
         later_bytes = state_bytes
         if num_graphs:
-            later_bytes += _graph_bytes(model, block_size, device, num_graphs, largest_graph)
+            later_bytes += num_graphs * _BYTES_PER_GRAPH
+            later_bytes += _pool_bytes(model, block_size, device, largest_graph, sample)
         # A single prompt uses other kernels than a batch: compile them before the first request.
-        run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens))
+        run_batch(
+            model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens), sample
+        )
         torch.cuda.reset_peak_memory_stats(device)
-        run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens)
+        run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens, sample)
         budget = _gpu_budget(config, device, held_bytes, later_bytes)
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
-        run_batch(model, block_size, device, 2, _WARM_UP_TOKENS)
+        run_batch(model, block_size, device, 2, _WARM_UP_TOKENS, sample)
         budget = _cpu_budget(model, config, block_size, block_bytes, max_num_seqs, num_ranks)
         swap_space = config.swap_space or 0
     _require_host_memory(device, budget, swap_space, cache, held_bytes)
@@ -123,7 +135,12 @@ def _require_host_memory(
 
 @torch.inference_mode()
 def run_batch(
-    model: Model, block_size: int, device: torch.device, num_seqs: int, num_tokens: int
+    model: Model,
+    block_size: int,
+    device: torch.device,
+    num_seqs: int,
+    num_tokens: int,
+    sample: Sample,
 ) -> None:
     """Compute one batch of synthetic sequences, over a cache of a single block that all share."""
     spec = model.kv_cache_spec
@@ -144,10 +161,16 @@ def run_batch(
             max_context_len=max(lengths),
         ),
     )
+    logits = model.compute_logits(hidden[: len(lengths)])
     # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.
-    logits = torch.zeros_like(model.compute_logits(hidden[: len(lengths)]))
-    filters = Filters.uniform(len(lengths), device, top_p=0.9)
-    draw(logits, filters, torch.full((len(lengths),), 0.5, dtype=torch.float64, device=device))
+    sample(logits.zero_())
+
+
+def sample_on_host(logits: Tensor) -> None:
+    """What a runner on the host does with a batch of logits."""
+    device = logits.device
+    filters = Filters.uniform(len(logits), device, top_p=0.9)
+    draw(logits, filters, torch.full((len(logits),), 0.5, dtype=torch.float64, device=device))
 
 
 def available_host_memory(root: Path = Path("/")) -> int:
@@ -200,16 +223,14 @@ def _cpu_budget(
     return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // (CPU_SHARE * num_ranks))
 
 
-def _graph_bytes(
-    model: Model, block_size: int, device: torch.device, num_graphs: int, largest: int
+def _pool_bytes(
+    model: Model, block_size: int, device: torch.device, largest: int, sample: Sample
 ) -> int:
-    """Bytes that graphs will hold: a shared pool as large as the largest batch's activations, and
-    each graph's kernel arguments."""
+    """Bytes of the pool that graphs share, as large as the largest batch's activations."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run_batch(model, block_size, device, largest, largest)
-    pool = torch.cuda.max_memory_allocated(device) - before
-    return pool + num_graphs * _BYTES_PER_GRAPH
+    run_batch(model, block_size, device, largest, largest, sample)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def _gpu_budget(

@@ -21,7 +21,7 @@ from pagewire_kernels.batch import (
 )
 from worker_service.runner.device_rows import DeviceRows
 from worker_service.sampling.draw import largest
-from worker_service.sampling.logprobs import window
+from worker_service.sampling.logprobs import MIN_WINDOW, window
 
 
 class StepKernels(Protocol):
@@ -153,6 +153,26 @@ class DeviceSampler:
         self._kernels.edit(logprobs, rows, self._tables)
         token_ids = torch.topk(_order_of(logprobs), min(count, logprobs.shape[1]), dim=-1).indices
         return CandidateTensors(token_ids, logprobs.gather(1, token_ids))
+
+
+def sample_padding(logits: Tensor, kernels: StepKernels) -> None:
+    """Do all that a step may do with logits, for rows of no sequence: every row is sampled and has
+    its log probabilities and those of other tokens reported, and one has candidates. Compiles the
+    kernels for it, and takes the memory.
+
+    logits: float32 [n, vocab_size], which are overwritten.
+    """
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    tables = DeviceRows(1, 1, vocab_size, device, num_counted=0)
+    sampler = DeviceSampler(tables, kernels, 1, vocab_size)
+    zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
+    rows = SamplingRows(zeros + tables.padding_row, zeros, zeros - 1, sampler.no_masks)
+    raw = logits.clone()
+    sampler.candidates(logits[:1], rows.select(zeros[:1]), MIN_WINDOW)
+    outcome = torch.zeros(num_rows, dtype=torch.int64, device=device)
+    sampler.sample(logits, rows, outcome)
+    for num_top in (0, MIN_WINDOW):
+        sampler.logprobs(raw, outcome, num_top)
 
 
 def _order_of(values: Tensor) -> Tensor:

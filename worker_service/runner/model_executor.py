@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
@@ -23,6 +23,7 @@ from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
+from worker_service.runner.device_sampler import sample_padding, step_kernels
 from worker_service.runner.device_state import DeviceState, rows_for
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_model import DraftModel
@@ -175,7 +176,11 @@ class ModelExecutor:
             largest_graph=max(sizes, default=0),
             state_bytes=self._state_bytes(),
             draft=self._draft,
+            sample=self._sample_padding if self._has_device_steps else None,
         )
+
+    def _sample_padding(self, logits: Tensor) -> None:
+        sample_padding(logits, step_kernels(self._device))
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
         """A runner over the present caches if they have these sizes, else over new ones."""
@@ -232,7 +237,7 @@ class ModelExecutor:
 
     def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
         """Launches steps ahead on a GPU of one rank; None elsewhere."""
-        if self._rendezvous is not None or self._device.type == "cpu":
+        if not self._has_device_steps:
             return None
         if self._state is None or self._state_num_seqs < self._max_num_seqs:
             self._state = None
@@ -242,7 +247,7 @@ class ModelExecutor:
 
     def _state_bytes(self) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
-        if self._rendezvous is not None or self._device.type == "cpu":
+        if not self._has_device_steps:
             return 0
         needed = rows_for(
             self.loaded.model, self.loaded.block_size, self._max_num_seqs, torch.device("meta")
@@ -262,11 +267,14 @@ class ModelExecutor:
         )
 
     @property
+    def _has_device_steps(self) -> bool:
+        return self._rendezvous is None and self._device.type != "cpu"
+
+    @property
     def _uses_cuda_graphs(self) -> bool:
         return (
             self._runner.cuda_graphs
-            and self._device.type == "cuda"
-            and self._rendezvous is None
+            and self._has_device_steps
             and self.loaded.config.attention_backend not in _WAITING_BACKENDS
         )
 

@@ -83,9 +83,12 @@ def test_the_profiling_run_computes_a_batch() -> None:
 def test_the_largest_batch_is_shared_out_among_its_sequences(
     num_seqs: int, num_tokens: int, batch: tuple[int, int]
 ) -> None:
-    model = CountingModel()
-    memory_budget.run_batch(model, 4, CPU, num_seqs, num_tokens)
+    model, sampled = CountingModel(), list[torch.Size]()
+    memory_budget.run_batch(
+        model, 4, CPU, num_seqs, num_tokens, lambda logits: sampled.append(logits.shape)
+    )
     assert model.batches == [batch]
+    assert sampled == [(batch[0], model.vocab_size)]
 
 
 VERSIONS = {

@@ -12,7 +12,7 @@ from worker_service.pinned_memory import Staging
 from worker_service.plan import NewSequence, RowErrorReason, SamplerParams
 from worker_service.runner.batch import sampling_batch
 from worker_service.runner.device_rows import FAILURES, DeviceRows
-from worker_service.runner.device_sampler import DeviceSampler
+from worker_service.runner.device_sampler import DeviceSampler, sample_padding
 from worker_service.runner.in_flight_step import FetchedLogprobs, StepBuffers
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
@@ -177,6 +177,11 @@ def test_candidates_are_those_of_the_host() -> None:
     assert found.token_ids[0, :3].tolist() == [30, 200, 299]
     np.testing.assert_allclose(found.logprobs[0].cpu(), expected.logprobs, atol=1e-5)
     assert sequences.sample(on_device, batch).tolist() == [NOT_SAMPLED]
+
+
+def test_all_that_sampling_may_do_can_be_done_for_rows_of_no_sequence() -> None:
+    """So that memory is measured and kernels are compiled before the first request."""
+    sample_padding(torch.zeros(3, VOCAB_SIZE, device=DEVICE), _kernels())
 
 
 def test_the_device_has_the_tables_block_tables() -> None:
