@@ -92,9 +92,9 @@ def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     return ModelRunner(model, cache, block_size, known, device=device)
 
 
-def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 4) -> ModelRunner:
-    """Replays decodes in padded batches, on a device that is as late as can be, and which at first
-    has room for few sequences."""
+def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 64) -> ModelRunner:
+    """Replays decodes in padded batches, on a device that is as late as can be, and which has room
+    for `num_rows` sequences."""
     state = DeviceState(model, cache, block_size, EagerRecorder(), SIZES, num_rows)
     known = grammars(model.vocab_size)
     device = DeviceSteps(model, cache, state, make_event=LateEvent)

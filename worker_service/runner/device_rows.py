@@ -4,8 +4,8 @@ A step uploads only what changed since the last one, and kernels read its rows' 
 are not part of it, except each sequence's latest one, which the device sampled itself; all others
 are uploaded with the steps that compute them.
 
-CUDA graphs refer to these tensors, so they have a fixed size. A step with rows that have more edits
-or occurrences than there is room for is computed by the host: see `hold`.
+CUDA graphs refer to these tensors, so they have a fixed size. A step with rows beyond it, or with
+more edits or occurrences than there is room for, is computed by the host: see `hold`.
 
 Occurrences of tokens, for penalties, are a dense row of the vocabulary, so that tokens sampled on
 the device are counted there, and the next step is launched before the host knows them.
@@ -49,8 +49,8 @@ MAX_COUNT_BYTES = 2**30
 """Memory for occurrences, four bytes per entry of the vocabulary and sequence."""
 
 _MAX_TABLE_BYTES = 64 * 2**20
-_MAX_INITIAL_ROWS = 1024
-_MIN_INITIAL_ROWS = 64
+_MAX_AFFORDABLE_ROWS = 1024
+_MIN_ROWS = 64
 
 _NO_ROWS = np.empty(0, np.int64)
 _NO_ENTRIES = np.empty(0, np.int32)
@@ -103,7 +103,9 @@ class DeviceRows:
         )
 
     def hold(self, row_ids: Int64Array, table: SamplingTable) -> bool:
-        """Whether there is room for all edits and occurrences of these rows."""
+        """Whether there is room for these rows and all of their edits and occurrences."""
+        if row_ids.max(initial=0) >= self.padding_row:
+            return False
         found = _edits_of(row_ids.tolist(), table)
         return all(
             edits.max_entries <= MAX_EDITS
@@ -113,11 +115,13 @@ class DeviceRows:
 
     def note_new(self, row_id: int) -> None:
         """A sequence was added in this row: the device's entries for it are stale."""
-        self._new.append(row_id)
+        if row_id < self.padding_row:
+            self._new.append(row_id)
 
     def note_blocks(self, row_ids: Int64Array, indices: npt.NDArray[np.integer]) -> None:
         """These entries of these rows' block tables have changed."""
-        self._changed.append(np.stack([row_ids, indices], axis=1))
+        changed = np.stack([row_ids, indices], axis=1)
+        self._changed.append(changed[row_ids < self.padding_row])
 
     def note_edits(self, row_ids: Int64Array) -> None:
         """The edits of these rows have changed."""
@@ -125,7 +129,7 @@ class DeviceRows:
 
     def note_tokens(self, row_ids: Int64Array) -> None:
         """The host, and not the device, has chosen tokens of these rows."""
-        self._miscounted.extend(row_ids.tolist())
+        self._miscounted.extend(row_ids[row_ids < self.padding_row].tolist())
 
     def forget(self) -> None:
         """Drop all noted changes."""
@@ -179,12 +183,12 @@ class DeviceRows:
             tables.counts.index_put_((counts_at[0], counts_at[1]), values)
 
 
-def initial_rows(max_blocks: int, num_seqs: int = 1) -> int:
-    """Initial number of rows: enough for most loads while block tables stay small, and always for
-    `num_seqs` sequences, rounded up to a power of two as in the host's table."""
+def capacity(max_blocks: int, num_seqs: int = 1) -> int:
+    """The usual number of rows: enough for most loads while block tables stay small, and always for
+    `num_seqs` running sequences and as many that wait, since it cannot grow."""
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
-    needed = 1 << (num_seqs - 1).bit_length()
-    return max(_MIN_INITIAL_ROWS, min(_MAX_INITIAL_ROWS, affordable), needed)
+    needed = 1 << (2 * num_seqs - 1).bit_length()
+    return max(_MIN_ROWS, min(_MAX_AFFORDABLE_ROWS, affordable), needed)
 
 
 def _edits_of(row_ids: Iterable[int], table: SamplingTable) -> list[tuple[int, LogitEdits]]:

@@ -17,8 +17,8 @@ A launch waits for the host to know tokens only in these cases:
 | bad words of several tokens | the tokens of the sequences that have them |
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
-| more edits or penalties than `device_rows.py` has room for | every step launched before; the step
-  itself is computed on the host (`model_runner.py`), which waits for the device |
+| more sequences, edits or penalties than `device_rows.py` has room for | every step launched
+  before; the step itself is computed on the host (`model_runner.py`), which waits for the device |
 """
 
 from collections import deque
@@ -309,10 +309,6 @@ class DeviceSteps:
     def admit(self, plan: StepPlan, sequences: SequenceState) -> None:
         """Note what a plan has changed in the table, to be sent with the next step."""
         table = sequences.table
-        if table.num_rows > self._state.rows.padding_row:
-            sequences.pending.resolve_all()
-            self._state.grow(table)
-            return
         for new in plan.new_sequences:
             self._state.rows.note_new(table.row_id(new.seq_id))
         if len(plan.block_updates):

@@ -6,6 +6,7 @@ when it is forgotten. So a step's inputs are a few gathers, whatever the sequenc
 id* is a row of this table; a plain `row` elsewhere is a row of the step's batch.
 """
 
+from heapq import heappop, heappush
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,7 +78,8 @@ class SequenceTable:
         self.sampling = SamplingTable(_INITIAL_ROWS)
         self._row_id_of: dict[int, int] = {}
         self._free_rows: list[list[int]] = [[] for _ in range(num_parts)]
-        """Free rows of each part; the next one to be taken comes last."""
+        """Free rows of each part, as heaps: the lowest is taken first, so that few rows are beyond
+        a GPU's tables once many sequences have come and gone."""
         self._part_sizes = [0] * num_parts
         self._add_rows(0, _INITIAL_ROWS)
 
@@ -126,7 +128,7 @@ class SequenceTable:
             self.prompt_logprobs.pop(row_id, None)
             self.sampling.remove(row_id)
             part = row_id % self.num_parts
-            self._free_rows[part].append(row_id)
+            heappush(self._free_rows[part], row_id)
             self._part_sizes[part] -= 1
 
     def add(self, new: NewSequence, field: str) -> None:
@@ -329,11 +331,11 @@ class SequenceTable:
         parts = [part for part, free in enumerate(self._free_rows) if free]
         part = min(parts, key=self._part_sizes.__getitem__)
         self._part_sizes[part] += 1
-        return self._free_rows[part].pop()
+        return heappop(self._free_rows[part])
 
     def _add_rows(self, start: int, end: int) -> None:
-        for row_id in range(end - 1, start - 1, -1):
-            self._free_rows[row_id % self.num_parts].append(row_id)
+        for row_id in range(start, end):
+            heappush(self._free_rows[row_id % self.num_parts], row_id)
 
     def _grow(self) -> None:
         old = len(self.num_tokens)

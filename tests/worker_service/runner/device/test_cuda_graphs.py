@@ -12,7 +12,7 @@ from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.cuda_graphs import Replay, graph_sizes
-from worker_service.runner.device_rows import initial_rows
+from worker_service.runner.device_rows import capacity
 from worker_service.runner.device_state import DeviceState, rows_for
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
@@ -92,11 +92,11 @@ def test_recordings_outlive_an_epoch() -> None:
 
 
 def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
-    """Growing the tables later records every graph again, in the middle of a step."""
+    """Rows beyond have their steps computed by the host."""
     long, short = 65_536, 128  # blocks of a sequence
-    assert initial_rows(short) == initial_rows(short, 256) == 1024
-    assert initial_rows(short, 1025) == 2048  # as the host's table has then
-    assert (initial_rows(long), initial_rows(long, 300)) == (256, 512)
+    assert capacity(short) == capacity(short, 256) == capacity(short, 512) == 1024
+    assert capacity(short, 513) == 2048
+    assert (capacity(long), capacity(long, 300)) == (256, 1024)
 
 
 def test_the_memory_of_rows_is_known_before_it_is_allocated() -> None:

@@ -22,6 +22,7 @@ from worker_service.plan import RowErrorReason, StepResult
 from worker_service.runner.device_rows import MAX_EDITS
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.device_steps import DeviceSteps, StepLaunch
+from worker_service.runner.in_flight_step import InFlightStep
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
@@ -334,7 +335,7 @@ def test_excluding_every_token_is_told_as_that() -> None:
 
 
 def test_a_row_may_have_a_new_sequence_while_the_old_ones_token_is_in_flight() -> None:
-    pipeline = Pipeline(9, make_runner=partial(recorded, num_rows=64))
+    pipeline = Pipeline(9, make_runner=recorded)
     pipeline.bench.plans.add(1, [1, 2, 3])
     pipeline.launch([Row(1, 3)])
     pipeline.launch([Row(1)])
@@ -350,19 +351,28 @@ def test_a_row_may_have_a_new_sequence_while_the_old_ones_token_is_in_flight() -
     assert tokens == continuation([1, 2, 3], 2) + continuation([7, 8], 4)
 
 
-def test_room_is_made_for_more_sequences_while_tokens_are_under_way() -> None:
-    pipeline = Pipeline(3, make_runner=recorded, block_size=1, num_cpu_blocks=0)
+def test_sequences_beyond_the_devices_room_are_computed_while_tokens_are_under_way() -> None:
+    pipeline = Pipeline(3, make_runner=partial(recorded, num_rows=4))
     pipeline.bench.plans.add(1, [1, 2])
     pipeline.launch([Row(1, 2)])
-    for seq_id in range(2, 140):
-        # They come and stay, without ever computing anything.
-        pipeline.bench.plans.add(seq_id, [seq_id % VOCAB_SIZE])
-        pipeline.launch([Row(1)] if seq_id % 10 == 0 else [])
-    tokens = [int(token) for result in pipeline.finish() for token in result.token_ids]
-    everything = column(range(1, 140))
-    pipeline.bench.step([], forget_seq_ids=everything)  # it knows all of them
+    for seq_id in range(2, 7):
+        pipeline.bench.plans.add(seq_id, [seq_id])
+        pipeline.launch([Row(1), Row(seq_id, 1)])
+    every = [Row(seq_id) for seq_id in range(1, 7)]
+    kinds = [type(pipeline.launch(every)) for _ in range(3)]
+    kinds.append(type(pipeline.launch(every[:4], forget_seq_ids=column([5, 6]))))
+    assert kinds == [FinishedStep] * 3 + [InFlightStep]
+    pipeline.bench.plans.add(7, [7])  # takes a row that was beyond
+    assert isinstance(pipeline.launch([Row(1), Row(7, 1)]), FinishedStep)
+    pipeline.launch([Row(1)], forget_seq_ids=column([2, 7]))
+    pipeline.bench.plans.add(8, [8])  # takes the lowest one that is free
+    assert isinstance(pipeline.launch([Row(8, 1), Row(1)]), InFlightStep)
+    results = pipeline.finish()
+    tokens = [int(each.token_ids[0]) for each in results[:-1]] + [int(results[-1].token_ids[1])]
     assert tokens == continuation([1, 2], len(tokens))
-    assert len(tokens) == 14
+    assert results[-4].token_ids.tolist()[3] == continuation([4], 5)[-1]
+    assert results[-3].token_ids.tolist()[1] == next_token([7])
+    assert results[-1].token_ids.tolist()[0] == next_token([8])
 
 
 def test_steps_under_way_may_be_collected_after_a_reset() -> None:
