@@ -108,6 +108,7 @@ LOGGING = [
     flag("log_level", LogLevel, LogLevel.INFO, "Least severity logged."),
     flag("log_format", LogFormat, LogFormat.TEXT, "Lines for people, or of JSON."),
 ]
+CHECK = [flag("check!", bool, False, "Check the flags and the files that they name, and end.")]
 
 
 def takes_flags(

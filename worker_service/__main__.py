@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from service_common.config_flags import CLUSTER, LOGGING, Flags, run_to_exit, takes_flags
+from service_common.config_flags import CHECK, CLUSTER, LOGGING, Flags, run_to_exit, takes_flags
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
@@ -37,6 +37,7 @@ from worker_service.launcher.flags import (
     RanksToLaunch,
     RayFlags,
     assign_rank,
+    check,
     worker_config,
 )
 from worker_service.launcher.launcher import (
@@ -49,7 +50,7 @@ from worker_service.launcher.launcher import (
 if TYPE_CHECKING:
     from worker_service.engine.executor import Executor
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @app.command()
@@ -60,6 +61,7 @@ app = typer.Typer(add_completion=False)
     LISTEN,
     NETWORK.parameters,
     LOGGING,
+    CHECK,
     [LAUNCHER_PID],
     CLUSTER.parameters,
     CACHE.parameters,
@@ -79,6 +81,9 @@ def serve(flags: Flags) -> None:
         if flags["simulate"]:
             ranks.require_one_rank("simulate")
         assignment = assign_rank(ranks, os.environ)
+        if flags["check"]:
+            check(flags, assignment)
+            return
         if not isinstance(assignment, RankAssignment):
             if flags["cpu_affinity"] is not None:
                 raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")

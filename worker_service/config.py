@@ -6,11 +6,12 @@ Nothing here imports torch.
 
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.address import TcpAddress, parse
 from worker_service.distributed.layout import Layout
-from worker_service.errors import InvalidOption
+from worker_service.errors import InvalidOption, ModelNotFound
 
 
 def _expect(condition: bool, flag: str, expected: str, got: object) -> None:
@@ -101,6 +102,7 @@ class SimulationConfig:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8")
+ATTENTION_BACKENDS = ("flash", "triton", "cpu", "reference")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +164,8 @@ class ModelConfig:
         _expect_one_of(LOAD_FORMATS, "load_format", self.load_format)
         if self.quantization is not None:
             _expect_one_of(QUANTIZATIONS, "quantization", self.quantization)
+        if self.attention_backend is not None:
+            _expect_one_of(ATTENTION_BACKENDS, "attention_backend", self.attention_backend)
         _expect(
             self.quantization_cache is None or self.quantization in ("int8", "int4"),
             "quantization_cache",
@@ -175,6 +179,34 @@ class ModelConfig:
             most = len(self.cpus)
             expected = f"at most the {most} of cpu_affinity"
             _expect((self.threads or 0) <= most, "threads", expected, self.threads)
+
+
+EMBEDDED = "embedded"
+"""The name of the model that is shipped with the package."""
+
+
+def local_model(model: str) -> Path | None:
+    """The checkpoint directory or GGUF file that `model` names; None if it may be a hub id.
+
+    Raises ModelNotFound for another file, a directory without a checkpoint, and a path that does
+    not exist.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            files = ", ".join(file.name for file in sorted(path.glob("*.gguf"))[:3])
+            hint = f"; name one of its files as the model: {files}" if files else ""
+            raise ModelNotFound(f"{path} is a directory, but holds no config.json{hint}")
+        return path
+    if path.is_file() and path.suffix.lower() == ".gguf":
+        return path
+    if path.exists():
+        raise ModelNotFound(f"{path} is a file; expected a checkpoint's directory or a *.gguf file")
+    if model.startswith(("/", ".", "~")):
+        raise ModelNotFound(
+            f"{model}: no such directory or file, and not of a hub id's form owner/name"
+        )
+    return None
 
 
 DEFAULT_LISTEN = "127.0.0.1:7620"

@@ -5,7 +5,6 @@ from pathlib import Path
 from scheduler_service.command_line import service_command
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.config import NO_TENANTS, CoreServiceConfig, read_tenants
-from scheduler_service.core_service.service import serve
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from service_common.cluster import ClusterConfig
 from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
@@ -41,8 +40,14 @@ TENANTS = flag(
 )
 
 
+async def _serve(config: CoreServiceConfig) -> None:
+    from scheduler_service.core_service.service import serve
+
+    await serve(config)
+
+
 @service_command(
-    serve, SERVICE.parameters, SCHEDULER.parameters, [TENANTS], STEP_TIMEOUT.parameters
+    _serve, SERVICE.parameters, SCHEDULER.parameters, [TENANTS], STEP_TIMEOUT.parameters
 )
 def scheduler(flags: Flags) -> CoreServiceConfig:
     """Run the scheduler core: the request queues, the KV blocks, and the plans for workers."""

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from scheduler_service.command_line import service_command
 from scheduler_service.frontend.config import FrontendConfig
-from scheduler_service.frontend.server import serve
 from service_common.cluster import ClusterConfig
 from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
 from service_common.metrics_server import metrics_address
@@ -37,7 +36,13 @@ TLS = [
 ]
 
 
-@service_command(serve, FRONTEND.parameters, [HTTP], TLS)
+async def _serve(config: FrontendConfig) -> None:
+    from scheduler_service.frontend.server import serve
+
+    await serve(config)
+
+
+@service_command(_serve, FRONTEND.parameters, [HTTP], TLS)
 def frontend(flags: Flags) -> FrontendConfig:
     """Run a frontend: what clients call, text on one side and tokens on the other."""
     fields = FRONTEND.fields_of(flags) | {"metrics": metrics_address(flags["metrics_port"])}

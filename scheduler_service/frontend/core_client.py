@@ -278,7 +278,8 @@ class CoreClient:
             return
         if self._is_first_wait:
             self._is_first_wait = False
-            logger.info("waiting for the core reason=%s", failure)
+            logger.info("the core does not answer yet, trying until it does")
+            logger.debug("no core yet reason=%s", failure)
         else:
             logger.warning("no core num_requests=%d reason=%s", len(self._requests), failure)
 

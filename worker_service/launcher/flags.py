@@ -18,6 +18,7 @@ from worker_service.config import (
     DEFAULT_LISTEN,
     DEFAULT_MAX_MODEL_LEN,
     DEFAULT_SPECULATIVE_TOKENS,
+    EMBEDDED,
     CacheConfig,
     CostModel,
     GroupConfig,
@@ -26,6 +27,7 @@ from worker_service.config import (
     RunnerConfig,
     SimulationConfig,
     WorkerConfig,
+    local_model,
 )
 from worker_service.cpu_cores import parse_cpus
 from worker_service.distributed.layout import Layout
@@ -384,6 +386,19 @@ def worker_config(flags: Flags, assignment: RankAssignment) -> WorkerConfig:
         network=_network(flags, assignment),
         group=assignment.group,
     )
+
+
+def check(flags: Flags, assignment: RankAssignment | RanksToLaunch) -> None:
+    """Check the flags of one rank, or of all that a process launches, and that the model is there
+    if it is a path.
+
+    Raises InvalidOption and ModelNotFound.
+    """
+    if isinstance(assignment, RanksToLaunch):
+        assignment = RankAssignment(group=GroupConfig(), group_id=assignment.group_id)
+    model = worker_config(flags, assignment).model
+    if isinstance(model, ModelConfig) and model.model != EMBEDDED:
+        local_model(model.model)
 
 
 def _model(flags: Flags, assignment: RankAssignment) -> ModelConfig:

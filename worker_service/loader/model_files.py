@@ -11,15 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from worker_service.config import EMBEDDED, local_model
 from worker_service.errors import BadCheckpoint, ModelNotFound
 from worker_service.loader.gguf_file import headers, is_gguf, open_gguf
 from worker_service.loader.gguf_model import gguf_config
 
 logger = logging.getLogger(__name__)
 
-
-EMBEDDED = "embedded"
-"""The name of the model that is shipped with the package."""
 
 _EMBEDDED_DIR = Path(__file__).parents[1] / "embedded_model"
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
@@ -33,19 +31,8 @@ def resolve_model(model: str, revision: str | None = None, *, weights: bool = Tr
     """
     if model == EMBEDDED:
         return _EMBEDDED_DIR
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            files = ", ".join(file.name for file in sorted(directory.glob("*.gguf"))[:3])
-            hint = f"; name one of its files as the model: {files}" if files else ""
-            raise ModelNotFound(f"{directory} is a directory, but holds no config.json{hint}")
-        return directory
-    if directory.is_file() and is_gguf(directory):
-        return directory
-    if directory.exists():
-        raise ModelNotFound(
-            f"{directory} is a file; expected a checkpoint's directory or a *.gguf file"
-        )
+    if (found := local_model(model)) is not None:
+        return found
     if not _may_be_hub_id(model):
         raise ModelNotFound(
             f"{model}: no such directory or file, and not of a hub id's form owner/name"
@@ -61,7 +48,7 @@ def _may_be_hub_id(model: str) -> bool:
         validate_repo_id(model)
     except HFValidationError:
         return False
-    return not model.startswith(("/", ".", "~"))
+    return True
 
 
 def _download(model: str, revision: str | None, weights: bool) -> Path:

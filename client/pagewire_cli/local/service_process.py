@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pagewire_cli.local import service_commands
@@ -178,13 +178,44 @@ class ServiceProcess:
     def _describe(self, code: int) -> LocalServiceError:
         end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         message = f"{self.name} ended with {end}"
-        if reason := self._last_reason():
+        if reason := _reason(self._last_lines):
             message += f": {reason}"
         elif self._on_line is None:
             message += ":\n" + "\n".join(self._last_lines)
         return LocalServiceError(message, details={"service": self.name, "exit_code": str(code)})
 
-    def _last_reason(self) -> str | None:
-        """The service's own error: a line that begins with `error: `, or click's `Error: `."""
-        lines = [line for line in self._last_lines if line.lower().startswith(_REASON)]
-        return lines[-1][len(_REASON) :] if lines else None
+    def check(self) -> "subprocess.Popen[str]":
+        """A process that checks the service's flags, and ends."""
+        return subprocess.Popen(
+            [sys.executable, "-m", *self._command, "--check"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._env,
+            encoding="utf-8",
+            errors="replace",
+            process_group=0,
+        )
+
+
+def check_flags(services: Sequence[ServiceProcess]) -> None:
+    """Raise LocalServiceError, with the service's own words, if one refuses its flags."""
+    checks = [service.check() for service in services]
+    try:
+        for service, check in zip(services, checks, strict=True):
+            said, _ = check.communicate()
+            if check.returncode:
+                raise LocalServiceError(
+                    _reason(said.splitlines()) or f"{service.name} refuses its flags:\n{said}",
+                    details={"service": service.name, "exit_code": str(check.returncode)},
+                )
+    finally:
+        for check in checks:
+            with check:
+                check.kill()
+
+
+def _reason(lines: Iterable[str]) -> str | None:
+    """The service's own error: a line that begins with `error: `, or click's `Error: `."""
+    reasons = [line for line in lines if line.lower().startswith(_REASON)]
+    return reasons[-1][len(_REASON) :] if reasons else None

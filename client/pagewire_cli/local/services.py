@@ -9,7 +9,7 @@ from typing import Any, Self
 from pagewire_cli.local import engine_args, service_commands
 from pagewire_cli.local.health import is_serving, is_taken
 from pagewire_cli.local.runtime_directory import RuntimeDirectory
-from pagewire_cli.local.service_process import OnLine, ServiceProcess
+from pagewire_cli.local.service_process import OnLine, ServiceProcess, check_flags
 from pagewire_client.errors import LocalServiceError
 
 DEFAULT_GRACE_PERIOD_S = 30.0
@@ -112,11 +112,14 @@ class LocalServices:
     def start(self, timeout_s: float | None = None) -> None:
         """Start all, and wait until every frontend serves.
 
-        Raises LocalServiceError with a service's last output if one fails, or after the timeout;
-        nothing is left running then.
+        Where the services' output is shown, their flags are checked before any is started, so that
+        nothing else is printed above an error. Raises LocalServiceError with a service's last
+        output if one fails, or after the timeout; nothing is left running then.
         """
         try:
             self._require_free()
+            if self._on_line is not None:
+                check_flags([self._workers[0], self._core, self._frontends[0]])
             for process in (self._core, *self._workers, *self._frontends):
                 process.start()
             self._wait_serving(timeout_s)

@@ -124,14 +124,35 @@ def test_two_frontends_and_two_workers_serve_one_model(tmp_path: Path) -> None:
                 assert client.get_status().num_frontends == 2
 
 
-def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words() -> None:
-    done = subprocess.run(**command("serve", "--model", "/no/such/model"), timeout=90)  # type: ignore[call-overload]
+def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    done = subprocess.run(**command("serve", "--model", str(tmp_path)), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(
-        "error: worker-0 ended with exit code 1: /no/such/model: no such directory or file"
+        f"error: worker-0 ended with exit code 1: {tmp_path}/config.json cannot be read as JSON"
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("--dtype", "float8", "dtype: expected one of auto, float32, bfloat16, float16"),
+        ("--attention-backend", "x", "attention_backend: expected one of flash, triton, cpu"),
+        ("--kv-cache-memory", "4XB", "Invalid value for '--kv-cache-memory'"),
+        ("--model", "/no/such/model", "/no/such/model: no such directory or file"),
+        ("--policy", "lifo", "Invalid value for '--policy'"),
+        ("--max-num-seqs", "0", "max_num_seqs must be at least 1, is 0"),
+        ("--api-keys", "/no/such/file", "api_keys: cannot read /no/such/file"),
+    ],
+)
+def test_a_wrong_flag_is_the_only_line_of_serve(flag: str, value: str, words: str) -> None:
+    elsewhere = ["--listen", "127.0.0.1:0", "--http", "off"]  # other tests use the usual ports
+    done = subprocess.run(**command("serve", flag, value, *elsewhere), timeout=90)  # type: ignore[call-overload]
+    assert done.returncode == (1 if flag == "--model" else 2)
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {words}")
 
 
 def test_a_wrong_option_of_a_service_is_a_wrong_option_of_serve() -> None:
