@@ -83,11 +83,11 @@ class BlockManager:
 
     def round_up(self, num_tokens: int) -> int:
         """`num_tokens`, rounded up to full blocks."""
-        return self.num_blocks_for(num_tokens) * self.block_size
+        return -(-num_tokens // self.block_size) * self.block_size
 
     def fits(self, num_tokens: int) -> bool:
         """Whether a sequence of `num_tokens` tokens fits in an empty cache."""
-        return self.num_blocks_for(num_tokens) <= self.gpu_pool.num_blocks
+        return num_tokens <= self.gpu_pool.num_blocks * self.block_size
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
         """The device blocks with these keys, up to the first key that is not found."""
