@@ -126,6 +126,13 @@ class DecodeGraphs:
         self._forwards: dict[int, Replay] = {}
         self._samplings: dict[int, Replay] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of what graphs read and write, and of the largest batch's block tables."""
+        tensors = (self.static_inputs, self.outcome, self.bitmask, self._query_start)
+        tables = 4 * self._sizes[-1] * self._device_rows.block_tables.shape[1]
+        return tables + sum(tensor.nbytes for tensor in tensors)
+
     def record(self, recorder: GraphRecorder) -> None:
         """Record all sizes, the largest first, with a progress bar if stderr is a terminal."""
         started = time.monotonic()

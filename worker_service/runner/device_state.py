@@ -32,6 +32,17 @@ def rows_for(
     return DeviceRows(num_rows, max_blocks, model.vocab_size, device, num_counted)
 
 
+def state_bytes(model: Model, block_size: int, num_seqs: int, sizes: list[int]) -> int:
+    """Memory of a `DeviceState`, but for its graphs' hidden states and activations."""
+    device = torch.device("meta")
+    rows = rows_for(model, block_size, num_seqs, device)
+    if not sizes:
+        return rows.num_bytes
+    sampler = DeviceSampler(rows, step_kernels(device), block_size, model.vocab_size)
+    graphs = DecodeGraphs(model, torch.empty(0, device=device), rows, sampler, sizes)
+    return rows.num_bytes + graphs.num_bytes
+
+
 class DeviceState:
     """State that a device keeps from epoch to epoch, over one cache: the tensors by row, and the
     sampler and the graphs that refer to them."""

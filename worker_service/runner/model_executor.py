@@ -24,7 +24,7 @@ from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
 from worker_service.runner.device_sampler import sample_padding, step_kernels
-from worker_service.runner.device_state import DeviceState, rows_for
+from worker_service.runner.device_state import DeviceState, state_bytes
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
@@ -172,7 +172,7 @@ class ModelExecutor:
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
             num_ranks=self.loaded.communicator.layout.world_size,
-            num_graphs=len(sizes),
+            num_graphs=2 * len(sizes),  # see `DecodeGraphs`
             largest_graph=max(sizes, default=0),
             state_bytes=self._state_bytes(),
             draft=self._draft,
@@ -249,10 +249,11 @@ class ModelExecutor:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
         if not self._has_device_steps:
             return 0
-        needed = rows_for(
-            self.loaded.model, self.loaded.block_size, self._max_num_seqs, torch.device("meta")
-        )
-        return needed.num_bytes - (0 if self._state is None else self._state.rows.num_bytes)
+        model, sizes = (self.loaded.model, self.loaded.block_size), self._graph_sizes()
+        held = 0
+        if self._state is not None:
+            held = state_bytes(*model, self._state_num_seqs, sizes)
+        return state_bytes(*model, self._max_num_seqs, sizes) - held
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.support.counting_model import CountingModel
-from tests.support.runners import HostEvent
+from tests.support.runners import EagerRecorder, HostEvent
 from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.cuda_graphs import Replay, graph_sizes
 from worker_service.runner.device_rows import capacity
-from worker_service.runner.device_state import DeviceState, rows_for
+from worker_service.runner.device_state import DeviceState, rows_for, state_bytes
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 
@@ -103,5 +103,10 @@ def test_the_memory_of_rows_is_known_before_it_is_allocated() -> None:
     model = CountingModel(max_model_len=64)
     sizes = [rows_for(model, 4, 40, torch.device(device)).num_bytes for device in ("cpu", "meta")]
     assert sizes[0] == sizes[1] > 80 * 4 * model.vocab_size
+    state = DeviceState(model, small_cache(model), 4, EagerRecorder(), [1, 8], num_seqs=40)
+    assert state.graphs is not None
+    needed = state_bytes(model, 4, 40, [1, 8])
+    assert needed == sizes[0] + state.graphs.num_bytes > sizes[0] + 4 * 8 * 16
+    assert state_bytes(model, 4, 40, []) == sizes[0]
     few = rows_for(model, 4, 40, torch.device("cpu"), max_count_bytes=7 * 4 * model.vocab_size)
     assert len(few.sampling.counts) == 7
