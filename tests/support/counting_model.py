@@ -87,7 +87,7 @@ def loaded_counting_model(
     return LoadedModel(
         model=model or CountingModel(),
         config=ModelConfig(
-            model="counting", device="cpu", dtype="float32", attention_backend="none"
+            model="counting", device="cpu", dtype="float32", attention_backend="reference"
         ),
         model_dir=model_dir,
         block_size=block_size,
