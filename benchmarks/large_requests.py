@@ -258,6 +258,8 @@ async def _send_grpc(address: str, method: str, body: bytes) -> str:
 def measure(repeats: int, only: str, *, uses_http: bool) -> list[dict[str, Any]]:
     """A line for each body whose name contains `only`."""
     processes = Processes()
+    # One event loop: gRPC keeps the first that it was used in.
+    runner = asyncio.Runner()
     try:
         stream = processes.start(run_stream)
         frontend = processes.start(run_frontend, processes.receive(stream))
@@ -276,7 +278,7 @@ def measure(repeats: int, only: str, *, uses_http: bool) -> list[dict[str, Any]]
         def send(method: str, body: bytes) -> str:
             if uses_http:
                 return _send_http(http_address, method, body)
-            return asyncio.run(_send_grpc(grpc_address, method, body))
+            return runner.run(_send_grpc(grpc_address, method, body))
 
         def row(name: str, body: bytes, delay_ms: float, outcome: str) -> dict[str, Any]:
             size = f"{len(body) / 2**20:.1f}"
@@ -296,6 +298,7 @@ def measure(repeats: int, only: str, *, uses_http: bool) -> list[dict[str, Any]]
             rows.append(row(name, body, min(figures)[0], figures[0][1]))
         return rows
     finally:
+        runner.close()
         processes.kill()
 
 
