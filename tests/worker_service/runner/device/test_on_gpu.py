@@ -76,6 +76,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "filtered": {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "seed": 3},
     "log probabilities": {"temperature": 0.9, "seed": 3, "logprobs": 4},
+    "prompt log probabilities": {"temperature": 0.9, "seed": 3, "prompt_logprobs": 2},
     "penalised": {
         "temperature": 0.9,
         "seed": 3,
