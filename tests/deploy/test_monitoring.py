@@ -1,5 +1,6 @@
 """Prometheus' configuration, alerts and the Grafana dashboard query metrics that exist."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,16 @@ def test_a_query_is_promql_over_metrics_that_are_exported(expression: str) -> No
         assert selector.name in names
         for matcher in selector.matchers.matchers:
             assert matcher.name in names[selector.name] | {"job", "instance"}
+
+
+def test_every_panel_has_a_query_and_variables_list_a_label_that_is_exported() -> None:
+    shown = [panel for panel in dashboard.DASHBOARD["panels"] if panel["type"] != "row"]
+    assert all(panel["targets"] for panel in shown)
+    names = exported()
+    for variable in dashboard.DASHBOARD["templating"]["list"]:
+        found = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["query"]["query"])
+        assert found is not None
+        assert found[2] in names[found[1]]
 
 
 def test_a_misspelt_query_is_found() -> None:
