@@ -45,9 +45,9 @@ def test_requests_are_of_every_kind() -> None:
 def test_ranks_on_two_hosts_lose_nothing_on_slow_and_lossy_links(tmp_path: Path) -> None:
     config = ChaosConfig(
         seed=1,
-        num_kills=3,
-        num_streams=12,
-        num_asks=8,
+        num_kills=2,
+        num_streams=8,
+        num_asks=6,
         num_workers=2,
         num_ranks=2,
         has_bad_links=True,

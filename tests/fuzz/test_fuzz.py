@@ -8,7 +8,8 @@ from tests.fuzz.run import run
 @pytest.mark.parametrize(
     ("target", "num_calls"),
     [
-        ("grpc", 480),
+        ("grpc", 160),
+        pytest.param("grpc", 1600, marks=pytest.mark.long),
         ("http", 240),
         pytest.param("core", 1600, marks=pytest.mark.long),
         pytest.param("worker", 1600, marks=pytest.mark.long),
