@@ -1,5 +1,7 @@
 """Requests from an attached frontend through the core to a worker and back."""
 
+import logging
+
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -200,6 +202,22 @@ async def test_a_malformed_request_fails_alone(
         assert [detail.value for detail in failed.details if detail.key == "field"] == [field]
         await frontend.submit(8, [1])
         await frontend.wait_finished(8)
+
+
+async def test_refused_requests_add_no_lines_to_the_log(
+    service: CoreService, fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Logging is synchronous, on the event loop of all requests; the metrics count refusals."""
+    await fleet.start(FakeWorker(max_model_len=64))
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, range(8))
+        await frontend.wait_finished(1)
+        caplog.clear()
+        caplog.set_level(logging.INFO, logger="scheduler_service")
+        for handle in range(2, 12):
+            await frontend.submit(handle, range(65))
+            assert (await frontend.wait_failed(handle)).reason == "PROMPT_TOO_LONG"
+        assert len(caplog.records) < 10
 
 
 async def test_a_live_request_id_is_refused(service: CoreService, fleet: Fleet) -> None:

@@ -1,5 +1,6 @@
 """Which sequences are preempted when memory runs out, and how; swap*.txt show the plans."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -124,6 +125,20 @@ def test_in_mode_recompute_the_host_stays_empty() -> None:
         [group] = driver.core.snapshot().worker_groups
         assert group.num_free_cpu_blocks == group.num_cpu_blocks
     assert driver.core.snapshot().num_preemptions > 0
+
+
+def test_many_preemptions_within_seconds_are_one_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Logging is synchronous, on the event loop of all requests."""
+    caplog.set_level(logging.INFO, logger="scheduler_service")
+    driver = make_driver(PreemptionMode.RECOMPUTE)
+    crowd(driver)
+    for _ in run(driver):
+        pass
+    assert driver.core.snapshot().num_preemptions > 1
+    [line] = [record for record in caplog.records if "preempted" in record.getMessage()]
+    assert line.levelno == logging.WARNING
 
 
 def test_a_prompt_that_is_partly_computed_begins_again() -> None:
