@@ -322,7 +322,7 @@ class SchedulerCore:
     def _refuse_hopeless(self, model: ServedModel, now: float) -> None:
         """End requests that have not started and fit no worker group, present or expected back."""
         for seq_group in [*model.waiting, *model.unschedulable]:
-            if seq_group.has_begun:
+            if seq_group.has_begun or seq_group in model.former_until_us:
                 continue
             error = why_not(seq_group, model.capacities())
             if error is not None:

@@ -170,8 +170,10 @@ class CoreDriver:
         min_tokens: int = 0,
         max_hold_us: int = 0,
         num_speculative_tokens: int | None = None,
+        was_accepted: bool = False,
     ) -> RequestRecord:
-        """Submit a request. Raises what the core raises; it is then not recorded."""
+        """Submit a request. Raises what the core raises; it is then not recorded. was_accepted: by
+        a former core."""
         handle = self.next_handle
         self.next_handle += n
         sampling = replace(sampling or Sampling(seed=handle), max_tokens=max_tokens)
@@ -197,6 +199,7 @@ class CoreDriver:
             deadline=None if timeout is None else self.now + timeout,
             fingerprint=b"of this request",
             num_speculative_tokens=num_speculative_tokens,
+            was_accepted=was_accepted,
         )
         self.core.submit(request, self.now)
         record = RequestRecord(request, self.now, [ChoiceRecord() for _ in range(n)])

@@ -58,9 +58,9 @@ class ServedModel:
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
     lost: list[LostWorkerGroup] = field(default_factory=list)
     """Worker groups that were lost and not replaced, the first to be given up first."""
-    former_until_us: float = inf
-    """When worker groups that only a former core knew are given up; infinite if no request that it
-    accepted waits for one."""
+    former_until_us: dict[SequenceGroup, float] = field(default_factory=dict)
+    """Of the requests here that a former core accepted, and that fit no present worker group: until
+    when each waits for one that only that core knew."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups for which the queue was sorted, and whether they were draining."""
     _equivalent: list[EquivalentWorkerGroups] = field(default_factory=list)
@@ -92,6 +92,7 @@ class ServedModel:
         """Take a group that is not placed out of the queue."""
         self.waiting.discard(seq_group)
         self.unschedulable.discard(seq_group)
+        self.former_until_us.pop(seq_group, None)
 
     def add(self, scheduler: Scheduler) -> None:
         """Add a worker group; requests that have not begun may be routed to it instead."""
@@ -114,7 +115,7 @@ class ServedModel:
         if not (self.waiting or self.unschedulable):
             return inf
         lost_until_us = self.lost[0].expected_until_us if self.lost else inf
-        return min(lost_until_us, self.former_until_us)
+        return min([lost_until_us, *self.former_until_us.values()])
 
     def give_up_lost(self, now_us: int) -> bool:
         """Stop expecting worker groups that have been lost for too long; returns whether there were
@@ -122,21 +123,22 @@ class ServedModel:
         if now_us < self.next_given_up_us:
             return False
         self.lost = [lost for lost in self.lost if now_us < lost.expected_until_us]
-        if now_us >= self.former_until_us:
-            self._give_up_former()
+        due = [each for each, until_us in self.former_until_us.items() if until_us <= now_us]
+        for seq_group in due:
+            self._give_up_former(seq_group)
         return True
 
-    def _give_up_former(self) -> None:
-        """What former cores accepted, and fits no worker group, counts as too large for them all,
-        unless all are away, which may return with other capacities."""
-        self.former_until_us = inf
-        if self.schedulers:
-            capacities = self.capacities()
-            most_tokens = max(each.num_cache_tokens for each in capacities)
-            for seq_group in self.unschedulable:
-                # One that fits a lost group waits as long as that is expected.
-                if seq_group.request.is_continued and not any(map(seq_group.fits, capacities)):
-                    seq_group.outgrown_tokens = seq_group.outgrown_tokens or most_tokens
+    def _give_up_former(self, seq_group: SequenceGroup) -> None:
+        """What a former core accepted, and fits no worker group, counts as too large for them all,
+        unless all are away, which may return with other capacities. One that fits lost groups waits
+        as long as any of them is expected."""
+        del self.former_until_us[seq_group]
+        fitting = [lost for lost in self.lost if seq_group.fits(lost.capacity)]
+        if fitting:
+            self.former_until_us[seq_group] = fitting[-1].expected_until_us
+        elif self.schedulers and not seq_group.outgrown_tokens:
+            most_tokens = max(each.num_cache_tokens for each in self.capacities())
+            seq_group.outgrown_tokens = most_tokens
 
     def stranded(self) -> list[SequenceGroup]:
         """Requests that have outgrown all worker groups that are here or expected back."""
@@ -278,8 +280,6 @@ class ServedModel:
         )
         too_late = round_.run(why_late, now_us)
         self._set_aside([*self.waiting.of_kind(()), *round_.unfit], now_us)
-        if not self.unschedulable:
-            self.former_until_us = inf
         self.woken.update(each.capacity.worker_group_id for each in round_.routed.values())
         if round_.routed:
             self.wake_drained()
@@ -296,8 +296,10 @@ class ServedModel:
         for seq_group in unfit:
             self.waiting.discard(seq_group)
             self.unschedulable.add(seq_group)
-        if self.former_until_us == inf and any(each.request.is_continued for each in unfit):
-            self.former_until_us = now_us + self.max_lost_us
+            if seq_group.request.is_continued:
+                self.former_until_us.setdefault(seq_group, now_us + self.max_lost_us)
+        for seq_group in [each for each in self.former_until_us if each not in self.unschedulable]:
+            del self.former_until_us[seq_group]  # there is a worker group now that it fits
 
     def wake(self) -> None:
         """Wake every worker group whose pipeline has room. Whichever plans first places all waiting

@@ -178,6 +178,38 @@ def test_what_a_former_core_accepted_waits_no_longer_than_is_configured(
     driver.check_empty()
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("prompt_tokens", [17, 45], ids=["fits the lost group", "fits none"])
+def test_each_request_of_a_former_core_waits_for_the_full_time(
+    prompt_tokens: int, is_cancelled: bool
+) -> None:
+    """Whether or not another one waits, or did, or a new one."""
+    driver = make_driver(max_outgrown_wait_s=30.0)
+    prompt = [1] * prompt_tokens
+    values: dict[str, object] = {"prompt": prompt, "max_tokens": 4, "was_accepted": True}
+    first = driver.submit(**values)  # type: ignore[arg-type]
+    driver.run_until_idle()
+    driver.expire(20.0)
+    add(driver, "large")
+    driver.lose_worker_group("large")
+    new = driver.submit(prompt=[1] * 18, max_tokens=4)
+    driver.run_until_idle()
+    if is_cancelled:
+        driver.cancel(first)
+    second = driver.submit(**values)  # type: ignore[arg-type]
+    driver.run_until_idle()
+    submitted_at = driver.now
+    driver.expire(29.9)
+    driver.collect()
+    assert second.is_live
+    assert driver.core.next_deadline() == pytest.approx(submitted_at + 30.0, abs=0.1)
+    driver.expire(0.2)
+    driver.collect()
+    ended = [second, new] if is_cancelled else [first, second, new]
+    assert [type(record.error) for record in ended] == [PromptTooLong] * len(ended)
+    driver.check_empty()
+
+
 def test_a_group_that_returns_in_time_takes_what_a_former_core_accepted() -> None:
     driver = CoreDriver(dataclasses.replace(CONFIG, max_outgrown_wait_s=30.0))
     record = driver.submit(prompt=[1] * 17, max_tokens=4)
