@@ -48,11 +48,6 @@ class Policy(ABC):
         decrease while the group is the head."""
         return head.rank
 
-    def precedes(self, waiting: SequenceGroup, seq_group: SequenceGroup) -> bool:
-        """Whether a group that waits in a worker group must start before one that is not there yet
-        may preempt others for its own start."""
-        return waiting.rank < seq_group.rank
-
     def yielding(
         self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:

@@ -97,14 +97,9 @@ class CapacityProbe:
         return has_room or self.can_preempt_for(seq_group)
 
     def can_preempt_for(self, seq_group: SequenceGroup) -> bool:
-        """Whether the group would have capacity here now by preempting running or waiting groups.
-        Not while one that precedes it waits here: it would take the places and blocks that this
-        one is to get."""
-        state = self._state
-        if state.preempting or not seq_group.fits(state.capacity):
-            return False
-        waiting = chain(state.waiting, state.running.swapped)
-        if any(self._policy.precedes(other, seq_group) for other in waiting):
+        """Whether the group would have capacity here now by preempting running or waiting
+        groups."""
+        if self._state.preempting or not seq_group.fits(self._state.capacity):
             return False
         return self.find_victims(seq_group) is not None
 
