@@ -64,7 +64,7 @@ class StepStream:
         self._sent = asyncio.Event()
 
     async def run(self, work: asyncio.Event) -> None:
-        """Plan whenever `work` is set, until the group is drained.
+        """Plan whenever `work` is set, until the group is drained, and then remove it from the core.
 
         Raises SessionFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot
         continue; StepOverdue, a SessionFailed, when a result does not come.
@@ -87,6 +87,8 @@ class StepStream:
                 for call in self._calls:
                     await self._write(call, request)
             await work.wait()
+        # At once: until then the core may give it a request again that no other group can hold.
+        self._driver.remove_worker_group(self._group_id)
 
     def _next_request(self) -> worker_pb.ExecuteStepsRequest | None:
         """The next plan, and those that may go with it."""

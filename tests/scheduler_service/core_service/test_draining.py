@@ -108,6 +108,33 @@ async def test_requests_finish_although_all_groups_are_drained(
     await until(lambda: all(worker.stop_reason for worker in workers), "both are asked to stop")
 
 
+async def test_a_group_that_leaves_gets_no_request_back_when_the_others_are_drained_too(
+    service: CoreService, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is drained just when the first has been found to be drained."""
+    leaving, staying = await start_two(service, fleet)
+    is_drained = service.driver.is_drained
+
+    def drain_the_other_then(group_id: str) -> bool:
+        drained = is_drained(group_id)
+        if drained and group_id == "leaving":
+            service.registry.drain("staying")
+        return drained
+
+    monkeypatch.setattr(service.driver, "is_drained", drain_the_other_then)
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=200)
+        await frontend.wait_tokens(1, 3)
+        leaving.hold_results()
+        await until(lambda: len(leaving.plans) >= leaving.num_results + 2, "a step is in flight")
+        service.registry.drain("leaving")
+        leaving.may_answer.set()
+        await frontend.wait_finished(1)
+    assert frontend.tokens[1] == counted(3, 200)
+    assert leaving.stop_reason == "drained"
+    assert staying.plans
+
+
 async def test_a_group_whose_caches_are_being_made_is_drained_at_once(
     service: CoreService, fleet: Fleet
 ) -> None:
