@@ -26,6 +26,9 @@ _LONG_LIFE_S = 30.0
 """A process that lived this long had started successfully."""
 _MAX_FAILED_STARTS = 5
 _NUM_LAST_LINES = 30
+_READ_S, _LAST_READ_S = 1.0, 10.0
+"""Time to read what a process said before it ended: usually, and if it is given up. A process that
+it started may hold the pipe open."""
 _REASON = "error: "
 """Prefix of the line in which a service reports why it ends."""
 
@@ -66,6 +69,7 @@ class ServiceProcess:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._process: subprocess.Popen[str] | None = None
+        self._reader: threading.Thread | None = None
         self._keeper = threading.Thread(target=self._keep_alive, name=name, daemon=True)
 
     @property
@@ -121,6 +125,8 @@ class ServiceProcess:
             if time.monotonic() - started >= _LONG_LIFE_S:
                 failed_starts = 0
             if not self.restartable or failed_starts == self.max_failed_starts:
+                assert self._reader is not None
+                self._reader.join(_LAST_READ_S)  # its last words are those that matter
                 self.failure = self._describe(code)
                 return
             delay = min(_MAX_BACKOFF_S, 0.2 * 2**failed_starts)
@@ -138,11 +144,10 @@ class ServiceProcess:
                 return 0
             process = self._process = self._spawn()
             self.num_starts += 1
-        reader = threading.Thread(target=self._read, args=(process,), daemon=True)
-        reader.start()
+        self._reader = threading.Thread(target=self._read, args=(process,), daemon=True)
+        self._reader.start()
         code = process.wait()
-        # A grandchild may hold the pipe open; the service's own output has arrived long before.
-        reader.join(1.0)
+        self._reader.join(_READ_S)
         return code
 
     def _spawn(self) -> "subprocess.Popen[str]":

@@ -5,6 +5,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,21 @@ def test_a_service_that_fails_at_its_start_is_given_up_with_its_words(
     assert "exit code 3" in str(service.failure)
     assert str(service.failure) == "stub ended with exit code 3: there is no such model"
     assert service.num_starts == 1
+
+
+def test_the_last_words_are_waited_for_where_output_is_read_late() -> None:
+    has_ended = threading.Event()
+
+    def read_late(name: str, line: str) -> None:
+        has_ended.wait(30)
+
+    service = ServiceProcess("stub", [STUB, "fail"], read_late, lambda: None)
+    service.start()
+    assert wait_until(lambda: service.exit_code is not None)
+    assert service.failure is None
+    has_ended.set()
+    assert wait_until(lambda: service.failure is not None)
+    assert str(service.failure).endswith("there is no such model")
 
 
 def test_a_service_that_had_served_is_started_again(
