@@ -261,7 +261,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     is_guaranteed = device.type == "cpu" or config.batch_invariant
     if config.batch_invariant and not same_bits:
         raise UnsupportedModel(
-            f"batch_invariant: {model.architecture} computes a row differently in another batch"
+            f"batch_invariant: {model.architecture} computes a row differently in another batch, or"
+            " its logits are not finite (see the warning before)"
         )
     resolved = replace(
         config,

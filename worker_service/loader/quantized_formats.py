@@ -126,8 +126,10 @@ class StoredWeight(ABC):
     def _scales(self, read: Read, suffix: str) -> Tensor:
         """In float32. Raises BadCheckpoint if one is infinite or not a number."""
         scales: Tensor = read(suffix).float()
-        if not scales.isfinite().all():
-            raise self._fault(f"{self.parts[suffix].name}: expected finite numbers only")
+        is_finite = scales.isfinite()
+        if not is_finite.all():
+            found = scales[~is_finite][0]
+            raise self._fault(f"{self.parts[suffix].name}: expected finite numbers, got {found:g}")
         return scales
 
 
@@ -159,8 +161,12 @@ class _Integers(StoredWeight):
             offsets = (middle - zeros.float()) * scales
         if group_of is not None:
             num_groups, group_of = scales.shape[1], group_of.long()
-            if not 0 <= int(group_of.min()) <= int(group_of.max()) < num_groups:
-                raise self._fault(f"{self.name}: g_idx: expected groups 0 to {num_groups - 1}")
+            least, most = int(group_of.min()), int(group_of.max())
+            if not 0 <= least <= most < num_groups:
+                raise self._fault(
+                    f"{self.name}: g_idx: expected groups 0 to {num_groups - 1}, got {least} to"
+                    f" {most}"
+                )
             in_order = torch.arange(num_groups).repeat_interleave(codes.shape[1] // num_groups)
             if group_of.sort().values.equal(in_order):
                 order = None if group_of.equal(in_order) else group_of.argsort(stable=True)

@@ -44,7 +44,11 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     logits = model.compute_logits(together[rows])
     logits_alone = torch.cat([model.compute_logits(alone[row : row + 1]) for row in rows])
     if not bool(logits.isfinite().all()):
-        logger.warning("a trial's logits are not finite architecture=%s", model.architecture)
+        logger.warning(
+            "logits of a trial are NaN or infinite, as if the weights were, or too large for their"
+            " type architecture=%s",
+            model.architecture,
+        )
         return False
     errors = (logits_alone - logits).norm(dim=1) / logits.norm(dim=1).clamp(min=1e-9)
     if bool(errors.median() > _TOLERANCE):

@@ -151,7 +151,7 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 if name in file_of:
-                    raise BadCheckpoint(f"{name} is in {file_of[name].name} and in {file.name}")
+                    raise BadCheckpoint(f"{file}: {name} is in {file_of[name].name}, too")
                 file_of[name] = file
             if schemes:
                 stored.update((tensor.name, tensor) for tensor in describe(file, tensors))
@@ -338,7 +338,10 @@ def _check_names(
     if unexpected:
         faults.append(f"unexpected tensors: {_listed(unexpected)}")
     if faults:
-        raise BadCheckpoint(f"weights do not fit {model.architecture}: {'; '.join(faults)}")
+        where = checkpoint.files[0] if len(checkpoint.files) == 1 else checkpoint.files[0].parent
+        raise BadCheckpoint(
+            f"{where}: weights do not fit {model.architecture}: {'; '.join(faults)}"
+        )
 
 
 def _check_shapes(checkpoint: Checkpoint, wanted: Iterable[Wanted]) -> None:
@@ -351,7 +354,7 @@ def _check_shapes(checkpoint: Checkpoint, wanted: Iterable[Wanted]) -> None:
                 wrong.append(f"{name} is {found}, expected {expected}")
     if wrong:
         gguf = next((file for file in checkpoint.files if is_gguf(file)), None)
-        source = f"the metadata of {gguf}" if gguf else "config.json"
+        source = f"the metadata of {gguf}" if gguf else checkpoint.files[0].with_name("config.json")
         raise BadCheckpoint(f"weights do not fit {source}: {_listed(wrong)}")
 
 
@@ -398,7 +401,10 @@ def _read_scale(checkpoint: Checkpoint, name: str) -> float:
         tensor = tensors.get_tensor(name)
     scale = float(tensor) if tensor.numel() == 1 else 0.0
     if not 0.0 < scale < float("inf"):
-        raise BadCheckpoint(f"{name}: expected one positive number, got {tensor.tolist()}")
+        raise BadCheckpoint(
+            f"{checkpoint.file_of[name]}: {name}: expected one positive number, got"
+            f" {_listed([str(number) for number in tensor.flatten().tolist()])}"
+        )
     return scale
 
 

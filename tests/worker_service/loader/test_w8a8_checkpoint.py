@@ -211,7 +211,7 @@ def _edit(path: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
         ("input_zero_point", None, f"missing tensors: {LAYER}.input_zero_point"),
         ("input_scale", torch.tensor([0.0]), "input_scale: expected a positive number, got 0.0"),
         ("input_scale", torch.tensor([-1.0]), "input_scale: expected a positive number, got -1"),
-        ("input_scale", torch.tensor([torch.nan]), "input_scale: expected finite numbers only"),
+        ("input_scale", torch.tensor([torch.nan]), "input_scale: expected finite numbers, got nan"),
         ("input_scale", torch.ones(2), r"input_scale is \[2\], expected \[1\]"),
         ("input_scale", torch.ones(1).int(), "input_scale is stored as I32, expected F16 or"),
         ("input_zero_point", torch.ones(1), "input_zero_point is stored as F32, expected I8"),
