@@ -64,7 +64,7 @@ class StepStream:
         self._sent = asyncio.Event()
 
     async def run(self, work: asyncio.Event) -> None:
-        """Plan whenever `work` is set, until the group is drained, and then remove it from the core.
+        """Plan whenever `work` is set until the group is drained, then remove it from the core.
 
         Raises SessionFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot
         continue; StepOverdue, a SessionFailed, when a result does not come.
