@@ -185,11 +185,12 @@ class ResultProcessor:
             self._departures.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
-        """End the group of a sequence whose row failed. What it computed may be the cause, and
-        must not be found by others."""
+        """End the group of a sequence whose row failed, unless the sequence has ended since the row
+        was planned. What it computed may be the cause, and must not be found by others."""
         self._prefixes.forget(seq)
-        failed = GenerationFailed(error.message, reason=error.reason)
-        self._departures.fail_seq_group(seq.seq_group, failed, now_us)
+        if not seq.status.is_finished:
+            failed = GenerationFailed(error.message, reason=error.reason)
+            self._departures.fail_seq_group(seq.seq_group, failed, now_us)
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
         """Record how far prompts are computed, except for sequences that have left the batch since

@@ -69,6 +69,27 @@ def test_no_row_goes_beyond_max_tokens() -> None:
         driver.check_empty()
 
 
+def test_a_row_that_fails_beyond_a_choice_s_end_fails_no_other_choice() -> None:
+    """A row was planned ahead for a choice that a stop token ended: what it computes is void."""
+    num_stopped = 0
+    for seed in range(200):
+        driver, _ = make(pipeline_depth=3)
+        sampling = Sampling(seed=seed, fails_at=5)
+        stops = frozenset(range(4))
+        record = driver.submit(
+            prompt=[1, 2, 3], n=3, max_tokens=20, sampling=sampling, stop_token_ids=stops
+        )
+        while driver.schedule("g0") or driver.schedule("g0") or driver.deliver("g0"):
+            pass  # every step is planned before the result of the one before arrives
+        driver.run_until_idle()
+        stopped = [choice.finish_reason == "stop" for choice in record.choices]
+        num_stopped += any(stopped)
+        if not all(stopped):
+            assert max(len(choice.tokens) for choice in record.choices) == 5
+        driver.check_empty()
+    assert num_stopped > 50
+
+
 def test_what_follows_a_stop_token_in_a_row_is_dropped() -> None:
     for first in range(8):
         driver, _ = make()
