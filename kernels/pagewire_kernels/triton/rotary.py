@@ -212,33 +212,11 @@ def rotate_and_write_kv(
     value_scale: float = 1.0,
 ) -> None:
     """Apply norms and RoPE to `query` in place; write keys and values to the cache."""
-    given = layouts(
-        query,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        positions,
-        cos,
-        sin,
-        query_norm,
-        key_norm,
-    )
+    rows = query, key, value, key_cache, value_cache, slot_mapping
+    tables = positions, cos, sin, query_norm, key_norm
+    given = layouts(*rows, *tables)
     if given not in _checked:
-        _check(
-            query,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            slot_mapping,
-            positions,
-            cos,
-            sin,
-            query_norm,
-            key_norm,
-        )
+        _check(*rows, *tables)
         _checked.add(given)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
