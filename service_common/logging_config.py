@@ -82,7 +82,7 @@ class StreamThreadHandler(logging.Handler):
         except queue.Full:
             with self._counting:
                 self._num_dropped += 1
-        except Exception:
+        except Exception:  # as handlers of the standard library: logging never fails its caller
             self.handleError(record)
 
     def flush(self) -> None:

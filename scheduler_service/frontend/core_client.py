@@ -235,8 +235,7 @@ class CoreClient:
                 await self._attach()
             except grpc.aio.AioRpcError as error:
                 self._log_lost(error)
-            # Without its stream a frontend can serve nothing; a new stream may work.
-            except Exception:
+            except Exception:  # a bug; a new stream may work, and without one nothing is served
                 logger.exception("core stream failed")
             if self.is_attached:
                 backoff_s = MIN_BACKOFF_S
@@ -369,7 +368,7 @@ class CoreClient:
         """A context whose exceptions end this request, and no other."""
         try:
             yield
-        except Exception:
+        except Exception:  # a bug, which must end this request and no other
             logger.exception("request failed request_id=%s", request.request_id)
             request.fail(PagewireError("internal error"))
             self.close(request)
