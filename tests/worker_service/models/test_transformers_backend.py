@@ -102,7 +102,7 @@ def test_code_that_attends_without_the_interface_is_refused(
     module = "transformers.models.gpt_neox.modeling_gpt_neox"
     monkeypatch.delattr(f"{module}.ALL_ATTENTION_FUNCTIONS")
     with pytest.raises(
-        UnsupportedModel, match="GPTNeoXForCausalLM cannot be served: .*attention interface"
+        UnsupportedModel, match=r"GPTNeoXForCausalLM cannot be served: .*attention interface"
     ):
         _load_dummy(tmp_path)
 
