@@ -152,6 +152,8 @@ class QuantizedWeight:
 
     def padded(self, num_rows: int) -> "QuantizedWeight":
         """With outputs of zeros after its own, `num_rows` in all."""
+        if num_rows == self.codes.shape[0]:
+            return self
         more = (0, 0, 0, num_rows - self.codes.shape[0])
         return self._changed(lambda tensor: nn.functional.pad(tensor, more))
 
@@ -169,17 +171,19 @@ class QuantizedWeight:
 def assemble(slices: Iterable[QuantizedWeight], num_rows: int) -> QuantizedWeight:
     """The weight of `num_rows` outputs that slices of them make up, one after the other.
 
-    Each slice is freed before the next one is made. They must be alike in all but their rows.
+    Each slice is freed before the next one is made. They must be alike in all but their rows. The
+    result's memory is taken up as slices fill it, so that they may free as much of their source's.
     """
     whole, first = None, 0
     for part in slices:
         rows = slice(first, first + part.codes.shape[0])
         if whole is None:
-            whole = part if rows.stop == num_rows else part.padded(num_rows)
-        else:
-            for name in _TENSORS:
-                if (numbers := getattr(whole, name)) is not None:
-                    numbers[rows] = getattr(part, name)
+            if rows.stop == num_rows:
+                return part
+            whole = part._changed(lambda tensor: tensor.new_empty(num_rows, tensor.shape[1]))
+        for name in _TENSORS:
+            if (numbers := getattr(whole, name)) is not None:
+                numbers[rows] = getattr(part, name)
         first = rows.stop
     assert whole is not None
     return whole

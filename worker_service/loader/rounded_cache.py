@@ -147,9 +147,7 @@ def _write(
             for name, to in roundings.items():
                 weight = read(name)
                 assert isinstance(weight, Tensor)
-                rounded = round_weight(weight.to(dtype), to)
-                assert isinstance(rounded, QuantizedWeight)
-                for tensor in _stored(rounded).values():
+                for tensor in _stored(round_weight(weight.to(dtype), to)).values():
                     stream.write(tensor.contiguous().view(torch.uint8).numpy().data)
             stream.flush()
             os.fsync(stream.fileno())
@@ -175,9 +173,7 @@ def _header(checkpoint: Checkpoint, roundings: Mapping[str, str]) -> bytes:
         for name, to in roundings.items():
             outline = torch.zeros([1, tensors[name].get_shape()[1]])
             num_rows = tensors[name].get_shape()[0]
-            rounded = round_weight(outline, to)
-            assert isinstance(rounded, QuantizedWeight)
-            for suffix, tensor in _stored(rounded).items():
+            for suffix, tensor in _stored(round_weight(outline, to)).items():
                 end = offset + num_rows * tensor.nbytes
                 entries[f"{name.removesuffix('.weight')}.{suffix}"] = {
                     "dtype": "U8" if tensor.dtype == torch.uint8 else "F16",

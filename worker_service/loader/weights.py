@@ -29,7 +29,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import QuantizedWeight
+from pagewire_kernels.quantized_weight import QuantizedWeight, assemble
 from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.loader.gguf_file import is_gguf, split_files
@@ -44,7 +44,7 @@ from worker_service.loader.quantized_checkpoint import (
 )
 from worker_service.loader.quantized_formats import StoredTensor, StoredWeight
 from worker_service.models.interface import WeightTarget
-from worker_service.models.linear import Linear
+from worker_service.models.linear import Linear, round_weight
 from worker_service.models.native import LoadableModule, NativeModel
 
 logger = logging.getLogger(__name__)
@@ -287,9 +287,24 @@ def _is_mapped(tensors: Any, name: str) -> bool:
 
 def _fill_by_rows(checkpoint: Checkpoint, file: Path, name: str, weight: WeightTarget) -> int:
     """As `_fill`, for a dense tensor that is large: some rows at a time, so that little of it is
-    mapped."""
-    target, num_rows = weight.target, weight.target.shape[0]
-    step = max(1, _MAX_MAPPED_BYTES * num_rows // target.nbytes)
+    mapped. If it is to be rounded, the rows are, so that it never takes up memory as a whole."""
+    target = weight.target
+    parts = _read_by_rows(checkpoint, file, name, weight)
+    if weight.rounding is None or weight.keep is None:
+        for rows, part in parts:
+            target[rows].copy_(part)
+    else:
+        rounded = (round_weight(part.to(target.dtype), weight.rounding) for _, part in parts)
+        weight.keep(assemble(rounded, target.shape[0]))
+    return int(target.nbytes)
+
+
+def _read_by_rows(
+    checkpoint: Checkpoint, file: Path, name: str, weight: WeightTarget
+) -> Iterator[tuple[slice, Tensor]]:
+    """The numbers of rows of the target, one slice after the other."""
+    num_rows = weight.target.shape[0]
+    step = max(1, _MAX_MAPPED_BYTES * num_rows // weight.target.nbytes)
     shard = weight.shard or Shard.whole(weight.source_shape[weight.axis])
     for first in range(0, num_rows, step):
         rows = slice(first, min(first + step, num_rows))
@@ -299,8 +314,7 @@ def _fill_by_rows(checkpoint: Checkpoint, file: Path, name: str, weight: WeightT
         else:
             rows_read, columns = rows, slice(shard.start, shard.start + shard.size)
         with checkpoint.open(file) as tensors:
-            target[rows].copy_(tensors.get_slice(name)[rows_read, columns])
-    return int(target.nbytes)
+            yield rows, tensors.get_slice(name)[rows_read, columns]
 
 
 def _fill(tensors: Any, name: str, weight: WeightTarget, model: LoadableModule) -> int:

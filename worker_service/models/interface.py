@@ -142,11 +142,11 @@ class WeightTarget:
     """The part of the checkpoint's tensor, along `axis`; None: all of it."""
 
     keep: Callable[[QuantizedWeight], None] | None = None
-    """Takes the part instead of `target`, if the checkpoint has it in fewer bits; None: it must be
-    dequantized."""
+    """Takes the part instead of `target`, if the checkpoint has it in fewer bits or it was rounded
+    while it was read; None: it must be dequantized."""
 
     rounding: str | None = None
-    """`int8` or `int4`, if a dense tensor is rounded to that once it is loaded."""
+    """`int8`, `int4` or `fp8`, if a dense tensor is rounded to that."""
 
     @property
     def source_shape(self) -> list[int]:

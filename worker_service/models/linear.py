@@ -188,15 +188,11 @@ def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
     return pack(weight, context.dtype, consume=True)
 
 
-def round_weight(
-    weight: Tensor, quantization: str | None, *, consume: bool = False
-) -> Tensor | QuantizedWeight:
-    """A dense weight rounded to `int8`, `int4` or `fp8`; None: as it is.
+def round_weight(weight: Tensor, quantization: str, *, consume: bool = False) -> QuantizedWeight:
+    """A dense weight rounded to `int8`, `int4` or `fp8`.
 
     consume: whether its numbers are discarded meanwhile. Raises InvalidOption.
     """
-    if quantization is None:
-        return weight
     try:
         return quantize(weight, quantization, discard if consume else None)
     except ValueError as error:
@@ -322,6 +318,11 @@ class Linear(nn.Module):
             return None
         parts = list(self.weight.split([shard.size for shard in self._outputs]))
         kept, self._kept = self._kept, {}
+        if kept and self._quantization is not None:  # large tensors were rounded as they were read
+            kept = {
+                i: kept.get(i) or round_weight(part, self._quantization, consume=True)
+                for i, part in enumerate(parts)
+            }
         if len(kept) == len(parts) and can_stack([*kept.values()]):
             whole = stack([kept[i] for i in range(len(parts))])
             if can_pack_codes(whole, self._context):
@@ -332,6 +333,8 @@ class Linear(nn.Module):
         refuse_quantized_rows([kept.get(i, part) for i, part in enumerate(parts)], self._names)
         for i, part in kept.items():
             parts[i].copy_(part.dequantize())
+        if self._quantization is None:
+            return self.weight
         return round_weight(self.weight, self._quantization, consume=True)
 
     def fix_order(self) -> None:

@@ -72,9 +72,13 @@ print(json.dumps([packed_bytes(loaded.model), peak]))
 """
 
 
-def _names() -> Iterator[tuple[str, list[int]]]:
+LARGE_TABLE: dict[str, Any] = {**CONFIG, "vocab_size": 98_304, "num_hidden_layers": 4}
+"""A model of which most is the table that embedding and head share."""
+
+
+def _names(num_layers: int = NUM_LAYERS) -> Iterator[tuple[str, list[int]]]:
     """Of all matrices of layers, with their shapes."""
-    for layer in range(NUM_LAYERS):
+    for layer in range(num_layers):
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             yield f"model.layers.{layer}.self_attn.{name}", [HIDDEN, HIDDEN]
         for name in ("gate_proj", "up_proj"):
@@ -82,19 +86,25 @@ def _names() -> Iterator[tuple[str, list[int]]]:
         yield f"model.layers.{layer}.mlp.down_proj", [HIDDEN, INNER]
 
 
-def _norms() -> Iterator[str]:
-    for layer in range(NUM_LAYERS):
+def _norms(num_layers: int = NUM_LAYERS) -> Iterator[str]:
+    for layer in range(num_layers):
         yield f"model.layers.{layer}.input_layernorm.weight"
         yield f"model.layers.{layer}.post_attention_layernorm.weight"
     yield "model.norm.weight"
 
 
-def _write(path: Path, tensors: dict[str, Tensor], settings: dict[str, Any] | None) -> Path:
+def _write(
+    path: Path,
+    tensors: dict[str, Tensor],
+    settings: dict[str, Any] | None,
+    config: dict[str, Any] = CONFIG,
+) -> Path:
     path.mkdir()
-    shared = {name: torch.ones(HIDDEN, dtype=torch.bfloat16) for name in _norms()}
-    shared["model.embed_tokens.weight"] = _numbers([VOCAB_SIZE, HIDDEN])
+    norms = _norms(config["num_hidden_layers"])
+    shared = {name: torch.ones(HIDDEN, dtype=torch.bfloat16) for name in norms}
+    shared["model.embed_tokens.weight"] = _numbers([config["vocab_size"], HIDDEN])
     save_file({**shared, **tensors}, path / "model.safetensors")
-    config = CONFIG if settings is None else {**CONFIG, "quantization_config": settings}
+    config = config if settings is None else {**config, "quantization_config": settings}
     (path / "config.json").write_text(json.dumps(config))
     return path
 
@@ -107,8 +117,9 @@ def _words(*shape: int) -> Tensor:
     return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
 
 
-def _dense(path: Path) -> Path:
-    return _write(path, {f"{name}.weight": _numbers(shape) for name, shape in _names()}, None)
+def _dense(path: Path, config: dict[str, Any] = CONFIG) -> Path:
+    names = _names(config["num_hidden_layers"])
+    return _write(path, {f"{name}.weight": _numbers(shape) for name, shape in names}, None, config)
 
 
 def _awq(path: Path) -> Path:
@@ -173,6 +184,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.manual_seed(0)
     return {
         "dense": _dense(folder / "dense"),
+        "large table": _dense(folder / "large_table", LARGE_TABLE),
         "awq": _awq(folder / "awq"),
         "w8a8": _w8a8(folder / "w8a8"),
         "Q4_K": _gguf("Q4_K", folder / "q4_k"),
@@ -189,6 +201,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("dense", {}),
         ("dense", {"quantization": "int8"}),
         ("dense", {"quantization": "int4"}),
+        ("large table", {"quantization": "int4"}),
         ("awq", {}),
         ("w8a8", {}),
         ("Q4_K", {}),

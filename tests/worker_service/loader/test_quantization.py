@@ -21,7 +21,7 @@ from tests.support.transformers_oracle import Oracle
 from worker_service.config import ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.loader import LoadedModel, load_model
+from worker_service.loader import LoadedModel, load_model, weights
 from worker_service.loader.load import arithmetic_of
 
 TOKENS = list(range(3, 40))
@@ -128,6 +128,17 @@ def test_logits_are_those_of_the_rounded_weights(
     expected = oracle.logits(TOKENS)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
     assert (dense - expected).abs().max() > 0.01 * dense.std()
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gpt2", "opt"])
+def test_tensors_that_are_rounded_while_they_are_read_have_the_same_bits(
+    family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_checkpoint(family, tmp_path, **SHAPES)
+    expected = _logits(_load(path, quantization))
+    # So are a layer's queries then, but not its keys and values, which are in the same product.
+    monkeypatch.setattr(weights, "_MAX_MAPPED_BYTES", 10_000)
+    assert _logits(_load(path, quantization)).equal(expected)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3", "qwen2_moe"])

@@ -376,10 +376,10 @@ class Packing:
         return quantization if is_rounded else None
 
     def _pack_dense(self, target: str, weight: Tensor) -> PackedWeight:
-        rounded = round_weight(weight, self._rounding(target))
-        if isinstance(rounded, QuantizedWeight):
-            return pack_codes(rounded, self._context)
-        return pack(rounded)
+        rounding = self._rounding(target)
+        if rounding is None:
+            return pack(weight)
+        return pack_codes(round_weight(weight, rounding), self._context)
 
     def pack_rest(self, model: Any) -> None:
         """Pack what the library has loaded, where this machine has such products."""
