@@ -110,7 +110,7 @@ class ModelConfig:
     """The model to load, its numbers and its device."""
 
     model: str = "embedded"
-    """Checkpoint directory, hub id, or `embedded`."""
+    """Checkpoint directory, GGUF file, Hugging Face hub id, or `embedded`."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub."""

@@ -26,7 +26,7 @@ class Deployment:
     """The services to start."""
 
     model: str = "embedded"
-    """Checkpoint directory, Hugging Face hub id, or `embedded`."""
+    """Checkpoint directory, GGUF file, Hugging Face hub id, or `embedded`."""
     listen: str = DEFAULT_ADDRESS
     """HOST:PORT or unix:PATH for gRPC clients; further frontends use the next ports."""
     http: str = DEFAULT_HTTP_ADDRESS

@@ -101,8 +101,8 @@ class LLM:
     ) -> None:
         """Returns when the model is loaded.
 
-        `model`: a checkpoint's folder, a Hugging Face hub id, or `embedded` for the small model
-        that comes with Pagewire. `engine_flags`: the services' flags, such as `dtype`,
+        `model`: a checkpoint's folder, a GGUF file, a Hugging Face hub id, or `embedded` for the
+        small model that comes with Pagewire. `engine_flags`: the services' flags, such as `dtype`,
         `max_model_len`, `kv_cache_memory`, `max_num_seqs`; `pagewire serve --help` lists them.
         Raises LocalServiceError with the service's own message if one cannot start.
         """

@@ -14,6 +14,7 @@ from pagewire.validation import limits_of
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.input.validation import MIN_TEMPERATURE, SAMPLING_LIMITS
+from scheduler_service.frontend.structured_output.constraint import closed
 
 MAX_ENTRIES = 1024
 """Entries of one object that are validated one by one."""
@@ -115,7 +116,9 @@ class JsonSchema(Strict):
     name: str | None = Field(None, description="Of no effect.")
     description: str | None = Field(None, description="Of no effect.")
     schema_: JsonObject = Field(alias="schema", description="The schema.")
-    strict: bool | None = Field(None, description="Of no effect: schemas are always enforced.")
+    strict: bool | None = Field(
+        None, description="Whether objects are closed, unless false; always enforced."
+    )
 
 
 class TextFormat(Strict):
@@ -330,12 +333,12 @@ def _constraints(fields: SamplingFields) -> list[tuple[str, str, Any]]:
     """The requested constraints: the field of the body, the field of the message and its value."""
     own = fields.structured_outputs or StructuredOutputs.model_validate({})
     rows = [
-        ("response_format", "json_schema", _json_text(_format_schema(fields))),
-        ("guided_json", "json_schema", _json_text(fields.guided_json)),
+        ("response_format", "json_schema", _format_schema(fields)),
+        ("guided_json", "json_schema", _closed_text(fields.guided_json)),
         ("guided_regex", "regex", fields.guided_regex),
         ("guided_choice", "choice", fields.guided_choice),
         ("guided_grammar", "grammar", fields.guided_grammar),
-        ("structured_outputs.json", "json_schema", _json_text(own.json_)),
+        ("structured_outputs.json", "json_schema", _closed_text(own.json_)),
         ("structured_outputs.regex", "regex", own.regex),
         ("structured_outputs.choice", "choice", own.choice),
         ("structured_outputs.grammar", "grammar", own.grammar),
@@ -344,13 +347,20 @@ def _constraints(fields: SamplingFields) -> list[tuple[str, str, Any]]:
     return [row for row in rows if row[2] is not None]
 
 
-def _format_schema(fields: SamplingFields) -> Any:
+def _format_schema(fields: SamplingFields) -> str | None:
     wanted = fields.response_format
-    if isinstance(wanted, JsonSchemaFormat):
-        return wanted.json_schema.schema_
-    return ANY_OBJECT if isinstance(wanted, JsonObjectFormat) else None
+    if not isinstance(wanted, JsonSchemaFormat):
+        return ANY_OBJECT if isinstance(wanted, JsonObjectFormat) else None
+    schema = wanted.json_schema
+    return json.dumps(schema.schema_) if schema.strict is False else _closed_text(schema.schema_)
 
 
-def _json_text(schema: Any) -> str | None:
-    """A schema, which is JSON text or its value, as text."""
-    return schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+def _closed_text(schema: Any) -> str | None:
+    """A schema, which is JSON text or its value, as text, with its objects closed."""
+    if schema is None:
+        return None
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        return json.dumps(closed(value))
+    except (ValueError, RecursionError):
+        return str(schema)  # the check of constraints says what is wrong with it

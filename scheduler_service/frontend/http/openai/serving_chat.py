@@ -58,11 +58,11 @@ from scheduler_service.frontend.http.tool_parsers.base import (
 from scheduler_service.frontend.http.tool_parsers.constrained import (
     NamedParser,
     RequiredParser,
-    closed,
     named_schema,
     required_schema,
 )
 from scheduler_service.frontend.http.tool_parsers.formats import ToolCallFormat, detect_format
+from scheduler_service.frontend.structured_output.constraint import closed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

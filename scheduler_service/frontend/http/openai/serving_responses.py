@@ -103,7 +103,9 @@ class Format(RequestBody):
     name: str | None = Field(None, description="Of no effect.")
     description: str | None = Field(None, description="Of no effect.")
     schema_: JsonObject | None = Field(None, alias="schema", description="Of `json_schema`.")
-    strict: bool | None = Field(None, description="Of no effect: answers follow the schema.")
+    strict: bool | None = Field(
+        None, description="Whether objects are closed, unless false; always enforced."
+    )
 
 
 class TextOptions(RequestBody):
@@ -228,7 +230,10 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
         if wanted.type == "json_schema":
             if wanted.schema_ is None:
                 raise InvalidArgument("text.format.schema", "required with the type json_schema")
-            fields["response_format"]["json_schema"] = {"schema": wanted.schema_}
+            fields["response_format"]["json_schema"] = {
+                "schema": wanted.schema_,
+                "strict": wanted.strict,
+            }
     return chat_request_of(fields)
 
 

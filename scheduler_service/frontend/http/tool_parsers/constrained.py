@@ -10,41 +10,6 @@ from scheduler_service.frontend.http.tool_parsers.partial_json import JsonCall
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
-def closed(parameters: dict[str, Any]) -> dict[str, Any]:
-    """A function's schema, in which objects with `properties` allow no others unless it says so:
-    JSON Schema allows any, and a model would write them. A schema with `allOf` is left as it is,
-    because its parts describe the same object."""
-    return parameters if _uses(parameters, "allOf") else _closed(parameters)
-
-
-def _uses(schema: Any, keyword: str) -> bool:
-    if isinstance(schema, dict):
-        return keyword in schema or any(_uses(value, keyword) for value in schema.values())
-    return isinstance(schema, list) and any(_uses(value, keyword) for value in schema)
-
-
-_SCHEMAS_BY_NAME = ("properties", "$defs", "definitions")
-_SCHEMAS = ("items", "prefixItems", "anyOf", "oneOf")
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = dict(schema)
-    for keyword in _SCHEMAS_BY_NAME:
-        if isinstance(named := schema.get(keyword), dict):
-            schema[keyword] = {name: _closed(each) for name, each in named.items()}
-    for keyword in _SCHEMAS:
-        if keyword in schema:
-            schema[keyword] = _closed(schema[keyword])
-    if "properties" in schema and not any(keyword in schema for keyword in _OPEN):
-        schema["additionalProperties"] = False
-    return schema
-
-
 def required_schema(tools: Sequence[tuple[str, dict[str, Any] | None]], *, one: bool) -> str:
     """JSON schema of a list of calls of these functions (name, parameters), at least one."""
     call_schemas = [

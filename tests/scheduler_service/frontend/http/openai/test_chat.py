@@ -19,6 +19,7 @@ PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hello"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CLOSED = SCHEMA | {"additionalProperties": False}
+OPEN = {"additionalProperties": True}
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "get_weather", "parameters": SCHEMA},
@@ -103,11 +104,23 @@ STRUCTURED: list[tuple[dict[str, Any], str, Any]] = [
             }
         },
         "json_schema",
+        CLOSED,
+    ),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": SCHEMA, "strict": False},
+            }
+        },
+        "json_schema",
         SCHEMA,
     ),
-    ({"guided_json": SCHEMA}, "json_schema", SCHEMA),
-    ({"guided_json": json.dumps(SCHEMA)}, "json_schema", SCHEMA),
-    ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA),
+    ({"guided_json": SCHEMA}, "json_schema", CLOSED),
+    ({"guided_json": json.dumps(SCHEMA)}, "json_schema", CLOSED),
+    ({"structured_outputs": {"json": SCHEMA}}, "json_schema", CLOSED),
+    ({"structured_outputs": {"json": SCHEMA | OPEN}}, "json_schema", SCHEMA | OPEN),
+    ({"structured_outputs": {"json": True}}, "json_schema", True),
     ({"structured_outputs": {"json_object": True}}, "json_schema", {"type": "object"}),
     ({"guided_regex": "a+"}, "regex", "a+"),
     ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
@@ -117,6 +130,12 @@ STRUCTURED: list[tuple[dict[str, Any], str, Any]] = [
     ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", ["a", "b"]),
     ({"response_format": {"type": "text"}}, "", None),
 ]
+
+
+@pytest.mark.parametrize("schema", ["{", "[" * 5000, '{"properties": []}'])
+def test_text_that_is_no_schema_is_left_to_the_check_of_constraints(schema: str) -> None:
+    params = translated(guided_json=schema).sampling_params
+    assert params.json_schema.startswith(schema.rstrip("}"))
 
 
 @pytest.mark.parametrize(("wish", "kind", "value"), STRUCTURED)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable
-from copy import deepcopy
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from scheduler_service.frontend.http.tool_parsers.base import (
 from scheduler_service.frontend.http.tool_parsers.constrained import (
     NamedParser,
     RequiredParser,
-    closed,
 )
 from scheduler_service.frontend.http.tool_parsers.formats import (
     HERMES,
@@ -194,37 +192,3 @@ def test_arguments_of_any_kind_come_through(kind: str, value: object) -> None:
 )
 def test_the_template_tells_the_format(template: str | None, expected: object) -> None:
     assert detect_format(template) is expected
-
-
-def test_objects_of_a_schema_are_closed_unless_it_says_so() -> None:
-    point = {"type": "object", "properties": {"x": {"type": "number"}}}
-    schema = {
-        "type": "object",
-        "properties": {
-            "properties": point,
-            "open": point | {"additionalProperties": True},
-            "named": point | {"patternProperties": {"^y": {}}},
-            "any": {"anyOf": [point, {"type": "null"}]},
-            "list": {"type": "array", "items": point, "prefixItems": [{"$ref": "#/$defs/p"}]},
-            "map": {"type": "object"},
-        },
-        "$defs": {"p": point},
-    }
-    original = deepcopy(schema)
-    shut = point | {"additionalProperties": False}
-    assert closed(schema) == {
-        "type": "object",
-        "properties": {
-            "properties": shut,
-            "open": point | {"additionalProperties": True},
-            "named": point | {"patternProperties": {"^y": {}}},
-            "any": {"anyOf": [shut, {"type": "null"}]},
-            "list": {"type": "array", "items": shut, "prefixItems": [{"$ref": "#/$defs/p"}]},
-            "map": {"type": "object"},
-        },
-        "$defs": {"p": shut},
-        "additionalProperties": False,
-    }
-    assert schema == original
-    parts = {"properties": {"p": {"allOf": [point, point]}}, "type": "object"}
-    assert closed(parts) == parts, "its parts describe one object"
