@@ -100,7 +100,8 @@ def profile_blocks(
     num_gpu_blocks = budget // block_bytes
     if num_gpu_blocks < 1:
         raise OutOfMemory(
-            f"no room for a KV block of {block_bytes} bytes in a budget of {max(budget, 0)} bytes"
+            f"kv_cache_memory: no room for one KV block of {block_bytes} bytes in"
+            f" {max(budget, 0)} bytes; choose more, or a smaller block_size"
         )
     num_tokens = num_gpu_blocks * block_size
     if num_tokens < model.max_model_len:

@@ -195,7 +195,8 @@ class Worker:
 
     async def _drain(self, registrar: Registrar | None) -> None:
         """Wait, within the grace period, until the core has moved or finished all sequences."""
-        logger.info("draining grace_s=%s", self._grace_s)
+        if not self._released.is_set():
+            logger.info("draining grace_s=%s", self._grace_s)
         self._engine.drain()
         self._membership.drain()
         await self._server.set_serving(False)
@@ -242,8 +243,9 @@ class Worker:
 
     def _on_stop(self, reason: str) -> None:
         """The core dismisses this worker: end at once, with an error unless it was draining."""
-        logger.warning("asked to stop reason=%s", reason)
-        if not self._end.is_set():
+        if self._end.is_set():
+            logger.info("the core ended this worker reason=%s", reason)
+        else:
             self._failure = SentAway(f"the core ended this worker: {reason}")
         self.end_at_once()
 

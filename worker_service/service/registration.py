@@ -74,6 +74,8 @@ class Registrar:
         self._on_drain = on_drain
         self._on_stop = on_stop
         self._is_welcome = False
+        self._is_first_wait = True
+        """Whether no core has answered yet, as usual where all services start together."""
         self._is_stopped = False
         self._failures = LogThrottle()
         self._is_absent = asyncio.Event()
@@ -101,9 +103,17 @@ class Registrar:
                 return
             retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
             if self._failures.should_log(reason):
-                logger.warning("not registered core=%s reason=%s", self._core, reason)
+                self._log_absent(reason)
             # Workers that lost the same core at the same time reconnect spread out.
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
+
+    def _log_absent(self, reason: str) -> None:
+        if self._is_first_wait and reason.startswith(grpc.StatusCode.UNAVAILABLE.name):
+            self._is_first_wait = False
+            logger.info("the core does not answer yet, trying until it does core=%s", self._core)
+            logger.debug("no core yet reason=%s", reason)
+        else:
+            logger.warning("not registered core=%s reason=%s", self._core, reason)
 
     async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
         """One stream from registration to its end. Returns why it ended."""
@@ -138,6 +148,7 @@ class Registrar:
             self._obey(response.directive)
             if response.directive.HasField("serve"):
                 self._is_welcome = True
+                self._is_first_wait = False
                 self._failures.end()
                 self._is_absent.clear()
                 lease_s: float = response.directive.serve.lease_ms / 1000

@@ -1,6 +1,7 @@
 """A worker and the core it registers with."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,13 +59,19 @@ async def test_a_worker_registers_and_sends_signs_of_life(core_address: str) -> 
 
 
 async def test_a_worker_waits_for_its_core_and_finds_it_again_when_it_is_lost(
-    core_address: str,
+    core_address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     async with running_worker(core=core_address) as running:
         await running.initialize(9)
+        await until(lambda: "does not answer yet" in caplog.text, "the worker says that it waits")
         async with fake_registry(core_address) as registry:
             stream = await first_stream(registry)
             assert stream.registration.last_epoch == 9
+        await until(lambda: "not registered" in caplog.text, "the loss is a warning")
+        levels = {each.message.split(" core=")[0]: each.levelname for each in caplog.records}
+        assert levels["the core does not answer yet, trying until it does"] == "INFO"
+        assert levels["not registered"] == "WARNING"
         async with fake_registry(core_address) as registry:
             again = await first_stream(registry)
             assert again.registration.worker_id == stream.registration.worker_id
