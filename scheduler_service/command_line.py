@@ -1,6 +1,5 @@
 """Command lines of services: logging, the process's limits, and errors as one line."""
 
-import asyncio
 import inspect
 import resource
 from collections.abc import Callable, Coroutine, Iterable
@@ -9,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 import typer
 
 from scheduler_service.errors import CannotRecord
-from service_common.config_flags import CHECK, CLUSTER, LOGGING, Flags, takes_flags
+from service_common.config_flags import CLUSTER, LOGGING, Flags, run_service, takes_flags
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
@@ -35,16 +34,15 @@ def service_command(
                 config = make_config(flags)
             except ValueError as error:
                 exit_with(error, EXIT_BAD_CONFIG)
-            if not flags["check"]:
-                run_service(config, serve)
+            _serve_with(config, serve)
 
         command.__name__, command.__doc__ = make_config.__name__, make_config.__doc__
-        return takes_flags(*flags, CLUSTER.parameters, LOGGING, CHECK)(command)
+        return takes_flags(*flags, CLUSTER.parameters, LOGGING)(command)
 
     return decorate
 
 
-def run_service(config: Config, serve: Callable[[Config], Coroutine[Any, Any, None]]) -> None:
+def _serve_with(config: Config, serve: Callable[[Config], Coroutine[Any, Any, None]]) -> None:
     """Serve until a signal ends the service.
 
     Exits with 2 when a recording or spans cannot be written, with 1 when the address cannot be
@@ -52,7 +50,7 @@ def run_service(config: Config, serve: Callable[[Config], Coroutine[Any, Any, No
     """
     _allow_many_connections()
     try:
-        asyncio.run(serve(config))
+        run_service(serve(config))
     except (CannotRecord, CannotTrace) as error:
         exit_with(error, EXIT_BAD_CONFIG)
     except CannotListen as error:

@@ -5,15 +5,17 @@ A field of a configuration dataclass is a flag of its name: `max_num_seqs` is `-
 """
 
 import ast
+import asyncio
 import atexit
 import inspect
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, NoReturn, TypeAlias, get_type_hints
+from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
 
 import typer
 
@@ -22,6 +24,8 @@ from service_common.logging_config import LogFormat, LogLevel
 
 Flags: TypeAlias = Mapping[str, Any]
 """Values by flag."""
+
+Result = TypeVar("Result")
 
 _METAVARS = {
     "core": "HOST:PORT|unix:PATH",
@@ -108,7 +112,6 @@ LOGGING = [
     flag("log_level", LogLevel, LogLevel.INFO, "Least severity logged."),
     flag("log_format", LogFormat, LogFormat.TEXT, "Lines for people, or of JSON."),
 ]
-CHECK = [flag("check!", bool, False, "Check the flags and the files that they name, and end.")]
 
 
 def takes_flags(
@@ -127,6 +130,26 @@ def takes_flags(
         return command
 
     return decorate
+
+
+async def _ignoring_signals_afterwards(service: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        return await service
+    finally:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if loop.remove_signal_handler(number):
+                signal.signal(number, lambda *_: None)
+
+
+def run_service(service: Coroutine[Any, Any, Result]) -> Result:
+    """Run a service to its end, and return its result.
+
+    If it handled SIGTERM and SIGINT, they do nothing from then on: asyncio restores their defaults
+    when its loop is closed, and a late signal would replace the exit code of a process that is just
+    ending.
+    """
+    return asyncio.run(_ignoring_signals_afterwards(service))
 
 
 def run_to_exit(command: Callable[[], object]) -> NoReturn:

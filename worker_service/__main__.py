@@ -1,6 +1,5 @@
 """`python -m worker_service`: flags and environment to settings, then one worker."""
 
-import asyncio
 import logging
 import os
 import sys
@@ -10,7 +9,14 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from service_common.config_flags import CHECK, CLUSTER, LOGGING, Flags, run_to_exit, takes_flags
+from service_common.config_flags import (
+    CLUSTER,
+    LOGGING,
+    Flags,
+    run_service,
+    run_to_exit,
+    takes_flags,
+)
 from service_common.errors import CannotListen
 from service_common.logging_config import configure_logging
 from service_common.tracing import CannotTrace
@@ -37,8 +43,7 @@ from worker_service.launcher.flags import (
     RanksToLaunch,
     RayFlags,
     assign_rank,
-    check,
-    worker_config,
+    checked_config,
 )
 from worker_service.launcher.launcher import (
     LocalHost,
@@ -61,7 +66,6 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)
     LISTEN,
     NETWORK.parameters,
     LOGGING,
-    CHECK,
     [LAUNCHER_PID],
     CLUSTER.parameters,
     CACHE.parameters,
@@ -81,17 +85,15 @@ def serve(flags: Flags) -> None:
         if flags["simulate"]:
             ranks.require_one_rank("simulate")
         assignment = assign_rank(ranks, os.environ)
-        if flags["check"]:
-            check(flags, assignment)
-            return
+        config = checked_config(flags, assignment)
         if not isinstance(assignment, RankAssignment):
             if flags["cpu_affinity"] is not None:
                 raise InvalidOption("cpu_affinity: expected --rank with it, since it is one rank's")
             host = _host_of(assignment, flags, ranks)
-            raise typer.Exit(asyncio.run(launch(assignment.ranks, host)))
+            raise typer.Exit(run_service(launch(assignment.ranks, host)))
         if flags["launcher_pid"] is not None:
             die_with_parent(flags["launcher_pid"])
-        asyncio.run(_run(worker_config(flags, assignment)))
+        run_service(_run(config))
     except (InvalidOption, CannotTrace) as error:
         _exit(error, 2)
     except (WorkerError, CannotListen) as error:

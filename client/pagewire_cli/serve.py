@@ -143,14 +143,16 @@ def _stop(services: LocalServices, first: _Signalled) -> None:
 
 @contextmanager
 def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGINT raise `_Signalled` in the main thread."""
+    """SIGTERM and SIGINT raise `_Signalled` in the main thread. Afterwards they do nothing, so that
+    a late one does not replace the exit code."""
 
     def handle(number: int, _: FrameType | None) -> None:
         raise _Signalled(signal.Signals(number).name)
 
-    former = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
     try:
         yield
     finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: None)

@@ -37,3 +37,32 @@ def test_a_process_ends_with_its_commands_code_and_calls_exit_handlers(
     else:  # as Python ends it, after saying why on stderr
         assert ended.stdout.splitlines()[:2] == lines
         assert ("why" if "why" in command else "ZeroDivisionError") in ended.stderr
+
+
+LATE_SIGNAL = """
+import asyncio, os, signal
+from service_common.config_flags import run_service
+
+async def serve():
+    ended = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.{name}, ended.set)
+    os.kill(os.getpid(), signal.{name})
+    await ended.wait()
+    return "served"
+
+print(run_service(serve()))
+os.kill(os.getpid(), signal.{name})
+print("ended by itself")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_after_a_services_end_leaves_the_exit_code_alone(name: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE_SIGNAL.format(name=name)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.stdout.splitlines() == ["served", "ended by itself"]
+    assert ended.returncode == 0

@@ -388,17 +388,19 @@ def worker_config(flags: Flags, assignment: RankAssignment) -> WorkerConfig:
     )
 
 
-def check(flags: Flags, assignment: RankAssignment | RanksToLaunch) -> None:
-    """Check the flags of one rank, or of all that a process launches, and that the model is there
-    if it is a path.
+def checked_config(flags: Flags, assignment: RankAssignment | RanksToLaunch) -> WorkerConfig:
+    """The settings of one rank; if this process launches several, those of a group of one rank.
 
-    Raises InvalidOption and ModelNotFound.
+    Raises InvalidOption, and ModelNotFound if the model is a path at which there is none.
     """
+    is_here = True
     if isinstance(assignment, RanksToLaunch):
+        is_here = assignment.launcher is LauncherName.local
         assignment = RankAssignment(group=GroupConfig(), group_id=assignment.group_id)
-    model = worker_config(flags, assignment).model
-    if isinstance(model, ModelConfig) and model.model != EMBEDDED:
-        local_model(model.model)
+    config = worker_config(flags, assignment)
+    if is_here and isinstance(config.model, ModelConfig) and config.model.model != EMBEDDED:
+        local_model(config.model.model)
+    return config
 
 
 def _model(flags: Flags, assignment: RankAssignment) -> ModelConfig:

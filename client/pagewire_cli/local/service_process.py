@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from pagewire_cli.local import service_commands
@@ -131,6 +131,8 @@ class ServiceProcess:
                 return
             delay = min(_MAX_BACKOFF_S, 0.2 * 2**failed_starts)
             failed_starts += 1
+            if self._on_line is not None and (reason := self._reason()):
+                self._on_line(self.name, _REASON + reason)
             logger.warning(
                 "restarting service=%s exit_code=%d delay_s=%.1f", self.name, code, delay
             )
@@ -144,6 +146,7 @@ class ServiceProcess:
                 return 0
             process = self._process = self._spawn()
             self.num_starts += 1
+        self._last_lines.clear()
         self._reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         self._reader.start()
         code = process.wait()
@@ -167,9 +170,11 @@ class ServiceProcess:
         assert process.stdout is not None
         with process.stdout as lines:
             for line in lines:
-                self._last_lines.append(line.rstrip("\n"))
-                if self._on_line is not None:
-                    self._on_line(self.name, line.rstrip("\n"))
+                text = line.rstrip("\n")
+                self._last_lines.append(text)
+                # Why it ends is in the failure, or is shown before a restart.
+                if self._on_line is not None and not text.startswith(_REASON):
+                    self._on_line(self.name, text)
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError):
@@ -183,44 +188,13 @@ class ServiceProcess:
     def _describe(self, code: int) -> LocalServiceError:
         end = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         message = f"{self.name} ended with {end}"
-        if reason := _reason(self._last_lines):
-            message += f": {reason}"
+        if reason := self._reason():
+            message = f"{message}: {reason}" if self.restartable else reason
         elif self._on_line is None:
             message += ":\n" + "\n".join(self._last_lines)
         return LocalServiceError(message, details={"service": self.name, "exit_code": str(code)})
 
-    def check(self) -> "subprocess.Popen[str]":
-        """A process that checks the service's flags, and ends."""
-        return subprocess.Popen(
-            [sys.executable, "-m", *self._command, "--check"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=self._env,
-            encoding="utf-8",
-            errors="replace",
-            process_group=0,
-        )
-
-
-def check_flags(services: Sequence[ServiceProcess]) -> None:
-    """Raise LocalServiceError, with the service's own words, if one refuses its flags."""
-    checks = [service.check() for service in services]
-    try:
-        for service, check in zip(services, checks, strict=True):
-            said, _ = check.communicate()
-            if check.returncode:
-                raise LocalServiceError(
-                    _reason(said.splitlines()) or f"{service.name} refuses its flags:\n{said}",
-                    details={"service": service.name, "exit_code": str(check.returncode)},
-                )
-    finally:
-        for check in checks:
-            with check:
-                check.kill()
-
-
-def _reason(lines: Iterable[str]) -> str | None:
-    """The service's own error: a line that begins with `error: `, or click's `Error: `."""
-    reasons = [line for line in lines if line.lower().startswith(_REASON)]
-    return reasons[-1][len(_REASON) :] if reasons else None
+    def _reason(self) -> str | None:
+        """The service's own error: a line that begins with `error: `, or click's `Error: `."""
+        reasons = [line for line in self._last_lines if line.lower().startswith(_REASON)]
+        return reasons[-1][len(_REASON) :] if reasons else None

@@ -4,12 +4,13 @@ import threading
 import time
 from collections.abc import Mapping
 from math import prod
+from pathlib import Path
 from typing import Any, Self
 
 from pagewire_cli.local import engine_args, service_commands
 from pagewire_cli.local.health import is_serving, is_taken
 from pagewire_cli.local.runtime_directory import RuntimeDirectory
-from pagewire_cli.local.service_process import OnLine, ServiceProcess, check_flags
+from pagewire_cli.local.service_process import OnLine, ServiceProcess
 from pagewire_client.errors import LocalServiceError
 
 DEFAULT_GRACE_PERIOD_S = 30.0
@@ -59,6 +60,9 @@ class LocalServices:
         public = [] if listen is None else [_following(listen, index) for index in indexes]
         self._model = model
         self._on_line = on_line
+        self._withheld: list[tuple[str, str]] | None = []
+        """Output of services before all of them listen."""
+        self._output_lock = threading.Lock()
         self._stop_lock = threading.Lock()
         self._failed = threading.Event()
         self._folder = RuntimeDirectory()
@@ -112,14 +116,12 @@ class LocalServices:
     def start(self, timeout_s: float | None = None) -> None:
         """Start all, and wait until every frontend serves.
 
-        Where the services' output is shown, their flags are checked before any is started, so that
-        nothing else is printed above an error. Raises LocalServiceError with a service's last
-        output if one fails, or after the timeout; nothing is left running then.
+        Their output is shown once all of them listen, which each does when it has checked its
+        flags: nothing else is printed above an error in those. Raises LocalServiceError with a
+        service's last output if one fails, or after the timeout; nothing is left running then.
         """
         try:
             self._require_free()
-            if self._on_line is not None:
-                check_flags([self._workers[0], self._core, self._frontends[0]])
             for process in (self._core, *self._workers, *self._frontends):
                 process.start()
             self._wait_serving(timeout_s)
@@ -169,13 +171,35 @@ class LocalServices:
 
     def _wait_serving(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        own = [self._health(index) for index in range(len(self._frontends))]
+        own += [self.core_address, *(self._worker(index) for index in range(len(self._workers)))]
+        sockets = [Path(address.removeprefix("unix:")) for address in own]
         for index in range(len(self.addresses)):
             while not is_serving(self._health(index)):
                 if self.failure:
                     raise self.failure
+                if all(socket.exists() for socket in sockets):
+                    self._show_withheld()
                 if deadline is not None and time.monotonic() > deadline:
                     raise LocalServiceError(f"the services are not serving after {timeout_s:g} s")
                 time.sleep(_POLL_S)
+        self._show_withheld()
+
+    def _show(self, name: str, line: str) -> None:
+        """Show a line of a service's output, or withhold it; runs on a thread of the service."""
+        assert self._on_line is not None
+        with self._output_lock:
+            if self._withheld is None:
+                self._on_line(name, line)
+            else:
+                self._withheld.append((name, line))
+
+    def _show_withheld(self) -> None:
+        with self._output_lock:
+            withheld, self._withheld = self._withheld or (), None
+            for name, line in withheld:
+                assert self._on_line is not None
+                self._on_line(name, line)
 
     def _make_frontend(self, index: int, address: str) -> ServiceProcess:
         return self._make(
@@ -189,7 +213,7 @@ class LocalServices:
         )
 
     def _make_worker(self, index: int) -> ServiceProcess:
-        address = self._socket(f"worker-{index}")
+        address = self._worker(index)
         return self._make(
             "worker",
             f"worker-{index}",
@@ -232,11 +256,15 @@ class LocalServices:
             *arguments,
             *engine_args.arguments(service, self._flags),
         ]
-        return ServiceProcess(name, command, self._on_line, self._signal_kill, self._env)
+        on_line = None if self._on_line is None else self._show
+        return ServiceProcess(name, command, on_line, self._signal_kill, self._env)
 
     def _health(self, index: int) -> str:
         """Address of a frontend's health checks, which need neither TLS nor an API key."""
         return self._socket(f"frontend-{index}-health")
+
+    def _worker(self, index: int) -> str:
+        return self._socket(f"worker-{index}")
 
     def _socket(self, name: str) -> str:
         return f"unix:{self._folder.path / name}.sock"

@@ -382,7 +382,6 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     placed_by_us |= {"api_key"}  # from the environment only, never in a list of processes
     placed_by_us |= {"rank", "local_rank", "distributed_init", "launcher_pid"}
     placed_by_us |= {"launcher", "num_nodes", "node_rank"}
-    placed_by_us |= {"check"}  # by `serve`, before it starts any
     placed_by_us |= {"ray_address", "ray_cpus_per_rank", "ray_timeout"}
     for service, command in commands.items():
         theirs = set(inspect.signature(command).parameters) - placed_by_us

@@ -95,6 +95,8 @@ def test_serve_runs_until_sigterm_and_then_lets_requests_finish(tmp_path: Path) 
         assert stream.output.finished
         assert serve.process.wait(30) == 0
         assert not any(service.is_running() for service in services)
+    # Usual ends and starts are no reason to warn.
+    assert [line for line in serve.said if "WARNING" in line or "ERROR" in line] == []
 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
@@ -128,10 +130,18 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_pat
     (tmp_path / "config.json").write_text("{")
     done = subprocess.run(**command("serve", "--model", str(tmp_path)), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 1
+    *said, last = done.stderr.splitlines()
+    assert last.startswith(f"error: {tmp_path}/config.json cannot be read as JSON")
+    assert not any("cannot be read" in line or "Traceback" in line for line in said)
+
+
+def test_memory_that_cannot_be_had_ends_serve_with_what_to_choose(tmp_path: Path) -> None:
+    model, address = str(checkpoint("llama")), f"unix:{tmp_path}/f.sock"
+    arguments = ["serve", model, *FLAGS, "--listen", address, "--kv-cache-memory", "1"]
+    done = subprocess.run(**command(*arguments), timeout=90)  # type: ignore[call-overload]
+    assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        f"error: worker-0 ended with exit code 1: {tmp_path}/config.json cannot be read as JSON"
-    )
+    assert last.startswith("error: the core ended this worker: kv_cache_memory: ")
     assert "Traceback" not in done.stderr
 
 

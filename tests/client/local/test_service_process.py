@@ -100,8 +100,9 @@ def test_a_service_that_fails_at_its_start_is_given_up_with_its_words(
 ) -> None:
     service = run("fail")
     assert wait_until(lambda: service.failure is not None)
-    assert "exit code 3" in str(service.failure)
-    assert str(service.failure) == "stub ended with exit code 3: there is no such model"
+    assert str(service.failure) == "there is no such model"
+    assert service.failure is not None
+    assert service.failure.details == {"service": "stub", "exit_code": "3"}
     assert service.num_starts == 1
 
 
@@ -149,7 +150,9 @@ def test_a_service_that_dies_again_and_again_is_given_up(lines: Lines) -> None:
     service.start()
     assert wait_until(lambda: bool(failed))
     assert service.num_starts == 3
-    assert service.failure is not None
+    assert str(service.failure) == "stub ended with exit code 3: there is no such model"
+    said = [lines.next() for _ in range(5)]
+    assert [line for line in said if "pid" not in line] == ["error: there is no such model"] * 2
 
 
 def test_a_child_finds_the_packages_its_parent_finds(
