@@ -1,17 +1,19 @@
-"""From a name on the command line to a model ready to run.
+"""From a model's name on the command line to a model that is ready to run.
 
-load.py          `load_model`: find, choose kernels, build, fill, try
-eagle_head.py    a draft head, checked against its target
-model_files.py   a directory, the hub or the embedded model; assets for frontends; fingerprint
-gguf_file.py     GGUF files: metadata, and tensors one at a time, dense or packed
-gguf_model.py    their configuration and tensors as `transformers` names them
-gguf_tokenizer.py  their tokenizer and chat template as files for frontends
-quantized_checkpoint.py  `quantization_config`, and quantized weights under dense names
-quantized_formats.py  the tensors that make up a quantized weight, format by format
-rounded_cache.py  weights that `--quantization` has rounded, on disk
-weights.py       reading weights, packing while loading, scales of an fp8 KV cache
-device.py        device, dtype, threads, and returning freed host memory
-trial.py         a first run that checks batch invariance
+| file | holds |
+| --- | --- |
+| `load.py` | `load_model`: finds the model, selects kernels, builds it, fills it, and tries it |
+| `eagle_head.py` | loading a draft head, which is checked against its target |
+| `model_files.py` | a directory, the hub or the embedded model; assets for frontends; fingerprint |
+| `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |
+| `gguf_model.py` | configuration and tensors of a GGUF file under the names of `transformers` |
+| `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |
+| `quantized_checkpoint.py` | `quantization_config`, and quantized weights under dense names |
+| `quantized_formats.py` | the tensors that make up a quantized weight, format by format |
+| `rounded_cache.py` | an on-disk cache of weights quantized by `--quantization` |
+| `weights.py` | reading weights, packing them while loading, scales of an fp8 KV cache |
+| `device.py` | device, dtype, threads, and returning freed host memory to the system |
+| `trial.py` | a trial run that checks results and batch invariance |
 """
 
 from worker_service.loader.eagle_head import load_eagle_head

@@ -1,13 +1,15 @@
 """A model's device, dtype and CPU threads, and the return of freed memory to the system.
 
-`auto` takes the type the checkpoint was saved in, with one exception: on a CPU, float16 and
-bfloat16 become float32 unless the CPU multiplies them itself: bfloat16 with AVX512-BF16 or AMX,
-float16 on no CPU. Emulated, they are slower than float32, and results would depend on the batch.
+`auto` selects the dtype in which the checkpoint was saved, with one exception: on a CPU, float16
+and bfloat16 become float32 unless the CPU multiplies them natively: bfloat16 with AVX512-BF16 or
+AMX, float16 on no CPU. Emulated, they are slower than float32, and results would depend on the
+batch.
 
-glibc returns a freed piece to the system at once only if it was large, and that threshold grows
-with the sizes that a process frees, up to 32 MiB: after the first large temporary, freed weights
-stay with the process, which would double a model's memory while it is loaded. While it runs, on the
-other hand, returning a step's temporaries would cost a page fault for each of their pages.
+glibc returns a freed allocation to the system at once only if it was larger than a threshold, and
+this threshold grows with the sizes that a process frees, up to 32 MiB. After the first large
+temporary, freed weights therefore stay with the process, which would double its memory while a
+model is loaded. While the model runs, on the other hand, returning a step's temporaries would cost
+a page fault for each of their pages.
 """
 
 import ctypes
@@ -33,9 +35,10 @@ _DTYPES = {
 
 
 def resolve_device(name: str, local_rank: int = 0, *, is_alone: bool = True) -> torch.device:
-    """The device called `name`; `auto` is a GPU if there is one.
+    """Return the device called `name`; `auto` is a GPU if there is one.
 
-    A name without a number takes GPU `local_rank`. is_alone: see `gpu_number`.
+    `cuda` without an index is GPU `local_rank`. is_alone: see `gpu_number`. Raises InvalidOption if
+    the name is unknown or there is no such GPU.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +50,7 @@ def resolve_device(name: str, local_rank: int = 0, *, is_alone: bool = True) -> 
         raise InvalidOption(f"device: expected auto, cpu or cuda:N, got {name!r}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise InvalidOption(f"device: {device} was asked for, but torch finds no GPU")
+            raise InvalidOption(f"device: expected cpu, because torch finds no GPU, got {device}")
         num_gpus = torch.cuda.device_count()
         index = gpu_number(device.index, local_rank, num_gpus, is_alone=is_alone)
         return torch.device("cuda", index)
@@ -55,21 +58,23 @@ def resolve_device(name: str, local_rank: int = 0, *, is_alone: bool = True) -> 
 
 
 def gpu_number(asked: int | None, local_rank: int, num_gpus: int, *, is_alone: bool) -> int:
-    """The GPU asked for by number, or that of `local_rank`.
+    """Return the index of the GPU: the one that was asked for, or the one for `local_rank`.
 
-    is_alone: whether the worker has a whole model; several such workers may share a GPU, ranks of
-    one model may not. Raises InvalidOption.
+    is_alone: whether the worker has a whole model. Several such workers may share a GPU; ranks of
+    one model may not. Raises InvalidOption if there are too few GPUs.
     """
     number = local_rank if asked is None else asked
     if asked is None and is_alone:
         number %= num_gpus
     if number >= num_gpus:
-        raise InvalidOption(f"device: cuda:{number} was asked for, of {num_gpus} GPUs")
+        raise InvalidOption(
+            f"device: expected a GPU below {num_gpus}, the number of GPUs, got cuda:{number}"
+        )
     return number
 
 
 def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """The type called `name`; `auto` as described above, from the content of `config.json`."""
+    """Return the dtype called `name`; for `auto` see above. config: content of `config.json`."""
     if name != "auto":
         return _DTYPES[name]
     saved = _saved_dtype(config)
@@ -79,7 +84,7 @@ def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) ->
 
 
 def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
-    """The type that `config.json` names, at any of the places `transformers` has used."""
+    """The dtype in `config.json`, under any of the keys that `transformers` has used."""
     inner = config.get("text_config") or {}
     for holder in (config, inner):
         for key in ("dtype", "torch_dtype"):
@@ -89,21 +94,21 @@ def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
 
 
 def _native_on_cpu(dtype: torch.dtype) -> bool:
-    """Whether the CPU multiplies numbers of `dtype` without emulation."""
+    """Whether the CPU has instructions that multiply numbers of `dtype`."""
     if dtype == torch.bfloat16:
         return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     return dtype == torch.float32
 
 
 _PARAMETERS_PER_THREAD = 4_000_000
-"""A product with fewer weights is finished before a second thread has joined in."""
+"""A matrix product with fewer weights ends before a second thread has started to work on it."""
 
 
 def set_threads(threads: int | None, num_parameters: int) -> None:
-    """Limit torch to `threads` threads; None: as many as there are cores and the model can use.
+    """Limit torch to `threads` threads; None: one per usable core, fewer for a small model.
 
-    Threads wait for each other after every operation. In a small model that takes longer than the
-    work, and many times longer if other processes use the same cores.
+    Threads synchronize after every operation. In a small model this takes longer than the
+    operations, and many times longer if other processes use the same cores.
     """
     found = min(torch.get_num_threads(), cpu_cores.num_usable_cores())
     chosen = threads or max(1, min(found, num_parameters // _PARAMETERS_PER_THREAD))
@@ -114,8 +119,8 @@ def set_threads(threads: int | None, num_parameters: int) -> None:
 def pin_threads(cpus: Sequence[int]) -> None:
     """Pin the calling thread and its compute threads to one CPU each, one thread per CPU.
 
-    Call it before the thread has computed anything: its compute threads are recognised as the new
-    ones.
+    Call it before the thread has computed anything: its compute threads are recognized by being
+    started here.
     """
     torch.set_num_threads(len(cpus))
     before = cpu_cores.thread_ids()
@@ -132,10 +137,11 @@ _VECTOR_FUNCTIONS = (
 
 
 def initialize_vector_math() -> None:
-    """Make the process's first calls of MKL's vector functions on the calling thread alone.
+    """Make the first calls of MKL's vector math functions from the calling thread alone.
 
-    In MKL 2024.2, which torch calls for these functions, several threads that share the first call
-    race: once in some thousand processes one of them computed its share to 12 bits instead of 24.
+    MKL 2024.2, which torch uses for these functions, has a race if several threads share the first
+    call: in about one of a thousand processes, one thread computed its share with 12 bits of
+    precision instead of 24.
     """
     for dtype in (torch.float32, torch.float64):
         for name in _VECTOR_FUNCTIONS:
@@ -150,9 +156,9 @@ _LARGE_WHEN_RUNNING = 32 << 20  # the maximum of glibc's dynamic threshold
 
 @contextmanager
 def freed_memory_returns() -> Iterator[None]:
-    """Return large pieces to the system when they are freed, and at the end all free memory.
+    """Return large allocations to the system when they are freed, and all free memory at the end.
 
-    Without glibc nothing happens.
+    Does nothing without glibc.
     """
     libc = ctypes.CDLL(None)
     if not (hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim")):

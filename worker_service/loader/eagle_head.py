@@ -1,9 +1,9 @@
-"""Loading a draft head of EAGLE-3, checked against its target.
+"""Loading an EAGLE-3 draft head, which is checked against its target model.
 
-There are three layouts of the same tensors: that of the authors and of SGLang, vLLM's, and that of
-the `speculators` library, whose configuration has the layer's in `transformer_layer_config`. Which
-of the target's layers are fused is in one of two fields. In `eagle_config` an id names a layer
-whose output is meant; at the top level, one whose input is.
+Checkpoints come in three layouts of the same tensors: that of the authors and of SGLang, that of
+vLLM, and that of the `speculators` library, which has the layer's configuration in
+`transformer_layer_config`. The target's layers whose hidden states are fused are listed in one of
+two fields: ids in `eagle_config` refer to the outputs of layers, ids at the top level to inputs.
 """
 
 import logging
@@ -52,11 +52,12 @@ _OTHER_HEADS = re.compile(r"MTP|NextN|Medusa|Eagle|MLPSpeculator", re.IGNORECASE
 
 
 def load_eagle_head(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | None:
-    """Load the head that drafts tokens for `target`, which then returns what the head fuses.
+    """Load the head that drafts tokens for `target`, and make `target` capture its hidden states.
 
-    Of several ranks the one that samples has the head, and the others None: they read its settings,
-    and send what it fuses to that one. Raises a `WorkerError` that names the option, also for a
-    head of another model.
+    Only the rank that samples has the head. The other ranks get None: they read its settings, and
+    send their captured hidden states to that rank. name: of the head's checkpoint, as for
+    `resolve_model`; cache: options of the target's KV cache. Raises a `WorkerError` that names
+    `speculative_model`, also if the head was trained for another model.
     """
     try:
         return _load(name, target, cache)
@@ -119,7 +120,7 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | Non
 
 
 def _copy_from_target(copied: list[WeightTarget], target: LoadedModel, model: NativeModel) -> None:
-    """Read whole tensors of which each of the target's ranks has a part."""
+    """Read from the target's checkpoint: each rank of the target has only a shard in memory."""
     if target.config.load_format == "dummy":
         fill_dummy_weights(iter(copied))
         return
@@ -133,8 +134,8 @@ def _copy_from_target(copied: list[WeightTarget], target: LoadedModel, model: Na
 
 
 def _layer_config(config: dict[str, Any], model_dir: Path) -> dict[str, Any]:
-    """The configuration as the authors write it. Raises InvalidOption, naming the architecture, if
-    it is not that of such a head."""
+    """The configuration in the authors' layout. Raises InvalidOption, naming the architecture, if
+    it is not that of an EAGLE-3 head."""
     architecture = config["architectures"][0]
     is_authors = architecture == "LlamaForCausalLM" and config.get("draft_vocab_size") is not None
     if architecture not in _ARCHITECTURES and not is_authors:
@@ -155,7 +156,7 @@ def _settings(
         raise BadCheckpoint(f"config.json: a head of EAGLE-3 needs the key {error}") from error
     if layer is None or layer.activation not in ACTIVATIONS:
         raise UnsupportedModel(
-            "config.json: expected an activation and rotary embeddings that models of Llama have"
+            "config.json: expected an activation and rotary embeddings that Llama models have"
         )
     expected = {
         "num_hidden_layers": (layer.num_layers, 1),
@@ -194,7 +195,7 @@ def _settings(
 
 
 def _captured_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The layers whose inputs are fused."""
+    """The layers of the target whose inputs are fused."""
     field = "eagle_aux_hidden_state_layer_ids"
     layers = [2, num_layers // 2, num_layers - 3]
     if inner := (config.get("eagle_config") or {}).get(field):
@@ -209,23 +210,26 @@ def _captured_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, .
 
 
 def _draft_tokens(checkpoint: Checkpoint, settings: EagleSettings) -> Tensor:
-    """The token of each logit, from `d2t`, which has the differences of the two ids."""
+    """The target's token id of each draft logit: int64 [draft_vocab_size]. `d2t` holds the
+    difference between the two ids."""
     size, vocab_size = settings.draft_vocab_size, settings.layer.vocab_size
     tokens = torch.arange(size)
     with checkpoint.reader() as read:
         if "d2t" in checkpoint.file_of:
             offsets = read("d2t")
             if not isinstance(offsets, Tensor) or offsets.shape != (size,):
-                raise BadCheckpoint(f"d2t: expected {size} numbers, as draft_vocab_size has it")
+                raise BadCheckpoint(f"d2t: expected {size} numbers, one per draft_vocab_size")
             tokens = tokens + offsets.long()
         elif size != vocab_size:
-            raise BadCheckpoint(f"d2t is missing, which {size} of {vocab_size} tokens need")
+            raise BadCheckpoint(
+                f"d2t is missing, but the head drafts only {size} of {vocab_size} tokens"
+            )
         if tokens.min() < 0 or tokens.max() >= vocab_size or len(tokens.unique()) < size:
-            raise BadCheckpoint(f"d2t: expected {size} different tokens below {vocab_size}")
+            raise BadCheckpoint(f"d2t: expected {size} distinct tokens below {vocab_size}")
         if "t2d" in checkpoint.file_of:
             is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
             is_drafted[tokens] = True
             mask = read("t2d")
             if not isinstance(mask, Tensor) or not torch.equal(mask.bool(), is_drafted):
-                raise BadCheckpoint("t2d: expected true for the tokens of d2t, and for no other")
+                raise BadCheckpoint("t2d: expected true exactly for the tokens of d2t")
     return tokens

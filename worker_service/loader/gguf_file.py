@@ -1,10 +1,11 @@
-"""Reading GGUF files: metadata, and tensors one at a time, dequantized or in their own bits.
+"""Reading GGUF files: metadata, and tensors one at a time, dequantized or as they are stored.
 
-The header is read here and not by `gguf.GGUFReader`, which takes seconds for a large vocabulary and
-trusts the lengths in the file.
+The header is parsed here and not by `gguf.GGUFReader`, which takes seconds for a large vocabulary
+and trusts the lengths in the file.
 
-A block of 32 or 256 numbers holds its scales beside its codes; of 256, the scales of the parts are
-whole numbers in units of the block's own. What is read of a block are the numbers that
+A quantized tensor is a list of blocks of 32 or 256 numbers, each with its codes and scales. A block
+of 256 numbers (`*_K`, `IQ4_XS`) consists of several parts, whose scales are integers in units of
+the block's own scale. The numbers read from a block are exactly those that
 `gguf.quants.dequantize` multiplies and adds, so both give the same bits.
 """
 
@@ -35,22 +36,26 @@ from worker_service.errors import BadCheckpoint
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = tuple[Float32Array, npt.NDArray[Any] | None]
-"""Of n blocks: a scale or an offset each [n, 1], and how many of these each part of a block has
-[n, parts]; None: the block has one part."""
+"""Scales or offsets of n blocks: one per block [n, 1], and for each part of a block an integer
+multiple of it [n, parts]; None if blocks have one part."""
 
 Parts = tuple[Bytes, Numbers, Numbers | None]
-"""Of n blocks: codes or int8 numbers [n, block], scales, and offsets."""
+"""Codes or int8 numbers of n blocks [n, block_size], their scales, and their offsets."""
 
 
 def _spread(field: Bytes, width: int, bits: int) -> Bytes:
-    """Numbers of some bits, of which each stretch of `width` bytes has first all the lowest."""
+    """Unpack numbers of `bits` bits: uint8 [n, num_bytes] to uint8 [n, num_bytes * 8 / bits].
+
+    Each run of `width` bytes holds one number per byte in its lowest bits, then the next `width`
+    numbers in the bits above these, and so on.
+    """
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     parts = field.reshape(len(field), -1, 1, width) >> shifts
     return (parts & np.uint8((1 << bits) - 1)).reshape(len(field), -1)
 
 
 def _cut(blocks: Bytes, *sizes: int) -> list[Bytes]:
-    """Fields of these sizes, and the rest."""
+    """Split blocks into fields of these sizes in bytes, and the rest."""
     return np.split(blocks, np.cumsum(sizes), axis=1)
 
 
@@ -143,13 +148,14 @@ _FORMATS: dict[str, tuple[Callable[[Bytes], Parts], tuple[int, ...] | None]] = {
     "IQ4_NL": (_scale_and_codes, tuple(gguf.quants.IQ4_NL.kvalues)),
     "IQ4_XS": (_iq4_xs, tuple(gguf.quants.IQ4_NL.kvalues)),
 }
-"""By type: how to read its blocks, and what the codes mean; see `QuantizedWeight.table`."""
+"""By type: the function that reads its blocks, and what the codes mean
+(`QuantizedWeight.table`)."""
 
 
 def quantized_weight(data: Bytes, kind: str, shape: Sequence[int]) -> QuantizedWeight:
-    """The weight in a tensor's bytes.
+    """Convert the bytes of a quantized tensor without dequantizing it.
 
-    kind: the tensor's type, one that is not dense; shape: [out_features, in_features].
+    kind: type of the tensor, a key of `_FORMATS`; shape: [out_features, in_features].
     """
     read, table = _FORMATS[kind]
     _, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
@@ -192,7 +198,7 @@ _SCALARS = dict(
         strict=True,
     )
 )
-"""By the number of a value's type."""
+"""By the type number of a metadata value."""
 
 _MAX_DIMS = 4
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -200,20 +206,19 @@ _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Where a tensor lies in its file."""
+    """Location, type and shape of a tensor in its file."""
 
     file: Path
     shape: tuple[int, ...]
-    """As in PyTorch: the last dimension is contiguous."""
+    """In PyTorch's order: the last dimension is contiguous."""
 
     type: str
     offset: int
     num_bytes: int
 
     def read(self) -> Tensor:
-        """The tensor's numbers, dequantized; float32, but float16 and bfloat16 as they are."""
-        import gguf
-
+        """Read the tensor; a quantized one is dequantized to float32. Raises BadCheckpoint if the
+        file has become shorter."""
         data = self._bytes()
         if self.type in ("F32", "F16"):
             values = torch.from_numpy(data.view(np.float32 if self.type == "F32" else np.float16))
@@ -227,13 +232,12 @@ class GgufTensor:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether it is a matrix in fewer bits."""
+        """Whether this is a quantized matrix."""
         return len(self.shape) == 2 and self.type not in _DENSE_TYPES
 
     def read_quantized(self) -> QuantizedWeight | None:
-        """A weight [out_features, in_features] in its own bits; None if it is dense."""
-        from worker_service.loader.gguf_file import quantized_weight
-
+        """Read a weight [out_features, in_features] without dequantizing it; None if it is dense.
+        Raises BadCheckpoint if the file has become shorter."""
         if not self.is_quantized:
             return None
         num_rows, in_features = self.shape
@@ -245,7 +249,7 @@ class GgufTensor:
         return assemble(map(read, slices_of_rows(num_rows, in_features)), num_rows)
 
     def _bytes(self, rows: slice | None = None) -> npt.NDArray[np.uint8]:
-        """Those of a matrix's rows; None: all."""
+        """The bytes of some rows of a matrix; None: of the whole tensor."""
         start, count = self.offset, self.num_bytes
         if rows is not None:
             row_bytes = self.num_bytes // self.shape[0]
@@ -254,30 +258,31 @@ class GgufTensor:
             stream.seek(start)
             data = np.fromfile(stream, np.uint8, count)
         if len(data) < count:
-            raise BadCheckpoint(f"{self.file} has become shorter while it was read")
+            raise BadCheckpoint(f"{self.file} became shorter while it was read")
         return data
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The headers of a model's GGUF files."""
+    """The headers of all GGUF files of a model."""
 
     files: tuple[Path, ...]
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
     header_bytes: tuple[int, ...]
-    """Bytes before each file's tensors."""
+    """Size of each file's header, which precedes its tensors."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is named like a GGUF file."""
+    """Whether a path has the suffix of GGUF files."""
     return path.suffix.lower() == ".gguf"
 
 
 def open_gguf(path: Path) -> Gguf:
-    """Read the headers of a file, and of all others if it is one part of several.
+    """Read the header of a file, and those of the other parts if the model is split.
 
-    Raises BadCheckpoint, naming the file, if one is missing, damaged or of an unknown type.
+    Raises BadCheckpoint, naming the file, if one is missing or damaged, or has a tensor of an
+    unknown type.
     """
     files = split_files(path)
     missing = [file.name for file in files if not file.is_file()]
@@ -288,7 +293,7 @@ def open_gguf(path: Path) -> Gguf:
 
 
 def split_files(path: Path) -> tuple[Path, ...]:
-    """All parts of the model, of which `path` is one."""
+    """All files of the model of which `path` is one part; `path` alone if it is not split."""
     match = _SPLIT.fullmatch(path.name)
     if match is None:
         return (path,)
@@ -310,19 +315,19 @@ def _open_all(files: tuple[Path, ...], _stats: tuple[tuple[int, int], ...]) -> G
         count = found.get("split.count", 1)
         if count not in (0, len(files)):
             raise BadCheckpoint(
-                f"{file} is one of {count} parts (split.count); its name must end in"
-                f" -00001-of-{count:05d}.gguf, the others' likewise"
+                f"{file} is one of {count} parts (split.count): expected names that end in"
+                f" -00001-of-{count:05d}.gguf and so on, as `gguf-split` writes them"
             )
         metadata = {**found, **metadata}
         for name, tensor in parts.items():
             if name in tensors:
-                raise BadCheckpoint(f"{file}: {name} is in {tensors[name].file.name}, too")
+                raise BadCheckpoint(f"{file}: {name} is also in {tensors[name].file.name}")
             tensors[name] = tensor
     return Gguf(files, metadata, tensors, tuple(sizes))
 
 
 class _Reader:
-    """Reads one file's header. Every length is compared with the file's before it is used."""
+    """Reads the header of one file. Each length is checked against the file's before it is used."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file = file
@@ -330,7 +335,7 @@ class _Reader:
         self._size = file.stat().st_size
 
     def read(self) -> tuple[dict[str, Any], dict[str, GgufTensor], int]:
-        """(metadata, tensors, bytes before the tensors)"""
+        """Return (metadata, tensors by name, bytes before the tensors)."""
         if self._bytes(4, "magic") != _MAGIC:
             raise self._fault("expected a GGUF file, which begins with the bytes GGUF")
         version = self._scalar(4, "version")
@@ -350,7 +355,7 @@ class _Reader:
         tensors: dict[str, GgufTensor] = {}
         for name, tensor in infos:
             if name in tensors:
-                raise self._fault(f"{name} is there twice")
+                raise self._fault(f"{name} occurs twice")
             if tensor.offset % alignment:
                 raise self._fault(
                     f"{name}: offset {tensor.offset} is not a multiple of {alignment}"
@@ -366,8 +371,6 @@ class _Reader:
         return metadata, tensors, start
 
     def _tensor_info(self) -> tuple[str, GgufTensor]:
-        import gguf
-
         name = self._string("a tensor's name")
         num_dims = self._scalar(4, name)
         if not 1 <= num_dims <= _MAX_DIMS:
@@ -406,7 +409,7 @@ class _Reader:
         return [value for (value,) in scalar.iter_unpack(data)]
 
     def _count(self, item_bytes: int, what: str) -> int:
-        """A number of items, each of at least `item_bytes`."""
+        """Read a number of items that take at least `item_bytes` each."""
         count = int(self._scalar(10, what))
         if count * item_bytes > self._size - self._stream.tell():
             raise self._fault(
@@ -434,7 +437,7 @@ class _Reader:
 
 
 def headers(gguf: Gguf) -> Iterator[bytes]:
-    """What precedes the tensors of each file."""
+    """The bytes that precede the tensors of each file."""
     for file, size in zip(gguf.files, gguf.header_bytes, strict=True):
         with file.open("rb") as stream:
             yield stream.read(size)

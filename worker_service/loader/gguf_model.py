@@ -1,4 +1,4 @@
-"""A model in GGUF files as the rest of the worker knows models: configuration, names, tensors."""
+"""GGUF models as `transformers` would describe them: configuration, and tensors by name."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ _CLASSES = {
 
 _MISTRAL = ("MistralForCausalLM", "mistral")
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
-"""What `llama` also stands for: with a sliding window, with experts."""
+"""The models with a sliding window, and with experts, whose architecture is `llama`, too."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -76,7 +76,7 @@ _OTHER_NAMES = {
         "ffn_down_exps": "block_sparse_moe.experts.*.w2",
     },
 }
-"""By `model_type`: names that differ from those above. A `*` is an expert's number."""
+"""By `model_type`: names that differ from `_LAYER_NAMES`. `*` stands for the expert's index."""
 
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _ROPE_FREQUENCIES = "rope_freqs.weight"
@@ -85,48 +85,50 @@ _LONG_ROPE = {
     "short_factor": "rope_factors_short.weight",
 }
 _END_OF_TURN = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>", "phi3": "<|end|>"}
-"""Tokens that end an answer in a chat; files of these architectures have no key for them."""
+"""Tokens that end a turn of a chat; files of these architectures have no metadata key for them."""
 
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""Layers of the 27B models, whose scores are scaled by another number than their head size."""
+"""Number of layers of the 27B models, which scale attention scores by hidden_size / num_heads
+instead of head_dim."""
 
 _WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6}
-"""The last layer of each period attends to all positions, unless the file says otherwise."""
+"""The last layer of each period has full attention, unless the file says otherwise."""
 
 _SOFTMAX = 1
-"""The number of the only known function that weighs experts."""
+"""`expert_gating_func` of a softmax, the only gating function that is supported."""
 
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""What all models of Llama 3 with scaled positions have; the file holds only the result."""
+"""The parameters of all Llama 3 models with scaled RoPE; files hold only the resulting factors."""
 
 _SAVED = {"F32": "float32", "F16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensors:
-    """The tensors of one file under the names of `transformers`, as `safe_open` gives them."""
+    """The tensors of one file under the names of `transformers`, with the methods of
+    `safe_open`."""
 
     file: Path
     tensors: Mapping[str, GgufTensor]
     heads: Mapping[str, int]
-    """Heads of the projections whose rows were permuted for GGUF."""
+    """Number of heads of the projections whose rows are permuted in GGUF files."""
 
     norms_have_one_added: bool = False
 
     def keys(self) -> list[str]:
-        """Names of all tensors."""
+        """The names of all tensors."""
         return list(self.tensors)
 
     def get_slice(self, name: str) -> "_Slice":
-        """A tensor that is read once it is indexed."""
+        """A tensor that is read when it is indexed."""
         return _Slice(self, name)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor, dequantized, its rows in the order of `transformers`."""
+        """Read a tensor, dequantized, with its rows in the order of `transformers`."""
         values = self.tensors[name].read()
         if self.norms_have_one_added and name.endswith("norm.weight"):
             return values.float() - 1.0
@@ -134,13 +136,13 @@ class GgufTensors:
         return values if order is None else values[order]
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """A weight as the file has it; None if it has it dense."""
+        """Read a weight without dequantizing it; None if it is dense."""
         weight = self.tensors[name].read_quantized()
         order = None if weight is None else self._order(name, weight.shape[0])
         return weight if weight is None or order is None else weight.rows(order)
 
     def _order(self, name: str, num_rows: int) -> Tensor | None:
-        """Which rows of the file's tensor the rows of `transformers` are, if the order differs."""
+        """For each row of `transformers` its row in the file; None if the order is the same."""
         heads = next((num for part, num in self.heads.items() if f".{part}." in name), None)
         if heads is None:
             return None
@@ -164,7 +166,7 @@ class _Slice:
 
 
 def gguf_tensors(file: Path) -> GgufTensors:
-    """The tensors of one file. Raises BadCheckpoint or UnsupportedModel."""
+    """Open the tensors of one file. Raises BadCheckpoint or UnsupportedModel."""
     gguf = open_gguf(file)
     config = gguf_config(file)
     kind = config["model_type"]
@@ -183,7 +185,7 @@ def gguf_tensors(file: Path) -> GgufTensors:
 
 
 def _name(name: str, layer_names: Mapping[str, str]) -> str:
-    """The name in `transformers`; an unknown one as it is, to be refused by it."""
+    """The name in `transformers`; an unknown name is returned unchanged, and refused later."""
     match = _LAYER.fullmatch(name)
     if match and match[2] in layer_names:
         return f"model.layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
@@ -192,7 +194,7 @@ def _name(name: str, layer_names: Mapping[str, str]) -> str:
 
 
 def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """The tensor, or those of each expert, which lie in it one after another."""
+    """The tensor, or the consecutive tensors of all experts that it contains."""
     if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
         tensor = replace(tensor, shape=(1, *tensor.shape))
     if "*" not in name:
@@ -200,7 +202,7 @@ def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
         return
     if len(tensor.shape) != 3:
         raise BadCheckpoint(
-            f"{tensor.file}: {name}: expected 3 dimensions, the first for experts, got"
+            f"{tensor.file}: {name}: expected 3 dimensions, the first of experts, got"
             f" {list(tensor.shape)}"
         )
     num_bytes = tensor.num_bytes // tensor.shape[0]
@@ -213,7 +215,7 @@ def _parts(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
-    """What `config.json` would hold. Raises BadCheckpoint or UnsupportedModel."""
+    """The content that `config.json` would have. Raises BadCheckpoint or UnsupportedModel."""
     gguf = open_gguf(path)
     architecture = gguf.metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _CLASSES:
@@ -233,7 +235,7 @@ class _Config:
         self._architecture = architecture
 
     def read(self) -> dict[str, Any]:
-        """As in `config.json`."""
+        """Return the equivalent of `config.json`."""
         tensors, architecture = self._gguf.tensors, self._architecture
         hidden_size = self._int("embedding_length")
         num_heads = self._int("attention.head_count")
@@ -292,7 +294,7 @@ class _Config:
         return config
 
     def _gemma(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What only Gemma has."""
+        """The fields that only Gemma has."""
         architecture, num_layers = self._architecture, config["num_hidden_layers"]
         is_wide = num_layers == _SCALED_BY_WIDTH[architecture]
         width = config["hidden_size"] // config["num_attention_heads"]
@@ -333,7 +335,7 @@ class _Config:
         return ["sliding_attention" if each else "full_attention" for each in slides]
 
     def _phi3(self, rope: dict[str, Any], rotary: float, num_factors: int) -> dict[str, Any]:
-        """What only Phi-3 has: factors for positions beyond the trained length, in some files."""
+        """The fields that only Phi-3 has: RoPE factors for positions beyond the trained length."""
         rope = {**rope, "partial_rotary_factor": rotary}
         if not any(name in self._gguf.tensors for name in _LONG_ROPE.values()):
             self._require("rope.scaling.type", "none", "none without tensors rope_factors_*")
@@ -353,7 +355,7 @@ class _Config:
         return {"rope_parameters": rope, "original_max_position_embeddings": trained}
 
     def _experts(self, intermediate_size: int, kind: str) -> dict[str, Any]:
-        """What only mixtures of experts have."""
+        """The fields that only mixtures of experts have."""
         num_experts, num_used = self._int("expert_count"), self._int("expert_used_count")
         if num_used > num_experts:
             raise BadCheckpoint(
@@ -385,7 +387,7 @@ class _Config:
         found = self._gguf.metadata.get(f"tokenizer.ggml.{key}")
         if not isinstance(found, int | None):
             raise BadCheckpoint(
-                f"{self._path}: tokenizer.ggml.{key}: expected a token's number, got {found!r}"
+                f"{self._path}: tokenizer.ggml.{key}: expected a token id, got {found!r}"
             )
         return found
 
@@ -393,7 +395,7 @@ class _Config:
         theta = self._float("rope.freq_base", 10000.0)
         kind = self._get("rope.scaling.type", "none")
         if kind == "longrope" and self._architecture == "phi3":
-            kind = "none"  # read from the tensors
+            kind = "none"  # its factors are read from tensors
         if kind not in ("none", "linear", "yarn"):
             raise UnsupportedModel(
                 f"{self._path}: {self._architecture}.rope.scaling.type: expected none, linear or"
@@ -411,7 +413,7 @@ class _Config:
         return rope
 
     def _llama3(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """The parameters behind stored frequency factors; they must be those of Llama 3."""
+        """The RoPE parameters that produce the stored factors, which must be those of Llama 3."""
         stored = self._gguf.tensors[_ROPE_FREQUENCIES].read().float().numpy()
         factor = float(stored.max())
         wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
@@ -421,12 +423,12 @@ class _Config:
         if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-4):
             raise UnsupportedModel(
                 f"{self._path}: {_ROPE_FREQUENCIES}: expected the {head_dim // 2} factors of Llama"
-                " 3 (of 8192 positions, low 1, high 4)"
+                " 3 (original_max_position_embeddings 8192, low_freq_factor 1, high_freq_factor 4)"
             )
         return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **_LLAMA3}
 
     def _require(self, key: str, expected: Any, meaning: str) -> None:
-        """Raise UnsupportedModel for another value than the one that can be served."""
+        """Raise UnsupportedModel if the value is not the one that is supported."""
         if (found := self._get(key, expected)) != expected:
             raise UnsupportedModel(
                 f"{self._path}: {self._architecture}.{key}: expected {meaning}, got {found!r}"

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file, as the files that frontends build tokenizers from."""
+"""The tokenizer of a GGUF file, converted to the files from which frontends build tokenizers."""
 
 import json
 from collections.abc import Mapping
@@ -35,14 +35,15 @@ PRE_TOKENIZERS = {
     **dict.fromkeys(("tekken",), _TEKKEN),
     **dict.fromkeys(("gpt-4o",), _GPT4O),
 }
-"""By `tokenizer.ggml.pre`: a kind, or the expression that splits a text."""
+"""By `tokenizer.ggml.pre`: a kind of pre-tokenizer, or the regular expression that splits text."""
 
 _IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Words that are tokens are not put together from parts; these also begin texts with a BOS."""
+"""Pre-tokenizers with which a word that is a token is not merged from parts. They also start every
+text with a BOS token."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _KEEP_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
-"""The special tokens of Phi-3 after which white space is not dropped."""
+"""The special tokens of Phi-3 that keep the white space after them."""
 
 _NAMED = {
     "bos_token": "bos_token_id",
@@ -53,9 +54,10 @@ _NAMED = {
 
 
 def tokenizer_assets(path: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """`tokenizer.json` and its companions; none for a file without a tokenizer.
+    """Content of `tokenizer.json`, `tokenizer_config.json` and the chat template, by file name.
 
-    Raises UnsupportedModel for a kind of tokenizer that is not known, BadCheckpoint for a bad one.
+    path: of the GGUF file, for error messages. Empty for a file without a tokenizer. Raises
+    UnsupportedModel if the kind of tokenizer is unknown, BadCheckpoint if its data is invalid.
     """
     if metadata.get("tokenizer.ggml.model", "none") in ("none", "no_vocab"):
         return {}
@@ -79,13 +81,13 @@ class _Vocabulary:
         self._ids = {token: token_id for token_id, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens) or len(self._types) != len(self._tokens):
             raise BadCheckpoint(
-                f"{path}: tokenizer.ggml.tokens: expected different tokens, as many as"
-                f" tokenizer.ggml.token_type has types; got {len(self._tokens)} tokens,"
-                f" {len(self._ids)} different, and {len(self._types)} types"
+                f"{path}: tokenizer.ggml.tokens: expected distinct tokens, one for each entry of"
+                f" tokenizer.ggml.token_type, got {len(self._tokens)} tokens, of which"
+                f" {len(self._ids)} are distinct, and {len(self._types)} types"
             )
 
     def build(self) -> tuple[Tokenizer, dict[str, Any]]:
-        """The tokenizer, and the content of `tokenizer_config.json`."""
+        """Return the tokenizer and the content of `tokenizer_config.json`."""
         kind = self._metadata["tokenizer.ggml.model"]
         if kind == "gpt2":
             tokenizer, begins = self._byte_level()
@@ -95,7 +97,7 @@ class _Vocabulary:
             raise UnsupportedModel(
                 f"{self._path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind!r}"
             )
-        # As llama.cpp knows it, too: files do not say which tokens drop white space after them.
+        # As in llama.cpp: the file does not say which tokens strip the white space after them.
         is_phi3 = kind == "llama" and self._metadata.get("general.architecture") == "phi3"
         added = [
             AddedToken(
@@ -155,8 +157,8 @@ class _Vocabulary:
         left = merge[:1] + left
         if not (left in self._ids and right in self._ids and left + right in self._ids):
             raise BadCheckpoint(
-                f"{self._path}: tokenizer.ggml.merges: expected two tokens that make a third, got"
-                f" {merge!r}"
+                f"{self._path}: tokenizer.ggml.merges: expected two tokens that merge into a third,"
+                f" got {merge!r}"
             )
         return left, right
 
@@ -172,7 +174,7 @@ class _Vocabulary:
             for token, score, kind in zip(self._tokens, scores, self._types, strict=True)
             if kind in (_NORMAL, _USER_DEFINED)  # Gemma's runs of spaces are the latter
         }
-        # Sorted stably: by the score of what a merge makes, then by its parts.
+        # By the score of the merged token, then by the scores of its parts; the sort is stable.
         merges = [
             (token[:cut], token[cut:], score)
             for token, score in normal.items()

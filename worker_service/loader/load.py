@@ -1,8 +1,8 @@
-"""`load_model`: find, choose kernels, build, fill, try.
+"""`load_model`: finds the model, selects kernels, builds it, fills it, and tries it.
 
 The attention features that a model needs are read from its configuration, by the same keys that
-native models read when they are built. For transformers models some features appear only at run
-time; the trial run then fails with the backend's error.
+native models read when they are built. Some features of models that run through transformers appear
+only at run time; the trial run then fails with the backend's error.
 """
 
 import logging
@@ -66,14 +66,15 @@ _ALWAYS_IN_A_WINDOW = ("MistralForCausalLM",)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedModel:
-    """A model with its weights on the device, and what other modules need to know about it."""
+    """A model with its weights on the device, and the facts about it that other modules need."""
 
     model: Model
     config: ModelConfig
-    """As given, with `device`, `dtype`, `max_model_len` and `attention_backend` resolved."""
+    """The given configuration, with `device`, `dtype`, `max_model_len` and `attention_backend`
+    resolved."""
 
     block_size: int
-    """Tokens per KV block: as given, or the attention backend's default."""
+    """Tokens per KV block: as configured, or the attention backend's default."""
 
     model_dir: Path
     hf_config: Mapping[str, Any]
@@ -85,11 +86,11 @@ class LoadedModel:
     bos_token_id: int | None
     fingerprint: str
     batch_invariant: bool
-    """Whether a row's logits are bitwise the same in any batch, and however its tokens were
-    computed."""
+    """Whether the logits of a row are guaranteed to be bitwise independent of the batch and of how
+    its tokens are divided into prefill chunks and decodes."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
-    """To the other ranks that have a shard of the model."""
+    """Connects the ranks that have shards of the model."""
 
 
 ARITHMETIC_VERSION = 3
@@ -97,11 +98,11 @@ ARITHMETIC_VERSION = 3
 
 
 def arithmetic_of(loaded: LoadedModel) -> str:
-    """Identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/3`.
+    """Return the identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/3`.
 
     It names everything that changes the rounding of a sum: instruction set or GPU architecture,
-    attention backend, model implementation, tensor parallelism, the dtype of the KV cache, and what
-    weights are rounded to.
+    attention backend, model implementation, tensor parallelism, dtype of the KV cache, and
+    `--quantization`.
     """
     config, device = loaded.config, torch.device(loaded.config.device)
     backend = config.attention_backend or "none"
@@ -133,7 +134,11 @@ def attention_needs(
     block_size: int | None,
     batch_invariant: bool,
 ) -> AttentionNeeds:
-    """From the content of `config.json` and the worker's options."""
+    """Derive the attention features that a model needs.
+
+    config: content of `config.json`; dtype: of activations; cache_dtype: of the KV cache, None if
+    it is `dtype`; block_size: tokens per KV block, None for the backend's default.
+    """
     text = config.get("text_config") or config
     return AttentionNeeds(
         dtype=dtype,
@@ -149,7 +154,7 @@ def attention_needs(
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Elements of an attention head, if the configuration has them in one of the usual fields."""
+    """Elements of an attention head, from the usual fields of `config.json`; 64 without them."""
     size = config.get("hidden_size") or config.get("n_embd") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
     return int(config.get("head_dim") or size // heads or 64)
@@ -170,15 +175,15 @@ def _packs_with_triton(
     *,
     is_quantized: bool,
 ) -> bool:
-    """Whether weights in fewer bits stay so on a GPU.
+    """Whether quantized weights stay packed on a GPU.
 
-    Raises InvalidOption for `--quantization` where there are no products with them.
+    Raises InvalidOption if `--quantization` is set and no kernel multiplies quantized weights.
     """
     if is_quantized and can_keep_weights_packed(kernels.layers, device, dtype):
         return True
     if config.quantization == "fp8" and device.type == "cpu":
         raise InvalidOption(
-            "quantization: expected int8 or int4 on a CPU, got fp8: only GPUs have such products"
+            "quantization: expected int8 or int4 on a CPU, got fp8: only GPUs have fp8 kernels"
         )
     if config.quantization is not None and not has_quantized_products(dtype, device):
         raise InvalidOption(
@@ -191,11 +196,11 @@ def _packs_with_triton(
 
 
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
-    """Load the model that `config` names, with its weights on its device, ready to run.
+    """Load the model that `config` names onto its device, ready to run.
 
-    cache: its KV cache's options, on which the choice of attention depends.
+    cache: options of its KV cache, on which the choice of the attention backend depends.
 
-    Raises a `WorkerError` that names the invalid option, or the fault of the checkpoint.
+    Raises a `WorkerError` that names the invalid option, or the file and tensor at fault.
     """
     started = time.monotonic()
     is_alone = config.layout.world_size == 1
@@ -204,14 +209,14 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     require_cache_dtype(cache.kv_cache_dtype, device, config.attention_backend)
     if config.batch_invariant and device.type == "cuda" and config.layout.world_size > 1:
         raise InvalidOption(
-            "batch_invariant: on GPUs only with one rank, since several add up their parts in an"
-            " order that depends on the number of rows"
+            "batch_invariant: expected one rank on GPUs, since several add up their partial sums in"
+            f" an order that depends on the number of rows, got {config.layout.world_size}"
         )
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where Triton launches, whatever device its tensors are on
+        torch.cuda.set_device(device)  # Triton launches there, whatever device its tensors are on
     if config.quantization_cache is not None and not is_alone:
         raise InvalidOption(
-            "quantization_cache: expected one rank, since several round their own parts, got"
+            "quantization_cache: expected one rank, since several round their own shards, got"
             f" {config.layout.world_size}"
         )
     initialize_vector_math()
@@ -257,12 +262,12 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         set_threads(config.threads, model.num_parameters // config.layout.world_size)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     same_bits = try_model(model, device, block_size)
-    # Without the option, equal results on a GPU are chance.
+    # Without --batch-invariant, equal results of the trial run on a GPU are a coincidence.
     is_guaranteed = device.type == "cpu" or config.batch_invariant
     if config.batch_invariant and not same_bits:
         raise UnsupportedModel(
-            f"batch_invariant: {model.architecture} computes a row differently in another batch, or"
-            " its logits are not finite (see the warning before)"
+            f"batch_invariant: the logits of {model.architecture} depend on the batch, or are not"
+            " finite (then a warning precedes this error)"
         )
     resolved = replace(
         config,
@@ -298,16 +303,16 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
 
 
 def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Model:
-    """Load the model that drafts tokens for `target`, in blocks of as many tokens.
+    """Load the model `name`, which drafts tokens for `target`, with the same KV block size.
 
-    Raises a `WorkerError` that names the option, also for another vocabulary.
+    Raises a `WorkerError` that names `speculative_model`, also if the vocabularies differ.
     """
     config = replace(
         target.config,
         model=name,
         revision=None,
         max_model_len=None,
-        layout=Layout(),  # the rank that samples has all of it
+        layout=Layout(),  # the rank that samples has the whole draft model
         threads=torch.get_num_threads(),
         cpus=None,  # the threads are pinned already
     )
@@ -324,18 +329,21 @@ def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Mode
 
 
 def require_cache_dtype(dtype: str, device: torch.device, attention: str | None) -> None:
-    """Raise InvalidOption if no attention backend on this device has a KV cache of this dtype."""
+    """Raise InvalidOption if no attention backend of this device supports a KV cache dtype.
+
+    dtype: `--kv-cache-dtype`; attention: `--attention-backend`.
+    """
     if dtype == "fp8" and device.type == "cpu" and attention != "reference":
         raise InvalidOption(
-            "kv_cache_dtype: fp8 is for GPUs; on a CPU expected auto or int8, or fp8 with"
+            "kv_cache_dtype: expected auto or int8 on a CPU, got fp8, which needs a GPU or"
             " --attention-backend reference"
         )
     if dtype == "int8" and device.type != "cpu":
-        raise InvalidOption("kv_cache_dtype: int8 is for CPUs; on a GPU expected auto or fp8")
+        raise InvalidOption("kv_cache_dtype: expected auto or fp8 on a GPU, got int8")
 
 
 def choose_kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
-    """As `select_kernels`. Raises InvalidOption."""
+    """As `select_kernels`, but raises InvalidOption instead of ValueError."""
     try:
         return select_kernels(device, needs, attention)
     except ValueError as error:
@@ -355,8 +363,8 @@ def _build(
         _refuse_ranks(config.layout, hf_config)
         if config.quantization is not None and context.device.type != "cpu":
             raise InvalidOption(
-                f"quantization: {hf_config['architectures'][0]} can be rounded on a CPU only, got"
-                f" {context.device}; models that can on a GPU: {', '.join(NATIVE_MODELS)}"
+                f"quantization: {hf_config['architectures'][0]} can be quantized on a CPU only, got"
+                f" {context.device}; models that can be on a GPU: {', '.join(NATIVE_MODELS)}"
             )
         return _build_through_transformers(config, hf_config, model_dir, schemes, context, kernels)
     whole = model
@@ -399,7 +407,7 @@ def _outline(
     context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel:
-    """The whole model, that of all ranks, without memory for its weights."""
+    """The model with the weights of all ranks, on the meta device."""
     outline = ModelContext(dtype=context.dtype, device=torch.device("meta"))
     model = build_native_model(hf_config, config.max_model_len, outline, kernels)
     assert model is not None, "a rank's shard of it was built"
@@ -410,8 +418,8 @@ def _refuse_ranks(layout: Layout, hf_config: Mapping[str, Any]) -> None:
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(layout, option) > 1:
             raise InvalidOption(
-                f"{option}: {hf_config['architectures'][0]} runs on one rank only, got"
-                f" {getattr(layout, option)}; there are models for several ranks of"
+                f"{option}: expected 1 for {hf_config['architectures'][0]}, got"
+                f" {getattr(layout, option)}; models that run on several ranks:"
                 f" {', '.join(NATIVE_MODELS)}"
             )
 
@@ -425,9 +433,9 @@ def _build_through_transformers(
     kernels: Kernels,
 ) -> Model:
     checkpoint = Checkpoint((), {})
-    if config.load_format != "dummy":  # damaged files are reported before the library reads them
+    if config.load_format != "dummy":  # report damaged files before `transformers` reads them
         checkpoint = open_checkpoint(model_dir, schemes)
-    # The library takes seconds to import, which native models do not pay for.
+    # Imported here because `transformers` takes seconds to import, and native models do not use it.
     from worker_service.models.transformers_backend import build_transformers_model
 
     def reader(roundings: Mapping[str, str]) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""A model's files in a directory, on the hub or in this package; assets for frontends; a
+"""The files of a model, in a directory, on the hub or in this package; assets for frontends;
 fingerprint.
 """
 
@@ -25,9 +25,10 @@ _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 
 def resolve_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """The directory that holds `model`, downloaded first if it is a hub id; or a GGUF file.
+    """Return the directory or GGUF file of `model`; a model of the hub is downloaded first.
 
-    weights: whether weight files are needed. Raises ModelNotFound, which names what was tried.
+    revision: of a model of the hub; weights: whether weight files are downloaded, too. Raises
+    ModelNotFound, which names the places that were searched.
     """
     if model == EMBEDDED:
         return _EMBEDDED_DIR
@@ -35,7 +36,7 @@ def resolve_model(model: str, revision: str | None = None, *, weights: bool = Tr
         return found
     if not _may_be_hub_id(model):
         raise ModelNotFound(
-            f"{model}: no such directory or file, and not of a hub id's form owner/name"
+            f"{model}: no such directory or file, and not a hub id of the form owner/name"
         )
     return _download(model, revision, weights)
 
@@ -76,7 +77,10 @@ def _first_line(error: Exception) -> str:
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """The content of `config.json`, or the same from a GGUF file's metadata."""
+    """Return the content of `config.json`, or its equivalent from the metadata of a GGUF file.
+
+    Raises BadCheckpoint or UnsupportedModel.
+    """
     if is_gguf(model_dir):
         return gguf_config(model_dir)
     config = read_json(model_dir / "config.json")
@@ -86,7 +90,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file."""
+    """Return the object in a JSON file. Raises BadCheckpoint if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -101,7 +105,10 @@ def read_json(path: Path) -> dict[str, Any]:
 def special_tokens(
     model_dir: Path, config: Mapping[str, Any]
 ) -> tuple[tuple[int, ...], int | None]:
-    """(tokens that end a sequence, token that begins one); `generation_config.json` comes first."""
+    """Return the ids of the tokens that end a sequence, and of the one that begins it, if any.
+
+    `generation_config.json` takes precedence over `config.json`.
+    """
     generation_file = model_dir / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     inner = config.get("text_config") or {}
@@ -125,11 +132,11 @@ _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.m
 
 
 def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
-    """(file name, content) of each file a frontend needs and the model has.
+    """Yield (file name, content) of each file that frontends need and the model has.
 
-    A model that has no `tokenizer.json` but the files of an older tokenizer gets one made from
-    them, if `transformers` can. A chat template within `tokenizer_config.json` stays there.
-    A GGUF file has none of them: they are made from its metadata.
+    If a model has no `tokenizer.json` but the files of a slow tokenizer, `transformers` converts
+    them if it can. A chat template in `tokenizer_config.json` stays there. For a GGUF file all
+    assets are generated from its metadata. Raises BadCheckpoint or UnsupportedModel.
     """
     if is_gguf(model_dir):
         from worker_service.loader.gguf_tokenizer import tokenizer_assets
@@ -148,7 +155,7 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def _converted_tokenizer(model_dir: Path) -> bytes | None:
-    """A `tokenizer.json` made from an older tokenizer's files; None if there are none, or if
+    """A `tokenizer.json` converted from a slow tokenizer's files; None if there are none, or if
     `transformers` cannot convert them."""
     if not any(any(model_dir.glob(pattern)) for pattern in _SLOW_TOKENIZER_FILES):
         return None
@@ -156,8 +163,10 @@ def _converted_tokenizer(model_dir: Path) -> bytes | None:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model_dir, use_fast=True, trust_remote_code=False)
-    except Exception as error:  # whatever a tokenizer's own code raises; the model can be served
-        logger.warning("no tokenizer.json could be made error=%s", str(error).splitlines()[:1])
+    except Exception as error:  # tokenizers raise anything; the model can be served without one
+        logger.warning(
+            "tokenizer cannot be converted to tokenizer.json error=%s", str(error).splitlines()[:1]
+        )
         return None
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
@@ -167,17 +176,17 @@ def _converted_tokenizer(model_dir: Path) -> bytes | None:
 
 _LENGTH = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 100_000_000
-"""As safetensors itself limits it."""
+"""The limit of safetensors itself."""
 
 
 def fingerprint(
     model_dir: Path, load_format: str = "safetensors", quantization: str | None = None
 ) -> str:
-    """A hash over configuration, tokenizer, the headers of the weight files, and what these are
-    rounded to.
+    """Hash configuration, tokenizer, headers of weight files, load format and quantization.
 
-    The weights themselves are not read: two fine-tunings with the same shapes and the same other
-    files have the same fingerprint unless their headers' metadata or their files' sizes differ.
+    The weights themselves are not read: two fine-tuned models with the same shapes and otherwise
+    identical files have the same fingerprint unless the metadata in their headers or the sizes of
+    their files differ. Returns 32 hexadecimal digits. Raises BadCheckpoint for a truncated file.
     """
     digest = hashlib.sha256(load_format.encode())
     if quantization is not None:
@@ -199,7 +208,7 @@ def fingerprint(
 
 
 def _add(digest: "hashlib._Hash", data: bytes) -> None:
-    """With its length, so that different lists of pieces have different digests."""
+    """Hash the data after its length, so that different lists of pieces have different digests."""
     digest.update(_LENGTH.pack(len(data)))
     digest.update(data)
 

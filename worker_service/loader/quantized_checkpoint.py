@@ -1,9 +1,9 @@
-"""Quantized checkpoints, presented under the names that their dense weights would have.
+"""Quantized checkpoints, read under the names that their dense weights would have.
 
 A quantized layer is stored as several tensors: codes, scales, zero points, and so on. Here they are
-one, `….weight`, that is dequantized when it is read, or given as a `QuantizedWeight`. Which layers
-are quantized is decided by the tensors that are there, so that lists of ignored modules are not
-needed. What headers and `quantization_config` show to be wrong is refused before a weight is read.
+one tensor, `….weight`, which is dequantized when it is read, or read as a `QuantizedWeight`. The
+tensors in the files decide which layers are quantized, so that lists of ignored modules are not
+needed. Errors in headers and in `quantization_config` are reported before a weight is read.
 """
 
 import re
@@ -42,15 +42,16 @@ _FORMATS: Mapping[str, Formats] = {
     "fp8": {"e4m3": Fp8},
     "bitsandbytes": {"nf4": Nf4},
 }
-"""By `quant_method`, then by the method's own names of its formats."""
+"""By `quant_method`, then by the method's own name of the format."""
 
 Pattern = re.Pattern[str]
 Schemes = tuple[tuple[Pattern, Scheme], ...]
-"""The first holds whose pattern matches the beginning of a module's name."""
+"""The first scheme whose pattern matches the beginning of a module's name applies to it."""
 
 
 class _Settings:
-    """Reads `quantization_config`, or an object in it; UnsupportedModel names the field."""
+    """Reads `quantization_config`, or an object in it. All methods raise UnsupportedModel, naming
+    the field, for values that are not supported."""
 
     def __init__(self, place: str, values: Any) -> None:
         self._place = place
@@ -59,14 +60,14 @@ class _Settings:
         self._values: Mapping[str, Any] = values
 
     def get(self, keys: str, default: Any = None) -> tuple[str, Any]:
-        """Key and value of the first of the keys, separated by spaces, that is there."""
+        """Key and value of the first of `keys`, separated by spaces, that is set."""
         names = keys.split()
         key = next((key for key in names if self._values.get(key) is not None), names[0])
         value = self._values.get(key)
         return key, default if value is None else value
 
     def one_of(self, keys: str, allowed: Collection[Any], default: Any = None) -> Any:
-        """A value that must be an allowed one."""
+        """A value that must be one of `allowed`."""
         key, value = self.get(keys, default)
         value = value.lower() if isinstance(value, str) else value
         if not any(type(value) is type(known) and value == known for known in allowed):
@@ -74,14 +75,16 @@ class _Settings:
         return value
 
     def group_size(self, keys: str, default: int | None = None) -> int:
-        """-1: all inputs."""
+        """A number of input features that share a scale; -1: all."""
         key, value = self.get(keys, default)
         if type(value) is not int or (value < 1 and value != -1):
-            raise self._fault(key, "expected a positive number, or -1 for all inputs", value)
+            raise self._fault(
+                key, "expected a positive number, or -1 for all input features", value
+            )
         return value
 
     def block(self, key: str) -> tuple[int, int]:
-        """Outputs and inputs that share a scale."""
+        """Numbers of output and input features that share a scale."""
         _, value = self.get(key)
         if (
             not isinstance(value, list)
@@ -92,28 +95,28 @@ class _Settings:
         return value[0], value[1]
 
     def object(self, key: str) -> "_Settings":
-        """An object; an empty one if it is not there."""
+        """An object; an empty one if it is not set."""
         return _Settings(f"{self._place}.{key}", self.get(key, {})[1])
 
     def objects(self) -> dict[str, "_Settings"]:
-        """All objects within an object."""
+        """All values, which must be objects, by key."""
         return {name: self.object(name) for name in self._values}
 
     def merged(self, other: "_Settings") -> "_Settings":
-        """With the fields of another object, which take precedence."""
+        """These settings updated with those of `other`."""
         return _Settings(other._place, {**self._values, **other._values})
 
     def refuse(self, key: str, why: str) -> None:
-        """Raise if there is something."""
+        """Raise UnsupportedModel if the value is set and not empty."""
         if self._values.get(key):
             raise self._fault(key, f"expected none: {why}", self._values[key])
 
     def pattern(self, text: Any) -> Pattern:
-        """A regular expression."""
+        """Compile a regular expression."""
         try:
             return re.compile(text)
         except (re.error, TypeError) as error:
-            message = f"{self._place}: {text!r} is no regular expression: {error}"
+            message = f"{self._place}: expected a regular expression, got {text!r}: {error}"
             raise UnsupportedModel(message) from error
 
     def _fault(self, key: str, expected: str, value: Any) -> UnsupportedModel:
@@ -121,9 +124,10 @@ class _Settings:
 
 
 def read_schemes(config_file: Path, hf_config: Mapping[str, Any]) -> Schemes:
-    """How the weights of a checkpoint are quantized; empty if they are not.
+    """Return how the weights of a checkpoint are quantized; empty if they are not.
 
-    Raises UnsupportedModel, naming the field and what is known.
+    config_file: for error messages; hf_config: content of `config.json`. Raises UnsupportedModel,
+    naming the field and the supported values.
     """
     values = hf_config.get("quantization_config")
     if values is None:
@@ -144,8 +148,8 @@ def _awq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Patter
 
 
 def _gptq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
-    """`dynamic` has settings of some modules by pattern; `-:` begins those of modules that are not
-    quantized, `+:` may begin others."""
+    """`dynamic` maps patterns of module names to settings. Patterns with the prefix `-:` name
+    modules that are not quantized; other patterns may have the prefix `+:`."""
     parts = settings.object("dynamic").objects()
     chosen = {key: settings.merged(part) for key, part in parts.items() if key[:2] != "-:"}
     for key, part in {**chosen, "": settings}.items():
@@ -156,8 +160,8 @@ def _gptq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Patte
 
 
 def _compressed_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
-    """Targets are names of modules, regular expressions after `re:`, or classes; the first take
-    precedence over the second, these over the third."""
+    """Targets are names of modules, regular expressions with the prefix `re:`, or names of classes,
+    in this order of precedence."""
     settings.object("transform_config").refuse("config_groups", "transforms are not applied")
     settings.object("sparsity_config").one_of("format", ["dense"], "dense")
     found: list[tuple[int, Pattern, Scheme]] = []
@@ -179,7 +183,7 @@ def _compressed_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple
 def _compressed_scheme(settings: _Settings, group: _Settings, formats: Formats) -> Scheme:
     weights, inputs = group.object("weights"), None
     kind = weights.one_of("type", ["int", "float"], "int")
-    # The format that is named for its simplicity stores what the two others store.
+    # `naive-quantized` stores the same tensors as `int-quantized` or `float-quantized`.
     names = {name: name for name in formats}
     names["naive-quantized"] = f"{kind}-quantized"
     overall = settings.get("format")[1]
@@ -211,8 +215,8 @@ def _compressed_scheme(settings: _Settings, group: _Settings, formats: Formats) 
 
 
 def _with_quantized_inputs(scheme: Scheme, inputs: _Settings) -> Scheme:
-    """Scales are those of each token, or of all, and stored then: a dynamic scale of all tokens
-    would make a sequence's results depend on others."""
+    """Add the quantization of activations: a dynamic scale per token, or one stored scale. A
+    dynamic scale of all tokens would make a sequence's results depend on the batch."""
     inputs.one_of("type", ["int"], "int")
     inputs.one_of("num_bits", [8], 8)
     is_dynamic = inputs.one_of("dynamic", [True, False], False)
@@ -248,7 +252,7 @@ _READERS = {
 
 
 def describe(file: Path, tensors: Any) -> Iterator[StoredTensor]:
-    """The tensors of an open file."""
+    """Describe the tensors of an open file."""
     for name in tensors.keys():  # noqa: SIM118 (no mapping)
         part = tensors.get_slice(name)
         fact = tensors.get_tensor(name) if name.endswith(FACTS) else None
@@ -256,10 +260,11 @@ def describe(file: Path, tensors: Any) -> Iterator[StoredTensor]:
 
 
 def find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> dict[str, StoredWeight]:
-    """The quantized weights among the tensors of a checkpoint, by the name of the dense weight.
+    """Find the quantized weights of a checkpoint. Returns them by the name of the dense weight.
 
-    Raises BadCheckpoint or UnsupportedModel, naming file and tensor, if one's parts do not fit, and
-    BadCheckpoint if there is none.
+    schemes: not empty; stored: all tensors by name. Raises BadCheckpoint or UnsupportedModel,
+    naming file and tensor, if the tensors of a weight do not fit its scheme, and BadCheckpoint if
+    no weight is quantized.
     """
     codes = {"weight"}.union(kind.codes for kinds in _FORMATS.values() for kind in kinds.values())
     weights = {}
@@ -286,21 +291,21 @@ def find_weights(schemes: Schemes, stored: Mapping[str, StoredTensor]) -> dict[s
 def dense_names(
     stored: Mapping[str, StoredTensor], weights: Mapping[str, StoredWeight]
 ) -> dict[str, Path]:
-    """The file of each dense tensor; a quantized one's is that of its codes.
+    """Return the file of each tensor by dense name; that of a quantized weight holds its codes.
 
-    Raises BadCheckpoint if a weight is there in both forms.
+    Raises BadCheckpoint if a weight is stored both dense and quantized.
     """
     hidden = {part.name for weight in weights.values() for part in weight.parts.values()}
     files = {name: tensor.file for name, tensor in stored.items() if name not in hidden}
     for name, weight in weights.items():
         if name in files:
-            raise BadCheckpoint(f"{files[name]}: {name} is there twice: dense, and quantized")
+            raise BadCheckpoint(f"{files[name]}: {name} is stored both dense and quantized")
         files[name] = weight.file
     return files
 
 
 class QuantizedTensors:
-    """The tensors of an open file under the names of dense ones, as `safe_open` gives them."""
+    """The tensors of an open file under dense names, with the methods of `safe_open`."""
 
     def __init__(
         self,
@@ -309,7 +314,7 @@ class QuantizedTensors:
         weights: Mapping[str, StoredWeight],
         open_file: Callable[[Path], AbstractContextManager[Any]],
     ) -> None:
-        """tensors: the open file; open_file: opens another one that has some parts."""
+        """tensors: the open file; open_file: opens another file that holds parts of a weight."""
         self._file = file
         self._tensors = tensors
         self._weights = weights
@@ -322,24 +327,25 @@ class QuantizedTensors:
         return plain + [name for name, weight in self._weights.items() if weight.file == self._file]
 
     def get_slice(self, name: str) -> Any:
-        """A tensor that is read once it is indexed."""
+        """A tensor that is read when it is indexed."""
         if name not in self._weights:
             return self._tensors.get_slice(name)
         return _Slice(self, name, self._weights[name].shape)
 
     def get_tensor(self, name: str) -> Tensor:
-        """A tensor; a quantized one is dequantized to float32. Raises UnsupportedModel if what it
-        multiplies must be rounded."""
+        """Read a tensor; a quantized one is dequantized to float32. Raises UnsupportedModel if its
+        scheme quantizes activations, too."""
         found = self._read(name)
         if isinstance(found, QuantizedWeight) and found.activations is not None:
             raise UnsupportedModel(
-                f"{self._file}: {name}: expected no input_activations in quantization_config, got"
-                " some: there are no products with 8-bit activations for this layer"
+                f"{self._file}: {name}: expected no input_activations in quantization_config: no"
+                " kernel for this layer supports 8-bit activations"
             )
         return found.dequantize() if isinstance(found, QuantizedWeight) else found
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """A quantized weight without rounding; None if it is dense, or can only be dequantized."""
+        """Read a weight without dequantizing it; None if it is dense, or can only be read as dense
+        numbers."""
         found = self._read(name) if name in self._weights else None
         return found if isinstance(found, QuantizedWeight) and found.group_size > 1 else None
 

@@ -1,7 +1,7 @@
 """The tensors that make up a quantized weight, format by format.
 
-A weight is checked as far as headers allow when it is found, and becomes a `QuantizedWeight`, or
-dense numbers, when it is read. Codes of 4 bits are packed into 32-bit words, the first in the
+A weight is checked against file headers when it is found, and converted to a `QuantizedWeight`, or
+to a dense tensor, when it is read. Codes of 4 bits are packed into 32-bit words, the first in the
 lowest bits.
 """
 
@@ -21,21 +21,21 @@ from worker_service.errors import BadCheckpoint, UnsupportedModel
 
 Shape = list[int]
 Types = tuple[str, ...]
-"""Of a stored tensor's numbers, as safetensors names them: any of these."""
+"""The dtypes that a stored tensor may have, as safetensors names them."""
 
 Read = Callable[[str], Any]
-"""Reads a part of a weight, in its expected shape; None if it is not there."""
+"""Reads one of a weight's tensors, by suffix, in its expected shape; None if it is missing."""
 
 FLOATS = ("F16", "BF16", "F32")
 _INTEGERS = ("I32", "I64")
 
 FACTS = (".weight_shape", ".bitsandbytes__nf4")
-"""How names of small tensors end that must be read before shapes can be checked."""
+"""Suffixes of small tensors that must be read before shapes can be checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file, as its header describes it."""
+    """A tensor as described by the header of its file."""
 
     name: str
     file: Path
@@ -43,7 +43,7 @@ class StoredTensor:
     type: str
 
     fact: Tensor | None = None
-    """What it holds, if its name ends with one of `FACTS`."""
+    """Its content, if its name ends with one of `FACTS`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,28 +53,36 @@ class Scheme:
     format: "type[StoredWeight]"
     bits: int = 8
     block: tuple[int, int] = (1, -1)
-    """Outputs and inputs that share a scale; -1: all."""
+    """Numbers of output and input features that share a scale; -1: all."""
 
     more: tuple[str, ...] = ()
-    """Suffixes of further tensors that must be there."""
+    """Suffixes of tensors that are required in addition to those of the format."""
 
     activations: Int8Activations | None = None
-    """How inputs are rounded; their scale, if it is not that of each row, is a tensor."""
+    """How inputs are quantized; a static scale is stored as a tensor."""
 
 
 class StoredWeight(ABC):
-    """The tensors of one quantized weight."""
+    """The tensors of one quantized weight.
+
+    A tensor is named by its suffix: its name without the module's name and a dot.
+    """
 
     codes: ClassVar[str]
-    """What follows the module's name in the name of the tensor that holds the codes."""
+    """The suffix of the tensor that holds the codes."""
 
     required: ClassVar[Mapping[str, Types]]
-    """All tensors that must be there, likewise."""
+    """The dtypes of the required tensors, by suffix."""
 
     optional: ClassVar[Mapping[str, Types]] = {}
+    """The dtypes of the optional tensors, by suffix."""
 
     def __init__(self, module: str, scheme: Scheme, stored: Mapping[str, StoredTensor]) -> None:
-        """stored: by name. Raises BadCheckpoint or UnsupportedModel if its parts do not fit."""
+        """module: its name; stored: all tensors of the checkpoint, by name.
+
+        Raises BadCheckpoint or UnsupportedModel if tensors are missing or have other shapes or
+        dtypes than the scheme requires.
+        """
         self.name = f"{module}.weight"
         self.scheme = scheme
         self.file = stored[f"{module}.{self.codes}"].file
@@ -86,7 +94,7 @@ class StoredWeight(ABC):
             raise self._fault(f"{self.name} is quantized; missing tensors: {', '.join(missing)}")
         self.parts = {suffix: part for suffix, part in found.items() if part is not None}
         self.shapes = self._shapes()
-        """Of the parts, up to dimensions of size 1."""
+        """Expected shapes of the parts; dimensions of size 1 are not compared."""
         self.shape = self.shapes.pop("weight.dense")
         """[out_features, in_features]"""
         for suffix, part in self.parts.items():
@@ -102,7 +110,10 @@ class StoredWeight(ABC):
 
     @abstractmethod
     def read(self, read: Read) -> QuantizedWeight | Tensor:
-        """The weight, or float32 numbers if it cannot be expressed otherwise."""
+        """Read the weight; in float32 if it cannot be expressed as a `QuantizedWeight`.
+
+        Raises BadCheckpoint if its numbers are invalid.
+        """
 
     def _fault(self, message: str) -> BadCheckpoint:
         return BadCheckpoint(f"{self.file}: {message}")
@@ -118,13 +129,13 @@ class StoredWeight(ABC):
         size = in_features if self.scheme.block[1] == -1 else self.scheme.block[1]
         if in_features % size:
             raise UnsupportedModel(
-                f"{self.file}: {self.name} has {in_features} inputs, which are not whole groups of"
-                f" {size}"
+                f"{self.file}: {self.name}: expected a multiple of the group size {size} as input"
+                f" features, got {in_features}"
             )
         return in_features // size
 
     def _scales(self, read: Read, suffix: str) -> Tensor:
-        """In float32. Raises BadCheckpoint if one is infinite or not a number."""
+        """Read scales in float32. Raises BadCheckpoint if one is infinite or NaN."""
         scales: Tensor = read(suffix).float()
         is_finite = scales.isfinite()
         if not is_finite.all():
@@ -138,21 +149,26 @@ def _significant(shape: Shape) -> Shape:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Codes of 4 or 8 bits, the first in the lowest: uint8 [rows, num_words * 32 / bits]"""
+    """Unpack codes of 4 or 8 bits, of which the first is in a word's lowest bits.
+
+    words: [rows, num_words], of 32 bits or of bytes. Returns uint8 [rows, num_bytes * 8 / bits].
+    """
     packed = words.contiguous().view(torch.uint8)
     return packed if bits == 8 else torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
 
 
 class _Integers(StoredWeight):
-    """Whole numbers with scales and zero points."""
+    """Integer codes with scales and zero points."""
 
     def _weight(
         self, codes: Tensor, scales: Tensor, zeros: Tensor | None, group_of: Tensor | None = None
     ) -> QuantizedWeight:
-        """codes: uint8 [out, in]; scales, zeros: [out, groups]; no zeros: the middle code.
+        """Assemble a weight.
 
-        group_of: the group of each input. If they are not consecutive, columns are sorted by group;
-        if groups differ in size, each input becomes one.
+        codes: uint8 [out_features, in_features]; scales, zeros: [out_features, groups]; zeros may
+        be None if all are the middle code; group_of: the group of each input feature, or None if
+        groups are consecutive. If they are not, columns are sorted by group; if groups differ in
+        size, each input feature becomes a group of its own.
         """
         order = None
         middle = 1 << (self.scheme.bits - 1)
@@ -184,7 +200,7 @@ class _Integers(StoredWeight):
 
 
 class Awq(_Integers):
-    """Packed along the outputs, eight of them in an order of its own."""
+    """AWQ: codes are packed along the output features, in an interleaved order within a word."""
 
     codes = "qweight"
     required: ClassVar = {"qweight": ("I32",), "scales": FLOATS, "qzeros": ("I32",)}
@@ -210,7 +226,7 @@ class Awq(_Integers):
 
 
 class GptqV2(_Integers):
-    """Packed along the inputs, zero points along the outputs."""
+    """GPTQ: codes are packed along the input features, zero points along the output features."""
 
     codes = "qweight"
     required: ClassVar = {"qweight": ("I32",), "scales": FLOATS, "qzeros": ("I32",)}
@@ -221,8 +237,8 @@ class GptqV2(_Integers):
         in_features, words = rows * 32 // self.scheme.bits, out_features * self.scheme.bits / 32
         if words != int(words):
             raise UnsupportedModel(
-                f"{self.file}: {self.name} has {out_features} outputs, whose zero points do not"
-                " fill whole words of 32 bits"
+                f"{self.file}: {self.name}: expected a multiple of {32 // self.scheme.bits} as"
+                f" output features, whose zero points fill whole 32-bit words, got {out_features}"
             )
         groups = self._num_groups(in_features)
         return {
@@ -244,14 +260,15 @@ class GptqV2(_Integers):
 
 
 class Gptq(GptqV2):
-    """The first format: one is subtracted from all zero points of a stored word at once."""
+    """The first GPTQ format, which stores each zero point minus one. The subtraction was done on
+    whole words, so it is undone on whole words."""
 
     def _zero_words(self, words: Tensor) -> Tensor:
         return words + (0x11111111 if self.scheme.bits == 4 else 0x01010101)
 
 
 class _Compressed(_Integers):
-    """Whole numbers of compressed-tensors: codes and zero points are stored less the middle."""
+    """Integer formats of compressed-tensors: codes and zero points are stored minus the middle."""
 
     def _scale_shape(self, out_features: int, in_features: int) -> Shape:
         rows = 1 if self.scheme.block[0] == -1 else out_features
@@ -268,7 +285,8 @@ class _Compressed(_Integers):
 
 
 class Packed(_Compressed):
-    """Packed along the inputs, zero points along the outputs; the last words may not be full."""
+    """`pack-quantized`: codes are packed along the input features, zero points along the output
+    features; the last word of each may be partly used."""
 
     codes = "weight_packed"
     required: ClassVar = {
@@ -307,7 +325,7 @@ class Packed(_Compressed):
 
 
 class Int8(_Compressed):
-    """Bytes, to be multiplied by bytes, perhaps."""
+    """`int-quantized`: weights are bytes, and activations may be quantized to bytes (W8A8)."""
 
     codes = "weight"
     required: ClassVar = {"weight": ("I8",), "weight_scale": FLOATS}
@@ -345,13 +363,13 @@ class Int8(_Compressed):
 
 
 _FP8_NAN = 0x7F
-"""The one magnitude of float8_e4m3fn that is not a number."""
+"""The bits of NaN in float8_e4m3fn, without the sign."""
 
 
 class Fp8(StoredWeight):
-    """Floats of 8 bits, with scales of blocks, groups, outputs or the whole tensor.
+    """float8_e4m3fn with scales per block, group, output feature or tensor.
 
-    Scales of activations are not used: activations stay as they are, which is more precise.
+    Scales of activations are ignored: activations are not quantized, which is more precise.
     """
 
     codes = "weight"
@@ -367,7 +385,7 @@ class Fp8(StoredWeight):
         shape = list(self._matrix())
         found = [name for name in ("weight_scale", "weight_scale_inv") if name in self.parts]
         if len(found) != 1:
-            raise self._fault(f"{self.name} is quantized; expected it to have one *.weight_scale")
+            raise self._fault(f"{self.name} is quantized: expected one *.weight_scale tensor")
         self._scale = found[0]
         is_single = _significant(self.parts[self._scale].shape) == []
         rows, columns = (-1, -1) if is_single else self.scheme.block
@@ -385,18 +403,18 @@ class Fp8(StoredWeight):
 
     def read(self, read: Read) -> QuantizedWeight:
         (out_features, in_features), (rows, columns) = self.shape, self._block
-        size = gcd(columns, in_features)  # the last block may not be full
+        size = gcd(columns, in_features)  # the last block may be smaller
         scales = self._scales(read, self._scale).repeat_interleave(rows, 0)[:out_features]
         scales = scales.repeat_interleave(columns // size, 1)[:, : in_features // size]
         codes = read("weight").view(torch.uint8)
         if (codes & _FP8_NAN == _FP8_NAN).any():
-            raise self._fault(f"{self.name}: expected numbers only, got NaN")
+            raise self._fault(f"{self.name}: expected finite numbers, got NaN")
         return QuantizedWeight(codes=codes, scales=scales.contiguous(), is_float=True)
 
 
 class Nf4(StoredWeight):
-    """Codes of numbers in a table, two in a byte, the first in the upper bits; scales of blocks of
-    consecutive numbers, which may be codes themselves."""
+    """NF4 of bitsandbytes: 4-bit indices into a table, the first of two in the upper half of a
+    byte; a scale for each block of consecutive numbers, which may be quantized itself (nested)."""
 
     codes = "weight"
     _STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -420,9 +438,15 @@ class Nf4(StoredWeight):
             raise self._fault(f"{part.name} cannot be read: {error!r}") from error
         sizes = (*shape, self._block, nested_block)
         if len(shape) != 2 or min(sizes) < 1 or not isfinite(self._offset):
-            raise self._fault(f"{part.name}: expected two sizes, and blocks, that are positive")
+            raise self._fault(
+                f"{part.name}: expected a shape of two positive sizes, positive block sizes and a"
+                " finite nested_offset"
+            )
         if self._is_nested and not self.optional.keys() <= self.parts.keys():
-            raise self._fault(f"{self.name} has scales that are codes; missing *.nested_absmax")
+            raise self._fault(
+                f"{self.name} has quantized scales; missing tensors: weight.nested_absmax or"
+                " weight.nested_quant_map"
+            )
         count = shape[0] * shape[1]
         self._block = min(self._block, count)
         num_blocks = -(-count // self._block)

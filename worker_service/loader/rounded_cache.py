@@ -1,9 +1,10 @@
-"""`--quantization-cache`: rounded weights on disk, so that a later start need not round them again.
+"""`--quantization-cache`: keeps quantized weights on disk, so that later starts reuse them.
 
-A file holds all weights of a checkpoint that are rounded, and is read as a file of a quantized
-checkpoint; everything else comes from the checkpoint itself. Its name is a key, of all that the
-rounded numbers depend on, and a digest of its content: a file is written under another name, and
-renamed, so that readers never see a part of it, and several workers may write it at once.
+A cache file holds all weights of a checkpoint that `--quantization` rounds, and is read like a file
+of a quantized checkpoint; all other tensors come from the checkpoint itself. Its name consists of a
+key, which hashes everything that the rounded numbers depend on, and of a digest of its content. It
+is written under a temporary name and then renamed, so that readers never see an incomplete file and
+several workers may write it at the same time.
 """
 
 import hashlib
@@ -33,15 +34,16 @@ from worker_service.models.linear import round_weight
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-"""Incremented when other numbers, or the same in another form, are written."""
+"""Incremented when the rounded numbers or their layout in the file change."""
 
 _UNFINISHED = "-unfinished"
 _ABANDONED_AFTER_S = 24 * 3600.0
-"""Age of an unfinished file whose writer must have ended."""
+"""Age at which the writer of an unfinished file is assumed to have been killed."""
 
 
 class _Rounded(StoredWeight):
-    """Two codes of 4 bits share a byte, the first in the lower bits; scales of groups."""
+    """Codes of 8 bits, or of 4 bits with the first of two in the lower half of a byte; group
+    scales."""
 
     codes = "codes"
     required: ClassVar = {"codes": ("U8",), "scales": ("F16",)}
@@ -73,10 +75,11 @@ class _Rounded(StoredWeight):
 def with_rounded_weights(
     checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtype, folder: Path
 ) -> Checkpoint:
-    """The checkpoint with its rounded weights from the cache, which are written first if need be.
+    """Return the checkpoint with rounded weights from the cache, which is written if it is missing.
 
-    roundings: `int8` or `int4`, by tensor; dtype: that weights have before they are rounded.
-    Raises InvalidOption if the folder cannot be made.
+    roundings: `int8` or `int4`, by tensor name; dtype: to which weights are converted before they
+    are rounded; folder: of the cache files. If the cache cannot be written, a warning is logged and
+    the checkpoint is returned unchanged. Raises InvalidOption if the folder cannot be created.
     """
     dense = checkpoint.dense_names()
     roundings = {name: to for name, to in roundings.items() if name in dense}
@@ -86,7 +89,7 @@ def with_rounded_weights(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidOption(
-            f"quantization_cache: expected a folder that can be written to: {error}"
+            f"quantization_cache: expected a folder that can be created and written to: {error}"
         ) from error
     key = _key(checkpoint, roundings, dtype)
     file = _find(folder, key)
@@ -111,8 +114,8 @@ def with_rounded_weights(
 
 
 def _key(checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtype) -> str:
-    """Files are known by place, size and time: to read them all would take as long as to round
-    them."""
+    """The key of a cache file. Checkpoint files enter it by path, size and modification time:
+    hashing their content would take as long as rounding it."""
     stats = [(str(file.resolve()), file.stat()) for file in checkpoint.files]
     files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
     facts = (FORMAT_VERSION, str(dtype), files, sorted(roundings.items()))
@@ -120,7 +123,7 @@ def _key(checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtyp
 
 
 def _find(folder: Path, key: str) -> Path | None:
-    """The file of a key; damaged ones are deleted, with a warning."""
+    """The cache file of a key, if there is one; damaged files are deleted, with a warning."""
     for file in folder.glob(f"{key}-*.safetensors"):
         if file.stem == f"{key}-{_digest(file)}":
             return file
@@ -136,7 +139,7 @@ def _write(
     roundings: Mapping[str, str],
     dtype: torch.dtype,
 ) -> Path:
-    """Round the weights and write them one after the other; returns the file."""
+    """Round the weights and write them one at a time. Returns the file."""
     _delete_abandoned(folder)
     with tempfile.TemporaryDirectory(
         dir=folder, prefix=f"{key}-", suffix=_UNFINISHED
@@ -155,7 +158,7 @@ def _write(
 
 
 def _stored(rounded: QuantizedWeight) -> dict[str, Tensor]:
-    """What is written of a weight, by the end of its name."""
+    """The tensors that are written for a weight, by the suffix of their name."""
     codes = rounded.codes
     if rounded.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
@@ -166,7 +169,8 @@ def _stored(rounded: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _header(checkpoint: Checkpoint, roundings: Mapping[str, str]) -> bytes:
-    """What a file begins with: safetensors' own writer would need all tensors at once."""
+    """The header of a cache file. It is written here because safetensors' own writer needs all
+    tensors in memory."""
     entries, offset = {}, 0
     with ExitStack() as files:
         tensors = checkpoint.tensors(files)
@@ -187,7 +191,7 @@ def _header(checkpoint: Checkpoint, roundings: Mapping[str, str]) -> bytes:
 
 
 def _delete_abandoned(folder: Path) -> None:
-    """Delete what workers that were killed have left of files that they wrote."""
+    """Delete the unfinished files of workers that were killed."""
     for left in folder.glob(f"*{_UNFINISHED}"):
         with suppress(OSError):  # another worker may delete it at the same time
             if time.time() - left.stat().st_mtime > _ABANDONED_AFTER_S:

@@ -1,4 +1,4 @@
-"""A first run of a loaded model, which checks its results and not only that it runs."""
+"""A trial run of a loaded model, which checks its results and not only that it runs."""
 
 import logging
 from dataclasses import dataclass
@@ -23,14 +23,16 @@ given positions exceeds it by far."""
 
 @torch.inference_mode()
 def try_model(model: Model, device: torch.device, block_size: int) -> bool:
-    """Whether a row's logits are bitwise the same in any batch, however its tokens are computed.
+    """Return whether the logits of a row are bitwise independent of batch and chunking.
 
-    Runs one sequence in a batch with another, and again alone: in two chunks, its last token as
-    a decode. This also warms up threads and kernels. Hidden states are compared at all positions,
-    logits only around the cuts: those of a large vocabulary take much memory.
+    One sequence is computed as a single prefill in a batch with another sequence, and again alone,
+    as two prefill chunks and one decode. This also warms up threads and kernels. Hidden states are
+    compared at all positions, logits only at both sides of each cut, because the logits of a large
+    vocabulary take much memory. block_size: tokens per KV block.
 
-    Raises UnsupportedModel if the two differ by more than rounding: then the model ignores the
-    positions, or a row sees other sequences.
+    Returns False, with a warning in the log, if a logit is NaN or infinite. Raises UnsupportedModel
+    if the two computations differ by more than rounding: then the model ignores the positions that
+    it is given, or a row attends to other sequences.
     """
     length = min(_LENGTH, model.max_model_len)
     trial = _Trial(model, device, block_size, [length, min(_OTHER_LENGTH, model.max_model_len)])
@@ -45,16 +47,16 @@ def try_model(model: Model, device: torch.device, block_size: int) -> bool:
     logits_alone = torch.cat([model.compute_logits(alone[row : row + 1]) for row in rows])
     if not bool(logits.isfinite().all()):
         logger.warning(
-            "logits of a trial are NaN or infinite, as if the weights were, or too large for their"
-            " type architecture=%s",
+            "logits of the trial run are NaN or infinite: weights may be, or may exceed the range"
+            " of the dtype architecture=%s",
             model.architecture,
         )
         return False
     errors = (logits_alone - logits).norm(dim=1) / logits.norm(dim=1).clamp(min=1e-9)
     if bool(errors.median() > _TOLERANCE):
         raise UnsupportedModel(
-            f"{model.architecture} cannot be served: it computes a sequence in pieces differently"
-            " than as a whole"
+            f"{model.architecture} cannot be served: a sequence computed in chunks has other"
+            " logits than the same sequence computed at once"
         )
     return torch.equal(alone, together) and torch.equal(logits_alone, logits)
 
@@ -67,7 +69,7 @@ class _Part:
 
 
 class _Trial:
-    """Sequences of arbitrary tokens over a small cache."""
+    """Sequences of random tokens over a small KV cache."""
 
     def __init__(
         self, model: Model, device: torch.device, block_size: int, lengths: list[int]
@@ -86,7 +88,7 @@ class _Trial:
         ]
 
     def run(self, parts: list[_Part]) -> Tensor:
-        """Hidden states of all rows of a batch: [num_tokens, hidden_size]."""
+        """Compute a batch of parts. Returns hidden states [num_tokens, hidden_size]."""
         size = self._block_size
         positions = [torch.arange(part.start, part.end) for part in parts]
         tables = [self._block_table(part.sequence) for part in parts]

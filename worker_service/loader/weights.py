@@ -1,15 +1,15 @@
-"""Reading weights from safetensors or GGUF only: a pickle may run any code.
+"""Reading weights from safetensors and GGUF files. Pickles are refused: they may run any code.
 
-Quantized tensors are read under the names of dense ones: all that follows sees dense names only.
+Quantized tensors are read under the names of their dense weights, so that all other code sees dense
+names only.
 
 A linear layer is packed as soon as its weight is complete, and its original is freed while it is
-packed. The largest layers come first, so that what is in memory besides the packed weights is there
-when these are few: the peak is hardly more than the packed model.
+packed. The largest layers come first, so that the temporary memory of packing is needed while few
+packed weights exist: the peak is hardly more than the packed model.
 
-Scales of an fp8 KV cache: quantization tools measure per layer how large keys and values get and
-store one number for each, `self_attn.k_scale` and `self_attn.v_scale`, or the same below `k_proj`
-and `v_proj`. Without them the scale is 1, which suits models whose keys and values stay well below
-448.
+Scales of an fp8 KV cache: quantization tools measure the range of keys and values per layer and
+store one scale for each, `self_attn.k_scale` and `self_attn.v_scale`, or the same below `k_proj`
+and `v_proj`. The default is 1, which suits models whose keys and values stay well below 448.
 """
 
 import logging
@@ -54,13 +54,13 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _MAX_NAMES = 8
-"""Tensors named in an error message at most."""
+"""Maximum number of tensors named in an error message."""
 
 _MAX_MAPPED_BYTES = 8 << 20
-"""Read of a file before it is closed and opened again."""
+"""Bytes read from a file before it is closed and opened again."""
 
 Wanted = tuple[Path, str, WeightTarget]
-"""A tensor's file and its name there, and where it goes."""
+"""The file of a tensor, its name in the file, and the target that it fills."""
 
 OnFilled = Callable[[WeightTarget], None]
 
@@ -75,27 +75,27 @@ class Checkpoint:
 
     files: tuple[Path, ...]
     file_of: Mapping[str, Path]
-    """By tensor name; of a quantized weight, the name of the dense one."""
+    """By tensor name; a quantized weight has the name of its dense weight."""
 
     quantized: Mapping[str, StoredWeight] = field(default_factory=dict)
 
     @contextmanager
     def open(self, file: Path) -> Iterator[Any]:
-        """A file's tensors, as `safe_open` gives them. Raises BadCheckpoint, naming the file, if it
-        is damaged."""
+        """Open a file; the result has the methods of `safe_open`. Raises BadCheckpoint, naming the
+        file, if it is damaged."""
         with _open(file) as tensors:
             if any(weight.file == file for weight in self.quantized.values()):
                 tensors = QuantizedTensors(file, tensors, self.quantized, _open)
             yield tensors
 
     def dense_names(self) -> set[str]:
-        """Names of the tensors that are not in fewer bits."""
+        """Names of the tensors that are not quantized."""
         with ExitStack() as files:
             tensors = self.tensors(files)
             return {n for n, each in tensors.items() if not getattr(each, "is_quantized", False)}
 
     def is_empty_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of zeros, which tools of GPTQ add to layers without one."""
+        """Whether a tensor is an all-zero bias, which GPTQ tools add to layers without a bias."""
         module, _, kind = name.rpartition(".")
         if kind != "bias" or f"{module}.weight" not in self.quantized:
             return False
@@ -103,16 +103,17 @@ class Checkpoint:
             return not tensors.get_tensor(name).any()
 
     def tensors(self, files: ExitStack) -> dict[str, Any]:
-        """All tensors, each read once it is indexed, while the opened files are not closed."""
+        """Slices of all tensors by name. A slice is read when it is indexed, which is possible
+        until `files` is closed."""
         opened = {file: files.enter_context(self.open(file)) for file in self.files}
         return {name: opened[file].get_slice(name) for name, file in self.file_of.items()}
 
     @contextmanager
     def reader(self) -> Iterator[Callable[[str], Tensor | QuantizedWeight]]:
-        """Reads tensors by name, those in fewer bits as they are.
+        """A function that reads a tensor by name, without dequantizing it.
 
-        Pages read from a mapped file count as this process's memory until it is closed, so it is
-        opened again after a number of bytes.
+        Pages read from a mapped file count as memory of this process until the file is closed, so
+        it is opened again after `_MAX_MAPPED_BYTES`.
         """
         with ExitStack() as files:
             opened: dict[Path, Any] = {}
@@ -140,9 +141,10 @@ def _read_quantized(tensors: Any, name: str) -> QuantizedWeight | None:
 
 
 def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
-    """Find the weight files and read their headers; every file is checked to be whole.
+    """Find the weight files and read their headers, which shows whether a file is truncated.
 
-    schemes: how weights are quantized, if they are.
+    schemes: how weights are quantized, if they are. Raises BadCheckpoint or UnsupportedModel,
+    naming the file.
     """
     files = list(split_files(model_dir)) if is_gguf(model_dir) else _weight_files(model_dir)
     file_of: dict[str, Path] = {}
@@ -151,7 +153,7 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
         with _open(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 if name in file_of:
-                    raise BadCheckpoint(f"{file}: {name} is in {file_of[name].name}, too")
+                    raise BadCheckpoint(f"{file}: {name} is also in {file_of[name].name}")
                 file_of[name] = file
             if schemes:
                 stored.update((tensor.name, tensor) for tensor in describe(file, tensors))
@@ -179,7 +181,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
     pickles = [file.name for pattern in _PICKLES for file in model_dir.glob(pattern)]
     if pickles:
         raise BadCheckpoint(
-            f"{model_dir} holds pickled weights only ({_listed(sorted(pickles))}); they are"
+            f"{model_dir} holds only pickled weights ({_listed(sorted(pickles))}), which are"
             " refused because loading them may run any code: convert them to safetensors"
         )
     raise BadCheckpoint(f"{model_dir} holds no *.safetensors file")
@@ -187,7 +189,7 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """As `Checkpoint.open`, with the tensors as they are stored."""
+    """As `Checkpoint.open`, but with tensors under their stored names."""
     if is_gguf(file):
         yield gguf_tensors(file)
         return
@@ -206,11 +208,14 @@ def load_weights(
     on_filled: OnFilled = _nothing,
     show_progress: bool | None,
 ) -> int:
-    """Fill the model's targets from the checkpoint; returns the bytes read.
+    """Fill the model's targets from the checkpoint. Returns the number of bytes read.
 
-    Of a tensor that several ranks share, only this rank's part is read. Missing, unexpected and
-    misshapen tensors are all named in one error before anything is read. others: canonical names
-    of tensors that belong to other ranks. on_filled: called with each target once it is filled.
+    Of a tensor that is sharded over several ranks, only this rank's shard is read. others:
+    canonical names of tensors that belong to other ranks; on_filled: called with each target once
+    it is filled; show_progress: None shows a progress bar if stderr is a terminal.
+
+    Raises BadCheckpoint before anything is read, naming all missing and unexpected tensors, or all
+    tensors of unexpected shapes.
     """
     targets: dict[str, list[WeightTarget]] = {}
     for weight in model.weight_targets():
@@ -244,7 +249,7 @@ def load_weights(
 
 
 def _num_layer_bytes(weight: WeightTarget) -> int:
-    """Of all targets that are packed together."""
+    """Bytes of all targets that are packed together: they are views of one tensor."""
     return weight.target.untyped_storage().nbytes()
 
 
@@ -255,10 +260,9 @@ def _fill_some(
     advance: Callable[[int], None],
     model: LoadableModule,
 ) -> int:
-    """Fill the next targets whose tensors are in the same file; returns the bytes read.
+    """Fill the next targets whose tensors are in the same file. Returns the number of bytes read.
 
-    Pages read from a mapped file count as this process's memory until it is closed, so this stops
-    after a number of bytes.
+    Stops after `_MAX_MAPPED_BYTES`; see `Checkpoint.reader`.
     """
     num_read = 0
     file = wanted[0][0]
@@ -281,13 +285,16 @@ def _fill_some(
 
 
 def _is_mapped(tensors: Any, name: str) -> bool:
-    """Whether a slice of a dense tensor reads no more than that."""
+    """Whether indexing the tensor's slice reads only the indexed part: it is not dequantized."""
     return not hasattr(tensors.get_slice(name), "is_quantized")
 
 
 def _fill_by_rows(checkpoint: Checkpoint, file: Path, name: str, weight: WeightTarget) -> int:
-    """As `_fill`, for a dense tensor that is large: some rows at a time, so that little of it is
-    mapped. If it is to be rounded, the rows are, so that it never takes up memory as a whole."""
+    """As `_fill`, for a large dense tensor: some rows at a time, so that little of it is mapped.
+
+    If `--quantization` applies, each slice is quantized when it is read, so that the whole dense
+    tensor is never in memory.
+    """
     target = weight.target
     parts = _read_by_rows(checkpoint, file, name, weight)
     if weight.rounding is None or weight.keep is None:
@@ -302,7 +309,7 @@ def _fill_by_rows(checkpoint: Checkpoint, file: Path, name: str, weight: WeightT
 def _read_by_rows(
     checkpoint: Checkpoint, file: Path, name: str, weight: WeightTarget
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The numbers of rows of the target, one slice after the other."""
+    """Yield slices of the target's rows, and the tensor's content for each."""
     num_rows = weight.target.shape[0]
     step = max(1, _MAX_MAPPED_BYTES * num_rows // weight.target.nbytes)
     shard = weight.shard or Shard.whole(weight.source_shape[weight.axis])
@@ -318,7 +325,7 @@ def _read_by_rows(
 
 
 def _fill(tensors: Any, name: str, weight: WeightTarget, model: LoadableModule) -> int:
-    """Returns the bytes of what was read."""
+    """Fill one target. Returns the number of bytes read."""
     if weight.keep is not None:
         quantized = _read_quantized(tensors, name)
         if quantized is not None:
@@ -373,10 +380,11 @@ def _check_shapes(checkpoint: Checkpoint, wanted: Iterable[Wanted]) -> None:
 
 
 def fill_dummy_weights(targets: Iterator[WeightTarget], on_filled: OnFilled = _nothing) -> None:
-    """Small random numbers, the same each time: weights for benchmarks.
+    """Fill targets with small random numbers, the same in every run: weights for benchmarks.
 
-    A tensor's numbers depend on its name, so that ranks fill in parts of the same. Biases are 0 and
-    other vectors, which are norms' weights, are 1. on_filled: called with each target.
+    A tensor's numbers depend only on its name, so that the shards of all ranks belong to the same
+    tensor. Biases are 0, and all other vectors, which are weights of norms, are 1. on_filled:
+    called with each target.
     """
     generator = torch.Generator()
     for weight in targets:
@@ -390,13 +398,13 @@ def fill_dummy_weights(targets: Iterator[WeightTarget], on_filled: OnFilled = _n
 
 
 def _listed(names: list[str]) -> str:
-    """The first few, and how many more there are."""
+    """The first `_MAX_NAMES` names, and the number of the others."""
     rest = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def load_kv_scales(model: NativeModel, checkpoint: Checkpoint) -> None:
-    """Set each layer's scales. Raises BadCheckpoint for one that is not a positive number."""
+    """Set the KV scales of each layer. Raises BadCheckpoint if one is not a positive number."""
     sources = {model.canonical_name(name): name for name in checkpoint.file_of}
     num_found = num_layers = 0
     for name, attention in model.kv_scale_holders():
@@ -423,18 +431,19 @@ def _read_scale(checkpoint: Checkpoint, name: str) -> float:
 
 
 class EagerPacking:
-    """Packs linear layers while weights are loaded; called with each target once it is filled."""
+    """Packs linear layers while weights are loaded. To be called with each target once it is
+    filled."""
 
     def __init__(self, model: LoadableModule) -> None:
         self._num_missing = Counter(_memory_of(weight.target) for weight in model.weight_targets())
         self._linears: dict[int, list[Linear]] = defaultdict(list)
-        """By the memory of their weights, which a tied head shares with the embedding."""
+        """By the address of the weight's memory, which a tied head shares with the embedding."""
         for module in model.modules():
             if isinstance(module, Linear) and module.weight is not None:
                 self._linears[_memory_of(module.weight)].append(module)
 
     def __call__(self, weight: WeightTarget) -> None:
-        """Pack the layers whose weight is complete with this target."""
+        """Pack the layers whose weight this target has completed."""
         memory = _memory_of(weight.target)
         self._num_missing[memory] -= 1
         if self._num_missing[memory] == 0:
@@ -443,5 +452,5 @@ class EagerPacking:
 
 
 def _memory_of(tensor: Tensor) -> int:
-    """The same for all views of one piece of memory."""
+    """The address of the tensor's storage, which is the same for all views of it."""
     return tensor.untyped_storage().data_ptr()

@@ -139,7 +139,7 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             "qwen3",
             lambda w: w.add_float32("tokenizer.ggml.eos_token_id", 1.5),
             BadCheckpoint,
-            r"tokenizer\.ggml\.eos_token_id: expected a token's number, got 1\.5",
+            r"tokenizer\.ggml\.eos_token_id: expected a token id, got 1\.5",
         ),
         (
             "qwen3",
@@ -212,7 +212,7 @@ def test_positions_of_gemma_3_are_scaled_in_full_attention_only(tmp_path: Path) 
             "qwen3_moe",
             lambda w: w.add_tensor("blk.7.ffn_up_exps.weight", np.ones((4, 4), np.float32)),
             BadCheckpoint,
-            r"experts\.\*\.up_proj\.weight: expected 3 dimensions, the first for experts",
+            r"experts\.\*\.up_proj\.weight: expected 3 dimensions, the first of experts",
         ),
     ],
 )
@@ -341,7 +341,7 @@ HUGE = 1 << 63
         (_header(tensors=1, rest=_tensor(0, offset=HUGE)), "w needs 128 bytes"),
         (_header(tensors=1, rest=_tensor(0, offset=3) + bytes(999)), "w: offset 3"),
         (_header(tensors=1, rest=_tensor(0, dims=1 << 31)), "w: expected 1 to 4 dimensions"),
-        (_header(tensors=2, rest=2 * _tensor(0) + bytes(999)), "w is there twice"),
+        (_header(tensors=2, rest=2 * _tensor(0) + bytes(999)), "w occurs twice"),
     ],
 )
 def test_hostile_headers_are_refused(content: bytes, message: str, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_an_fp8_cache_goes_through_transformers_too() -> None:
 def test_on_a_cpu_fp8_is_refused(backend: str | None) -> None:
     with pytest.raises(
         InvalidOption,
-        match=r"kv_cache_dtype: fp8 is for GPUs.*expected auto or int8.*--attention-backend",
+        match=r"kv_cache_dtype: expected auto or int8 on a CPU, got fp8.*--attention-backend",
     ):
         _load(checkpoint("llama"), backend=backend, kv_cache_dtype="fp8")
 
@@ -71,7 +71,7 @@ def test_on_a_cpu_fp8_is_refused(backend: str | None) -> None:
 @pytest.mark.parametrize("backend", [None, "triton", "reference"])
 def test_on_a_gpu_int8_is_refused(backend: str | None) -> None:
     with pytest.raises(
-        InvalidOption, match="kv_cache_dtype: int8 is for CPUs; on a GPU expected auto or fp8"
+        InvalidOption, match="kv_cache_dtype: expected auto or fp8 on a GPU, got int8"
     ):
         require_cache_dtype("int8", torch.device("cuda"), backend)
     require_cache_dtype("fp8", torch.device("cuda"), backend)

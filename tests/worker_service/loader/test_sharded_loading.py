@@ -152,6 +152,6 @@ def test_a_model_that_runs_through_transformers_is_refused() -> None:
     layout = Layout(tensor_parallel_size=2)
     config = ModelConfig(model=str(checkpoint("gemma")), device="cpu", layout=layout)
     with pytest.raises(
-        InvalidOption, match="tensor_parallel_size: GemmaForCausalLM runs on one rank only, got 2"
+        InvalidOption, match="tensor_parallel_size: expected 1 for GemmaForCausalLM, got 2"
     ):
         load_model(config)

@@ -188,7 +188,7 @@ class _Misplaced:
 
 
 def test_a_model_that_ignores_positions_is_refused() -> None:
-    with pytest.raises(UnsupportedModel, match="computes a sequence in pieces differently"):
+    with pytest.raises(UnsupportedModel, match="a sequence computed in chunks has other logits"):
         try_model(_Misplaced(), torch.device("cpu"), 16)
 
 

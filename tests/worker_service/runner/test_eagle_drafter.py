@@ -351,17 +351,17 @@ def change_tensors(**changed: Tensor | None) -> Callable[[Path], None]:
         (change_config(num_attention_heads=8), BadCheckpoint, "q_proj.weight is"),
         (change_tensors(fc_weight=None), BadCheckpoint, "missing tensors: fc.weight"),
         (change_tensors(lm_head_weight=None), BadCheckpoint, "lm_head.weight is missing"),
-        (change_tensors(d2t=None), BadCheckpoint, "d2t is missing, which 120 of 300 tokens need"),
+        (change_tensors(d2t=None), BadCheckpoint, "d2t is missing, but the head drafts only 120"),
         (change_tensors(d2t=torch.zeros(7)), BadCheckpoint, "d2t: expected 120 numbers"),
         (
             change_tensors(d2t=torch.full((120,), 200)),
             BadCheckpoint,
-            "d2t: expected 120 different tokens below 300",
+            "d2t: expected 120 distinct tokens below 300",
         ),
         (
             change_tensors(t2d=torch.ones(300, dtype=torch.bool)),
             BadCheckpoint,
-            "t2d: expected true for the tokens of d2t",
+            "t2d: expected true exactly for the tokens of d2t",
         ),
     ],
 )
