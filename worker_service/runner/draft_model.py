@@ -1,13 +1,14 @@
-"""Drafts of a second, smaller model with the same vocabulary.
+"""Drafts from a draft model: a smaller model with the same vocabulary.
 
-It has a KV cache of its own with as many blocks of as many tokens, so a sequence's block table
-serves both. Its KV moves with no operation of a plan: `_num_computed` says how many first tokens of
-a sequence it has computed in the sequence's present blocks, and the rest is computed before the
-next draft. So what is not known to be there is recomputed: for a new sequence, a fork, one that was
-swapped, and a block that was copied. Wrong KV would cost right drafts and never change a token.
+The draft model has a KV cache of its own with the same number and size of blocks, so that the
+target's block tables are valid for it. The cache operations of a plan are not repeated in it.
+Instead, `_num_computed` counts the first tokens of a sequence whose draft KV is in the sequence's
+current blocks; the KV of all others is computed before the next draft: for a new sequence, a fork,
+a sequence that was swapped, and a block that was copied. Wrong KV would make drafts worse, but
+never change a sampled token.
 
-Drafts are sampled like tokens, with the same parameters and random numbers: the nearer the two
-models are, the more often they draw the same token.
+Drafts are sampled with the same parameters and random numbers as tokens: the closer the two models
+are, the more often they draw the same token.
 """
 
 from copy import copy
@@ -25,41 +26,42 @@ from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
 MAX_CATCH_UP = 512
-"""Most tokens of a sequence that are computed in one step, so that a long prompt, of which this
-model has no KV, does not hold up the batch. Until it has caught up, the sequence has no drafts."""
+"""Maximum number of tokens of a sequence that the draft model computes in one step, so that a long
+prompt does not delay the batch. A sequence has no drafts until its draft KV is complete."""
 
 _NO_ROWS = np.empty(0, np.int64)
 
 
 class DraftModel(Drafter):
-    """Drafts for all rows of a step together, one position after the other."""
+    """Drafts from a draft model, for all rows of a step together, one position after the other."""
 
     takes_time = True
 
     def __init__(self, model: Model, cache: Tensor) -> None:
-        """cache: of `model`, with the blocks of the target's cache."""
+        """cache: KV cache of `model`, with the same number and size of blocks as the target's."""
         self._max_model_len = model.max_model_len
         self._forward = HostForward(model, cache)
         self._num_computed = np.zeros(0, np.int64)
-        """By row of the table."""
+        """By row of the table: first tokens of the sequence whose draft KV is in the cache."""
 
     def forget(self, row_ids: Int64Array) -> None:
-        """Compute what gets these rows next from its first token on."""
+        """Note that the next sequences in these rows have no draft KV."""
         self._num_computed[row_ids[row_ids < len(self._num_computed)]] = 0
 
     def forget_all(self) -> None:
-        """The same with all rows."""
+        """As `forget`, for all rows."""
         self._num_computed[:] = 0
 
     def begin(self, plan: StepPlan, table: SequenceTable) -> None:
-        """KV remains in the blocks before those that are set in a block table."""
+        """Keep only the KV in blocks before the first one that changes in a block table."""
         row_ids = table.row_ids(plan.block_updates[:, 0], "block_updates")
         known = row_ids < len(self._num_computed)
         firsts = plan.block_updates[known, 1].astype(np.int64) * table.block_size
         np.minimum.at(self._num_computed, row_ids[known], firsts)
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        """Sampled as if each draft had been output. Sequences that are far behind have none yet."""
+        """Sample drafts as if each had been output. Sequences that lack KV of more than
+        `MAX_CATCH_UP` tokens have no drafts yet."""
         missing = table.num_rows - len(self._num_computed)
         self._num_computed = np.append(self._num_computed, np.zeros(missing, np.int64))
         ends = table.num_tokens[row_ids]
@@ -82,7 +84,7 @@ class DraftModel(Drafter):
             num_drafts[rows] += 1
             num_tokens[rows] = 1
             rows = rows[num_drafts[rows] < most[rows]]
-        # Whether drafts are right is not known yet: they are computed again with the token more.
+        # Drafts may be rejected, so their KV is computed again, together with the next token.
         self._num_computed[row_ids] = np.minimum(self._num_computed[row_ids], ends)
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
         return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
@@ -96,8 +98,12 @@ class DraftModel(Drafter):
         table: SequenceTable,
         own: SequenceTable,
     ) -> Int64Array:
-        """Compute the next tokens of some sequences. Returns the draft that follows, for those that
-        sample."""
+        """Compute the next tokens of some sequences, and sample a draft for some of them.
+
+        row_ids, num_tokens: [n], rows and numbers of tokens to compute; sampling: [m], indices of
+        the sequences that sample; num_drafts: [n], drafts that they have so far; own: `table` with
+        the progress of the draft model. Returns drafts, [m].
+        """
         samples = np.zeros(len(row_ids), np.bool_)
         samples[sampling] = True
         rows = StepRows(

@@ -1,4 +1,4 @@
-"""Sources of drafts: what they share, and the one that needs only a sequence's own tokens."""
+"""The interface of drafters, and the n-gram drafter, which needs only a sequence's own tokens."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -12,71 +12,75 @@ from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 
 MAX_MATCH = 5
-"""The most tokens at a sequence's end that are compared; longer matches predict hardly better."""
+"""Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""
 
 
 class Draft(NamedTuple):
-    """Guesses of the tokens that follow a sequence."""
+    """Proposed tokens that may follow a sequence."""
 
     tokens: Int32Array
     num_matched: int = 0
-    """How many tokens at the sequence's end they followed elsewhere: the more these are, the more
-    likely they are right. 0 where none are compared."""
+    """Length of the sequence's suffix that these tokens followed elsewhere: the longer it is, the
+    more likely they are right. 0 if the drafter compares none."""
 
 
 class Drafter(ABC):
-    """Guesses the tokens that follow. A bad guess costs time and changes nothing else.
+    """Proposes tokens that may follow a sequence. A wrong draft costs time, but no correctness.
 
-    It is notified of steps, and of rows of the table that become free. Those that keep no state
-    have nothing to do then.
+    A drafter is notified of steps, and of rows of the table that become free. Drafters without
+    state ignore these notifications.
     """
 
     takes_time = False
-    """Whether drafts take time, so that it is asked for only as many as will be computed. Others
-    are asked first, since where they have none there is nothing to choose."""
+    """Whether proposing is expensive. If so, the number of drafts is chosen first, and only that
+    many are requested; otherwise drafts are requested first, and some of them are chosen."""
 
     @abstractmethod
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        """At most `counts` tokens that may follow each of these sequences. What lies behind a
-        sequence's tokens in the table may be overwritten."""
+        """Propose at most `counts` tokens for each of these sequences.
+
+        The entries of the table after a sequence's last token may be overwritten.
+        """
 
     def begin(self, plan: StepPlan, table: SequenceTable) -> None:  # noqa: B027
-        """A step begins: its cache operations and its changes of the table are done."""
+        """Called when a step begins, after its cache operations and its changes to the table."""
 
     def observe(  # noqa: B027
         self, rows: StepRows, forward: ForwardPass, table: SequenceTable
     ) -> None:
-        """A step is done: its tokens are in the table. forward: its hidden states, valid until the
-        model's next pass."""
+        """Called when a step has ended and its tokens are in the table.
+
+        forward: the hidden states of the step, valid until the model's next forward pass.
+        """
 
     def forget(self, row_ids: Int64Array) -> None:  # noqa: B027
-        """The sequences with these rows have left."""
+        """Called when the sequences in these rows have been removed."""
 
     def forget_all(self) -> None:  # noqa: B027
-        """All sequences have left, and the table is replaced."""
+        """Called when all sequences have been removed and the table is replaced."""
 
 
 class SequenceDrafter(Drafter):
-    """Drafts that depend on the sequence's own tokens only."""
+    """A drafter whose drafts depend only on the sequence's own tokens."""
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        """Each sequence for itself."""
+        """Propose drafts for each sequence separately."""
         rows = zip(row_ids.tolist(), counts, strict=True)
         return [self.follow(table.token_ids[row, : table.num_tokens[row]], n) for row, n in rows]
 
     @abstractmethod
     def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
-        """At most `num_drafts` tokens that may follow `tokens`, a sequence's prompt and output."""
+        """Propose at most `num_drafts` tokens after `tokens`, the sequence's prompt and output."""
 
 
 class NgramDrafter(SequenceDrafter):
-    """Proposes what followed the sequence's last tokens where they occurred before, as many of them
-    as match somewhere (Saxena 2023, prompt lookup decoding). Of several places it takes the last
-    one that goes on with the most frequent next token."""
+    """Prompt lookup decoding (Saxena 2023): proposes the tokens that followed an earlier occurrence
+    of the sequence's suffix, the longest one that occurs. Of several occurrences it uses the latest
+    one that continues with the most frequent next token."""
 
     def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
-        """Prompt and output are searched alike. Where the continuation ends, it begins again: the
-        tokens between the two occurrences may be a loop."""
+        """Search prompt and output. A continuation that is too short is repeated: its tokens may be
+        a loop."""
         ends, num_matched = match_suffix(tokens, MAX_MATCH)
         if num_matched == 0:
             return Draft(tokens[:0])
@@ -87,7 +91,7 @@ class NgramDrafter(SequenceDrafter):
 
 
 def most_frequent(tokens: Int32Array) -> np.int32:
-    """The most frequent of some tokens, the last of equals."""
+    """Return the most frequent of some tokens, and the one that occurs last among equals."""
     last = tokens[-1]
     if (tokens == last).all():
         return last
@@ -96,8 +100,11 @@ def most_frequent(tokens: Int32Array) -> np.int32:
 
 
 def match_suffix(tokens: Int32Array, max_match: int) -> tuple[Int64Array, int]:
-    """Where the longest match of the last tokens ends before the last token, at all places, and how
-    many tokens match, at most `max_match`."""
+    """Find the earlier occurrences of the longest suffix of `tokens` that has any.
+
+    Returns the positions of their last tokens, ascending, and the length of the suffix, from 0 (no
+    occurrence) to `max_match`.
+    """
     last = len(tokens) - 1
     ends = np.flatnonzero(tokens[:last] == tokens[last])
     num_matched = 1 if len(ends) else 0

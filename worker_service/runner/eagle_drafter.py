@@ -1,14 +1,15 @@
-"""Drafts of an EAGLE-3 head (`models/eagle.py`), from hidden states of the model's own steps.
+"""Drafts from an EAGLE-3 head (`models/eagle.py`), based on hidden states of the target's steps.
 
-The head's keys and values of row t, which has token t + 1 as an input, are in the slot of position
-t, in a cache with the blocks of the target's. Each block operation is done there, too, so the
-target's block tables, prefix cache, swaps and copies serve both. A step of the target brings the
-hidden states of its tokens and the token after them, so these rows are written at its end. The last
-one is computed when drafts are asked for, as it predicts the first.
+The head's KV for row t, whose inputs are the hidden state of token t and token t + 1, is in the
+slot of position t of a cache with the same number and size of blocks as the target's. All cache
+operations are repeated there, so that the target's block tables, prefix cache, swaps and copies are
+valid for it. A step of the target yields the hidden states of its tokens and the token after them,
+so their rows are written when the step ends. The last row is computed when drafts are requested,
+because it predicts the first draft.
 
-One row can be wrong, which may cost right drafts and never changes a token: the last one of a full
-block that sequences share and continue in different ways. New choices share the block in which they
-begin, too, until each writes to it; so their last rows are written again with the next step.
+The last row of a full block can be wrong if sequences share the block and continue it differently;
+this makes drafts worse, but never changes a sampled token. New choices share their first block
+until each of them writes to it, so their last rows are written again in the next step.
 """
 
 from copy import copy
@@ -35,39 +36,42 @@ from worker_service.sampling.sampler import NO_TOKEN, sample
 
 
 class EagleDrafter(Drafter):
-    """Drafts for all rows of a step together, one position after the other."""
+    """Drafts from an EAGLE-3 head, for all rows of a step together, one position after the
+    other."""
 
     takes_time = True
 
     def __init__(self, head: EagleHead, cache: CacheEngine) -> None:
-        """cache: of `head`, with as many blocks as the target's."""
+        """cache: KV cache of `head`, with the same number of blocks as the target's."""
         self._head = head
         self._cache = cache
         self._inputs = DecodeInputs()
         self._hidden = head.hidden_like
-        """By row of the table: what stands for the last token that the target has computed."""
+        """By row of the table: the fused hidden state of the last token that the target has
+        computed."""
         self._num_computed = np.zeros(0, np.int64)
-        """By row: the tokens up to that one; 0: there is none."""
+        """By row: number of tokens up to that token; 0 if there is none."""
         self._is_provisional = np.zeros(0, np.bool_)
-        """By row: whether the head's row of that token is to be written again."""
+        """By row: whether the head's row for that token must be written again."""
         self._positions = np.zeros(0, np.int64)
-        """By row: the next one that the head computes."""
+        """By row: the next position that the head computes."""
 
     def begin(self, plan: StepPlan, table: SequenceTable) -> None:
-        """Move what the target's cache moves."""
+        """Repeat the plan's cache operations in the head's cache."""
         self._cache.execute(plan)
 
     def forget(self, row_ids: Int64Array) -> None:
-        """The next sequences with these rows have no hidden state yet."""
+        """Note that the next sequences in these rows have no hidden state yet."""
         row_ids = row_ids[row_ids < len(self._num_computed)]
         self._num_computed[row_ids], self._is_provisional[row_ids] = 0, False
 
     def forget_all(self) -> None:
-        """The same with all rows."""
+        """As `forget`, for all rows."""
         self.forget(np.arange(len(self._num_computed)))
 
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
-        """Write the rows of the tokens that were computed, and keep the last hidden states."""
+        """Write the head's KV for the tokens that the target computed in this step, and keep the
+        last hidden state of each sequence."""
         self._make_room(table.num_rows)
         computed = np.flatnonzero(rows.computes)
         row_ids, starts = rows.row_ids[computed], forward.starts[computed]
@@ -77,7 +81,7 @@ class EagleDrafter(Drafter):
         is_again = self._is_provisional[row_ids] & (self._num_computed[row_ids] == firsts)
         begins = firsts - is_again
         stops = np.minimum(ends, self._head.max_model_len)
-        # Where the core chooses the next token, any will do until it has.
+        # If the core has yet to choose the next token, any token can stand in for it.
         unknown = table.num_tokens[row_ids] == ends
         table.token_ids[row_ids[unknown], ends[unknown]] = 0
         counts = np.maximum(stops - begins, 0)
@@ -110,7 +114,7 @@ class EagleDrafter(Drafter):
         self._is_provisional[forks] = True
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        """Sampled as if each draft had been output."""
+        """Sample drafts as if each had been output."""
         self._make_room(table.num_rows)
         ends = table.num_tokens[row_ids]
         most = np.minimum(np.array(counts, np.int64), self._head.max_model_len - ends)
@@ -138,7 +142,7 @@ class EagleDrafter(Drafter):
         return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
 
     def _shifted(self, table: SequenceTable) -> SequenceTable:
-        """The same sequences with the token after each position, and the head's progress."""
+        """The table with each position's next token as its token, and the head's progress."""
         shifted = copy(table)
         shifted.token_ids = table.token_ids[:, 1:]
         shifted.num_computed_tokens = self._positions

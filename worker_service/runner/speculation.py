@@ -1,29 +1,29 @@
-"""Speculation: guessed tokens, called drafts, are computed with a row and kept while right.
+"""Speculative decoding: proposed tokens, called drafts, are verified by the model in one step.
 
-The step computes a row's last token and its drafts together, reading the weights once, and samples
-at each of these positions with the position's own random number, as if the drafts before it had
-been output. A sampled token that equals the draft in its place is what the sequence would have
-sampled there without drafts, and so is the one token after those: the context is the same, and on
-a batch-invariant model so are the logits. So a stream's tokens are bitwise those of no speculation,
-whatever the drafts are. Nothing is computed from a refused draft: its keys and values lie after
-the sequence's last computed token and are overwritten by its next row.
+A step computes a row's last token and its drafts together, reading the weights once, and samples at
+each of these positions with the position's own random number, as if the drafts before it had been
+output. Drafts are accepted up to the first one that differs from the token sampled in its place.
+The tokens sampled up to and including that position are those that the sequence would have sampled
+without drafts: the context is the same and, if the model is batch-invariant, so are the logits. A
+stream's tokens are therefore bitwise those of decoding without speculation, whatever the drafts
+are. The KV of a rejected draft lies after the sequence's last computed token, and is overwritten by
+its next row.
 
-`DraftLengths` chooses how many drafts each row computes: as many as make the step's tokens per
-microsecond largest. Two things are measured while sequences decode: how often drafts are right, and
-what one more token adds to the time of a step.
+`DraftLengths` chooses how many drafts each row computes: the numbers that maximize the expected
+tokens per microsecond of the step. Two quantities are measured while sequences decode: how often
+drafts are accepted, and the time that one more token adds to a step.
 
-Drafts that followed one token of the sequence's end elsewhere are less likely to be right than
-those that followed several, and a sequence's first draft is less likely to be right than one after
-a right one. So each of these cases has its own chance: an average over the sequence's last drafts,
-which begins with that of all sequences.
+Drafts that followed a suffix of one token elsewhere are less likely to be accepted than drafts that
+followed a longer one, and the first draft of a row is less likely to be accepted than one after an
+accepted draft. So each of these cases has its own probability of acceptance: a decaying average of
+the sequence's recent drafts, with that of all sequences as its prior.
 
-Other processes may make a step twice as long as the one before, while sixteen tokens often take
-hardly longer than one. So the cost of a token is taken from neighbouring steps with different
-numbers of tokens: the median of their differences per token, weighted by the tokens (Theil 1950,
-Sen 1968).
+Other processes may double the time of a step, while sixteen tokens often take hardly longer than
+one. So the time per token is estimated from consecutive steps with different numbers of tokens: the
+median of their time differences per token, weighted by the number of tokens (Theil 1950, Sen 1968).
 
-Old measurements lose weight, even in steps that compute no drafts, so what was not worth its time
-is tried again later.
+Old measurements lose weight, even in steps that compute no drafts, so that drafts that were not
+worth their time are tried again later.
 """
 
 from collections import defaultdict, deque
@@ -40,50 +40,51 @@ from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 
 _NUM_PAIRS = 48
-"""Pairs of neighbouring steps from which the cost of a token is taken."""
+"""Pairs of consecutive steps from which the time per token is estimated."""
 
 _NUM_STEPS = 8
-"""Last steps from which their fixed cost is taken."""
+"""Last steps from which the fixed time of a step is estimated."""
 
 _MAX_MATCHED = 5
-"""Drafts that followed more tokens than this are judged as if they had followed this many."""
+"""Drafts that followed a longer suffix than this share one probability of acceptance."""
 
 _ROW_DECAY = 0.95
-"""Weight of a sequence's drafts of one step against those of the next."""
+"""Weight of a sequence's earlier drafts relative to those of the next step."""
 
 _ROW_SKIP_DECAY = 0.97
-"""The same where the sequence computed none of the drafts that there were."""
+"""The same for a step in which the sequence computes none of its drafts."""
 
 _SHARED_DECAY, _SHARED_SKIP_DECAY = 0.995, 0.99
-"""The same for all sequences together."""
+"""The same for the drafts of all sequences."""
 
 _PRIOR_TRIALS = 8.0
-"""Drafts that every sequence is assumed to have had before, as often right as those of all."""
+"""Weight of the prior of a sequence's probability of acceptance, in drafts."""
 
 _LEAST_GAIN = 1.03
-"""Tokens per microsecond with drafts against those without, to make up for what is not known."""
+"""Minimum gain in expected tokens per microsecond for which drafts are computed, as a margin for
+errors of the estimates."""
 
 _ALIKE_STEPS, _MOST_ALIKE_STEPS = 2, 256
-"""While all steps have equally many drafts, one has none, to show what they cost: first after two
-steps, then after twice as many each time."""
+"""While all steps have the same number of tokens, some steps compute no drafts, to measure their
+cost: first after two steps, then after twice as many each time, up to the second number."""
 
 
 class _Chances(NamedTuple):
-    """Of a sequence's first draft to be right, and of one after a right one."""
+    """Probabilities that a row's first draft is accepted, and a draft after an accepted one."""
 
     first: float
     further: float
 
 
 class _Acceptance:
-    """Drafts that were compared with what was sampled, and how many of them were right."""
+    """Numbers of drafts that were verified, and of those that were accepted, with decay."""
 
     def __init__(self) -> None:
         self._first_right = self._first_trials = 0.0
         self._further_right = self._further_trials = 0.0
 
     def note(self, num_drafts: int, num_right: int) -> None:
-        """The first wrong draft is compared, those behind it are not."""
+        """Add the drafts of a step. Drafts after the first rejected one were not verified."""
         self._first_trials += 1
         if num_right > 0:
             self._first_right += 1
@@ -91,14 +92,14 @@ class _Acceptance:
             self._further_trials += min(num_right + 1, num_drafts) - 1
 
     def decay(self, factor: float) -> None:
-        """Let what was noted lose weight."""
+        """Multiply the weight of all drafts so far by `factor`."""
         self._first_right *= factor
         self._first_trials *= factor
         self._further_right *= factor
         self._further_trials *= factor
 
     def chances(self, prior: _Chances) -> _Chances:
-        """`prior` is what is assumed without drafts."""
+        """Estimate the probabilities of acceptance. prior: the estimate without any draft."""
         return _Chances(
             (self._first_right + _PRIOR_TRIALS * prior.first)
             / (self._first_trials + _PRIOR_TRIALS),
@@ -115,20 +116,20 @@ def _by_match() -> list[_Acceptance]:
 
 
 class _StepTimes:
-    """Times of decode steps, as a fixed part and a part for each token."""
+    """A linear model of the time of decode steps: a fixed time, and a time per token."""
 
     def __init__(self) -> None:
         self._pairs = deque[tuple[float, int]](maxlen=_NUM_PAIRS)
-        """What neighbouring steps differ by: microseconds per token, and tokens."""
+        """Differences of consecutive steps: (microseconds per token, number of tokens)."""
         self._steps = deque[tuple[int, int]](maxlen=_NUM_STEPS)
-        """Tokens and times."""
+        """(number of tokens, microseconds) of the last steps."""
         self._token_us = 0.0
         self._base_us = 1.0
         self.num_alike = 0
-        """Last steps with equally many tokens."""
+        """Last steps that had the same number of tokens as the step before."""
 
     def note(self, num_tokens: int, time_us: int) -> None:
-        """Add a step."""
+        """Add a measured step."""
         self.num_alike += 1
         if self._steps:
             last_tokens, last_us = self._steps[-1]
@@ -143,57 +144,60 @@ class _StepTimes:
 
     @property
     def last_tokens(self) -> int:
-        """Tokens of the last step; 0 before the first."""
+        """Number of tokens of the last step; 0 before the first."""
         return self._steps[-1][0] if self._steps else 0
 
     def of(self, num_tokens: Int64Array) -> Float64Array:
-        """Expected times of steps. Before two of different lengths were seen they are all equal."""
+        """Expected times of steps, in microseconds. They are all equal until two steps with
+        different numbers of tokens were measured."""
         return self._base_us + self._token_us * num_tokens.astype(np.float64)
 
 
 def _weighted_median(values: "deque[tuple[float, int]]") -> float:
-    """The value below which half of the weight lies. values: (value, weight), not empty."""
+    """Return the weighted median. values: (value, weight), not empty."""
     ordered = sorted(values)
     weights = np.cumsum([weight for _, weight in ordered])
     return ordered[int(np.searchsorted(weights, weights[-1] / 2))][0]
 
 
 class Proposal(NamedTuple):
-    """A row that may compute drafts."""
+    """The drafts that a row may compute."""
 
     row_id: int
     num_drafts: int
-    """Drafts that there are for it."""
+    """Number of drafts that are available."""
     num_matched: int = 0
-    """See `Draft`."""
+    """See `Draft.num_matched`."""
 
 
 class DraftLengths:
-    """Chooses numbers of drafts, which change the time of a step and never its tokens."""
+    """Chooses how many drafts rows compute, which affects the time of steps, but not tokens."""
 
     def __init__(self) -> None:
         self._of_row = defaultdict[int, list[_Acceptance]](_by_match)
         self._shared = _by_match()
-        """By the tokens that drafts followed elsewhere, and for each row by these, too."""
+        """By `num_matched` of the drafts, up to `_MAX_MATCHED`; `_of_row` likewise for each row."""
         self._num_matched: dict[int, int] = {}
-        """Of each row's last drafts."""
+        """`num_matched` of each row's last drafts."""
         self._times = _StepTimes()
         self._alike_steps = _ALIKE_STEPS
 
     def forget(self, row_ids: Int64Array) -> None:
-        """Drop what is known of the sequences that had these rows of the table."""
+        """Drop the statistics of the sequences in these rows of the table."""
         for row_id in row_ids.tolist():
             self._of_row.pop(row_id, None)
             self._num_matched.pop(row_id, None)
 
     def forget_all(self) -> None:
-        """Drop what is known of each sequence, but not how long steps take."""
+        """Drop the statistics of all sequences, but keep the times of steps."""
         self._of_row.clear()
         self._num_matched.clear()
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
-        """The drafts to be computed of each proposal, in a step that computes `num_tokens` tokens
-        and samples `num_sampling` without them."""
+        """Return the number of drafts to compute of each proposal.
+
+        num_tokens, num_sampling: tokens that the step computes, and samples, without drafts.
+        """
         most = np.array([each.num_drafts for each in proposals])
         if not most.any():
             return most.tolist()
@@ -210,7 +214,8 @@ class DraftLengths:
         places = np.arange(most.max())
         right = chances[:, :1] * chances[:, 1:] ** places
         rows, columns = np.nonzero(places < most[:, None])
-        # Stable, and chances fall from draft to draft: a row's first drafts come first.
+        # The sort is stable, and probabilities do not increase from one draft of a row to the next,
+        # so a row's drafts stay in order.
         order = np.argsort(-right[rows, columns], kind="stable")
         expected = num_sampling + np.append(0.0, np.cumsum(right[rows, columns][order]))
         rates = expected / self._times.of(num_tokens + np.arange(len(expected)))
@@ -224,7 +229,7 @@ class DraftLengths:
         return counts.tolist()
 
     def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
-        """How many of a sequence's drafts were right."""
+        """Note the number of drafts that a sequence computed, and of those that were accepted."""
         kind = self._num_matched.get(row_id, 0)
         for acceptance, factor in (
             (self._of_row[row_id][kind], _ROW_DECAY),
@@ -234,7 +239,7 @@ class DraftLengths:
             acceptance.note(num_drafts, num_right)
 
     def note_step(self, num_tokens: int, time_us: int) -> None:
-        """How long a step of decodes took, drafts included."""
+        """Note the time of a decode step. num_tokens: drafts included."""
         self._times.note(num_tokens, time_us)
 
 
@@ -245,7 +250,10 @@ def choose_drafts(
     drafter: Drafter,
     lengths: DraftLengths,
 ) -> dict[int, Int32Array]:
-    """By row, the drafts that the plan allows, the drafter proposes and `lengths` chooses."""
+    """Return by row the drafts that the plan allows, the drafter proposes and `lengths` chooses.
+
+    lookahead: [num_rows], maximum number of drafts of each row in the plan.
+    """
     asked = np.flatnonzero((lookahead > 0) & rows.computes)
     asked = asked[sequences.table.may_draft(rows.row_ids[asked])]
     if len(asked) == 0:
@@ -274,8 +282,11 @@ def choose_next_drafts(
     drafter: Drafter,
     lengths: DraftLengths,
 ) -> dict[int, Int32Array]:
-    """By row, drafts for the sequence's next row, whose step is not known yet: it is assumed to be
-    this one again. They end where the sequence has no blocks so far."""
+    """Return by row the drafts for the sequence's next step, whose plan is not known yet.
+
+    The next step is assumed to have the same rows. A sequence has no drafts beyond the last slot of
+    its current blocks.
+    """
     table, row_ids = sequences.table, rows.row_ids
     ends = np.minimum(table.num_blocks[row_ids] * table.block_size, table.max_model_len)
     lookahead = np.clip(ends - table.num_tokens[row_ids], 0, max_drafts).astype(np.int32)
@@ -288,7 +299,10 @@ def choose_next_drafts(
 def take_next_drafts(
     rows: StepRows, lookahead: Int32Array, table: SequenceTable
 ) -> dict[int, Int32Array]:
-    """By row, the drafts that were chosen for it in the step before, as many as the plan allows."""
+    """Return by row the drafts that the previous step chose, as many as the plan allows.
+
+    lookahead: [num_rows], maximum number of drafts of each row in the plan.
+    """
     row_ids = rows.row_ids.tolist()
     return {
         row: table.next_drafts.pop(row_ids[row])[: lookahead[row]]
@@ -298,7 +312,8 @@ def take_next_drafts(
 
 
 def add_drafts(rows: StepRows, drafts: dict[int, Int32Array], table: SequenceTable) -> StepRows:
-    """The rows with drafts, which are written behind their sequences' last tokens."""
+    """Return the rows with their drafts, which are written to the table after the sequences' last
+    tokens."""
     counts = np.zeros(len(rows.row_ids), np.int32)
     for row, tokens in drafts.items():
         counts[row] = len(tokens)
@@ -321,7 +336,7 @@ def add_drafts(rows: StepRows, drafts: dict[int, Int32Array], table: SequenceTab
 def _propose(
     row_ids: Int64Array, counts: list[int], sequences: SequenceState, drafter: Drafter
 ) -> list[Draft]:
-    """Drafts of these sequences, up to the first that a constraint does not allow."""
+    """Propose drafts for these sequences, up to the first one that a constraint does not allow."""
     found = drafter.propose(row_ids, counts, sequences.table)
     for row in sequences.constrained_rows(row_ids):
         assert sequences.masks is not None
@@ -332,9 +347,9 @@ def _propose(
 
 
 def kept_drafts(rows: StepRows, tokens: Int64Array, table: SequenceTable) -> dict[int, Int64Array]:
-    """By row, the tokens sampled after drafts that are right, before any of them is appended.
+    """Return by row the tokens sampled after accepted drafts, before any of them is appended.
 
-    tokens: [num_sampling]; NO_TOKEN where none could be sampled, which ends what is kept.
+    tokens: [num_sampling]; NO_TOKEN where none could be sampled, which ends a row's tokens.
     """
     kept = {}
     assert rows.drafts is not None

@@ -1,11 +1,12 @@
-"""Drafts from what other outputs of the same tenant have in common with a sequence (Oliaro et al.
-2024, SuffixDecoding): the longest match of its last tokens, and the most frequent continuation.
+"""Suffix decoding (Oliaro et al. 2024): drafts are the most frequent continuation of the longest
+suffix of a sequence that occurs in other outputs of the same tenant.
 
-The last tokens are searched for in the sequence's own prompt and output, and in a history of the
-outputs of all sequences of its tenant, finished and running. The paper keeps suffix trees. Here a
-search compares the 16-bit hashes of all pairs of tokens in the history with that of the last pair,
-which takes some 20 microseconds, and looks closer where they are equal. So tokens are added in
-constant time, and the oldest ones are dropped by moving the arrays.
+The suffix is searched for in the sequence's own prompt and output, and in a history of the outputs
+of all sequences of its tenant, finished and running. The paper keeps suffix trees. Here a search
+compares the 16-bit hashes of all pairs of consecutive tokens in the history with the hash of the
+sequence's last pair, which takes about 20 microseconds, and then compares tokens where hashes are
+equal. Tokens are therefore added in constant time, and the oldest ones are dropped by moving
+arrays.
 """
 
 import numpy as np
@@ -18,10 +19,10 @@ from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 
 MAX_MATCH = 16
-"""Tokens at a sequence's end that are compared; longer matches predict hardly better."""
+"""Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""
 
 HISTORY_TOKENS = 1 << 17
-"""Most output tokens that a worker remembers, of all tenants: some 130 answers of 1000 tokens, in
+"""Capacity of the history, in output tokens of all tenants: about 130 outputs of 1000 tokens, in
 5 MB. The oldest half is dropped when it is full."""
 
 _NONE = -1
@@ -29,19 +30,19 @@ _PAIR = 2
 
 
 class SuffixDrafter(Drafter):
-    """Follows the sequence's own tokens or its tenant's history, whichever matches more of its last
-    tokens."""
+    """Proposes continuations from the sequence's own tokens or from its tenant's history, whichever
+    contains the longer suffix of the sequence."""
 
     def __init__(self, history_tokens: int = HISTORY_TOKENS) -> None:
         self.history = OutputHistory(history_tokens)
         self._num_tokens = np.zeros(0, np.int64)
-        """By row of the table: tokens of the sequence, so far as they are in the history; 0: the
+        """By row of the table: length up to which the sequence's output is in the history; 0: the
         sequence is new."""
         self._last = np.zeros(0, np.int64)
-        """By row: position of the last of them in the history, or _NONE."""
+        """By row: position of the sequence's last token in the history, or _NONE."""
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        """Each sequence for itself."""
+        """Propose drafts for each sequence separately."""
         rows = zip(row_ids.tolist(), counts, strict=True)
         return [self._follow(row_id, count, table) for row_id, count in rows]
 
@@ -53,7 +54,7 @@ class SuffixDrafter(Drafter):
             continuations = self.history.continuations(found, num_drafts)
         else:
             starts = ends[:, None] + 1
-            # Where a continuation ends, it begins again: its tokens may be a loop.
+            # A continuation that is too short is repeated: its tokens may be a loop.
             continuations = tokens[starts + np.arange(num_drafts) % (len(tokens) - starts)]
         return Draft(likeliest_path(continuations), max(num_found, num_matched))
 
@@ -65,7 +66,7 @@ class SuffixDrafter(Drafter):
         row_ids = np.unique(rows.row_ids[rows.sampling])
         row_ids = row_ids[table.sampling.num_candidates[row_ids] == 0]  # the core chooses a beam's
         ends, starts = table.num_tokens[row_ids], self._num_tokens[row_ids]
-        # What a new sequence has already output, before it was preempted, is known from then.
+        # The earlier output of a sequence that was preempted is in the history already.
         starts = np.where(starts > 0, starts, ends - 1)
         starts = np.maximum(starts, table.num_prompt_tokens[row_ids])
         counts = ends - starts
@@ -86,37 +87,38 @@ class SuffixDrafter(Drafter):
         self._last[row_ids] = positions[firsts + counts - 1]
 
     def forget(self, row_ids: Int64Array) -> None:
-        """Their outputs stay in the history."""
+        """Forget these rows; the outputs of their sequences stay in the history."""
         row_ids = row_ids[row_ids < len(self._last)]
         self._num_tokens[row_ids], self._last[row_ids] = 0, _NONE
 
     def forget_all(self) -> None:
-        """The same with all rows."""
+        """As `forget`, for all rows."""
         self.forget(np.arange(len(self._last)))
 
 
 class OutputHistory:
-    """Output tokens in the order in which they were sampled, each linked to the one after it.
+    """Output tokens in the order in which they were sampled, each linked to its successor.
 
-    Positions count all tokens that were ever added; the last `_size` of them are here.
+    The position of a token is the number of tokens that were added before it; the last `_size`
+    tokens are kept.
     """
 
     def __init__(self, capacity: int) -> None:
-        """capacity: most tokens, at least 2."""
+        """capacity: maximum number of tokens, at least 2."""
         self.num_added = 0
-        """The next token's position."""
+        """The position of the next token."""
         self._capacity = capacity
         self._size = 0
         self._hashes = np.zeros(capacity, np.uint16)
-        """Of tenant, token before and token."""
+        """Hash of tenant, previous token and token."""
         self._tenants = np.zeros(capacity, np.uint64)
         self._previous = np.zeros(capacity, np.int32)
-        """The token before; of an output's first token the prompt's last."""
+        """The previous token; for the first token of an output the last token of the prompt."""
         self._tokens = np.zeros(capacity, np.int32)
         self._to_before = np.zeros(capacity, np.int64)
-        """Distance from the token before it in the same output; 0: that is not here."""
+        """Distance to the previous token of the same output; 0 if it is not kept."""
         self._to_after = np.zeros(capacity, np.int64)
-        """Distance to the token after it; 0: there is none yet."""
+        """Distance to the next token of the same output; 0 if there is none yet."""
 
     def add(
         self,
@@ -125,7 +127,11 @@ class OutputHistory:
         tokens: Int32Array,
         before: Int64Array,
     ) -> None:
-        """Add tokens, each after the one at the position `before`, or _NONE. All [num_tokens]."""
+        """Add tokens.
+
+        tenants, previous, tokens: as in the columns of the same names; before: position of the
+        previous token of the same output, or _NONE. All are [num_tokens].
+        """
         half = self._capacity // 2
         for start in range(0, len(tokens), half):
             part = slice(start, start + half)
@@ -153,7 +159,7 @@ class OutputHistory:
         self.num_added += len(tokens)
 
     def _drop_oldest(self) -> None:
-        """Keep half of the tokens."""
+        """Drop all but the last `_capacity // 2` tokens."""
         kept = self._capacity // 2
         columns = self._hashes, self._tenants, self._previous, self._tokens
         for column in (*columns, self._to_before, self._to_after):
@@ -162,8 +168,11 @@ class OutputHistory:
         self._size = kept
 
     def match(self, tenant: np.uint64, tokens: Int32Array) -> tuple[Int64Array, int]:
-        """Where outputs of the tenant have the longest match of the last of `tokens` and continue,
-        oldest first, and how many tokens match: 0, or from 2 to MAX_MATCH."""
+        """Find the longest suffix of `tokens` that occurs and continues in outputs of the tenant.
+
+        Returns the indices of the last tokens of its occurrences, oldest first, and its length: 0,
+        or from 2 to MAX_MATCH.
+        """
         if len(tokens) < _PAIR:
             return np.empty(0, np.int64), 0
         wanted = tokens[: -MAX_MATCH - 1 : -1]
@@ -189,7 +198,8 @@ class OutputHistory:
         return ends, num_matched
 
     def continuations(self, ends: Int64Array, num_tokens: int) -> Int32Array:
-        """[len(ends), num_tokens]: what followed each; _NONE where it is not known yet."""
+        """The tokens that followed each of these occurrences: [len(ends), num_tokens]; _NONE after
+        the end of an output."""
         found = np.full((len(ends), num_tokens), _NONE, np.int32)
         rows, at = np.arange(len(ends)), ends
         for column in range(num_tokens):
@@ -208,7 +218,7 @@ def _hash(
 
 
 def likeliest_path(continuations: Int32Array) -> Int32Array:
-    """Of each token's successors the most frequent one, the latest of equals, as far as it goes.
+    """Follow the most frequent next token, the latest among equals, until no continuation is left.
 
     continuations: [n, num_tokens], oldest first; _NONE after the end of one.
     """

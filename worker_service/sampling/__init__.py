@@ -7,7 +7,7 @@
 | `draw.py` | min-p, top-k, top-p, and the draw |
 | `logprobs.py` | log probabilities and ranks, of prompts too; candidates where the core chooses |
 
-A row's outcome depends on its own logits, parameters and tokens only: bitwise, on the CPU, whatever
-else is in the batch. No function keeps state between steps; a sequence's state is in
-`SamplingTable`. On a GPU `runner/device_sampler.py` samples, with the edits of this package.
+The outcome of a row depends only on its own logits, parameters and tokens; on the CPU it is bitwise
+independent of the rest of the batch. No function keeps state between steps; the state of a sequence
+is in `SamplingTable`. On a GPU, `runner/device_sampler.py` samples, with the edits of this package.
 """

@@ -1,14 +1,14 @@
-"""One token per row, drawn from its filtered distribution by inverting the cumulative one.
+"""Draws one token per row from its filtered distribution, by inverse transform sampling.
 
-A row's filters (min-p, top-k, top-p) reduce to one number, the *cut*: the smallest logit that is
-kept. All tokens with exactly the cut's logit are kept, so the result does not depend on how a sort
-breaks ties. Then one uniform number selects the first token, in order of token ids, at which the
-cumulative probability exceeds it.
+The filters of a row (min-p, top-k, top-p) reduce to one number, the *cut*: the smallest logit that
+is kept. All tokens whose logit equals the cut are kept, so that the result does not depend on how
+a sort breaks ties. Then one uniform number selects the first token, in order of token ids, at which
+the cumulative probability exceeds it.
 
 Sorting a vocabulary is slow, so it is avoided: rows without filters need no sort, and top-k and
 top-p examine the largest `WINDOWS[0]` logits first and more only if those do not suffice.
 
-Every row's arithmetic is independent of the other rows. Therefore sums over a row are taken
+The arithmetic of a row is independent of the other rows. Therefore sums over a row are computed
 sequentially in float64 (`cumsum`) or over chunks of fixed size, never with `sum` over a whole row,
 which torch splits among threads if there is only one row.
 """
@@ -26,7 +26,7 @@ from worker_service.pinned_memory import Column, upload
 from worker_service.plan import FILTERS
 
 WINDOWS = (64, 1024)
-"""Numbers of a row's largest logits that are examined, in successive tries, before all of them."""
+"""Numbers of largest logits that are examined in successive attempts, before all of a row."""
 
 CHUNK = 128
 """Tokens per chunk of a row."""
@@ -34,7 +34,7 @@ CHUNK = 128
 
 @dataclass(frozen=True, slots=True)
 class Filters:
-    """Each row's filters, on the logits' device: a field for each of `FILTERS`."""
+    """The filters of n rows, on the device of the logits: a field for each of `FILTERS`."""
 
     top_k: Tensor
     """int64 [n]; 0 keeps all."""
@@ -49,12 +49,12 @@ class Filters:
     def of_rows(
         cls, columns: Mapping[str, Column], row_ids: Int64Array, device: torch.device
     ) -> "Filters":
-        """The filters in these rows of a `SamplingTable`'s columns."""
+        """Gather the filters of some rows from the columns of a `SamplingTable`."""
         return cls(**{name: upload(columns[name][row_ids], device) for name in FILTERS})
 
     @classmethod
     def uniform(cls, num_rows: int, device: torch.device, **values: float) -> "Filters":
-        """The same filters in all rows; those without a value exclude nothing."""
+        """The same filters for all rows; filters that are not given exclude nothing."""
         columns = {name: np.full(num_rows, each) for name, each in {**FILTERS, **values}.items()}
         return cls.of_rows(columns, np.arange(num_rows), device)
 
@@ -64,15 +64,15 @@ class Filters:
 
 
 def draw_unfiltered(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Token ids for rows without filters; arguments as for `draw`."""
+    """Draw a token for each row without filters. Arguments and result as for `draw`."""
     return _invert(torch.softmax(logits, dim=-1), uniforms)
 
 
 def draw(logits: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
-    """Token ids, one per row.
+    """Draw a token for each row.
 
     logits: float32 [n, vocab_size], already divided by the temperature, each row with a finite
-    maximum; uniforms: float64 [n]. Returns int64 [n].
+    maximum; uniforms: float64 [n], in [0, 1). Returns token ids, int64 [n].
     """
     probs = torch.softmax(logits, dim=-1)
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
@@ -97,15 +97,15 @@ def draw(logits: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
 
 
 def keep_mask(logits: Tensor, probs: Tensor, filters: Filters) -> Tensor:
-    """Which tokens stay, found by sorting the whole vocabulary. Returns bool, logits' shape."""
-    # Probabilities rise with logits, so that each can be sorted by itself.
+    """Return which tokens are kept, found by sorting the whole vocabulary: bool [n, vocab_size]."""
+    # Probabilities increase with logits, so that each can be sorted separately.
     values, weights = _sort_descending(logits), _sort_descending(probs)
     cut, _ = _find_cut(values, weights, filters, logits.shape[1])
     return logits >= cut.unsqueeze(1)
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverts the cumulative distribution over the whole vocabulary.
+    """Invert the cumulative distribution over the whole vocabulary.
 
     weights: float32 [n, vocab_size], not negative, with a positive sum; uniforms: float64 [n].
     Finds the chunk first, then the token in it, so that only short sums are sequential.
@@ -122,7 +122,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Each row's `count` largest logits, largest first, and their columns.
+    """Return the `count` largest logits of each row, largest first, and their columns: [n, count].
 
     They are in the `count` chunks with the largest maxima; searching only these is several times
     faster than `topk` over a large vocabulary.
@@ -144,11 +144,15 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 def _draw_from_largest(
     logits: Tensor, probs: Tensor, filters: Filters, uniforms: Tensor, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Token ids, and for which rows they are certain: those that keep less than the window."""
+    """Draw among the `window` largest logits of each row.
+
+    Returns token ids and whether they are certain, both [n]. They are if a row's filters keep fewer
+    tokens than the window.
+    """
     values, columns = largest(logits, window)
     weights = probs.gather(1, columns)
     cut, is_known = _find_cut(values, weights, filters, logits.shape[1])
-    # A logit below the cut in the window proves that all from the cut up are in the window.
+    # If the window has a logit below the cut, it contains all logits from the cut upwards.
     certain = is_known & (values[:, -1] < cut)
     weights = weights * (values >= cut.unsqueeze(1))
     columns, order = torch.sort(columns, dim=-1)
@@ -160,10 +164,10 @@ def _draw_from_largest(
 def _find_cut(
     values: Tensor, weights: Tensor, filters: Filters, vocab_size: int
 ) -> tuple[Tensor, Tensor]:
-    """The smallest logit that stays, and whether the window sufficed to find it.
+    """Return the smallest logit that is kept, and whether the window sufficed to find it: [n].
 
-    values: [n, window], the row's largest logits, largest first; weights: their probabilities.
-    min-p and top-k apply to the whole distribution, then top-p to the rest of it.
+    values: [n, window], the largest logits of each row, largest first; weights: their
+    probabilities. min-p and top-k apply to the whole distribution, then top-p to what they keep.
     """
     window = values.shape[1]
     top_k = filters.top_k.clamp_max(vocab_size)
@@ -186,13 +190,13 @@ def _find_cut(
 
 def _sort_descending(values: Tensor) -> Tensor:
     if values.is_cpu:
-        # numpy sorts with vector instructions, some twenty times faster than torch does.
+        # numpy sorts with vector instructions, about twenty times faster than torch.
         return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
     return torch.sort(values, dim=-1, descending=True).values
 
 
 def _chunk_sums(weights: Tensor) -> Tensor:
-    """Sums over chunks of neighbours; the last chunk may be shorter. [n, num_chunks]."""
+    """Sums over chunks of `CHUNK` columns, of which the last may be shorter: [n, num_chunks]."""
     num_chunks = weights.shape[1] // CHUNK
     whole = num_chunks * CHUNK
     sums = weights[:, :whole].unflatten(1, (num_chunks, CHUNK)).sum(dim=-1)
@@ -202,15 +206,15 @@ def _chunk_sums(weights: Tensor) -> Tensor:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index of the first entry above the target, [n, 1].
+    """Index of the first entry above the target: [n, 1].
 
-    Rounding can put a target at or above the last entry; then the first entry equal to the last is
-    meant, which has a positive weight too.
+    Rounding can put a target at or above the last entry; then it is the index of the first entry
+    that equals the last one, which has a positive weight, too.
     """
     above = torch.searchsorted(cumulative, target.unsqueeze(1), right=True)
     return torch.minimum(above, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 
 
 def _take(tensor: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a tensor; the tensor itself, uncopied, where that is all of them."""
+    """Some rows of a tensor; the tensor itself, not copied, if these are all rows."""
     return tensor if len(rows) == len(tensor) else tensor[rows]

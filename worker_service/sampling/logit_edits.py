@@ -1,8 +1,8 @@
-"""Changes to single logits that a sequence's parameters and tokens require, before temperature.
+"""Edits of single logits that a sequence's parameters and tokens require, before temperature.
 
-The order is vLLM's: bad words and suppressed tokens are excluded, then biases are added, then
-penalties applied. Each kind is one gather and one scatter over all rows that have it. What a
-constraint does not allow is excluded last, from a bitmask.
+The order is that of vLLM: bad words and suppressed tokens are excluded, then biases are added, then
+penalties are applied. Each kind is one gather and one scatter over all rows that have it. Last, the
+tokens that a constraint does not allow are excluded, by a bitmask.
 """
 
 from collections.abc import Iterable
@@ -24,10 +24,10 @@ _ALWAYS = np.iinfo(np.int32).max
 
 
 class BadWords:
-    """One sequence's bad words, indexed so that a step looks only at those about to be completed.
+    """The bad words of one sequence, indexed by the token before the last one of each.
 
-    Words are matched against the output alone, as vLLM does: a prompt may end with the beginning of
-    a bad word and the output complete it.
+    As in vLLM, words are matched against the output alone: the output may complete a bad word that
+    begins in the prompt.
     """
 
     def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
@@ -57,10 +57,11 @@ class BadWords:
 
 
 class Occurrences:
-    """The distinct tokens of one sequence and how often each is in its output.
+    """The distinct tokens of one sequence, and the number of times each is in its output.
 
-    Sparse, because a sequence uses a small part of a vocabulary. Columns grow by doubling; the
-    first `len(self)` entries count. Invariant: `_index[token_ids[i]] == i`, no token twice.
+    Sparse, because a sequence uses a small part of the vocabulary. Columns grow by doubling; their
+    first `len(self)` entries are valid. Invariant: `_index[token_ids[i]] == i`, and no token occurs
+    twice.
     """
 
     def __init__(self, prompt: Int32Array, output: Int32Array, *, with_prompt: bool) -> None:
@@ -82,11 +83,11 @@ class Occurrences:
 
     @property
     def output_counts(self) -> Int32Array:
-        """How often each is in the output; 0 for those of the prompt alone."""
+        """The number of times each token is in the output; 0 if it is only in the prompt."""
         return self._counts[: len(self)]
 
     def append(self, token: int) -> None:
-        """Take note of one more output token."""
+        """Count one more output token."""
         index = self._index.setdefault(token, len(self))
         if index == len(self._token_ids):
             self._token_ids = np.concatenate([self._token_ids, np.empty_like(self._token_ids)])
@@ -95,7 +96,7 @@ class Occurrences:
         self._counts[index] += 1
 
     def with_drafts(self, drafts: Int32Array) -> tuple[Int32Array, Int32Array]:
-        """The distinct tokens and their counts as if these drafts had been output, too."""
+        """Distinct tokens and their counts, as if these drafts were part of the output."""
         if len(drafts) == 0:
             return self.token_ids, self.output_counts
         added, times = np.unique(drafts, return_counts=True)
@@ -111,7 +112,7 @@ class Occurrences:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """What one sequence's logits need before a token is chosen."""
+    """The edits that one sequence's logits need before a token is chosen."""
 
     params: SamplerParams
     bad_words: BadWords | None
@@ -119,7 +120,7 @@ class LogitEdits:
 
     @classmethod
     def of(cls, params: SamplerParams, prompt: Int32Array, output: Int32Array) -> "LogitEdits":
-        """The edits for a sequence with these tokens so far."""
+        """Make the edits for a sequence. prompt, output: its tokens so far."""
         occurrences = None
         if params.has_penalties:
             with_prompt = params.repetition_penalty != 1.0
@@ -129,15 +130,18 @@ class LogitEdits:
 
     @property
     def max_entries(self) -> int:
-        """As many as `entries` may return, or more."""
+        """An upper bound of the number of entries that `entries` returns."""
         params = self.params
         num_excluded = len(params.bad_words) + len(params.suppressed_token_ids)
         return len(params.bias_token_ids) + num_excluded
 
     def entries(self, output: Int32Array) -> tuple[Int32Array, Float32Array, Int32Array]:
-        """What is added to logits after this output: token ids, numbers (minus infinity excludes a
-        token), and the number of output tokens from which on an entry does not apply. Those that
-        exclude come last. The output matters only if `reads_last_tokens`."""
+        """The numbers that are added to logits after this output, as three columns.
+
+        Returns token ids; the numbers, of which minus infinity excludes a token; and for each entry
+        the number of output tokens from which it no longer applies. Entries that exclude come last.
+        output: its content matters only if `reads_last_tokens`.
+        """
         params = self.params
         banned = np.empty(0, np.int32)
         if self.bad_words is not None:
@@ -154,11 +158,11 @@ class LogitEdits:
 
     @property
     def reads_last_tokens(self) -> bool:
-        """Whether what is excluded depends on the last tokens, and not on their number alone."""
+        """Whether excluded tokens depend on the last output tokens, not only on their number."""
         return self.bad_words is not None and self.bad_words.has_prefixes
 
     def has_bans(self, output: Int32Array) -> bool:
-        """Whether tokens may be excluded after this output."""
+        """Whether any token may be excluded after this output."""
         return self.bad_words is not None or len(output) < self.params.min_tokens
 
     def banned(self, output: Int32Array) -> Int32Array:
@@ -179,24 +183,24 @@ class EditedRow(NamedTuple):
     row: int
     edits: LogitEdits
     output: Int32Array
-    """Its output tokens so far, drafts included."""
+    """Output tokens so far, drafts included."""
     num_drafts: int = 0
-    """How many of them, the last ones, are drafts: `edits.occurrences` does not count these."""
+    """Number of drafts at the end of `output`, which `edits.occurrences` does not count."""
 
     @property
     def drafts(self) -> Int32Array:
-        """The drafts."""
+        """The drafts at the end of `output`."""
         return self.output[len(self.output) - self.num_drafts :]
 
 
 def apply_edits(logits: Tensor, rows: list[EditedRow]) -> None:
-    """Edits the rows' logits in place. logits: float32 [n, vocab_size]."""
+    """Edit the logits of these rows in place. logits: float32 [n, vocab_size]."""
     apply_constraints(logits, rows)
     apply_penalties(logits, [row for row in rows if row.edits.occurrences is not None])
 
 
 def apply_constraints(logits: Tensor, rows: list[EditedRow]) -> None:
-    """Excludes tokens and adds biases, which come before penalties."""
+    """Exclude tokens and add biases, in place; both precede penalties."""
     _ban(logits, rows)
     _add_biases(logits, [row for row in rows if len(row.edits.params.bias_token_ids)])
 
@@ -206,7 +210,7 @@ def _ban(logits: Tensor, rows: list[EditedRow]) -> None:
     if rows:
         banned = [row.edits.banned(row.output) for row in rows]
         index = _indices(logits, [row.row for row in rows], banned)
-        # Not assigned as a number: torch takes that to a GPU by a copy that the host waits for.
+        # A plain number would be copied to a GPU synchronously.
         logits.index_put_(index, logits.new_full((), -torch.inf))
 
 
@@ -220,8 +224,10 @@ def _add_biases(logits: Tensor, rows: list[EditedRow]) -> None:
 
 
 def apply_penalties(logits: Tensor, rows: list[EditedRow]) -> None:
-    """Repetition (Keskar et al. 2019), then frequency, then presence penalties, from counts of
-    tokens that these rows have."""
+    """Apply repetition (Keskar et al. 2019), frequency and presence penalties, in place.
+
+    rows: rows with `edits.occurrences`.
+    """
     found = [
         row.edits.occurrences.with_drafts(row.drafts)
         for row in rows
@@ -247,7 +253,7 @@ def apply_penalties(logits: Tensor, rows: list[EditedRow]) -> None:
 
 
 def _indices(logits: Tensor, rows: list[int], columns: list[Int32Array]) -> tuple[Tensor, Tensor]:
-    """Row and column of each entry named, as index tensors on the logits' device."""
+    """Index tensors, on the device of the logits, for these columns of each of these rows."""
     row_index = np.repeat(np.array(rows, np.int64), [len(each) for each in columns])
     column_index = np.concatenate(columns)
     return (
@@ -257,14 +263,17 @@ def _indices(logits: Tensor, rows: list[int], columns: list[Int32Array]) -> tupl
 
 
 def apply_masks(logits: Tensor, masked: MaskedRows | None) -> None:
-    """Masks rows in place. logits: float32 [n, vocab_size]."""
+    """Set logits that a row's bitmask excludes to minus infinity, in place.
+
+    logits: float32 [n, vocab_size].
+    """
     if masked is None:
         return
     if not logits.is_cpu:
         rows, bitmask = upload(masked.rows, logits.device), upload(masked.bitmask, logits.device)
         reference.apply_bitmask(logits, rows, bitmask)
         return
-    # numpy unpacks bits with vector instructions; torch has no such thing.
+    # numpy unpacks bits with vector instructions; torch has no such function.
     excluded = torch.from_numpy(_excluded(masked, logits.shape[1]))
     if len(masked.rows) == len(logits):
         logits.masked_fill_(excluded, -torch.inf)
@@ -274,6 +283,6 @@ def apply_masks(logits: Tensor, masked: MaskedRows | None) -> None:
 
 
 def _excluded(masked: MaskedRows, vocab_size: int) -> npt.NDArray[np.bool_]:
-    """[m, vocab_size]."""
+    """Whether each token is excluded: [m, vocab_size]."""
     packed = (~masked.bitmask).view(np.uint8)
     return np.unpackbits(packed, axis=1, count=vocab_size, bitorder="little").view(np.bool_)

@@ -1,5 +1,5 @@
-"""Log probabilities of the model's own distribution, before penalties and temperature: of sampled
-tokens, of prompt tokens, and of the candidates among which the core chooses.
+"""Log probabilities of sampled tokens, of prompt tokens, and of the candidates among which the core
+chooses. They are those of the model's own distribution, before penalties and temperature.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,19 +23,19 @@ token id; a window as large as the batch's largest request could make ties depen
 
 @dataclass(frozen=True, slots=True)
 class LogprobTable:
-    """Log probabilities of one chosen and the most probable tokens of each row."""
+    """Log probabilities of the chosen token and of the most probable tokens of each row."""
 
     token_ids: npt.NDArray[np.int32]
-    """[n, 1 + window]."""
+    """[n, 1 + window]: the chosen token, then the most probable ones."""
 
     logprobs: npt.NDArray[np.float32]
     """[n, 1 + window]."""
 
     ranks: npt.NDArray[np.int32]
-    """[n]."""
+    """[n]: rank of the chosen token; 1 is the most probable one."""
 
     def row(self, index: int, num_top: int) -> TokenLogprobs:
-        """One row with as many of the most probable tokens as asked for."""
+        """The chosen token and the `num_top` most probable tokens of one row."""
         return TokenLogprobs(
             token_ids=self.token_ids[index, : 1 + num_top],
             logprobs=self.logprobs[index, : 1 + num_top],
@@ -44,10 +44,10 @@ class LogprobTable:
 
 
 def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTable:
-    """Log softmax at the given tokens and at the `num_top` most probable ones, or a few more.
+    """Compute the log softmax of the given tokens and of at least `num_top` most probable ones.
 
-    logits: float32 [n, vocab_size]; token_ids: int64 [n]. A token's rank is one more than the
-    number of tokens more probable than it.
+    logits: float32 [n, vocab_size]; token_ids: int64 [n]. The rank of a token is one more than the
+    number of tokens with a higher probability.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
     own = logprobs.gather(1, token_ids.unsqueeze(1))
@@ -63,7 +63,10 @@ def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTab
 def table_of(
     ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32], ranks: npt.NDArray[np.integer]
 ) -> LogprobTable:
-    """A table from each row's own token, which stays first, and the others in any order."""
+    """Make a table, with the tokens after the first one in order of probability.
+
+    ids, values: [n, 1 + window], the chosen token first, the others in any order; ranks: [n].
+    """
     top_ids, top = _order(ids[:, 1:], values[:, 1:])
     return LogprobTable(
         np.concatenate([ids[:, :1], top_ids], axis=1).astype(np.int32),
@@ -73,32 +76,33 @@ def table_of(
 
 
 def window(num_top: int, vocab_size: int) -> int:
-    """Number of a row's largest logits to examine for its `num_top` most probable tokens."""
+    """The number of largest logits to examine for the `num_top` most probable tokens of a row."""
     return min(max(num_top, MIN_WINDOW), vocab_size)
 
 
 def _order(
     ids: npt.NDArray[np.int64], values: npt.NDArray[np.float32]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Columns by falling value, the lower token id first among equals."""
+    """Sort each row by decreasing value, and by token id among equals."""
     order = np.lexsort((ids, -values), axis=-1)
     return np.take_along_axis(ids, order, 1), np.take_along_axis(values, order, 1)
 
 
 def to_logprobs(logits: Tensor, rows: Int64Array) -> None:
-    """Turn these rows' logits into log probabilities, in place; edits then apply to those."""
+    """Replace the logits of these rows by log probabilities, in place, before edits are applied."""
     index = upload(rows, logits.device)
     logits[index] = torch.log_softmax(logits[index], dim=-1)
 
 
 def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, Candidates]:
-    """The most probable tokens of these rows that are not excluded, by row. Among equals the lowest
-    ids come first, whatever other rows ask for.
+    """Return the most probable tokens that are not excluded, by row.
 
-    logprobs: float32 [n, vocab_size]; counts: [len(rows)], how many are returned of each.
+    Among equals the lowest ids come first, independently of other rows. logprobs: float32
+    [n, vocab_size], minus infinity for excluded tokens; rows: [m]; counts: [m], maximum number of
+    candidates of each of these rows.
     """
     index = upload(rows, logprobs.device)
-    # One more than is returned, to see whether those returned end among equals.
+    # One more than is returned, which shows whether the last one returned has equals.
     num_top = window(int(counts.max()) + 1, logprobs.shape[1])
     top, top_ids = largest(logprobs[index], num_top)
     token_ids, values = _order(top_ids.cpu().numpy(), top.cpu().numpy())
@@ -113,24 +117,25 @@ def offer(logprobs: Tensor, rows: Int64Array, counts: Int32Array) -> dict[int, C
 
 
 def _sorted(logprobs: Tensor) -> tuple[Int64Array, Float32Array]:
-    """All tokens of a row: ids and log probabilities, the lower id first among equals."""
+    """Ids and log probabilities of all tokens of a row, most probable first, then by id."""
     values = logprobs.cpu().numpy()
     ids = np.argsort(-values, kind="stable")
     return ids, values[ids]
 
 
 MAX_LOGITS_BYTES = 64 * 2**20
-"""Logits computed at once. They need a whole vocabulary's row per token, so a long prompt's would
-not fit into memory."""
+"""Maximum size of logits computed at once: those of all tokens of a long prompt would not fit into
+memory."""
 
 
 def prompt_logprobs(
     model: Model, hidden: Tensor, token_ids: Int32Array, start: int, num_top: int
 ) -> PromptLogprobs:
-    """Log probabilities of consecutive prompt tokens and of the most probable ones in their place.
+    """Compute log probabilities of consecutive prompt tokens, and of the most probable tokens.
 
-    hidden: [num_tokens, hidden_size], the states that predict them; token_ids: the prompt's own;
-    start: position of the first.
+    hidden: [num_tokens, hidden_size], the hidden states that predict the tokens; token_ids:
+    [num_tokens], the tokens of the prompt; start: position of the first one; num_top: number of
+    most probable tokens at each position.
     """
     targets = upload(token_ids.astype("int64"), hidden.device)
     pieces = prompt_logits(model, hidden, targets)
@@ -138,14 +143,17 @@ def prompt_logprobs(
 
 
 def prompt_logits(model: Model, hidden: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits at hidden states, in pieces, and the tokens that each piece predicts."""
+    """Yield (logits, targets) of consecutive tokens, in pieces of at most `MAX_LOGITS_BYTES`.
+
+    hidden: [num_tokens, hidden_size]; targets: [num_tokens], the tokens that they predict.
+    """
     piece = max(1, MAX_LOGITS_BYTES // (4 * model.vocab_size))
     for part, target in zip(hidden.split(piece), targets.split(piece), strict=True):
         yield model.compute_logits(part), target
 
 
 def of_prompt(start: int, num_top: int, tables: Sequence[LogprobTable]) -> PromptLogprobs:
-    """Those of consecutive prompt tokens from position `start` on."""
+    """Concatenate the tables of consecutive prompt tokens, the first at position `start`."""
     return PromptLogprobs(
         start=start,
         token_ids=np.concatenate([table.token_ids[:, : 1 + num_top] for table in tables]),

@@ -1,17 +1,17 @@
-"""One token for each sampling row of a batch, or the candidates for one.
+"""Samples one token for each sampling row of a batch, or finds the candidates for one.
 
-The order of operations is vLLM's:
+The order of operations is that of vLLM:
 
-1. log probabilities, where asked for, are of the model's own logits; where the core chooses the
-   token, they take the logits' place from here on (`logprobs.py`);
-2. bad words and suppressed tokens are excluded, biases added, penalties applied, then what
-   the sequence's constraint does not allow is excluded (`logit_edits.py`);
-3. temperature 0 takes the largest logit, the lowest token id among equals; any other temperature
-   divides the logits;
-4. min-p and top-k, then top-p, and the draw (`draw.py`) with a uniform number that depends on the
-   sequence's seed, choice index and output position alone (`pagewire_kernels.philox`).
+1. Requested log probabilities are computed from the model's own logits. For rows whose token the
+   core chooses, they replace the logits in all following operations (`logprobs.py`).
+2. Bad words and suppressed tokens are excluded, biases added and penalties applied; then the tokens
+   that the sequence's constraint does not allow are excluded (`logit_edits.py`).
+3. Temperature 0 selects the largest logit, and the lowest token id among equals. Any other
+   temperature divides the logits.
+4. min-p and top-k are applied, then top-p. The draw (`draw.py`) uses a uniform number that depends
+   only on the sequence's seed, choice index and output position (`pagewire_kernels.philox`).
 
-A row's outcome is bitwise the same whatever other rows are in the batch.
+The outcome of a row is bitwise independent of the other rows of the batch.
 """
 
 from dataclasses import dataclass, field
@@ -34,9 +34,10 @@ NO_LOGPROBS = -1
 
 
 class SamplingTable:
-    """One row per sequence; parameters are columns, so that a batch gathers each one at once.
+    """Sampling parameters, one row per sequence. Each is a column, gathered at once for a batch.
 
-    Most sequences need no edits of single logits; those that do have a `LogitEdits` in `edits`.
+    Most sequences need no edits of single logits; those that do have a `LogitEdits` in `edits`, by
+    row.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -49,13 +50,13 @@ class SamplingTable:
         self.choice_index = np.zeros(num_rows, np.uint32)
         self.num_logprobs = np.full(num_rows, NO_LOGPROBS, np.int32)
         self.num_candidates = np.zeros(num_rows, np.int32)
-        """0: the worker chooses the token."""
+        """Candidates that are returned for the core to choose from; 0: the worker samples."""
         self.is_plain = np.zeros(num_rows, np.bool_)
-        """Greedy without log probabilities: argmax decides, edits aside."""
+        """Whether argmax suffices unless there are edits: greedy, without log probabilities."""
         self.edits: dict[int, LogitEdits] = {}
 
     def resize(self, num_rows: int) -> None:
-        """Make room for more rows."""
+        """Grow to `num_rows` rows."""
         for columns in (vars(self), self.filters):
             for name, column in columns.items():
                 if isinstance(column, np.ndarray):
@@ -69,7 +70,7 @@ class SamplingTable:
         prompt: Int32Array,
         output: Int32Array,
     ) -> None:
-        """Add a sequence with its tokens so far."""
+        """Add a sequence. prompt, output: its tokens so far."""
         for name, column in self.filters.items():
             column[row_id] = getattr(params, name)
         self.is_filtered[row_id] = params.has_filters
@@ -88,7 +89,7 @@ class SamplingTable:
             self.edits[row_id] = LogitEdits.of(params, prompt, output)
 
     def append(self, row_ids: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> None:
-        """Record one more output token of each of these rows, which may be named repeatedly."""
+        """Record one more output token of each of these rows; a row may occur repeatedly."""
         if not self.edits:
             return
         for row_id, token in zip(row_ids.tolist(), tokens.tolist(), strict=True):
@@ -97,7 +98,7 @@ class SamplingTable:
                 edits.occurrences.append(token)
 
     def remove(self, row_id: int) -> None:
-        """Forget the sequence in this row."""
+        """Remove the sequence in this row."""
         self.edits.pop(row_id, None)
 
 
@@ -108,53 +109,56 @@ _NO_ROWS = np.empty(0, np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingBatch:
-    """The rows that sample in this step; all arrays are [n]."""
+    """The rows that sample in a step; all arrays are [n]."""
 
     row_ids: Int64Array
+    """Rows of the `SamplingTable`."""
+
     positions: Int64Array
-    """Output tokens each row's sequence has so far."""
+    """Number of output tokens that the sequence of each row has so far."""
 
     edited: list[EditedRow] = field(default_factory=list)
     masked: MaskedRows | None = None
-    """Rows that have a constraint, if there are any; the token of a failed one is ignored."""
+    """Rows with a constraint, if there are any; the token of a row whose constraint has failed is
+    ignored."""
 
     @property
     def is_changed(self) -> bool:
-        """Whether any row's logits are not the model's own when a token is chosen."""
+        """Whether the logits of any row are edited or masked before a token is chosen."""
         return bool(self.edited) or self.masked is not None
 
     @property
     def changed_rows(self) -> Int64Array:
-        """Those rows."""
+        """The rows of the batch whose logits are edited or masked."""
         edited = np.array([each.row for each in self.edited], np.int64)
         return edited if self.masked is None else np.union1d(edited, self.masked.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """One token per row, and which rows have none."""
+    """One token per row, and the rows that have none."""
 
     tokens: Int64Array
-    """[n]; -1 in failed rows, and where the core chooses."""
+    """[n]; -1 for rows that failed, and for rows whose token the core chooses."""
 
     non_finite: Int64Array
-    """Rows whose largest logit is NaN or infinite. Minus infinity elsewhere excludes a token."""
+    """Rows whose largest logit is NaN or infinite."""
 
     no_candidates: Int64Array
-    """Rows whose constraints excluded every token."""
+    """Rows in which every token is excluded."""
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
-    """By row, for those that asked and did not fail."""
+    """By row, for rows that request them and did not fail."""
 
     candidates: dict[int, Candidates] = field(default_factory=dict)
-    """By row, for those whose tokens the core chooses, unless they failed; they have no token."""
+    """By row, for rows whose token the core chooses and that did not fail."""
 
 
 class Largest(NamedTuple):
-    """Each row's largest logit."""
+    """The largest logit of each row."""
 
     columns: Int64Array
-    """[n]: its column, the lowest among equals."""
+    """[n]: the column of the largest logit, the lowest among equals."""
 
     values: Float32Array
     """[n]; a NaN counts as larger than any number."""
@@ -163,8 +167,11 @@ class Largest(NamedTuple):
 def sample(
     logits: Tensor, batch: SamplingBatch, table: SamplingTable, largest: Largest | None = None
 ) -> Samples:
-    """Sample one token per row. logits: float32 [n, vocab_size], overwritten, as are the columns of
-    `largest`, which is computed here if it is None."""
+    """Sample one token per row.
+
+    logits: float32 [n, vocab_size]; largest: the largest logit of each row, computed here if it is
+    None. Both are overwritten.
+    """
     best, largest_values = largest = largest or _largest(logits)
     if not batch.is_changed and table.is_plain[batch.row_ids].all() and _all_finite(largest):
         return Samples(tokens=best, non_finite=_NO_ROWS, no_candidates=_NO_ROWS)
@@ -202,7 +209,7 @@ def sample(
 def _choose(
     logits: Tensor, tokens: Int64Array, batch: SamplingBatch, table: SamplingTable
 ) -> Int64Array:
-    """One token per row; `tokens` contains those of the greedy rows."""
+    """Draw the tokens of the rows that are not greedy into `tokens`, and return it."""
     is_random = table.temperature[batch.row_ids] > 0
     if not is_random.any():
         return tokens
@@ -225,16 +232,16 @@ def _choose(
 
 
 def _tensor(values: npt.NDArray[np.generic], like: Tensor) -> Tensor:
-    """The values on the device of another tensor."""
+    """Copy values to the device of another tensor."""
     return upload(values, like.device)
 
 
 def _largest(logits: Tensor) -> Largest:
-    """Find the tokens, and the rows that have none, in one pass."""
+    """Find the largest logit of each row, which also shows whether one is NaN, in one pass."""
     if not logits.is_cpu:
         largest, best = logits.max(dim=-1)
         return Largest(best.cpu().numpy(), largest.cpu().numpy())
-    # numpy's is vectorised, torch's is not.
+    # numpy's argmax is vectorized, torch's is not.
     values = logits.numpy()
     best = values.argmax(axis=-1)
     return Largest(best, values[np.arange(len(values)), best])
@@ -245,7 +252,7 @@ def _all_finite(largest: Largest) -> bool:
 
 
 def _update_best(logits: Tensor, rows: Int64Array, best: Int64Array) -> Int64Array:
-    """Update `best` for changed rows; returns the rows in which every token is excluded."""
+    """Update `best` for changed rows. Returns the rows in which every token is excluded."""
     if len(rows) == 0:
         return rows
     best[rows], largest = _largest(logits[_tensor(rows, logits)])
