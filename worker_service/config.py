@@ -265,10 +265,14 @@ class RunnerConfig:
     # Not with several ranks, whose steps wait for each other on the host, nor with attention that
     # waits for the device.
     cuda_graphs: bool = True
-    """On a GPU, capture decode steps as CUDA graphs at start and replay them."""
+    """On a GPU, capture steps as CUDA graphs at start and replay them."""
 
     max_graph_batch_size: int = 512
     """Largest batch of decodes captured."""
+
+    # Larger ones take a GPU longer than the host needs to queue them.
+    max_graph_tokens: int = 1024
+    """Largest batch with chunks of prompts captured, in tokens; 0 captures none."""
 
     # Takes long at start and gives up batch invariance.
     compile: bool = False
@@ -290,6 +294,8 @@ class RunnerConfig:
     def __post_init__(self) -> None:
         size = self.max_graph_batch_size
         _expect(size >= 1, "max_graph_batch_size", "at least 1", size)
+        tokens = self.max_graph_tokens
+        _expect(tokens >= 0, "max_graph_tokens", "0 or more", tokens)
         if self.speculative is not None:
             _expect_one_of(DRAFTERS, "speculative", self.speculative)
         named, needs_model = self.speculative_model, self.speculative in ("draft", "eagle")

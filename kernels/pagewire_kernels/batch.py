@@ -41,6 +41,11 @@ class AttentionMetadata:
     num_decodes: int = 0
     """The first sequences, each of which has exactly one row; fewer may be named than there are."""
 
+    device_num_decodes: torch.Tensor | None = None
+    """int32 [1], on the cache's device: `num_decodes` of a captured graph's batch, which the host
+    does not know. Then `max_query_len` and `max_context_len` are limits, and the batch may be
+    padded at its end: by sequences without rows, and by rows of no sequence."""
+
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """What a backend has derived from the batch, for all layers."""
 

@@ -57,6 +57,7 @@ class CountingModel:
             self._context_sums(kv_cache, metadata, seq, starts[seq + 1] - starts[seq])
             for seq in range(len(starts) - 1)
         ]
+        rows.append(torch.full((len(token_ids) - starts[-1],), torch.nan))  # rows of no sequence
         return torch.cat(rows).unsqueeze(1)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

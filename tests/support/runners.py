@@ -19,6 +19,7 @@ from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.speculation import DraftLengths, Proposal
 
 SIZES = [1, 2, 4, 8]
+MIXED_SIZES = [4, 16, 32]
 
 
 class HostEvent:
@@ -93,9 +94,10 @@ def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
 
 
 def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 64) -> ModelRunner:
-    """Replays decodes in padded batches, on a device that is as late as can be, and which has room
+    """Replays steps in padded batches, on a device that is as late as can be, and which has room
     for `num_rows` sequences."""
-    state = DeviceState(model, cache, block_size, EagerRecorder(), SIZES, num_rows)
+    recorder = EagerRecorder()
+    state = DeviceState(model, cache, block_size, recorder, SIZES, num_rows, mixed=MIXED_SIZES)
     known = grammars(model.vocab_size)
     device = DeviceSteps(model, cache, state, make_event=LateEvent)
     return ModelRunner(model, cache, block_size, known, device=device)
@@ -106,7 +108,7 @@ def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> ModelR
     recorded."""
     recorder = CudaGraphRecorder(cache.device_cache.device)
     try:
-        state = DeviceState(model, cache, block_size, recorder, SIZES)
+        state = DeviceState(model, cache, block_size, recorder, SIZES, mixed=MIXED_SIZES)
     except CaptureFailed:
         if not isinstance(model, TransformersModel):  # some of which wait for the device
             raise

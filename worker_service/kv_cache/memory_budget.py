@@ -53,7 +53,7 @@ def profile_blocks(
     cache: CacheEngine | None = None,
     num_ranks: int = 1,
     num_graphs: int = 0,
-    largest_graph: int = 0,
+    largest_graph: tuple[int, int] = (0, 0),
     state_bytes: int = 0,
     draft: Model | EagleHead | None = None,
     sample: Sample | None = None,
@@ -62,8 +62,9 @@ def profile_blocks(
     there is less host memory than the settings require.
 
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
-    memory. num_graphs: decode steps to be captured, of batches up to `largest_graph`. state_bytes:
-    memory that a GPU needs for the state of sequences, beyond what it has allocated for it.
+    memory. num_graphs: to be captured, of batches up to `largest_graph`, in sequences and tokens.
+    state_bytes: memory that a GPU needs for the state of sequences, beyond what it has allocated
+    for it.
     draft: a model on a CPU whose cache has as many blocks, from the same budget, or a head, whose
     blocks are swapped, too. sample: does what a step's sampling may need most memory for; None: as
     the host samples.
@@ -225,12 +226,12 @@ def _cpu_budget(
 
 
 def _pool_bytes(
-    model: Model, block_size: int, device: torch.device, largest: int, sample: Sample
+    model: Model, block_size: int, device: torch.device, largest: tuple[int, int], sample: Sample
 ) -> int:
     """Bytes of the pool that graphs share, as large as the largest batch's activations."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run_batch(model, block_size, device, largest, largest, sample)
+    run_batch(model, block_size, device, *largest, sample)
     return torch.cuda.max_memory_allocated(device) - before
 
 

@@ -1,13 +1,14 @@
 """State on a device: rows of sequences, sampler and CUDA graphs, over one cache."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import DecodeGraphs, GraphRecorder
+from worker_service.runner.cuda_graphs import GraphRecorder, StepGraphs
 from worker_service.runner.device_rows import MAX_COUNT_BYTES, DeviceRows, capacity
 from worker_service.runner.device_sampler import DeviceSampler, StepKernels, step_kernels
 
@@ -32,14 +33,16 @@ def rows_for(
     return DeviceRows(num_rows, max_blocks, model.vocab_size, device, num_counted)
 
 
-def state_bytes(model: Model, block_size: int, num_seqs: int, sizes: list[int]) -> int:
+def state_bytes(
+    model: Model, block_size: int, num_seqs: int, sizes: list[int], mixed: Sequence[int] = ()
+) -> int:
     """Memory of a `DeviceState`, but for its graphs' hidden states and activations."""
     device = torch.device("meta")
     rows = rows_for(model, block_size, num_seqs, device)
     if not sizes:
         return rows.num_bytes
     sampler = DeviceSampler(rows, step_kernels(device), block_size, model.vocab_size)
-    graphs = DecodeGraphs(model, torch.empty(0, device=device), rows, sampler, sizes)
+    graphs = StepGraphs(model, torch.empty(0, device=device), rows, sampler, sizes, mixed)
     return rows.num_bytes + graphs.num_bytes
 
 
@@ -58,8 +61,10 @@ class DeviceState:
         num_seqs: int = 64,
         max_count_bytes: int = MAX_COUNT_BYTES,
         kernels: StepKernels | None = None,
+        mixed: Sequence[int] = (),
     ) -> None:
-        """recorder: captures decode steps of these padded sizes; None captures none.
+        """recorder: captures steps, decodes of these padded sizes and mixed batches of `mixed`
+        tokens; None captures none.
         num_rows: capacity in sequences; None takes the usual capacity, with room for `num_seqs`
         running ones and as many that wait.
         max_count_bytes: memory for occurrences of tokens. kernels: None takes those of the device.
@@ -70,20 +75,20 @@ class DeviceState:
         self.rows = rows_for(model, block_size, num_seqs, device, num_rows, max_count_bytes)
         kernels = kernels or step_kernels(device)
         self.sampler = DeviceSampler(self.rows, kernels, block_size, vocab_size)
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
         if recorder is not None and sizes:
-            self.graphs = DecodeGraphs(model, kv_cache, self.rows, self.sampler, sizes)
+            self.graphs = StepGraphs(model, kv_cache, self.rows, self.sampler, sizes, mixed)
             _record(self.graphs, recorder)
 
 
 @torch.inference_mode()
-def _record(graphs: DecodeGraphs, recorder: GraphRecorder) -> None:
+def _record(graphs: StepGraphs, recorder: GraphRecorder) -> None:
     try:
         graphs.record(recorder)
     except Exception as error:
         # Out of memory, or a model of transformers that synchronises with the device in the
         # middle of a step. Running eagerly would be several times slower without a notice.
-        logger.exception("capturing decode steps failed")
+        logger.exception("capturing steps failed")
         raise CaptureFailed(_advice(error)) from error
 
 
@@ -94,6 +99,6 @@ def _advice(error: Exception) -> str:
     else:
         advice = "if the model synchronises with the device in a step,"
     return (
-        f"cuda_graphs: decode steps cannot be captured: {reason}; {advice} compute them eagerly,"
+        f"cuda_graphs: steps cannot be captured: {reason}; {advice} compute them eagerly,"
         " which is slower, with --no-cuda-graphs"
     )

@@ -3,11 +3,12 @@
 A launch sends what the plan changed, and the step's inputs, in one copy from pinned memory; what
 the device already has is gathered by row (`device_rows.py`). Sampled tokens stay on the device,
 where the next step finds them, and are copied to the host in the background (`in_flight_step.py`).
-A batch of decodes replays a CUDA graph (`cuda_graphs.py`); prefills and mixed batches run eagerly.
-Sampling is part of the graph, whatever the parameters; it is eager for log probabilities and
-candidates, of sampled and of prompt tokens, which are copied to the host together with the tokens.
-Bitmasks of constraints take a copy of their own to the device, since they are computed while the
-forward pass runs.
+A batch replays a CUDA graph where one was captured for its size (`cuda_graphs.py`): of decodes, or
+of decodes beside prompts. Large prefills, long ones, and prompts whose log probabilities are
+reported run eagerly. Sampling is part of the graph, whatever the parameters; it is eager for log
+probabilities and candidates, of sampled and of prompt tokens, which are copied to the host together
+with the tokens. Bitmasks of constraints take a copy of their own to the device, since they are
+computed while the forward pass runs.
 
 A launch waits for the host to know tokens only in these cases:
 
@@ -37,6 +38,7 @@ from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
 from worker_service.plan import StepPlan
 from worker_service.runner.batch import HostInputs, PromptSpan, StepRows, lay_out, prompt_spans
+from worker_service.runner.cuda_graphs import StepGraphs
 from worker_service.runner.device_sampler import LogprobTensors
 from worker_service.runner.device_state import DeviceState
 from worker_service.runner.in_flight_step import (
@@ -114,7 +116,7 @@ class Fetched(NamedTuple):
 
 
 class StepLaunch:
-    """One step's work: first `forward` or `replay`, then `sample`; none waits for the device."""
+    """One step's work: first `forward` or a replay, then `sample`; none waits for the device."""
 
     def __init__(
         self,
@@ -149,6 +151,14 @@ class StepLaunch:
         if self._graphs is None or not self._graphs.have_room_for(self._columns(changes)):
             return None
         return self._graphs.size_for(len(self._sampling.row_ids))
+
+    def recorded_tokens(self, inputs: HostInputs, changes: list[Column]) -> int | None:
+        """The padded number of tokens at which any batch can be replayed, if any."""
+        if self._graphs is None or len(self._spans):
+            return None
+        if not self._graphs.have_room_for(self._columns(changes)):
+            return None
+        return self._graphs.mixed_size_for(inputs, len(self._sampling.row_ids))
 
     def forward(self, inputs: HostInputs, last_states: Int64Array, changes: list[Column]) -> None:
         """Compute any batch eagerly. last_states: the hidden states from which its rows sample."""
@@ -194,10 +204,29 @@ class StepLaunch:
         graphs, each = self._graphs, self._sampling
         assert graphs is not None, "recorded_size gave a size"
         columns = graphs.columns(inputs, each.positions, each.mask_rows, size)
+        self._send(graphs, columns, changes, size)
+        graphs.replay_forward(size)
+
+    def replay_mixed(
+        self, inputs: HostInputs, last_states: Int64Array, changes: list[Column], num_tokens: int
+    ) -> None:
+        """Compute any batch with the graph of a padded number of tokens; as `forward`."""
+        graphs, each = self._graphs, self._sampling
+        assert graphs is not None, "recorded_tokens gave a size"
+        sampling = each.row_ids, each.positions, each.mask_rows
+        columns = graphs.mixed_columns(inputs, sampling, last_states, num_tokens)
+        size = graphs.size_for(len(last_states))
+        assert size is not None, "recorded_tokens gave a size"
+        self._send(graphs, columns, changes, size)
+        graphs.replay_mixed(num_tokens)
+
+    def _send(
+        self, graphs: StepGraphs, columns: Int32Array, changes: list[Column], size: int
+    ) -> None:
+        """Send a graph's inputs, and sample with the graph of a padded number of rows."""
         sent = self._buffers.staging.send([columns, *self._columns(changes)], graphs.static_inputs)
         self._apply(sent[1:])
-        graphs.replay_forward(size)
-        num_rows = len(each.row_ids)
+        num_rows = len(self._sampling.row_ids)
         self._replayed_size = size
         self._rows = graphs.rows(size, num_rows)
         self._logits = lambda: graphs.logits(num_rows)
@@ -211,7 +240,8 @@ class StepLaunch:
             target = self._graphs.bitmask if self._graphs and self._replayed_size else None
             rows = rows._replace(bitmask=self._buffers.send_bitmask(bitmask, target))
         if self._graphs and self._replayed_size and not any(map(len, self._reported)):
-            self._graphs.replay_sampling(self._replayed_size)
+            if len(each.row_ids):
+                self._graphs.replay_sampling(self._replayed_size)
             return Fetched(self._buffers.fetch([self._graphs.outcome[: len(each.row_ids)]])[0])
         with_logprobs, with_candidates, _ = self._reported
         # A row whose prompt has an invalid log probability has failed before it samples.
@@ -356,10 +386,15 @@ class DeviceSteps:
         all_sample = len(row_ids) == len(inputs.row_ids) and not len(rows.forks)
         if inputs.max_query_len == 1 and all_sample:
             size = launch.recorded_size(changes)
-        if size is None:
-            launch.forward(inputs, rows.last_states(rows.ends()), changes)
-        else:
+        if size is not None:
             launch.replay(inputs, changes, size)
+        else:
+            last_states = rows.last_states(rows.ends())
+            num_tokens = launch.recorded_tokens(inputs, changes)
+            if num_tokens is None:
+                launch.forward(inputs, last_states, changes)
+            else:
+                launch.replay_mixed(inputs, last_states, changes, num_tokens)
         computed = self._make_event()
         fetched = launch.sample(_bitmask(row_ids, constrained, sequences))
         rows.advance(table)

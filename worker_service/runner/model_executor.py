@@ -22,7 +22,7 @@ from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes
+from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes, mixed_sizes
 from worker_service.runner.device_sampler import sample_padding, step_kernels
 from worker_service.runner.device_state import DeviceState, state_bytes
 from worker_service.runner.device_steps import DeviceSteps
@@ -119,6 +119,7 @@ class ModelExecutor:
         self._state: DeviceState | None = None
         """State on the device; only on a GPU of one rank."""
         self._max_num_seqs = self._runner.max_graph_batch_size
+        self._max_num_batched_tokens = self._runner.max_graph_tokens
         self._state_num_seqs = 0
         """Sequences that the state has capacity for."""
 
@@ -162,7 +163,8 @@ class ModelExecutor:
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit in memory together with the largest batch."""
         self._max_num_seqs = max_num_seqs
-        sizes = self._graph_sizes()
+        self._max_num_batched_tokens = max_num_batched_tokens
+        sizes, mixed = self._graph_sizes(), self._mixed_sizes()
         return profile_blocks(
             self.loaded.model,
             self._config,
@@ -172,8 +174,8 @@ class ModelExecutor:
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
             num_ranks=self.loaded.communicator.layout.world_size,
-            num_graphs=2 * len(sizes),  # see `DecodeGraphs`
-            largest_graph=max(sizes, default=0),
+            num_graphs=2 * len(sizes) + len(mixed),  # see `StepGraphs`
+            largest_graph=(max(sizes, default=0), max([*sizes, *mixed], default=0)),
             state_bytes=self._state_bytes(),
             draft=self._draft,
             sample=self._sample_padding if self._has_device_steps else None,
@@ -250,10 +252,10 @@ class ModelExecutor:
         if not self._has_device_steps:
             return 0
         model, sizes = (self.loaded.model, self.loaded.block_size), self._graph_sizes()
-        held = 0
+        held, mixed = 0, self._mixed_sizes()
         if self._state is not None:
-            held = state_bytes(*model, self._state_num_seqs, sizes)
-        return state_bytes(*model, self._max_num_seqs, sizes) - held
+            held = state_bytes(*model, self._state_num_seqs, sizes, mixed)
+        return state_bytes(*model, self._max_num_seqs, sizes, mixed) - held
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
         sizes = self._graph_sizes()
@@ -265,6 +267,7 @@ class ModelExecutor:
             recorder,
             sizes,
             num_seqs=self._max_num_seqs,
+            mixed=self._mixed_sizes(),
         )
 
     @property
@@ -284,6 +287,12 @@ class ModelExecutor:
         if not self._uses_cuda_graphs:
             return []
         return graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs))
+
+    def _mixed_sizes(self) -> list[int]:
+        """Padded numbers of tokens of the mixed batches to record."""
+        if not self._uses_cuda_graphs:
+            return []
+        return mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens))
 
     def check_device(self) -> None:
         """Wait for the device. Raises DeviceLost if the GPU's context is broken, for example by an

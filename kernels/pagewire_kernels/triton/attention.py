@@ -66,10 +66,13 @@ class Launch:
     """Keys per split, a multiple of `tile_keys`; 0: an even share of the context."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Sequences of a batch that one launch computes."""
 
+    query_start: Tensor
+    """Of the batch; those without rows are not computed."""
+    context_lens: Tensor
+    """Of the batch."""
     first_seq: int
     num_seqs: int
     num_tokens: int
@@ -80,12 +83,26 @@ class Part:
 def parts_of(metadata: AttentionMetadata, num_tokens: int) -> Iterator[Part]:
     """The whole batch, or its decodes and the others: a decode among prefills would take a tile of
     128 rows, and its context would not be split."""
-    num_seqs, num_decodes = len(metadata.context_lens), metadata.num_decodes
-    if metadata.max_query_len == 1 or not 0 < num_decodes < num_seqs:
-        yield Part(0, num_seqs, num_tokens, metadata.max_query_len == 1)
+    starts, lengths = metadata.query_start, metadata.context_lens
+    num_seqs, num_decodes = len(lengths), metadata.num_decodes
+    if metadata.device_num_decodes is not None:
+        # Both launches have room for all sequences: each takes the rows of the others from them.
+        count = metadata.device_num_decodes
+        is_decode = torch.arange(num_seqs, dtype=torch.int32, device=count.device) < count
+        decode_lengths = torch.where(is_decode, lengths, 0)
+        yield Part(torch.minimum(starts, count), decode_lengths, 0, num_seqs, num_seqs, True)
+        yield Part(torch.maximum(starts, count), lengths, 0, num_seqs, num_tokens, False)
+    elif metadata.max_query_len == 1 or not 0 < num_decodes < num_seqs:
+        yield _whole(metadata, num_tokens)
     else:
-        yield Part(0, num_decodes, num_decodes, True)
-        yield Part(num_decodes, num_seqs - num_decodes, num_tokens - num_decodes, False)
+        num_others = num_seqs - num_decodes
+        yield Part(starts, lengths, 0, num_decodes, num_decodes, True)
+        yield Part(starts, lengths, num_decodes, num_others, num_tokens - num_decodes, False)
+
+
+def _whole(metadata: AttentionMetadata, num_tokens: int) -> Part:
+    starts, lengths = metadata.query_start, metadata.context_lens
+    return Part(starts, lengths, 0, len(lengths), num_tokens, metadata.max_query_len == 1)
 
 
 def choose_launch(
@@ -106,7 +123,7 @@ def choose_launch(
     """
     num_tokens, num_heads, head_dim = query.shape
     if part is None:
-        part = Part(0, len(metadata.context_lens), num_tokens, metadata.max_query_len == 1)
+        part = _whole(metadata, num_tokens)
     group = num_heads // num_kv_heads
     tile_rows, num_warps = _tile(query.dtype, head_dim, group, part.is_decode)
     if batch_invariant:
@@ -186,8 +203,8 @@ def paged_attention(
             query,
             key_cache,
             value_cache,
-            metadata.query_start,
-            metadata.context_lens,
+            part.query_start,
+            part.context_lens,
             metadata.block_tables,
             plan,
             output if sinks is None else sinks,
@@ -223,8 +240,8 @@ def paged_attention(
                 output,
                 partial_output,
                 partial_sums,
-                metadata.query_start,
-                metadata.context_lens,
+                part.query_start,
+                part.context_lens,
                 plan,
                 output if sinks is None else sinks,
                 part.first_seq,
@@ -268,10 +285,8 @@ def _prepared(
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    parts = [*parts_of(metadata, num_tokens)]
-    if launch is not None:
-        num_seqs, is_decode = len(metadata.context_lens), metadata.max_query_len == 1
-        parts = [Part(0, num_seqs, num_tokens, is_decode)]
+    whole = _whole(metadata, num_tokens)
+    parts = [whole] if launch is not None else [*parts_of(metadata, num_tokens)]
     for part in parts:
         chosen = launch or choose_launch(
             query, num_kv_heads, metadata, part=part, batch_invariant=batch_invariant
@@ -294,7 +309,7 @@ def _prepared(
             launch=chosen,
             tile_tokens=tile_tokens,
             grid=(num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits),
-            plan=_plan(metadata, part, chosen) if is_planned else metadata.context_lens,
+            plan=_plan(part, chosen) if is_planned else part.context_lens,
             is_split=is_planned or chosen.num_splits > 1,
             partial_shape=partial_shape,
             shared={
@@ -309,16 +324,16 @@ def _prepared(
         )
 
 
-def _plan(metadata: AttentionMetadata, part: Part, launch: Launch) -> Tensor:
+def _plan(part: Part, launch: Launch) -> Tensor:
     """The splits of a step's decodes."""
     expect(
         launch.num_planned > part.num_seqs,
         f"launch: {launch.num_planned} programs for {part.num_seqs} sequences, expected more",
     )
-    plan = metadata.context_lens.new_empty(part.num_seqs + 2)
+    plan = part.context_lens.new_empty(part.num_seqs + 2)
     plan_splits[(1,)](
         plan,
-        metadata.context_lens,
+        part.context_lens,
         part.num_seqs,
         launch.num_planned,
         LEAST=MIN_SPLIT_TOKENS,

@@ -270,9 +270,60 @@ def test_decodes_and_prefills_of_a_batch_agree_with_the_reference(options: dict[
     sequences = PagedSequences(Shape(), LENGTHS)
     _written(sequences)
     metadata = sequences.metadata(MIXED, num_decodes=2)
-    assert [*parts_of(metadata, 31)] == [Part(0, 2, 2, True), Part(2, 2, 29, False)]
+    starts, lengths = metadata.query_start, metadata.context_lens
+    assert [*parts_of(metadata, 31)] == [
+        Part(starts, lengths, 0, 2, 2, True),
+        Part(starts, lengths, 2, 2, 29, False),
+    ]
     output = _attend(sequences, MIXED, scale=0.3, num_decodes=2, **options)
     assert_agrees(output, _expected(sequences, MIXED, scale=0.3, **options))
+
+
+@pytest.mark.parametrize("num_decodes", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(OPTIONS["all"], marks=pytest.mark.long),
+        {"batch_invariant": True},
+    ],
+    ids=["plain", "all", "batch-invariant"],
+)
+def test_a_padded_batch_agrees_whose_decodes_only_the_device_counts(
+    options: dict[str, Any], num_decodes: int
+) -> None:
+    """As a captured graph computes it: with sequences without rows, and rows of no sequence."""
+    parts = [(2, 59, 60), (1, 0, 1), (4, 300, 301), (0, 13, 33), (3, 0, 9)]
+    if num_decodes == 3:
+        parts = parts[:3]
+    sequences = PagedSequences(Shape(), [*LENGTHS, 301])
+    _written(sequences)
+    exact = sequences.metadata(parts)
+    metadata = replace(
+        exact,
+        query_start=torch.cat([exact.query_start, exact.query_start[-1].repeat(2)]),
+        context_lens=torch.nn.functional.pad(exact.context_lens, (0, 2)),
+        block_tables=torch.nn.functional.pad(exact.block_tables, (0, 5, 0, 2), value=-1),
+        max_query_len=64,
+        max_context_len=2000,
+        device_num_decodes=torch.tensor([num_decodes], dtype=torch.int32),
+    )
+    query = sequences.rows(sequences.queries, parts)
+    cache = sequences.cache.to(DEVICE)
+    given = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in options.items()
+    }
+    output = paged_attention(
+        torch.nn.functional.pad(query, (0, 0, 0, 0, 0, 3), value=torch.nan).to(DEVICE),
+        cache[:, 1, 0],
+        cache[:, 1, 1],
+        on_device(metadata),
+        scale=0.3,
+        **given,
+    )
+    features = {name: value for name, value in options.items() if name != "batch_invariant"}
+    assert_agrees(output[: len(query)], _expected(sequences, parts, scale=0.3, **features))
 
 
 def test_split_prefills_after_decodes_agree_with_the_reference() -> None:

@@ -136,7 +136,8 @@ def test_forks_sample_from_their_parents_last_logits_and_share_its_blocks(
         bench.plans.fork(1 + choice, 1, sampling=sampling, choice_index=choice)
     bench.plans.lengths[2] = bench.plans.lengths[3] = 5
     first = bench.step([Row(1, 2), Row(2, 0), Row(3, 0)]).token_ids.tolist()
-    assert bench.model.batches[-1] == (1, 2)
+    # The parent alone: two tokens, or four in a padded batch.
+    assert bench.model.batches[-1] in ((1, 2), (4, 4))
     for choice in range(3):
         alone = make_bench()
         alone.plans.add(1, prompt, sampling=sampling, choice_index=choice)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,11 +12,13 @@ from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.runner.cuda_graphs import Replay, graph_sizes
+from worker_service.runner.batch import lay_out
+from worker_service.runner.cuda_graphs import MAX_MIXED_CONTEXT, Replay, graph_sizes, mixed_sizes
 from worker_service.runner.device_rows import capacity
 from worker_service.runner.device_state import DeviceState, rows_for, state_bytes
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.sequence_table import SequenceTable
 
 
 @pytest.mark.parametrize("max_size", [0, 1, 3, 4, 8, 100, 256, 300, 512])
@@ -26,6 +29,35 @@ def test_sizes_rise_to_the_largest_and_waste_little(max_size: int) -> None:
         assert sizes[-1] == max_size
     for below, size in zip([0, *sizes], sizes, strict=False):
         assert size - (below + 1) <= max(1, below // 2, 7)
+
+
+@pytest.mark.parametrize("most", [0, 1, 32, 100, 1024, 1500])
+def test_numbers_of_tokens_of_mixed_batches_rise_to_the_largest_and_waste_little(most: int) -> None:
+    sizes = mixed_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1:] == ([most] if most else [])
+    for below, size in zip([0, *sizes], sizes, strict=False):
+        assert size - (below + 1) <= max(31, below // 4)
+
+
+def test_long_and_large_batches_are_computed_eagerly() -> None:
+    model = CountingModel()
+    recorder = EagerRecorder()
+    graphs = DeviceState(model, small_cache(model), 4, recorder, [1, 8], mixed=[4, 32]).graphs
+    assert graphs is not None
+    table = SequenceTable(vocab_size=9, max_model_len=10_000, block_size=4, num_gpu_blocks=1)
+
+    def size_for(query_lens: list[int], context_lens: list[int]) -> int | None:
+        row_ids, lengths = np.arange(len(query_lens)), np.array(query_lens, np.int32)
+        table.num_computed_tokens[row_ids] = np.array(context_lens) - lengths
+        return graphs.mixed_size_for(lay_out(row_ids, lengths, table), len(query_lens))
+
+    assert size_for([1, 3], [100, 3]) == 4
+    assert size_for([1, 4], [100, 4]) == 32
+    assert size_for([1, 32], [100, 32]) is None
+    assert size_for([1, 3], [100, MAX_MIXED_CONTEXT + 1]) is None
+    assert size_for([1, 3], [MAX_MIXED_CONTEXT + 1, 3]) == 4, "a decode's is split by length"
+    assert size_for([1] * 9, [1] * 9) is None
 
 
 class Refusing:
@@ -78,8 +110,8 @@ def test_recordings_outlive_an_epoch() -> None:
 
     model, recorder = CountingModel(), Counting()
     cache = small_cache(model)
-    state = DeviceState(model, cache, 4, recorder, [1, 2, 4])
-    assert recorder.num_recorded == 6
+    state = DeviceState(model, cache, 4, recorder, [1, 2, 4], mixed=[4, 8])
+    assert recorder.num_recorded == 8
     for _ in range(2):
         device = DeviceSteps(model, cache, state, HostEvent)
         bench = Bench(
@@ -88,7 +120,7 @@ def test_recordings_outlive_an_epoch() -> None:
         bench.plans.add(1, [5, 6, 7])
         results = [bench.step([Row(1, 3)]), *(bench.step([Row(1)]) for _ in range(3))]
         assert [int(each.token_ids[0]) for each in results] == continuation([5, 6, 7], 4)
-    assert recorder.num_recorded == 6
+    assert recorder.num_recorded == 8
 
 
 def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
@@ -103,9 +135,11 @@ def test_the_memory_of_rows_is_known_before_it_is_allocated() -> None:
     model = CountingModel(max_model_len=64)
     sizes = [rows_for(model, 4, 40, torch.device(device)).num_bytes for device in ("cpu", "meta")]
     assert sizes[0] == sizes[1] > 80 * 4 * model.vocab_size
-    state = DeviceState(model, small_cache(model), 4, EagerRecorder(), [1, 8], num_seqs=40)
+    state = DeviceState(
+        model, small_cache(model), 4, EagerRecorder(), [1, 8], num_seqs=40, mixed=[64]
+    )
     assert state.graphs is not None
-    needed = state_bytes(model, 4, 40, [1, 8])
+    needed = state_bytes(model, 4, 40, [1, 8], [64])
     assert needed == sizes[0] + state.graphs.num_bytes > sizes[0] + 4 * 8 * 16
     assert state_bytes(model, 4, 40, []) == sizes[0]
     few = rows_for(model, 4, 40, torch.device("cpu"), max_count_bytes=7 * 4 * model.vocab_size)

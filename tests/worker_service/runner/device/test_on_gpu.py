@@ -24,6 +24,7 @@ from worker_service.service import wire
 pytestmark = pytest.mark.gpu
 
 SIZES = [1, 2, 4, 8]
+MIXED_SIZES = [16, 32, 64]
 
 
 def eager(model: Any, cache: CacheEngine, block_size: int) -> ModelRunner:
@@ -33,7 +34,7 @@ def eager(model: Any, cache: CacheEngine, block_size: int) -> ModelRunner:
 
 def recorded(model: Any, cache: CacheEngine, block_size: int) -> ModelRunner:
     recorder = CudaGraphRecorder(cache.device_cache.device)
-    state = DeviceState(model, cache, block_size, recorder, SIZES)
+    state = DeviceState(model, cache, block_size, recorder, SIZES, mixed=MIXED_SIZES)
     assert state.graphs is not None, "the model can be recorded"
     return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
 

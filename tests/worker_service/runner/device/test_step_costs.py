@@ -3,7 +3,7 @@
 The device is a CPU here, and its queue of work is whatever torch is asked to compute.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels import reference
 from tests.support.counting_model import CountingModel
-from tests.support.runners import SIZES, HostEvent
+from tests.support.runners import MIXED_SIZES, SIZES, HostEvent
 from tests.support.vocabularies import grammars
 from tests.support.worker_driver import Row, sampler_params
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
@@ -187,14 +187,14 @@ OTHER_PARAMS = {
 }
 
 
-def _pipeline(queue: Queue, name: str) -> Pipeline:
+def _pipeline(queue: Queue, name: str, mixed: Sequence[int] = MIXED_SIZES) -> Pipeline:
     """Two sequences that have just computed their prompts, and whose blocks have room; the first
-    has these parameters."""
+    has these parameters. mixed: numbers of tokens of mixed batches that are recorded."""
 
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
         counted, recorder = CountedModel(queue), CountedReplays(queue)
         state = DeviceState(
-            counted, cache, block_size, recorder, SIZES, kernels=CountedKernels(queue)
+            counted, cache, block_size, recorder, SIZES, kernels=CountedKernels(queue), mixed=mixed
         )
         device = DeviceSteps(counted, cache, state, make_event=HostEvent)
         return ModelRunner(counted, cache, block_size, grammars(model.vocab_size), device=device)
@@ -225,10 +225,11 @@ def test_a_decode_costs(name: str) -> None:
     assert queue.replayed == [*FORWARD, "copy_", *(SAMPLING if known == REPLAYS else ())]
 
 
+@pytest.mark.parametrize("mixed", [MIXED_SIZES, ()], ids=["recorded", "eager"])
 @pytest.mark.parametrize("name", ["greedy", "penalties", "a bias", "a constraint"])
-def test_a_mixed_batch_costs(name: str) -> None:
+def test_a_mixed_batch_costs(name: str, mixed: Sequence[int]) -> None:
     queue = Queue()
-    pipeline = _pipeline(queue, name)
+    pipeline = _pipeline(queue, name, mixed)
     pipeline.bench.plans.add(3, [6] * 20)
     with queue:
         pipeline.launch([Row(1), Row(2), Row(3, 20)])
@@ -236,8 +237,21 @@ def test_a_mixed_batch_costs(name: str) -> None:
     assert len(queue.copies_out) == 1
     # The new sequence's blocks, parameters and token are stored first.
     stored = ["index_fill_", "index_fill_", "index_put_", "index_copy_"]
-    assert queue.launches == [*stored, *FORWARD, "index_select", *SAMPLING]
+    step = [*FORWARD, "index_select", *SAMPLING]
+    assert queue.launches == [*stored, *(REPLAYS if mixed else step)]
+    assert queue.replayed == (step if mixed else [])
     assert queue.waits == []
+
+
+def test_a_chunk_that_does_not_sample_costs_one_replay() -> None:
+    queue = Queue()
+    pipeline = _pipeline(queue, "greedy")
+    pipeline.bench.plans.add(3, [6] * 40)
+    pipeline.launch([Row(3, 20, sample=False)])
+    with queue:
+        pipeline.launch([Row(3, 10, sample=False)])
+    assert queue.launches == ["replay"]
+    assert (len(queue.copies_in), queue.waits) == (1, [])
 
 
 def test_a_prompt_with_log_probabilities_costs() -> None:
