@@ -328,6 +328,13 @@ class StepStream:
             is_right = 1 <= count <= 1 + row.lookahead
             expect_true(is_right, f"row {index} has {count} tokens, {row.lookahead} drafts allowed")
         expect("tokens in the result, of all sampling rows", len(tokens), sum(counts))
+        if message.num_drafts:
+            expect("numbers of drafts, one per sampling row", len(message.num_drafts), len(counts))
+            for number, count, (index, row) in zip(
+                message.num_drafts, counts, sampling, strict=True
+            ):
+                is_right = count - 1 <= number <= row.lookahead
+                expect_true(is_right, f"row {index} has {number} drafts and {count} tokens")
         entries: dict[int, list[plan_pb2.RowLogprobs]] = {}
         for reported in message.logprobs:
             entries.setdefault(reported.row, []).append(reported)

@@ -102,6 +102,7 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
         candidates={entry.row: _decode_candidates(entry) for entry in message.candidates},
         errors={entry.row: _decode_row_error(entry) for entry in message.errors},
         num_sampled=list(message.num_sampled) or None,
+        num_drafts=list(message.num_drafts) or None,
         cache_ops_us=timings.cache_ops_us,
         forward_us=timings.forward_us,
         sample_us=timings.sample_us,
@@ -280,6 +281,7 @@ def _encode_timings(timings: RequestTimings) -> inference_pb.Timings:
         recovery_us=timings.recovery_us,
         num_inexact_recoveries=timings.num_inexact_recoveries,
         num_accepted_drafts=timings.num_accepted_drafts,
+        num_drafts=timings.num_drafts,
     )
 
 

@@ -278,7 +278,7 @@ class StepResult:
     """[num_sampling]: number of tokens of each sampling row; None: one in every row."""
 
     num_drafts: Int32Array | None = None
-    """[num_sampling]: drafts of each sampling row; None: none. For the worker's metrics."""
+    """[num_sampling]: drafts of each sampling row; None: none."""
 
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     kept_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)

@@ -59,6 +59,7 @@ def _figures(limits: Limits, of: Sequence[Summary]) -> Iterator[tuple[str, list[
     yield "output tokens/s", [f"{s.output_tokens_per_s:.0f}" for s in of]
     if any(s.accepted_drafts_percent for s in of):
         yield "of them from drafts, %", [f"{s.accepted_drafts_percent:.1f}" for s in of]
+        yield "drafts accepted, %", [f"{s.drafts_accepted_percent:.1f}" for s in of]
     yield "all tokens/s", [f"{s.total_tokens_per_s:.0f}" for s in of]
     yield from _times("first token, ms", [s.first_token_ms for s in of])
     yield from _times("between tokens, ms", [s.inter_token_ms for s in of])

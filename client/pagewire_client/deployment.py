@@ -139,6 +139,8 @@ class RequestStatus:
     num_output_tokens: int
     num_accepted_drafts: int
     """Of these, the ones that came as drafts of speculative decoding."""
+    num_drafts: int
+    """Drafts that were computed, whether or not they were right."""
     max_tokens: int
     num_sequences: int
     age_s: float

@@ -59,6 +59,8 @@ class Timings:
     from those of an undisturbed run."""
     num_accepted_drafts: int = 0
     """Output tokens that came as drafts of speculative decoding."""
+    num_drafts: int = 0
+    """Drafts that were computed, whether or not they were right."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

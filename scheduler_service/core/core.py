@@ -413,10 +413,15 @@ class SchedulerCore:
             totals.num_prefix_hits += seq_group.num_cached_tokens
 
     def _keep_trace(self, seq_group: SequenceGroup) -> None:
-        request, timeline = seq_group.request, seq_group.clock.timeline
+        request, clock = seq_group.request, seq_group.clock
         if request.traceparent:
             self._traced.append(
                 TracedRequest(
-                    request.request_id, request.traceparent, timeline.entries, timeline.placements
+                    request.request_id,
+                    request.traceparent,
+                    clock.timeline.entries,
+                    clock.timeline.placements,
+                    clock.timings.num_drafts,
+                    clock.timings.num_accepted_drafts,
                 )
             )

@@ -93,6 +93,13 @@ class RequestTimings:
     """Times it was resumed on a worker group of another arithmetic."""
     num_accepted_drafts: int = 0
     """Tokens that came as drafts, with another token of the same step."""
+    num_drafts: int = 0
+    """Drafts computed, as far as workers report them."""
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a row's drafts, and its tokens that came as drafts."""
+        self.num_drafts += num_drafts
+        self.num_accepted_drafts += num_accepted
 
 
 @dataclass(slots=True, kw_only=True)

@@ -214,8 +214,6 @@ class Sequence:
         """Count only the drafts that a row has kept."""
         self.num_drafts -= num_drafts
         self.length -= num_drafts - num_kept
-        if num_kept:
-            self.seq_group.clock.timings.num_accepted_drafts += num_kept
 
     def append_sampled(self, token: int) -> None:
         """Add the value of a token that is counted in `length`."""

@@ -112,6 +112,8 @@ class StepResult:
     """By row."""
     num_sampled: list[int] | None = None
     """Number of tokens of each sampling row in `token_ids`; None: one in every row."""
+    num_drafts: list[int] | None = None
+    """Number of drafts computed with each sampling row; None: not reported, or none."""
     cache_ops_us: int = 0
     forward_us: int = 0
     sample_us: int = 0

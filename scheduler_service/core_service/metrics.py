@@ -76,12 +76,29 @@ OF_MODEL = {
         "Requests that lost their worker group and were queued again with their tokens.",
         MODEL,
     ),
+    "totals.num_draft_rows": counter(
+        "vllm:spec_decode_num_drafts_total",
+        "Rows of steps that computed drafts (speculation).",
+        MODEL,
+    ),
+    "totals.num_drafts": counter(
+        "vllm:spec_decode_num_draft_tokens_total", "Drafts that these rows computed.", MODEL
+    ),
+    "totals.num_accepted_drafts": counter(
+        "vllm:spec_decode_num_accepted_tokens_total", "Of these, drafts that became output.", MODEL
+    ),
     "totals.num_inexact_recoveries": counter(
         "pagewire_inexact_recoveries_total",
         "Requests with output that were resumed on a worker group of another arithmetic.",
         MODEL,
     ),
 }
+
+ACCEPTED_BY_POSITION = counter(
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "Drafts that became output by their position in the row, from 0.",
+    (*MODEL, "position"),
+)
 
 KV_USAGE = gauge(
     "vllm:kv_cache_usage_perc",
@@ -191,6 +208,7 @@ ALL = (
     WORKER_LOSSES,
     *OF_SERVICE.values(),
     *OF_MODEL.values(),
+    ACCEPTED_BY_POSITION,
     TENANT_REQUESTS,
     KV_USAGE,
     *OF_GROUP.values(),
@@ -243,6 +261,13 @@ class CoreMetrics:
         yield from families(OF_SERVICE, {(): self._counters.counts})
         snapshot = self._driver.core.snapshot()
         yield from families(OF_MODEL, {(model.name,): model for model in snapshot.models})
+        yield ACCEPTED_BY_POSITION.family(
+            {
+                (model.name, str(position)): count
+                for model in snapshot.models
+                for position, count in enumerate(model.totals.num_accepted_by_position())
+            }
+        )
         yield self._tenants(snapshot.num_by_tenant)
         yield from self._groups(snapshot.worker_groups)
         yield from self._registered()

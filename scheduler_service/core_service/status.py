@@ -35,7 +35,7 @@ _OF_CORE = (
 _OF_REQUEST = (
     *("request_id", "number", "tenant", "model", "priority", "num_prompt_tokens"),
     *("num_cached_tokens", "num_computed_tokens", "num_output_tokens", "max_tokens"),
-    "num_accepted_drafts",
+    *("num_accepted_drafts", "num_drafts"),
     *("num_sequences", "error_reason", "placements"),
 )
 

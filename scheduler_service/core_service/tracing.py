@@ -89,6 +89,8 @@ def export(tracing: Tracing, request: TracedRequest) -> None:
         "pagewire.num_worker_losses": sum(
             event is RequestEvent.WORKER_LOST for event, *_ in entries
         ),
+        "pagewire.num_drafts": request.num_drafts,
+        "pagewire.num_accepted_drafts": request.num_accepted_drafts,
     }
     whole = tracing.add(
         "pagewire.schedule",

@@ -106,6 +106,7 @@ def summary(p50: float, num_good: int) -> Summary:
         output_tokens_per_s=p50,
         total_tokens_per_s=p50,
         accepted_drafts_percent=0.0,
+        drafts_accepted_percent=0.0,
         first_token_ms=times,
         inter_token_ms=None if math.isinf(p50) else times,
         total_ms=times,

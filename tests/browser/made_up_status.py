@@ -111,11 +111,17 @@ class MadeUpEngine:
             state=pb.REQUEST_STATE_DECODING,
             num_prompt_tokens=request.num_prompt,
             num_output_tokens=int(48 * (self._uptime_s - request.started_s)),
+            num_drafts=40 * request.number,
+            num_accepted_drafts=30 * request.number,
             num_sequences=1,
             age_s=self._uptime_s - request.started_s,
-            events=[pb.REQUEST_EVENT_QUEUED, pb.REQUEST_EVENT_FIRST_TOKEN],
-            event_times_us=[0, 20_000],
-            event_values=[request.num_prompt, 0],
+            events=[
+                pb.REQUEST_EVENT_QUEUED,
+                pb.REQUEST_EVENT_STARTED,
+                pb.REQUEST_EVENT_FIRST_TOKEN,
+            ],
+            event_times_us=[0, 10_000, 20_000],
+            event_values=[request.num_prompt, request.num_prompt, 0],
             block_tables=[table.tobytes()],
         )
 

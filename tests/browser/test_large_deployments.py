@@ -64,6 +64,20 @@ def test_cells_that_are_pixels_have_their_requests_colours_and_are_dimmed_beside
         page.close()
 
 
+def test_a_timeline_says_how_many_drafts_were_accepted_while_decoding(browser: Browser) -> None:
+    engine = MadeUpEngine(num_groups=1, num_blocks=500, num_requests=2, ending=0)
+    with deployment(engine) as url:
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        page.goto(url)
+        page.get_by_role("button", name="made-up-request-1").click()
+        detail = page.locator("#detail")
+        expect(detail.locator(".phase.decode")).to_contain_text("30 of 40 drafts accepted")
+        expect(detail.locator(".phase.queued")).not_to_contain_text("drafts")
+        expect(detail.locator(".numbers")).to_contain_text("from drafts")
+        page.close()
+
+
 def test_a_deployment_without_anything_says_so(browser: Browser) -> None:
     engine = MadeUpEngine(num_groups=0, num_blocks=0, num_requests=0)
     with deployment(engine) as url:

@@ -164,3 +164,29 @@ def test_a_lost_worker_and_the_requests_that_went_on_are_counted(cluster: Cluste
     told = scrape(cluster.frontends[0])
     assert told.sum("pagewire_request_worker_losses_total") == 1
     assert told.sum("pagewire_request_part_seconds_sum", part="recovery") > 0
+
+
+def test_answers_core_and_worker_agree_on_drafts(tmp_path: Path) -> None:
+    flags = ["--simulate", "--speculative", "ngram", *METRICS]
+    with Cluster(tmp_path, worker_flags=flags, core_flags=METRICS) as cluster:
+        cluster.start()
+        with Client(cluster.frontend_address()) as client:
+            params = SamplingParams(n=NUM_CHOICES, max_tokens=60, ignore_eos=True)
+            answers = [client.generate(PROMPT, params) for _ in range(2)]
+        timings = [answer.timings for answer in answers if answer.timings is not None]
+        drafts = sum(each.num_drafts for each in timings)
+        accepted = sum(each.num_accepted_drafts for each in timings)
+        assert 0 < accepted < drafts
+        core, (worker,) = cluster.core, cluster.workers
+        assert core is not None
+        of_core = scrape(core)
+        wait_until(
+            lambda: scrape(worker).sum("pagewire_worker_draft_tokens_total") == drafts,
+            "the last step was counted",
+        )
+    assert of_core.sum("vllm:spec_decode_num_draft_tokens_total", model_name=MODEL) == drafts
+    assert of_core.sum("vllm:spec_decode_num_accepted_tokens_total") == accepted
+    by_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert of_core.sum(by_position) == accepted
+    num_rows = of_core.sum("vllm:spec_decode_num_drafts_total")
+    assert of_core.sum(by_position, position="0") < num_rows < drafts

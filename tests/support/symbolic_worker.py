@@ -455,12 +455,14 @@ class SymbolicWorker:
             busy_us=1000 + 100 * num_prefill_tokens,
         )
         num_sampled: list[int] = []
+        num_drafts: list[int] = []
         for row, (seq, num_tokens, sample) in enumerate(rows):
             if seq.sampling.prompt_logprobs:
                 self._report_prompt(result, row, seq, starts[row], starts[row] + num_tokens)
             if not sample:
                 continue
             num_sampled.append(1)
+            num_drafts.append(lookahead[row])
             position = len(seq.tokens) - seq.num_prompt_tokens
             last = position + lookahead[row]
             require(last < seq.sampling.max_tokens, f"{seq.seq_id} exceeds max_tokens")
@@ -486,7 +488,7 @@ class SymbolicWorker:
                 kept = result.token_ids[-num_kept:]
                 result.kept_logprobs[row] = [logprobs_of(token) for token in kept]
         if plan.lookahead is not None:
-            result.num_sampled = num_sampled
+            result.num_sampled, result.num_drafts = num_sampled, num_drafts
         return result
 
     def _keep_drafts(self, seq: WorkerSequence, num_drafts: int, token_ids: list[int]) -> int:

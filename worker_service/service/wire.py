@@ -103,6 +103,7 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
             for row, reason in result.errors.items()
         ],
         num_sampled=b"" if result.num_sampled is None else bytes(result.num_sampled.tolist()),
+        num_drafts=b"" if result.num_drafts is None else bytes(result.num_drafts.tolist()),
         timings=plan_pb2.StepTimings(**{name: getattr(timings, name) for name in _TIMINGS}),
     )
 

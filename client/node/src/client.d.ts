@@ -105,6 +105,8 @@ export interface Timings {
   numInexactRecoveries: number;
   /** Output tokens that came as drafts of speculative decoding. */
   numAcceptedDrafts: number;
+  /** Drafts that were computed, whether or not they were right. */
+  numDrafts: number;
 }
 
 export interface Answer {

@@ -27,6 +27,8 @@ class RequestRecord:
     """Arrival time of each output token. Tokens of one message have the same time."""
     num_accepted_drafts: int = 0
     """Output tokens that came as drafts of speculative decoding."""
+    num_drafts: int = 0
+    """Drafts that were computed for it."""
     ended_s: float | None = None
     """None: unfinished when the run was interrupted."""
     error: str | None = None
@@ -64,7 +66,9 @@ class Received(NamedTuple):
 
     num_tokens: int
     num_accepted_drafts: int = 0
-    """Of the answer's tokens so far, those that came as drafts, if the server says."""
+    """Of the answer's tokens so far, those that came as drafts, if the server reports it."""
+    num_drafts: int = 0
+    """Drafts computed for them, if the server reports it."""
 
 
 class Target(Protocol):
@@ -94,7 +98,7 @@ class PagewireTarget:
             async for delta in stream:
                 yield Received(len(delta.token_ids))
             if (timings := stream.output.timings) is not None:
-                yield Received(0, timings.num_accepted_drafts)
+                yield Received(0, timings.num_accepted_drafts, timings.num_drafts)
 
 
 OnEnd = Callable[[RequestRecord], None]
@@ -172,6 +176,7 @@ class LoadRun:
                 now = self._now()
                 record.token_times_s.extend([now] * received.num_tokens)
                 record.num_accepted_drafts = received.num_accepted_drafts
+                record.num_drafts = received.num_drafts
         if len(record.token_times_s) != arrival.num_output_tokens:
             raise RuntimeError(
                 f"expected {arrival.num_output_tokens} tokens, got {len(record.token_times_s)}"

@@ -82,6 +82,8 @@ class Summary:
     """Prompt and output tokens per second."""
     accepted_drafts_percent: float
     """Share of the output tokens that came as drafts of speculative decoding."""
+    drafts_accepted_percent: float
+    """Share of the computed drafts that became output."""
     first_token_ms: Percentiles | None
     inter_token_ms: Percentiles | None
     """Inter-token latency, over all tokens except each request's first."""
@@ -101,6 +103,8 @@ class Summary:
         duration = max(run.duration_s, 1e-9)
         outputs = sum(len(record.token_times_s) for record in complete)
         prompts = sum(record.num_prompt_tokens for record in complete)
+        num_accepted = sum(record.num_accepted_drafts for record in complete)
+        num_drafts = sum(record.num_drafts for record in complete)
         num_good = sum(limits.are_kept(record) for record in complete)
         return cls(
             duration_s=round(duration, 3),
@@ -112,9 +116,8 @@ class Summary:
             requests_per_s=round(len(complete) / duration, 3),
             output_tokens_per_s=round(outputs / duration, 1),
             total_tokens_per_s=round((outputs + prompts) / duration, 1),
-            accepted_drafts_percent=round(
-                100 * sum(record.num_accepted_drafts for record in complete) / max(1, outputs), 1
-            ),
+            accepted_drafts_percent=round(100 * num_accepted / max(1, outputs), 1),
+            drafts_accepted_percent=round(100 * num_accepted / max(1, num_drafts), 1),
             first_token_ms=Percentiles.of(record.first_token_s for record in complete),
             inter_token_ms=Percentiles.of(gap for r in complete for gap in r.inter_token_s),
             total_ms=Percentiles.of(record.total_s for record in complete),

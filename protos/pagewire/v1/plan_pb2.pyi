@@ -282,6 +282,7 @@ class StepResult(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     CANDIDATES_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """As in the plan."""
     step_id: _builtins.int
@@ -296,6 +297,11 @@ class StepResult(_message.Message):
     its lookahead, and 1 if it is in `errors`. Empty: 1 in every row. A position after the
     row's first token that cannot be sampled ends the row before it; the error is that of
     the sequence's next row.
+    """
+    num_drafts: _builtins.bytes
+    """One byte per sampling row: the number of drafts that were computed with it, from one
+    less than its number of tokens to its lookahead. For statistics only. Empty: not
+    reported, or none.
     """
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowLogprobs]:
@@ -333,10 +339,11 @@ class StepResult(_message.Message):
         timings: Global___StepTimings | None = ...,
         candidates: _abc.Iterable[Global___RowCandidates] | None = ...,
         num_sampled: _builtins.bytes = ...,
+        num_drafts: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

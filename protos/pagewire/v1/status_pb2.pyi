@@ -447,6 +447,7 @@ class RequestStatus(_message.Message):
     BLOCK_TABLES_FIELD_NUMBER: _builtins.int
     HOST_BLOCK_TABLES_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     number: _builtins.int
@@ -485,6 +486,8 @@ class RequestStatus(_message.Message):
     """For a request that failed: the reason of the error."""
     num_accepted_drafts: _builtins.int
     """Of num_output_tokens, those that came as drafts, with another token of the same step."""
+    num_drafts: _builtins.int
+    """Drafts computed for its steps so far, whether or not they were right."""
     @_builtins.property
     def placements(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Worker groups that it was assigned to, in order."""
@@ -537,10 +540,11 @@ class RequestStatus(_message.Message):
         block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
         host_block_tables: _abc.Iterable[_builtins.bytes] | None = ...,
         num_accepted_drafts: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_tables", b"block_tables", "ended_age_s", b"ended_age_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "block_tables", b"block_tables", "ended_age_s", b"ended_age_s", "error_reason", b"error_reason", "event_times_us", b"event_times_us", "event_values", b"event_values", "events", b"events", "group_id", b"group_id", "host_block_tables", b"host_block_tables", "max_tokens", b"max_tokens", "model", b"model", "num_accepted_drafts", b"num_accepted_drafts", "num_cached_tokens", b"num_cached_tokens", "num_computed_tokens", b"num_computed_tokens", "num_drafts", b"num_drafts", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_sequences", b"num_sequences", "number", b"number", "placements", b"placements", "priority", b"priority", "request_id", b"request_id", "state", b"state", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -65,6 +65,20 @@ def _check_num_sampled(step: InFlightStep, num_sampled: list[int]) -> None:
             )
 
 
+def _check_num_drafts(step: InFlightStep, num_drafts: list[int], result: StepResult) -> None:
+    num_rows = len(step.sampled)
+    if len(num_drafts) != num_rows:
+        raise ResultMismatch(f"expected {num_rows} numbers of drafts, result has {len(num_drafts)}")
+    counts = result.num_sampled or [1] * num_rows
+    lookahead = step.lookahead or [0] * num_rows
+    rows = zip(step.sampled, num_drafts, counts, lookahead, strict=False)
+    for seq, number, count, most in rows:
+        if not count - 1 <= number <= most:
+            raise ResultMismatch(
+                f"seq_id={seq.seq_id} has {number} drafts, expected {count - 1} to {most}"
+            )
+
+
 def _check_logprobs(step: InFlightStep, result: StepResult) -> None:
     """Each token of a row that reports log probabilities has an entry."""
     if not (result.kept_logprobs or (result.logprobs and result.num_sampled)):
@@ -151,6 +165,8 @@ class Pipeline:
         if result.num_sampled is not None:
             _check_num_sampled(step, result.num_sampled)
             sampled = repeat_rows(sampled, result.num_sampled)
+        if result.num_drafts is not None:
+            _check_num_drafts(step, result.num_drafts, result)
         if len(tokens) != len(sampled):
             raise ResultMismatch(f"expected {len(sampled)} tokens, result has {len(tokens)}")
         self._check_candidates(step, result)

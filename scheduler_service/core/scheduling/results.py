@@ -11,6 +11,7 @@ from scheduler_service.core.scheduling.departures import Departures, finish_choi
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.step_plan import RowError, RowLogprobs, RowPromptLogprobs, StepResult
 from scheduler_service.errors import GenerationFailed
 
@@ -52,23 +53,31 @@ def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, 
     return len(token_ids) - num_dropped, finished
 
 
-def take_drafts(step: InFlightStep, result: StepResult) -> tuple[list[Sequence], list[int]]:
+def take_drafts(
+    step: InFlightStep, result: StepResult, totals: ModelTotals
+) -> tuple[list[Sequence], list[int]]:
     """The sequences and tokens of a step with drafts, one entry per token, and without the tokens
     that follow a stop token. Sequences count only the drafts that were kept."""
     lookahead = step.lookahead or ()
     counts = result.num_sampled or [1] * len(step.sampled)
+    num_drafts = result.num_drafts or [0] * len(step.sampled)
     sampled: list[Sequence] = []
     token_ids: list[int] = []
     end = 0
     for row, (seq, count) in enumerate(zip(step.sampled, counts, strict=True)):
         start, end = end, end + count
-        if row < len(lookahead) and lookahead[row]:
-            seq.take_back_drafts(lookahead[row], count - 1)
+        first = len(sampled)
         for token in result.token_ids[start:end]:
             sampled.append(seq)
             token_ids.append(token)
             if token in seq.stop_token_ids:
                 break
+        if row < len(lookahead) and lookahead[row]:
+            seq.take_back_drafts(lookahead[row], count - 1)
+            if not seq.status.is_finished:
+                num_accepted = len(sampled) - first - 1
+                seq.seq_group.clock.timings.note_drafts(num_drafts[row], num_accepted)
+                totals.note_drafts(num_drafts[row], num_accepted)
     return sampled, token_ids
 
 
@@ -162,7 +171,7 @@ class ResultProcessor:
         _deliver_logprobs(step, result)
         sampled, token_ids = step.sampled, result.token_ids
         if step.lookahead is not None:
-            sampled, token_ids = take_drafts(step, result)
+            sampled, token_ids = take_drafts(step, result, self._totals)
         served, num_drafts = sampled, len(sampled) - len(step.sampled)
         if step.lockstep_rows:
             self._receive_candidates(step, result, now_us)

@@ -48,6 +48,7 @@ class RequestSnapshot:
     num_computed_tokens: int
     num_output_tokens: int
     num_accepted_drafts: int
+    num_drafts: int
     max_tokens: int
     num_sequences: int
     submitted_us: int
@@ -78,6 +79,7 @@ def _snapshot(
         num_computed_tokens=seq_group.sequences[0].num_computed if is_prefilling else 0,
         num_output_tokens=sum([len(seq.output_token_ids) for seq in seq_group.sequences]),
         num_accepted_drafts=seq_group.clock.timings.num_accepted_drafts,
+        num_drafts=seq_group.clock.timings.num_drafts,
         max_tokens=request.max_tokens,
         num_sequences=len(seq_group.sequences),
         submitted_us=seq_group.clock.submitted_us,

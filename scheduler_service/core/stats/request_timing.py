@@ -200,3 +200,5 @@ class TracedRequest:
     """The span that its spans go under."""
     entries: list[TimelineEntry]
     placements: list[str]
+    num_drafts: int
+    num_accepted_drafts: int

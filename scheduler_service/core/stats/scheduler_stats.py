@@ -1,5 +1,6 @@
 """Counters, latency histograms and snapshots of the core's state, for status pages and metrics."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, log2
@@ -57,10 +58,34 @@ class ModelTotals:
     """Requests that lost their worker group and were queued again."""
     num_inexact_recoveries: int = 0
     """Requests with output that were resumed on a worker group of another arithmetic."""
+    num_draft_rows: int = 0
+    """Rows that computed drafts."""
+    num_drafts: int = 0
+    """Drafts that they computed."""
+    num_rows_by_accepted: Counter[int] = field(default_factory=Counter)
+    """Number of these rows by how many of their drafts were accepted."""
     first_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Time from a request's acceptance to its first token."""
     inter_token: LatencyHistogram = field(default_factory=LatencyHistogram)
     """Between two consecutive tokens of a sequence."""
+
+    @property
+    def num_accepted_drafts(self) -> int:
+        """Drafts that became output."""
+        return sum(accepted * rows for accepted, rows in self.num_rows_by_accepted.items())
+
+    def num_accepted_by_position(self) -> list[int]:
+        """Of the first drafts of rows, of the second ones and so on: how many were accepted."""
+        rows = self.num_rows_by_accepted
+        most = max(rows, default=0)
+        return [sum(rows[each] for each in range(place, most + 1)) for place in range(1, most + 1)]
+
+    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+        """Count a row that may have drafts."""
+        if num_drafts:
+            self.num_draft_rows += 1
+            self.num_drafts += num_drafts
+            self.num_rows_by_accepted[num_accepted] += 1
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
         """Record that a running sequence's first `num_tokens` tokens are computed; with `is_last`,

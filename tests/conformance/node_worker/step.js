@@ -191,9 +191,12 @@ function reportLogprobs({ sequence, index }, logits, token, logprobs) {
 }
 
 function sampleAll(rows, mayDraft) {
-  const [tokens, logprobs, candidates, errors, counts] = [[], [], [], [], []];
+  const [tokens, logprobs, candidates, errors, counts, numDrafts] = [[], [], [], [], [], []];
   for (const row of rows) {
-    if (row.sample) counts.push(1);
+    if (row.sample) {
+      counts.push(1);
+      numDrafts.push(row.drafts.length);
+    }
     const { sequence, index } = row;
     const { params, numPrompt } = sequence;
     if (row.sample && !sequence.failure) {
@@ -222,6 +225,6 @@ function sampleAll(rows, mayDraft) {
       if (row.sample) tokens.push(NO_TOKEN);
     }
   }
-  const numSampled = mayDraft ? Buffer.from(counts) : Buffer.alloc(0);
-  return { token_ids: pack(tokens), num_sampled: numSampled, logprobs, candidates, errors };
+  const ofDrafts = mayDraft ? { num_sampled: Buffer.from(counts), num_drafts: Buffer.from(numDrafts) } : {};
+  return { token_ids: pack(tokens), ...ofDrafts, logprobs, candidates, errors };
 }

@@ -110,6 +110,7 @@ def _request(request: pb.RequestStatus, uptime_s: float) -> Facts:
         "cached": request.num_cached_tokens,
         "computed": request.num_computed_tokens,
         "output": request.num_output_tokens,
+        "drafts": request.num_drafts,
         "fromDrafts": request.num_accepted_drafts,
         "maxTokens": request.max_tokens,
         "sequences": request.num_sequences,

@@ -88,6 +88,15 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Found in the prefix cache.")]
 
 
+class CompletionTokensDetails(TypedDict):
+    """Drafts of speculative decoding that were computed. Only if there were any."""
+
+    accepted_prediction_tokens: Annotated[int, Field(description="Drafts that became output.")]
+    rejected_prediction_tokens: Annotated[
+        int, Field(description="The other drafts, which `completion_tokens` does not count.")
+    ]
+
+
 class UsageBody(TypedDict):
     """Counts of tokens."""
 
@@ -95,6 +104,7 @@ class UsageBody(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
 
 
 Timings = Annotated[

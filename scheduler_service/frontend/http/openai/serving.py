@@ -223,12 +223,20 @@ class Envelope:
             sum(getattr(usage, name) for usage in self._usages.values())
             for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
         )
-        return {
+        body: UsageBody = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+        drafts = sum(timings.num_drafts for timings in self._timings.values())
+        accepted = sum(timings.num_accepted_drafts for timings in self._timings.values())
+        if drafts:
+            body["completion_tokens_details"] = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafts - accepted,
+            }
+        return body
 
     def whole_fields(self) -> WholeFields:
         """The usage, and the timings if they were requested."""

@@ -47,6 +47,25 @@ def test_a_decode_may_have_as_many_drafts_as_the_worker_makes() -> None:
     driver.check_empty()
 
 
+def test_drafts_and_those_that_became_output_are_counted() -> None:
+    for first in range(8):
+        driver, plans = make()
+        stops = frozenset({first + 8, first + 16})
+        record = driver.submit(prompt=[1, first], max_tokens=60, stop_token_ids=stops)
+        driver.run_until_idle()
+        assert record.finished is not None
+        timings = record.finished
+        (model,) = driver.core.snapshot().models
+        totals = model.totals
+        assert timings.num_drafts == totals.num_drafts
+        assert timings.num_accepted_drafts == totals.num_accepted_drafts
+        assert sum(totals.num_accepted_by_position()) == totals.num_accepted_drafts
+        assert 0 < totals.num_draft_rows == sum(totals.num_rows_by_accepted.values())
+        assert timings.num_drafts == sum(sum(plan.lookahead or ()) for plan in plans)
+        # Each of the plans brought one token more, and what followed a stop token is not output.
+        assert timings.num_accepted_drafts == len(record.choices[0].tokens) - len(plans)
+
+
 @pytest.mark.parametrize("most", [0, 2, 9])
 def test_a_request_may_limit_its_drafts(most: int) -> None:
     driver, plans = make()
@@ -202,6 +221,12 @@ def test_a_sequence_with_drafts_in_flight_is_recomputed_instead_of_swapped(
         (StepResult(step_id=2, token_ids=[1, 2]), "expected 1 tokens, result has 2"),
         (StepResult(step_id=2, token_ids=[1, 32], num_sampled=[2]), "not below 32"),
         (StepResult(step_id=2, token_ids=[1, -1], num_sampled=[2]), "neither a token nor"),
+        (StepResult(step_id=2, token_ids=[1], num_drafts=[1, 1]), "numbers of drafts"),
+        (StepResult(step_id=2, token_ids=[1], num_drafts=[6]), "has 6 drafts, expected 0 to 5"),
+        (
+            StepResult(step_id=2, token_ids=[1, 2, 3], num_sampled=[3], num_drafts=[1]),
+            "has 1 drafts, expected 2 to 5",
+        ),
     ],
 )
 def test_a_result_with_more_or_fewer_tokens_than_rows_may_bring_changes_nothing(

@@ -57,13 +57,14 @@ export class Detail {
     const spans = keyed(this.track, phases.map((phase, i) => `${i} ${phase.name}`), (key) => element("span", { class: key.split(" ")[1] }));
     spans.forEach((span, i) => {
       span.style.flex = `${Math.max(phases[i].ms, ageMs / 400)} 0 0`;
-      span.title = `${phases[i].name} ${duration(phases[i].ms)}`;
+      span.title = `${phases[i].name} ${duration(phases[i].ms)}${phases[i].name === "decode" ? draftsOf(request) : ""}`;
     });
     const sums = new Map();
     for (const { name, ms } of phases) sums.set(name, (sums.get(name) ?? 0) + ms);
     const legend = keyed(this.phases, [...sums.keys()], (name) => element("li", { class: `phase ${name}` }, element("i"), name, element("b")));
-    legend.forEach((item) => setText(item.lastChild, duration(sums.get(item.dataset.key))));
-    this.track.setAttribute("aria-label", [...sums].map(([name, ms]) => `${name} ${duration(ms)}`).join(", "));
+    const lengthOf = (name) => `${duration(sums.get(name))}${name === "decode" ? draftsOf(request) : ""}`;
+    legend.forEach((item) => setText(item.lastChild, lengthOf(item.dataset.key)));
+    this.track.setAttribute("aria-label", [...sums.keys()].map((name) => `${name} ${lengthOf(name)}`).join(", "));
     const lines = keyed(this.events, request.events.map(([event, ms], i) => `${i} ${event} ${ms}`), () => element("li", {}, element("time"), element("span")));
     lines.forEach((line, i) => {
       setText(line.firstChild, duration(request.events[i][1]));
@@ -71,6 +72,9 @@ export class Detail {
     });
   }
 }
+
+// Appended to a decode phase's text; nothing for a request without drafts.
+const draftsOf = ({ drafts, fromDrafts }) => (drafts ? `, ${count(fromDrafts)} of ${count(drafts)} drafts accepted` : "");
 
 const FIRST_TOKEN = 6;
 
@@ -89,6 +93,7 @@ function numbersOf(request, ageMs) {
     [request.endedAt == null ? "age" : "total", duration(ageMs)],
   ];
   if (request.fromDrafts) pairs.push(["from drafts", count(request.fromDrafts)]);
+  if (request.drafts) pairs.push(["drafts", count(request.drafts)]);
   if (request.group) pairs.push(["worker group", request.group]);
   if (request.sequences > 1) pairs.push(["sequences", count(request.sequences)]);
   if (request.priority) pairs.push(["priority", String(request.priority)]);

@@ -11,6 +11,7 @@ import grpc
 import httpx
 import pytest
 
+from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.auth import hash_of
 from tests.support.frontends import eventually
 from tests.support.http_frontends import HttpServed, http_served, none_open
@@ -52,6 +53,23 @@ async def test_a_request_goes_to_the_core_as_one_of_grpc_does(served: HttpServed
     body = (await answer).json()
     assert body["choices"][0]["text"] == "world"
     assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_drafts_are_in_the_usage_if_there_were_any(served: HttpServed) -> None:
+    for drafts in (9, 0):
+        answer = post(served, WISH | {"n": 2, "prompt": ["hello", "world"]})
+        for accepted in (1, 3):
+            request = await served.core.next_request()
+            await request.accept()
+            for choice in range(2):
+                await request.send_tokens(tokens("hello world"), choice=choice)
+                await request.finish_choice(choice=choice)
+            timings = pb.Timings(num_drafts=drafts, num_accepted_drafts=accepted if drafts else 0)
+            await request.finish(timings=timings)
+        usage = (await answer).json()["usage"]
+        details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 14}
+        assert usage.get("completion_tokens_details") == (details if drafts else None)
+        assert usage["completion_tokens"] == 4 * len(tokens("hello world"))
 
 
 async def test_a_stream_tells_what_there_is_and_ends_with_done(served: HttpServed) -> None:
