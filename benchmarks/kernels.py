@@ -16,8 +16,8 @@ import torch
 from benchmarks.kernel_cases import Case, all_cases, setting
 from benchmarks.kernel_ceilings import KernelCeilings, measure_ceilings
 from benchmarks.machine import RESULTS, ForeignLoad, save
-from benchmarks.stopwatch import median_seconds
 from benchmarks.tables import print_table
+from pagewire_kernels.backend_speed import median_seconds
 
 Row = dict[str, object]
 

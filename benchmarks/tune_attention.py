@@ -17,8 +17,8 @@ import torch
 from benchmarks.ceilings import measure
 from benchmarks.kernel_cases import BLOCK_TOKENS, HEAD_DIM, scattered_batch
 from benchmarks.machine import RESULTS, ForeignLoad, save
-from benchmarks.stopwatch import median_seconds
 from benchmarks.tables import print_table
+from pagewire_kernels.backend_speed import median_seconds
 from pagewire_kernels.triton import Launch, choose_launch, paged_attention
 
 

@@ -126,6 +126,9 @@ class AttentionNeeds:
 
     head_dim: int
 
+    num_heads: int = 32
+    num_kv_heads: int = 8
+
     cache_dtype: torch.dtype | None = None
     """`float8_e4m3fn`, `int8`, or None for that of the keys."""
 

@@ -1,7 +1,7 @@
 """Selects the attention backend and the layer kernels for a device and a model's requirements."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pagewire_kernels.backend_speed import default_file, fastest, measured_seconds
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
@@ -23,15 +24,22 @@ BACKEND_NAMES = ("flash", "triton", "cpu", "reference")
 
 Check = Callable[[AttentionBackend, torch.device, AttentionNeeds], None]
 
+Speeds = Callable[[Mapping[str, AttentionBackend]], Mapping[str, float]]
+"""Seconds that backends take, by their labels; without those that could not be measured."""
+
 
 def select_backend(
-    device: torch.device, name: str | None = None, needs: AttentionNeeds | None = None
+    device: torch.device,
+    name: str | None = None,
+    needs: AttentionNeeds | None = None,
+    *,
+    by_speed: bool = False,
 ) -> AttentionBackend:
     """The backend called `name`, or the best one that can do what `needs` says on `device`.
 
     A GPU backend is first checked on the device itself. Unless it was requested by name, one that
-    fails is skipped with a warning. Raises ValueError when
-    there is no such backend, when it does not run on `device`, or cannot do what is needed.
+    fails is skipped with a warning, and with `by_speed` the fastest is taken. Raises ValueError
+    when there is no such backend, when it does not run on `device`, or cannot do what is needed.
     """
     needs = needs or AttentionNeeds(dtype=torch.float32, head_dim=64)
     if name is not None and name not in BACKEND_NAMES:
@@ -41,7 +49,11 @@ def select_backend(
         raise ValueError(f"attention backend 'cpu' does not run on device {device}")
     if name in ("flash", "triton") and device.type != "cuda":
         raise ValueError(f"attention backend {name!r} does not run on device {device}")
-    return choose(device, name, needs, candidates(device, name, needs.batch_invariant))
+    speeds = None
+    if by_speed and device.type == "cuda":
+        speeds = partial(measured_seconds, device=device, needs=needs, file=default_file())
+    offered = candidates(device, name, needs.batch_invariant)
+    return choose(device, name, needs, offered, speeds=speeds)
 
 
 def choose(
@@ -50,13 +62,18 @@ def choose(
     needs: AttentionNeeds,
     offered: Iterable[AttentionBackend],
     check: Check = self_check,
+    speeds: Speeds | None = None,
 ) -> AttentionBackend:
-    """The first backend that has the required abilities and passes its check. `name`: as requested.
+    """The best backend that has the required abilities and passes its check: the first one, or
+    unless one was requested the fastest, where `speeds` tells. `name`: as requested.
 
     Raises ValueError with the obstacles of each if there is none.
     """
     passed_over: list[str] = []
+    able: dict[str, AttentionBackend] = {}
     for backend in offered:
+        if able and (name is not None or speeds is None or backend.name == "reference"):
+            break
         obstacles = [*backend.abilities.obstacles(needs)]
         if not obstacles and device.type == "cuda" and backend.name != "reference":
             obstacles = [*_failure(partial(check, backend, device, needs))]
@@ -67,11 +84,23 @@ def choose(
                     obstacles[0],
                 )
         if not obstacles:
-            _log_choice(backend, device, name, passed_over)
-            return backend
-        passed_over.append(f"{label(backend)} {' and '.join(obstacles)}")
-    asked = f"--attention-backend {name}" if name else "attention backends"
-    raise ValueError(f"{asked}: none can serve this model here: {_listed(passed_over)}")
+            able[label(backend)] = backend
+        else:
+            passed_over.append(f"{label(backend)} {' and '.join(obstacles)}")
+    if not able:
+        asked = f"--attention-backend {name}" if name else "attention backends"
+        raise ValueError(f"{asked}: none can serve this model here: {_listed(passed_over)}")
+    reason = "requested" if name else f"default for device type {device.type}"
+    chosen = next(iter(able))
+    if len(able) > 1 and speeds is not None:
+        seconds = speeds(able)
+        chosen = fastest([*able], seconds)
+        times = [f"{each} {1e6 * number:.0f} us" for each, number in seconds.items()]
+        reason = f"fastest of {', '.join(times)}"
+    if passed_over and not name:
+        reason = f"{reason}, since {_listed(passed_over)}"
+    logger.info("attention backend selected name=%s reason=%s", chosen, reason)
+    return able[chosen]
 
 
 def _failure(check: Callable[[], None]) -> Iterator[str]:
@@ -80,15 +109,6 @@ def _failure(check: Callable[[], None]) -> Iterator[str]:
     except Exception as error:  # whatever a compiler, driver or package raises here
         lines = str(error).strip().splitlines()
         yield f"failed its check: {lines[0] if lines else type(error).__name__}"
-
-
-def _log_choice(
-    backend: AttentionBackend, device: torch.device, name: str | None, passed_over: list[str]
-) -> None:
-    reason = "requested" if name else f"default for device type {device.type}"
-    if passed_over and not name:
-        reason = f"{reason}, since {_listed(passed_over)}"
-    logger.info("attention backend selected name=%s reason=%s", label(backend), reason)
 
 
 def label(backend: AttentionBackend) -> str:
@@ -106,8 +126,8 @@ def candidates(
 ) -> Iterator[AttentionBackend]:
     """The backends available on this machine, best first; only those called `name` if given.
 
-    On a GPU, FlashAttention 3 comes before our own kernels and version 2 after them, since its
-    blocks of 256 tokens waste memory and share fewer prefixes.
+    On a GPU, where speeds are not known, FlashAttention 3 comes before our own kernels and version
+    2 after them, since its blocks of 256 tokens waste memory and share fewer prefixes.
     """
     for known, make in _order(device, batch_invariant):
         if name is None or known == name:
@@ -212,10 +232,14 @@ class Kernels:
 
 
 def select_kernels(
-    device: torch.device, needs: AttentionNeeds, attention: str | None = None
+    device: torch.device,
+    needs: AttentionNeeds,
+    attention: str | None = None,
+    *,
+    by_speed: bool = False,
 ) -> Kernels:
     """The attention backend that `select_backend` chooses, and the layer kernels for it."""
-    backend = select_backend(device, attention, needs)
+    backend = select_backend(device, attention, needs, by_speed=by_speed)
     layers = layer_kernels(backend, device, needs.dtype)
     logger.info("layer kernels selected name=%s", layers.name)
     return Kernels(backend, layers)

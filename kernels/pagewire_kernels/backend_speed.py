@@ -1,0 +1,207 @@
+"""Speeds of attention backends on a device, measured at the first start and kept in a file.
+
+Which backend is fastest depends on the GPU, on the versions of packages and on the model's heads.
+Measuring takes some seconds, so that the results are kept for each of these, in JSON, in
+`~/.cache/pagewire/attention_speed.json` (or below `XDG_CACHE_HOME`).
+"""
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.interface import AttentionBackend, AttentionNeeds
+
+logger = logging.getLogger(__name__)
+
+Operation = Callable[[], object]
+
+Measure = Callable[[AttentionBackend, torch.device, AttentionNeeds], float]
+"""Seconds that a backend takes for the attention of some steps."""
+
+_CALLS_PER_GRAPH = 10
+
+_CLEARLY_FASTER = 0.95
+"""Share of the other's time from which on a difference is more than that of measurements."""
+
+_PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "pagewire")
+"""On whose versions speeds depend."""
+
+
+def median_seconds(
+    operation: Operation, device: torch.device, *, repeats: int, capture: bool = True
+) -> float:
+    """Seconds of one call, without what it costs to send it there: the median of `repeats`
+    measurements.
+
+    On a GPU a measurement is the replay of a CUDA graph of ten calls, between two events; without
+    `capture`, where an operation cannot be part of a graph, a call between two events.
+    """
+    for _ in range(2):
+        operation()
+    if device.type != "cuda":
+        return statistics.median(_wall_seconds(operation) for _ in range(repeats))
+    torch.cuda.synchronize(device)
+    if not capture:
+        return statistics.median(_event_seconds(operation) for _ in range(repeats))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS_PER_GRAPH):
+            operation()
+    graph.replay()
+    return statistics.median(_event_seconds(graph.replay) for _ in range(repeats)) / (
+        _CALLS_PER_GRAPH
+    )
+
+
+def _wall_seconds(operation: Operation) -> float:
+    started = time.perf_counter()
+    operation()
+    return time.perf_counter() - started
+
+
+def _event_seconds(operation: Operation) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    operation()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
+
+
+def attention_seconds(
+    backend: AttentionBackend,
+    device: torch.device,
+    needs: AttentionNeeds,
+    *,
+    num_decodes: int = 64,
+    context: int = 1024,
+    chunk: int = 512,
+    repeats: int = 9,
+) -> float:
+    """Seconds of a layer's attention in two steps: decodes alone, and beside a chunk of a prompt.
+    All have the same context, in blocks that lie in no order."""
+    block_size = needs.block_size or backend.abilities.default_block_size
+    blocks_per_seq = -(-context // block_size)
+    num_blocks = (num_decodes + 1) * blocks_per_seq
+    shape = (num_blocks, 2, block_size, needs.num_kv_heads, needs.head_dim)
+    cache = torch.zeros(shape, dtype=needs.cache_dtype or needs.dtype, device=device)
+    order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0))
+    tables = order.int().view(num_decodes + 1, blocks_per_seq).to(device)
+    seconds = 0.0
+    for query_lens in ([1] * num_decodes, [*[1] * num_decodes, chunk]):
+        num_seqs, num_tokens = len(query_lens), sum(query_lens)
+        query = torch.zeros(num_tokens, needs.num_heads, needs.head_dim, device=device)
+        metadata = AttentionMetadata(
+            query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
+            context_lens=torch.full((num_seqs,), context, dtype=torch.int32, device=device),
+            block_tables=tables[:num_seqs],
+            slot_mapping=torch.full((num_tokens,), -1, device=device),
+            max_query_len=max(query_lens),
+            max_context_len=context,
+            num_decodes=num_decodes,
+        )
+        attend = partial(
+            backend.paged_attention,
+            query.to(needs.dtype),
+            cache[:, 0],
+            cache[:, 1],
+            metadata,
+            scale=needs.head_dim**-0.5,
+            sliding_window=context if needs.sliding_window else None,
+            soft_cap=30.0 if needs.soft_cap else None,
+        )
+        seconds += median_seconds(attend, device, repeats=repeats)
+    return seconds
+
+
+def default_file() -> Path:
+    """Where speeds are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / (
+        "pagewire/attention_speed.json"
+    )
+
+
+def measured_seconds(
+    backends: Mapping[str, AttentionBackend],
+    device: torch.device,
+    needs: AttentionNeeds,
+    file: Path,
+    measure: Measure = attention_seconds,
+) -> dict[str, float]:
+    """Seconds of each of some backends, by name: from the file, or measured now and written to it.
+
+    A backend that cannot be measured is left out, with a warning, and so is what is in a file that
+    cannot be read.
+    """
+    shape = _shape_of(device, needs)
+    table = _read(file)
+    known = {name: table.get(shape, {}).get(name) for name in backends}
+    seconds = {name: number for name, number in known.items() if number is not None}
+    missing = [name for name in backends if name not in seconds]
+    for name in missing:
+        try:
+            seconds[name] = measure(backends[name], device, needs)
+        except Exception as error:  # whatever a compiler, driver or package raises here
+            logger.warning("attention backend not measured name=%s error=%s", name, error)
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.empty_cache()  # of the measurements' caches
+    if any(name in seconds for name in missing):
+        _write(file, table | {shape: table.get(shape, {}) | seconds})
+    return seconds
+
+
+def _shape_of(device: torch.device, needs: AttentionNeeds) -> str:
+    """All that speeds depend on: device, packages, and the model's heads and features."""
+    has_device = device.type == "cuda" and torch.cuda.is_available()
+    found = [torch.cuda.get_device_name(device) if has_device else device.type]
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    return f"{', '.join(found)}, {needs}"
+
+
+def _read(file: Path) -> dict[str, dict[str, float]]:
+    """The file's content; empty if there is none, or it is not what `_write` writes."""
+    try:
+        content: Any = json.loads(file.read_text())
+        return {
+            str(shape): {str(name): float(number) for name, number in speeds.items()}
+            for shape, speeds in content.items()
+        }
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        logger.warning("speeds of attention are measured again, for %s: %s", file, error)
+        return {}
+
+
+def _write(file: Path, table: Mapping[str, Mapping[str, float]]) -> None:
+    """Replace the file, of which other workers may read or replace the former one meanwhile."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as target:
+            json.dump(table, target, indent=2)
+        Path(target.name).replace(file)
+    except OSError as error:
+        logger.warning("speeds of attention are not kept file=%s error=%s", file, error)
+
+
+def fastest(names: Sequence[str], seconds: Mapping[str, float]) -> str:
+    """The fastest of these; an earlier one unless a later one is clearly faster."""
+    best = names[0]
+    for name in names[1:]:
+        if seconds.get(name, float("inf")) < _CLEARLY_FASTER * seconds.get(best, float("inf")):
+            best = name
+    return best
