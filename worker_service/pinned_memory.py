@@ -14,9 +14,12 @@ Column = npt.NDArray[Any]
 ALIGNMENT = 16
 """Bytes: each column's offset is a multiple of this."""
 
-_INITIAL_BYTES = 2**16
-_PORTABLE = 1
-"""`cudaHostRegisterPortable`: pinned for all devices."""
+_INITIAL_BYTES = 2**18
+"""The inputs of some thousand tokens: pinning more memory waits for the device."""
+
+_PORTABLE_AND_MAPPED = 1 | 2
+"""`cudaHostRegisterPortable`: pinned for all devices; `cudaHostRegisterMapped`: kernels may read
+and write it in place."""
 
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
@@ -65,7 +68,9 @@ def pin_in_place(memory: npt.NDArray[np.uint8]) -> None:
     power of two and keeps it once it is freed.
     """
     runtime, address = torch.cuda.cudart(), memory.ctypes.data
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE)))
+    torch.cuda.check_error(
+        int(runtime.cudaHostRegister(address, memory.nbytes, _PORTABLE_AND_MAPPED))
+    )
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
 
 

@@ -64,8 +64,9 @@ def choose(
     check: Check = self_check,
     speeds: Speeds | None = None,
 ) -> AttentionBackend:
-    """The best backend that has the required abilities and passes its check: the first one, or
-    unless one was requested the fastest, where `speeds` tells. `name`: as requested.
+    """The best backend that has the required abilities and passes its check. `name`: as requested.
+    `speeds`: measures several, of which the fastest is taken unless one was requested; None: the
+    first is taken.
 
     Raises ValueError with the obstacles of each if there is none.
     """

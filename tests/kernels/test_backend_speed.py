@@ -176,9 +176,3 @@ def test_a_cpu_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert backend_speed.default_file() == tmp_path / "pagewire/attention_speed.json"
     assert select_backend(CPU, by_speed=True).name == "cpu"
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.gpu
-def test_our_kernels_are_measured_on_a_gpu() -> None:
-    backend = select_backend(GPU, "triton", NEEDS)
-    assert 0.0 < attention_seconds(backend, GPU, NEEDS) < 1.0

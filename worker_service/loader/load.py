@@ -127,7 +127,7 @@ def arithmetic_of(loaded: LoadedModel) -> str:
 
 
 def _num_heads(text: Mapping[str, Any]) -> dict[str, int]:
-    """Query heads and KV heads, as far as `config.json` tells."""
+    """Query heads and KV heads, as far as `config.json` names them."""
     heads = text.get("num_attention_heads") or text.get("n_head")
     if not isinstance(heads, int):
         return {}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagewire_kernels import reference
+from pagewire_kernels.backend_speed import attention_seconds
 from pagewire_kernels.flash_attention import FlashBackend, installed_calls
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import select_backend
@@ -34,6 +35,13 @@ def test_a_gpu_gets_our_kernels_or_a_flash_attention(
     wanted = AttentionNeeds(**({"dtype": dtype, "head_dim": 128} | needs))
     assert select_backend(GPU, None, wanted).name in ("triton", "flash")
     assert select_backend(GPU, "triton", wanted).name == "triton"
+
+
+@pytest.mark.parametrize("needs", [{}, {"cache_dtype": torch.float8_e4m3fn}], ids=str)
+def test_our_kernels_are_measured(needs: dict[str, Any]) -> None:
+    wanted = AttentionNeeds(**({"dtype": torch.bfloat16, "head_dim": 128} | needs))
+    backend = select_backend(GPU, "triton", wanted)
+    assert 0.0 < attention_seconds(backend, GPU, wanted, repeats=2) < 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
