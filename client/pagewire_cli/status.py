@@ -20,6 +20,9 @@ from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, from_proto
 from pagewire_client.errors import from_call
 
+_ANY_WIDTH = 1_000
+"""Columns: lines are neither folded for a narrow terminal nor for a pipe."""
+
 
 @with_options(connection=CONNECTION)
 def status(
@@ -39,7 +42,7 @@ def status(
         elif watch:
             _show_live(snapshots)
         else:
-            Console().print(_render(next(snapshots)))
+            Console(width=_ANY_WIDTH).print(_render(next(snapshots)))
 
 
 def _show_live(snapshots: Iterator[EngineStatus]) -> None:

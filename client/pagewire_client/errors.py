@@ -133,6 +133,7 @@ _NO_CONNECTION = (
     re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<why>[A-Z_]{9,})"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Socket closed)"),
 )
 _NO_ANSWER = (
     "failed to connect to all addresses",
@@ -143,6 +144,7 @@ _NO_ANSWER = (
 _TIMEOUT_PASSED = "the timeout passed before the answer was complete"
 _IN_WORDS = {
     "Method not found!": "this is another service's address: no such call exists there",
+    "Socket closed": "the server closes the connection; it may expect TLS",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
 }

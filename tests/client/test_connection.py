@@ -88,6 +88,15 @@ def test_a_server_without_tls_and_a_missing_file_are_named(
             make_client(frontend.address, tls=missing).generate("Hi", ONE)
 
 
+def test_a_server_with_tls_is_named_to_a_client_without(
+    make_client: Any, server_pair: tuple[Path, Path]
+) -> None:
+    with FakeFrontend("localhost:0", server_credentials(server_pair)) as frontend:
+        client = make_client(frontend.address, retry=NO_RETRIES)
+        with pytest.raises(errors.Unavailable, match="it may expect TLS"):
+            client.generate("Hi", ONE)
+
+
 def test_a_client_proves_itself_with_a_certificate(
     make_client: Any, server_pair: tuple[Path, Path], client_pair: tuple[Path, Path]
 ) -> None:

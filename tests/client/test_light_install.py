@@ -95,13 +95,15 @@ def test_a_missing_service_is_told_by_its_extra(
 ) -> None:
     done = run(environment, "-m", "pagewire_cli", command)
     assert done.returncode == 1
-    assert done.stderr == (f"error: this needs the {command}: pip install 'pagewire[{extra}]'\n")
+    assert done.stderr == (
+        f"error: this needs the {command}: in a checkout, pip install '.[{extra}]'\n"
+    )
 
 
 def test_serve_and_demo_and_llm_tell_it_too(environment: dict[str, str]) -> None:
     for command in ("serve", "demo"):
         done = run(environment, "-m", "pagewire_cli", command)
-        assert done.stderr.endswith("pip install 'pagewire[worker,scheduler]'\n")
+        assert done.stderr.endswith("in a checkout, pip install '.[worker,scheduler]'\n")
         assert done.returncode == 1
     done = run(environment, "-c", "import pagewire_client; pagewire_client.LLM()")
     assert "LocalServiceError: this needs the worker and the scheduler" in done.stderr

@@ -100,7 +100,7 @@ def test_an_install_without_torch_is_a_working_client(
     assert "72" in answer.stdout
     missing = run(bare_environment / "pagewire", "worker", env=env)
     assert missing.returncode != 0
-    assert "pagewire[worker]" in missing.stderr
+    assert ".[worker]" in missing.stderr
 
 
 def test_the_command_line_explains_itself(bare_environment: Path) -> None:

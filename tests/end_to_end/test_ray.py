@@ -131,7 +131,7 @@ def test_where_there_is_no_cluster_is_told() -> None:
 def test_without_ray_its_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('as if it were not installed')")
     path = f"{tmp_path}{os.pathsep}{environment()['PYTHONPATH']}"
-    assert "pip install pagewire[ray]" in run_launcher(PYTHONPATH=path)
+    assert "pip install '.[ray]'" in run_launcher(PYTHONPATH=path)
 
 
 @pytest.mark.parametrize(

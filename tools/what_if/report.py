@@ -93,7 +93,7 @@ def _spread(seconds: Sequence[float]) -> str:
     return " / ".join(_digits(1000 * value) for value in found) if found else "-"
 
 
-INSTALL = "plots need matplotlib: pip install 'pagewire[plot]'"
+INSTALL = "plots need matplotlib: in a checkout, pip install '.[plot]'"
 
 _PANELS = (
     ("time to first token", lambda latencies: latencies.first_token),

@@ -165,7 +165,7 @@ def connect(address: str | None) -> Any:
         import ray
     except ImportError:
         raise InvalidOption(
-            "launcher: Ray is not installed; `pip install pagewire[ray]`, on every node"
+            "launcher: Ray is not installed; in a checkout, pip install '.[ray]', on every node"
         ) from None
     if address is not None:
         _require_listener(address)

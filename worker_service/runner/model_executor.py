@@ -337,6 +337,9 @@ def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
     """Grammars of structured output; None without a readable tokenizer or without llguidance."""
     assets = dict(iter_assets(loaded.model_dir))
     if "tokenizer.json" not in assets:
+        logger.warning(
+            "no tokenizer.json, only token ids can be prompts model=%s", loaded.model_dir
+        )
         return None
     if find_spec("llguidance") is None:
         logger.warning("no structured output error=llguidance is not installed")

@@ -13,6 +13,7 @@ const TRANSPORT_BREAKS = new Map([
   [grpc.status.UNKNOWN, "Stream removed"],
   [grpc.status.INTERNAL, "RST_STREAM"],
 ]);
+const LAST_ERROR = /Last error: (?:Error: )?(.*?)\.? Resolution note:/;
 const NO_CONNECTION = /^(No connection established|Name resolution failed)/;
 
 /** Whether to retry after a failure of one request, and how long to wait. */
@@ -48,10 +49,13 @@ export class Retries {
 
   /** Milliseconds to wait before the next attempt; throws `error` if there is to be none. */
   delayAfter(error) {
+    const why = LAST_ERROR.exec(error.details ?? "")?.[1];
+    const wasReached = !NO_CONNECTION.test(error.details ?? "");
+    if (why) error.details = error.message = `no server answers: ${why}`;
     const now = Date.now();
     this.#failingSince ??= now;
     const { reason, retryDelayMs = 0 } = detailsOf(error);
-    this.#server.wasReached ||= !NO_CONNECTION.test(error.details ?? "");
+    this.#server.wasReached ||= wasReached;
     const backoff = Math.min(MAX_BACKOFF_MS, FIRST_BACKOFF_MS * 2 ** this.#numRetries);
     const delay = Math.max(backoff * (0.5 + Math.random() / 2), retryDelayMs);
     const isFull = error.code === grpc.status.RESOURCE_EXHAUSTED && retryDelayMs > 0;

@@ -37,7 +37,7 @@ def require(*services: str) -> None:
     if missing:
         extras = ",".join(dict.fromkeys(_NEEDS[service][0] for service in missing))
         raise LocalServiceError(
-            f"this needs the {' and the '.join(missing)}: pip install 'pagewire[{extras}]'"
+            f"this needs the {' and the '.join(missing)}: in a checkout, pip install '.[{extras}]'"
         )
 
 

@@ -297,12 +297,14 @@ def test_status_shows_queues_and_workers(invoke: Any) -> None:
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])
-def test_status_shows_ids_whole_on_a_narrow_terminal(
+def test_status_shows_a_line_for_each_worker_on_a_narrow_terminal(
     invoke: Any, monkeypatch: pytest.MonkeyPatch, frontend: FakeFrontend, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(frontend, "group_id", "4072c8dda0" * 3)
-    assert "4072c8dda0" * 3 in invoke("status").stdout
+    [line] = [line for line in invoke("status").stdout.splitlines() if "4072c8dda0" * 3 in line]
+    assert "ready" in line
+    assert "25 of 100" in line
 
 
 def test_a_missing_api_key_names_the_option_for_one(frontend: FakeFrontend) -> None:

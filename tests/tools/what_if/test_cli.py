@@ -107,7 +107,7 @@ def test_a_plot_without_matplotlib_tells_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = what_if(recording, "--plot", "trace.svg")
     assert result.exit_code == 2
-    assert "plots need matplotlib: pip install 'pagewire[plot]'" in result.stderr
+    assert "plots need matplotlib: in a checkout, pip install '.[plot]'" in result.stderr
 
 
 def test_overrides_have_the_types_of_their_fields() -> None:

@@ -167,6 +167,7 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         (["--advertise", "x"], 2, "advertise: expected HOST:PORT or unix:PATH, got 'x'"),
         (["--block-size", "12"], 2, "block_size: expected a power of two, got 12"),
         (["--dtype", "float8"], 2, "dtype: expected one of"),
+        (["--dtype", "float8", "--tensor-parallel-size", "2"], 2, "dtype: expected one of"),
         (["--threads", "0"], 2, "threads: expected at least 1, got 0"),
         (["--cpu-affinity", "0-x"], 2, "cpu_affinity: expected a list such as 0,2-5, got '0-x'"),
         (["--cpu-affinity", f"{ONE_CPU},{ONE_CPU}"], 2, "cpu_affinity: expected each once of"),

@@ -17,11 +17,12 @@ from tests.support.checkpoints import (
     make_checkpoint,
 )
 from tests.support.paged_driver import PagedDriver
-from worker_service.config import ModelConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads
 from worker_service.loader.model_files import fingerprint, iter_assets
+from worker_service.runner.model_executor import ModelExecutor, Profiler
 
 TOKENS = list(range(3, 30))
 CPU = torch.device("cpu")
@@ -206,6 +207,16 @@ def test_a_tokenizer_of_the_older_form_is_converted(tmp_path: Path) -> None:
 def test_a_model_without_a_tokenizer_has_no_tokenizer_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert list(dict(iter_assets(tmp_path))) == ["config.json"]
+
+
+def test_a_model_without_a_tokenizer_is_loaded_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    (model / "tokenizer.json").unlink(missing_ok=True)
+    executor = ModelExecutor(CacheConfig(), Profiler(tmp_path), lambda: _load(model))
+    executor.load()
+    assert f"no tokenizer.json, only token ids can be prompts model={model}" in caplog.text
 
 
 def test_the_fingerprint_differs_between_models_but_not_between_copies(tmp_path: Path) -> None:
