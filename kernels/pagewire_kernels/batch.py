@@ -1,4 +1,4 @@
-"""What kernels share: the metadata of a batch, tables of sequences, pairs of blocks to copy."""
+"""Arguments that kernels share: metadata of a batch, tables of sequences, pairs of blocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,19 +11,19 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
-    """Which query rows belong to which sequence, and where each sequence's KV is stored.
+    """Maps query rows to sequences, and sequences to their KV.
 
-    Queries of all sequences are flattened to one axis of `num_tokens` rows, without padding.
-    Sequence `i` owns rows `query_start[i]` to `query_start[i + 1]`; they are its last tokens, so
-    its row `j` is at position `context_lens[i] - query_lens[i] + j` and attends to positions up
-    to and including its own.
+    Queries of all sequences are flattened to one axis of `num_tokens` rows, without padding. Rows
+    `query_start[i]` to `query_start[i + 1]` are the last tokens of sequence `i`: its row `j` is at
+    position `context_lens[i] - query_lens[i] + j` and attends to positions up to and including its
+    own.
     """
 
     query_start: torch.Tensor
     """int32 [num_seqs + 1], on the cache's device."""
 
     context_lens: torch.Tensor
-    """int32 [num_seqs]: tokens whose KV the step attends over, the new ones included."""
+    """int32 [num_seqs]: number of tokens in the KV cache, those of this step included."""
 
     block_tables: torch.Tensor
     """int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are -1."""
@@ -33,13 +33,13 @@ class AttentionMetadata:
     slot is not written."""
 
     max_query_len: int
-    """The longest sequence's number of query rows."""
+    """The largest number of query rows of a sequence."""
 
     max_context_len: int
-    """The longest sequence's context length, in tokens."""
+    """The largest context length of a sequence, in tokens."""
 
     num_decodes: int = 0
-    """The first sequences, each of which has exactly one row; fewer may be named than there are."""
+    """The first `num_decodes` sequences have exactly one row each; others may, too."""
 
     device_num_decodes: torch.Tensor | None = None
     """int32 [1], on the cache's device: `num_decodes` of a captured graph's batch, which the host
@@ -47,7 +47,7 @@ class AttentionMetadata:
     padded at its end: by sequences without rows, and by rows of no sequence."""
 
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """What a backend has derived from the batch, for all layers."""
+    """Values that a backend has derived from the batch once for all layers."""
 
 
 class StepInputs(NamedTuple):
@@ -63,17 +63,17 @@ class StepInputs(NamedTuple):
     """[num_tokens]; negative for rows whose KV is not written."""
 
     token_rows: Tensor
-    """[num_tokens]: the row of `SamplingTables` and of block tables of each token's sequence."""
+    """[num_tokens]: row of each token's sequence in `SamplingTables` and in the block tables."""
 
     seq_rows: Tensor
-    """[num_seqs]: that of each sequence."""
+    """[num_seqs]: row of each sequence in the same tables."""
 
     context_lens: Tensor
     """[num_seqs]."""
 
 
 class PreparedInputs(NamedTuple):
-    """What a model takes."""
+    """The inputs of a model's forward pass."""
 
     token_ids: Tensor
     """int64 [num_tokens]."""
@@ -91,93 +91,93 @@ class PreparedInputs(NamedTuple):
 UNKNOWN_TOKEN = -1
 
 NON_FINITE = -1
-"""Outcome of sampling, instead of a token: the row's largest logit is not finite."""
+"""Outcome of sampling instead of a token: the row's largest logit is not finite."""
 NO_CANDIDATES = -2
-"""The row's edits exclude every token."""
+"""Outcome of sampling: the row's edits exclude every token."""
 OFF_CONSTRAINT = -3
-"""The row's bitmask excludes every token, since its constraint has failed."""
+"""Outcome of sampling: the bitmask excludes every token, because the row's constraint failed."""
 NOT_SAMPLED = -4
-"""The row has not failed, but the worker chooses no token for it."""
+"""Outcome of sampling: the row has not failed, but the core chooses its token."""
 
 
 class SamplingParam(IntEnum):
     """Columns of `SamplingTables.params`."""
 
     TEMPERATURE = 0
-    """float64; 0 takes the largest logit."""
+    """float64; 0 is greedy sampling."""
     TOP_K = 1
-    """0 keeps all."""
+    """0 keeps all tokens."""
     TOP_P = 2
-    """float64; 1 keeps all."""
+    """float64; 1 keeps all tokens."""
     MIN_P = 3
-    """float64; 0 keeps all."""
+    """float64; 0 keeps all tokens."""
     SEED = 4
     """The bits of the unsigned seed."""
     CHOICE_INDEX = 5
-    """Which of its request's sequences the row has."""
+    """Index of the sequence among the choices of its request."""
     IS_PENALIZED = 6
     """1 if the three penalties apply and the row's tokens are counted; else 0."""
     REPETITION_PENALTY = 7
-    """float64, as the next two."""
+    """float64, as are the next two."""
     FREQUENCY_PENALTY = 8
     PRESENCE_PENALTY = 9
     NUM_EDITS = 10
-    """Entries of the row's logit edits."""
+    """Number of the row's logit edits."""
     OFFERS = 11
-    """1 if no token is sampled, because the caller chooses among candidates; else 0."""
+    """1 if no token is sampled because the core chooses among candidates; else 0."""
 
 
 COUNT_OCCURS = 1
 COUNT_ONE_OUTPUT = 2
-"""An entry of `SamplingTables.counts` is twice the token's count in the output, and one more if it
-occurs at all."""
+"""An entry of `SamplingTables.counts` is twice the token's count in the output, plus one if it
+occurs in the output or in a prompt that is counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingTables:
-    """How sequences are sampled, by row; on the logits' device."""
+    """Sampling state of sequences, by row; on the device of the logits."""
 
     params: Tensor
-    """int64 [num_rows, len(SamplingParam)]; float64 by its bits."""
+    """int64 [num_rows, len(SamplingParam)]; float64 parameters are stored by their bits."""
 
     latest: Tensor
-    """int64 [num_rows]: the token sampled last, or what became of the row: once it is negative the
-    row has failed, and stays so."""
+    """int64 [num_rows]: the token sampled last, or a negative outcome, which is final: the row has
+    failed."""
 
     counts: Tensor
-    """int32 [num_counted, vocab_size]: occurrences of tokens, for the first rows."""
+    """int32 [num_counted, vocab_size]: occurrences of tokens, for the first `num_counted` rows."""
 
     edit_tokens: Tensor
-    """int32 [num_rows, max_edits]: tokens whose logits get a number added; none twice in a row,
-    except for those excluded."""
+    """int32 [num_rows, max_edits]: tokens to whose logits a number is added. Only excluded tokens
+    may occur more than once in a row."""
 
     edit_values: Tensor
-    """float32 [num_rows, max_edits]: the numbers; minus infinity excludes the token. In a row the
-    finite ones come first."""
+    """float32 [num_rows, max_edits]: the numbers; minus infinity excludes the token. In each row
+    the finite ones come first."""
 
     edit_ends: Tensor
-    """int32 [num_rows, max_edits]: number of output tokens from which on an entry does not
-    apply."""
+    """int32 [num_rows, max_edits]: number of output tokens from which the entry no longer
+    applies."""
 
 
 class SamplingRows(NamedTuple):
     """The rows that sample in a step; int32 [n], on the device."""
 
     row_ids: Tensor
-    """Rows of the tables; none twice, but for rows that pad the batch."""
+    """Rows of the tables; only rows that pad the batch may occur more than once."""
 
     positions: Tensor
-    """Output tokens that each row's sequence has so far."""
+    """Number of output tokens that each row's sequence has so far."""
 
     mask_rows: Tensor
-    """Rows of `bitmask`; -1 for rows that need none."""
+    """Rows of `bitmask`; -1 for rows without a constraint."""
 
     bitmask: Tensor
-    """int32 [m, mask_width(vocab_size)]: a bit per token, the lowest first, 1 where it is
-    allowed; in the last word whether the row's constraint has failed."""
+    """int32 [m, mask_width(vocab_size)]: one bit per token, the lowest first, 1 if the token is
+    allowed; the last word is not 0 if the row's constraint has failed."""
 
     def select(self, rows: Tensor) -> "SamplingRows":
-        """Some of the rows, by an index tensor."""
+        """Select rows by an index tensor."""
         return SamplingRows(
             row_ids=self.row_ids.index_select(0, rows),
             positions=self.positions.index_select(0, rows),
@@ -187,12 +187,13 @@ class SamplingRows(NamedTuple):
 
 
 def mask_width(vocab_size: int) -> int:
-    """Words in a row of `SamplingRows.bitmask`."""
+    """The number of words in a row of `SamplingRows.bitmask`."""
     return -(-vocab_size // 32) + 1
 
 
 Move = Callable[[Tensor, Tensor, Tensor], None]
-"""Copies blocks of a source to a target; no pair reads a block that another writes."""
+"""Copies blocks of a source to a target, (source, target, pairs); no pair may read a block that
+another one writes."""
 
 
 def is_chained(pairs: Tensor) -> bool:
@@ -203,9 +204,9 @@ def is_chained(pairs: Tensor) -> bool:
 def move_all(
     move: Move, source: Tensor, target: Tensor, pairs: Tensor, device: torch.device
 ) -> None:
-    """Move blocks as `reference.swap_blocks` does: all are read before any is written.
+    """Copy blocks as `reference.swap_blocks` does: all are read before any is written.
 
-    If a block is both a source and a target, blocks are staged in a buffer on `device`.
+    If a block is both a source and a target, all blocks are first copied to a buffer on `device`.
     """
     if source.data_ptr() != target.data_ptr() or not is_chained(pairs):
         move(source, target, pairs)

@@ -1,7 +1,7 @@
-"""FlashAttention over the paged cache, by whichever package provides it.
+"""FlashAttention over the paged cache, through whichever package is installed.
 
-The layer views of a block-major cache, `[num_blocks, block_size, num_kv_heads, head_dim]` with a
-block stride of all layers, are what these packages call a paged cache; nothing is copied."""
+The layer views of a block-major cache, `[num_blocks, block_size, num_kv_heads, head_dim]`, have the
+layout that these packages expect of a paged cache, so nothing is copied."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 HALVES = (torch.bfloat16, torch.float16)
 PAGE_TOKENS = 256
-"""Tokens per block that FlashAttention 2 takes, or a multiple."""
+"""FlashAttention 2 requires a multiple of this as tokens per block."""
 
 
 class FlashCall(Protocol):
-    """One package's attention function."""
+    """The attention function of one package."""
 
     version: str
-    """The package, for the log."""
+    """Package and version, for the log."""
 
     abilities: Abilities
 
@@ -43,14 +43,14 @@ class FlashCall(Protocol):
         soft_cap: float | None,
         alibi_slopes: Tensor | None,
     ) -> Tensor:
-        """Attention rows, [num_tokens, num_heads, head_dim]."""
+        """Compute attention; arguments and result as for `reference.paged_attention`."""
         ...
 
 
 class FlashAttention3:
     """Package `flash_attn_interface` (Shah et al. 2024), for compute capability 9.
 
-    Its function for a cache takes ragged queries too, so one call serves decode and prefill.
+    Its function for a KV cache accepts ragged queries, so it computes both decodes and prefills.
     """
 
     version = "flash-attn 3"
@@ -95,11 +95,11 @@ class FlashAttention3:
 
 
 class FlashAttention2:
-    """Package `flash_attn` (Dao 2023); blocks of 256 tokens or a multiple.
+    """Package `flash_attn` (Dao 2023), with blocks of a multiple of 256 tokens.
 
-    Decodes go through its function for a cache, which splits long contexts and takes lengths as
-    they are; its function for ragged queries wants them as running sums, made again in each call so
-    that a captured graph makes them too.
+    Decodes use its function for a KV cache, which splits long contexts. Its function for ragged
+    queries takes cumulative context lengths, which are computed in each call, so that they are part
+    of a captured graph.
     """
 
     version = "flash-attn 2"
@@ -158,9 +158,9 @@ class FlashAttention2:
 
 
 class TorchVarlen:
-    """`torch.nn.attention.varlen.varlen_attn`, with a block table from torch 2.12 on.
+    """`torch.nn.attention.varlen.varlen_attn`, which supports block tables from torch 2.12 on.
 
-    torch runs FlashAttention 2 unless configured otherwise, hence its block size.
+    By default it runs FlashAttention 2, hence the block size.
     """
 
     version = f"torch {torch.__version__}"
@@ -209,7 +209,8 @@ class TorchVarlen:
 
 
 def installed_calls(device: torch.device) -> Iterator[FlashCall]:
-    """Those that this machine has, the fastest first; imports a package only when asked for it."""
+    """Yield the attention functions available on this machine, fastest first. A package is imported
+    only when its function is reached."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability[0] == 9 and (package := import_if_whole("flash_attn_interface")):
         yield FlashAttention3(package.flash_attn_with_kvcache)
@@ -220,7 +221,7 @@ def installed_calls(device: torch.device) -> Iterator[FlashCall]:
 
 
 def import_if_whole(name: str) -> Any | None:
-    """A package, or None where it is not installed, or was built for another torch."""
+    """Import a package; None if it is not installed, or was built for another version of torch."""
     if find_spec(name) is None:
         return None
     try:
@@ -231,7 +232,7 @@ def import_if_whole(name: str) -> Any | None:
 
 
 def torch_has_block_tables() -> bool:
-    """Whether torch's own function takes a block table."""
+    """Whether torch's own function supports block tables."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
 
 
@@ -240,23 +241,23 @@ def _window(sliding_window: int | None, unbounded: tuple[int, int]) -> tuple[int
 
 
 class FlashBackend:
-    """FlashAttention through one of its packages; cache writes by `write`."""
+    """The `flash` attention backend: FlashAttention through one of its packages."""
 
     name = "flash"
 
     def __init__(self, call: FlashCall, write: Callable[..., None]) -> None:
-        """write: stores rows in their slots, as `reference.write_kv` does."""
+        """write: writes to the cache; as `reference.write_kv`."""
         self._call = call
         self._write = write
 
     @property
     def abilities(self) -> Abilities:
-        """Those of the package."""
+        """The features of the package."""
         return self._call.abilities
 
     @property
     def version(self) -> str:
-        """The package, for the log."""
+        """Package and version, for the log."""
         return self._call.version
 
     def write_kv(
@@ -312,4 +313,4 @@ class FlashBackend:
 
 def _refuse(condition: bool, feature: str) -> None:
     if condition:
-        raise ValueError(f"attention backend 'flash' does not do {feature}")
+        raise ValueError(f"attention backend 'flash' does not support {feature}")

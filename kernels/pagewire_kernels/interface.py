@@ -1,6 +1,7 @@
-"""What every backend offers: attention over the paged KV cache, and the kernels between attentions.
+"""Interfaces: attention over the paged KV cache, and the row-wise kernels of a layer.
 
-`Abilities` says as data what a backend can do, `AttentionNeeds` what a model requires of it."""
+`Abilities` describes the features of an attention backend, `AttentionNeeds` the requirements of a
+model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,23 +14,23 @@ from pagewire_kernels.batch import AttentionMetadata
 
 
 class LayerKernels(Protocol):
-    """Row-wise operations. Weights, biases and tables have the type and device of the rows.
+    """Row-wise operations. Weights, biases and tables have the dtype and device of the rows.
 
-    Rows have a dense last axis and otherwise any strides. `activation` is one of
+    Rows have a dense last axis and otherwise arbitrary strides. `activation` is one of
     `reference.ACTIVATIONS`.
     """
 
     name: str
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Rows of a table. table: [num_tokens, size]; token_ids: int64 [num_rows].
+        """Gather rows of a table. table: [vocab_size, size]; token_ids: int64 [num_rows].
 
-        Returns a new [num_rows, size].
+        Returns a new tensor [num_rows, size].
         """
         ...
 
     def copy(self, x: Tensor) -> Tensor:
-        """A new tensor with the rows of x, [num_tokens, size], for what x is overwritten later."""
+        """Copy the rows of x, [num_tokens, size], which are overwritten later."""
         ...
 
     def rms_norm(
@@ -37,9 +38,9 @@ class LayerKernels(Protocol):
     ) -> Tensor:
         """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019).
 
-        With a residual, x is first added to it, in place and rounded to its type, and the sum is
-        normalised. x, residual: [num_tokens, size]; weight: [size]. Returns a new [num_tokens,
-        size].
+        With a residual, x is first added to it, in place and rounded to its dtype, and the sum is
+        normalized. x, residual: [num_tokens, size]; weight: [size]. Returns a new tensor
+        [num_tokens, size].
         """
         ...
 
@@ -51,24 +52,24 @@ class LayerKernels(Protocol):
         eps: float,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """(x - mean) / deviation * weight + bias over the last axis; a residual as in `rms_norm`.
+        """(x - mean) / deviation * weight + bias over the last axis; `residual` as in `rms_norm`.
 
-        x, residual: [num_tokens, size]; weight, bias: [size], both or neither. Returns a new
+        x, residual: [num_tokens, size]; weight, bias: [size], both or neither. Returns a new tensor
         [num_tokens, size].
         """
         ...
 
     def activate(self, x: Tensor, activation: str) -> Tensor:
-        """activation(x). x: [num_tokens, size], dense, and may be overwritten: the result may be x.
+        """activation(x). x: [num_tokens, size], contiguous; it may be overwritten.
 
-        Returns [num_tokens, size].
+        Returns [num_tokens, size], which may be x.
         """
         ...
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
         """activation(gate) * up, where `gate_up` holds gate, then up, on its last axis.
 
-        gate_up: [num_tokens, 2 * size]. Returns a new [num_tokens, size].
+        gate_up: [num_tokens, 2 * size]. Returns a new tensor [num_tokens, size].
         """
         ...
 
@@ -92,15 +93,15 @@ class LayerKernels(Protocol):
     ) -> None:
         """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache.
 
-        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim],
-        of which key is undefined afterwards. key_cache, value_cache: a layer's views, [num_blocks,
-        block_size, num_kv_heads, head_dim], of the rows' type, or of float8_e4m3fn, for which keys
-        and values are divided by their scale, or of int8, whose last axis is `stored_head_size`.
-        slot_mapping: int64 [num_tokens]; a negative slot is not written. positions: int64
-        [num_tokens], rows of the tables cos and sin, [num_positions, rotary_dim // 2]: the first
-        half of a head's first rotary_dim elements is rotated against the second (Su et al. 2021).
-        query_norm, key_norm: [head_dim], weights of an RMS norm of each head before that (Qwen3),
-        or None; eps is theirs.
+        query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim];
+        key is undefined afterwards. key_cache, value_cache: a layer's views, [num_blocks,
+        block_size, num_kv_heads, head_dim], of the dtype of the rows, or float8_e4m3fn, for which
+        keys and values are divided by their scale, or int8, whose last axis has
+        `stored_head_size` elements. slot_mapping: int64 [num_tokens]; a negative slot is not
+        written. positions: int64 [num_tokens], rows of the tables cos and sin, [num_positions,
+        rotary_dim // 2]: the first half of a head's first rotary_dim elements is rotated against
+        the second (Su et al. 2021). query_norm, key_norm: [head_dim], weights of an RMS norm of
+        each head before RoPE (Qwen3), or None; eps: of these norms.
         """
         ...
 
@@ -109,20 +110,20 @@ FP8 = torch.float8_e4m3fn
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 SCALE_BYTES = 4
-"""Of a head in an int8 cache: its codes are followed by their scale, a float32."""
+"""Bytes of the scale, a float32, that follows the codes of each head in an int8 cache."""
 
 
 def stored_head_size(head_dim: int, cache_dtype: torch.dtype) -> int:
-    """Elements that one head of a token takes in a cache of this dtype."""
+    """The number of elements that one head of a token occupies in a cache of this dtype."""
     return head_dim + SCALE_BYTES if cache_dtype == torch.int8 else head_dim
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionNeeds:
-    """What a model and its KV cache require of attention."""
+    """The requirements of a model and its KV cache."""
 
     dtype: torch.dtype
-    """Of queries, and of new keys and values."""
+    """Dtype of queries, and of new keys and values."""
 
     head_dim: int
 
@@ -130,10 +131,10 @@ class AttentionNeeds:
     num_kv_heads: int = 8
 
     cache_dtype: torch.dtype | None = None
-    """`float8_e4m3fn`, `int8`, or None for that of the keys."""
+    """`float8_e4m3fn`, `int8`, or None for the dtype of the keys."""
 
     block_size: int | None = None
-    """Tokens per block; None takes the backend's own choice."""
+    """Tokens per block; None for the backend's default."""
 
     sliding_window: bool = False
     soft_cap: bool = False
@@ -141,15 +142,15 @@ class AttentionNeeds:
     alibi: bool = False
 
     batch_invariant: bool = False
-    """Whether a row's result must not depend, bitwise, on its batch."""
+    """Whether the result of a row must be bitwise independent of its batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Abilities:
-    """What a backend can do."""
+    """The features that a backend supports."""
 
     devices: tuple[str, ...]
-    """Types of the devices it runs on; empty for all."""
+    """Device types on which it runs; empty for all."""
 
     dtypes: tuple[torch.dtype, ...] = FLOATS
     fp8_cache: bool = False
@@ -170,7 +171,7 @@ class Abilities:
     """Tokens per block unless configured."""
 
     def obstacles(self, needs: AttentionNeeds) -> Iterator[str]:
-        """Reasons why this backend cannot serve a model; none if it can."""
+        """Yield the reasons why this backend cannot serve a model, if any."""
         if needs.dtype not in self.dtypes:
             yield f"does not compute in {_name(needs.dtype)}"
         if needs.cache_dtype == FP8 and not self.fp8_cache:
@@ -204,16 +205,17 @@ def _name(dtype: torch.dtype) -> str:
 
 
 class AttentionBackend(Protocol):
-    """Writes and reads a paged KV cache. Arguments are those of `pagewire_kernels.reference`."""
+    """Writes to and attends over a paged KV cache. Arguments are those of the functions of the same
+    names in `pagewire_kernels.reference`."""
 
     @property
     def name(self) -> str:
-        """Its name in `--attention-backend`."""
+        """The backend's name in `--attention-backend`."""
         ...
 
     @property
     def abilities(self) -> Abilities:
-        """What it can do; a call that asks for more raises ValueError or TypeError."""
+        """Supported features; a call that needs others raises ValueError or TypeError."""
         ...
 
     def write_kv(
@@ -250,16 +252,17 @@ class AttentionBackend(Protocol):
 
 
 class HeadOutput(NamedTuple):
-    """Output of the LM head, for the rows that are sampled from."""
+    """Output of the LM head, for the rows that sample."""
 
     logits: Tensor
     """float32 [num_sampled, vocab_size]."""
 
     best: Tensor
-    """int64 [num_sampled]: each row's largest logit's column, the first of equals."""
+    """int64 [num_sampled]: column of each row's largest logit, the lowest among equals."""
 
     largest: Tensor
-    """float32 [num_sampled]: that logit; NaN, with any column, if the row has one."""
+    """float32 [num_sampled]: the largest logit; NaN, with an arbitrary column, if the row has a
+    NaN."""
 
 
 class Computed(NamedTuple):
@@ -269,7 +272,7 @@ class Computed(NamedTuple):
     """[num_tokens, hidden_size]."""
 
     head: HeadOutput | None = None
-    """None if the LM head was not part of the program."""
+    """None if the LM head is not part of the program."""
 
     captured: tuple[Tensor, ...] = ()
-    """[num_tokens, hidden_size] each: hidden states between layers, where a model keeps some."""
+    """[num_tokens, hidden_size] each: captured hidden states between layers, for a draft head."""

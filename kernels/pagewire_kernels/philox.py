@@ -1,8 +1,8 @@
-"""Counter-based random numbers: Philox4x32-10, vectorised over the batch or one at a time.
+"""Counter-based random numbers: Philox4x32-10, vectorized over the batch or one at a time.
 
 Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. There is no
-state: a draw is a pure function of a key and a counter. So a sequence's tokens depend neither on
-its neighbours in the batch nor on how often it was preempted, moved or computed again.
+state: a draw is a pure function of a key and a counter. A sequence's tokens therefore depend
+neither on the rest of the batch nor on whether it was preempted, migrated or recomputed.
 """
 
 import numpy as np
@@ -22,12 +22,12 @@ Words = npt.NDArray[np.uint32]
 
 
 def philox4x32(counter: Words, key: Words) -> Words:
-    """Four random words for each counter.
+    """Return four random words for each counter.
 
     counter: uint32 [n, 4]; key: uint32 [n, 2]. Returns uint32 [n, 4].
     """
-    # Words are held in 64 bits, and both halves of a round are one operation on [2, n] arrays: the
-    # batch is small, so what counts is the number of operations.
+    # Words are held in 64 bits, and both halves of a round are one operation on [2, n] arrays:
+    # batches are small, so the number of operations determines the time.
     words = counter.astype(np.uint64).T
     multiplied, mixed = words[0::2], words[1::2]
     keys = (key.astype(np.uint64).T + _ROUNDS * _WEYL) & _LOW_WORD
@@ -44,7 +44,7 @@ def uniform(
     choice_indices: npt.NDArray[np.uint32],
     positions: npt.NDArray[np.integer],
 ) -> npt.NDArray[np.float64]:
-    """One draw from [0, 1) per row, with 53 random bits.
+    """Return one draw from [0, 1) per row, with 53 random bits.
 
     The key is the seed, low word first; the counter is (choice index, output position, 0, 0).
     All arguments: [n]. Returns float64 [n].
@@ -59,7 +59,7 @@ def uniform(
 
 
 def draw_bits(seed: int, choice_index: int, position: int) -> int:
-    """The 53 bits of one draw of `uniform`, in plain integers: numpy takes ten times as long."""
+    """Return the 53 bits of one draw of `uniform`. numpy would take ten times as long."""
     key0, key1 = seed & _WORD, seed >> 32
     word0, word1, word2, word3 = choice_index, position, 0, 0
     for _ in range(NUM_ROUNDS):

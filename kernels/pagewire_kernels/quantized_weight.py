@@ -1,4 +1,4 @@
-"""Weights in fewer bits: whole numbers, and for each group of inputs a scale and an offset."""
+"""Quantized weights: codes of 8 or 4 bits, with a scale and an offset per group of inputs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,72 +9,72 @@ import torch
 from torch import Tensor, nn
 
 SIGNED_TABLE = tuple(range(-8, 8))
-"""What the codes of a symmetric 4-bit weight mean."""
+"""The values of the codes of a symmetric 4-bit weight."""
 
 UNSIGNED_TABLE = tuple(range(16))
-"""What the codes of a 4-bit weight with offsets usually mean."""
+"""The usual values of the codes of a 4-bit weight with offsets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Int8Activations:
-    """How the rows that a weight is multiplied by are rounded to whole numbers, -128 to 127.
+    """How a weight's inputs are quantized to 8 bits, -128 to 127, before the product (W8A8).
 
-    The arithmetic is that of the library compressed-tensors, in float32: a number is
-    `round(x / scale + zero_point)`, to the nearest and ties to even.
+    The arithmetic is that of the compressed-tensors library, in float32: a code is
+    `round(x / scale + zero_point)`, rounded to nearest, ties to even.
     """
 
     symmetric: bool = True
-    """Whether the zero point of a row is 0. A row's own scale is a part of its largest absolute
-    number, otherwise of its span."""
+    """Whether the zero point of a row is 0. If so, a dynamic scale is derived from the row's
+    largest absolute value, otherwise from its range."""
 
     scale: float | None = None
-    """Of all rows; None: each row has its own, and its own zero point."""
+    """The static scale of all rows; None: each row has a dynamic scale and zero point."""
 
     zero_point: int = 0
-    """-128 to 127, of all rows."""
+    """The static zero point of all rows, -128 to 127."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class QuantizedWeight:
     """A weight [out_features, in_features]: value(code) * scale + offset, in groups of inputs.
 
-    Every format of checkpoints becomes this when it is read, without rounding: the scales and the
-    offsets are those of the format's own arithmetic in float32. Formats of two levels have them as
-    whole numbers of a unit, which some groups share.
+    All checkpoint formats are converted to this without rounding: scales and offsets are those of
+    the format's own arithmetic in float32. Formats with two levels of scales (GGUF's K-quants) have
+    them as integer multiples of a unit, which several groups share.
     """
 
     codes: Tensor
     """uint8 [out_features, in_features]"""
 
     scales: Tensor
-    """float32 [out_features, num_groups]; a group has `in_features / num_groups` inputs"""
+    """float32 [out_features, num_groups]; a group has in_features / num_groups inputs"""
 
     offsets: Tensor | None = None
     """float32 [out_features, num_groups]; None: zeros"""
 
     units: Tensor | None = None
-    """Of the scales: float32 [out_features, num_units], float16 numbers; the scales, and the
-    offsets if there are any, are numbers of int8 then. None: all are 1."""
+    """Units of the scales: float32 [out_features, num_units], representable in float16. With units,
+    scales and offsets are integers representable in int8. None: all units are 1."""
 
     offset_units: Tensor | None = None
-    """Of the offsets, likewise."""
+    """Units of the offsets, like `units`."""
 
     table: tuple[int, ...] | None = None
     """The values, -128 to 127, of codes 0 to 15; None: codes are the bytes of int8 numbers"""
 
     is_float: bool = False
-    """Codes are the bytes of float8_e4m3fn numbers; `table` is None."""
+    """Whether codes are the bytes of float8_e4m3fn numbers; then `table` is None."""
 
     order: Tensor | None = None
-    """The input that each column stands for: int64 [in_features]; None: they stand in order.
-    Formats whose groups are not of consecutive inputs have their columns sorted by group."""
+    """int64 [in_features]: the input of each column; None: columns are in the order of the inputs.
+    Columns are sorted by group if a format's groups are not consecutive inputs."""
 
     activations: Int8Activations | None = None
-    """How rows are rounded before they are multiplied by it; None: they are not."""
+    """How inputs are quantized before the product; None: they are not."""
 
     @property
     def bits(self) -> int:
-        """Of a code: 4 or 8."""
+        """Bits of a code: 4 or 8."""
         return 8 if self.table is None else 4
 
     @property
@@ -84,11 +84,11 @@ class QuantizedWeight:
 
     @property
     def group_size(self) -> int:
-        """Inputs that share a scale."""
+        """Number of inputs that share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
     def values(self) -> Tensor:
-        """What the codes mean: int8, or float8_e4m3fn, [out_features, in_features]."""
+        """The values of the codes: int8 or float8_e4m3fn [out_features, in_features]."""
         if self.is_float:
             return self.codes.view(torch.float8_e4m3fn)
         if self.table is None:
@@ -97,7 +97,7 @@ class QuantizedWeight:
         return table[self.codes.int()]
 
     def dequantize(self) -> Tensor:
-        """float32 [out_features, in_features]"""
+        """Return the dense weight: float32 [out_features, in_features]."""
         whole = self.without_units()
         groups = whole.values().float().unflatten(1, (-1, whole.group_size))
         groups *= whole.scales.unsqueeze(2)
@@ -107,7 +107,7 @@ class QuantizedWeight:
         return dense if self.order is None else dense[:, self.order.argsort()]
 
     def without_units(self) -> "QuantizedWeight":
-        """The same with the products of numbers and units."""
+        """The same weight, with scales and offsets multiplied by their units."""
         if self.units is None:
             return self
         times = self.scales.shape[1] // self.units.shape[1]
@@ -117,8 +117,8 @@ class QuantizedWeight:
         return replace(self, scales=scales, offsets=offsets, units=None, offset_units=None)
 
     def in_order(self) -> "QuantizedWeight":
-        """The same with its columns in the order of the inputs; if they are not, each input becomes
-        a group, which no kernel takes."""
+        """The same weight with its columns in the order of the inputs. If they have another order,
+        each input becomes a group of its own, which no kernel supports."""
         if self.order is None:
             return self
         places = self.order.argsort()
@@ -126,12 +126,12 @@ class QuantizedWeight:
         return single._changed(lambda tensor: tensor[:, places])
 
     def rows(self, index: slice | Tensor) -> "QuantizedWeight":
-        """Some of the outputs."""
+        """The rows of some outputs."""
         return self._changed(lambda tensor: tensor[index])
 
     def columns(self, start: int, stop: int) -> "QuantizedWeight":
-        """Some of the inputs; their groups are smaller if `start` or `stop` is within one, and of
-        one input each if columns do not stand in order."""
+        """The columns of the inputs from `start` to `stop`. Groups become smaller if `start` or
+        `stop` is within one, and have one input each if columns are not in the order of inputs."""
         if self.order is not None:
             return self.in_order().columns(start, stop)
         in_features = self.codes.shape[1]
@@ -145,34 +145,34 @@ class QuantizedWeight:
         return self.regrouped(math.gcd(self.group_size, start, stop))._changed(cut)
 
     def regrouped(self, group_size: int) -> "QuantizedWeight":
-        """The same with smaller groups; group_size: divides the weight's."""
+        """The same weight with smaller groups; group_size: a divisor of the weight's."""
         times = self.group_size // group_size
         offsets = None if self.offsets is None else self.offsets.repeat_interleave(times, dim=1)
         return replace(self, scales=self.scales.repeat_interleave(times, dim=1), offsets=offsets)
 
     def padded(self, num_rows: int) -> "QuantizedWeight":
-        """With outputs of zeros after its own, `num_rows` in all."""
+        """The weight with rows of zeros appended, up to `num_rows` rows."""
         if num_rows == self.codes.shape[0]:
             return self
         more = (0, 0, 0, num_rows - self.codes.shape[0])
         return self._changed(lambda tensor: nn.functional.pad(tensor, more))
 
     def to(self, device: torch.device) -> "QuantizedWeight":
-        """The same on another device."""
+        """The same weight on another device."""
         return self._changed(lambda tensor: tensor.to(device))
 
     def _changed(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """With the same done to all tensors."""
+        """The weight with `change` applied to all tensors."""
         found = {name: getattr(self, name) for name in _TENSORS}
         changed: dict[str, Any] = {n: None if t is None else change(t) for n, t in found.items()}
         return replace(self, **changed)
 
 
 def assemble(slices: Iterable[QuantizedWeight], num_rows: int) -> QuantizedWeight:
-    """The weight of `num_rows` outputs that slices of them make up, one after the other.
+    """Concatenate slices of rows to a weight of `num_rows` rows.
 
-    Each slice is freed before the next one is made. They must be alike in all but their rows. The
-    result's memory is taken up as slices fill it, so that they may free as much of their source's.
+    Each slice is freed before the next one is made. Slices may differ only in their rows. Memory of
+    the result is committed as slices fill it, while they may free memory of their source.
     """
     whole, first = None, 0
     for part in slices:
@@ -190,11 +190,11 @@ def assemble(slices: Iterable[QuantizedWeight], num_rows: int) -> QuantizedWeigh
 
 
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """The outputs of several weights with the same inputs, one after the other.
+    """Concatenate the rows of several weights with the same inputs, without rounding.
 
-    `is_float` and `activations` must be the same of all. Without rounding: of different groups, the
-    smaller ones are taken, and codes become numbers of 8 bits where the parts' codes mean different
-    values. Where the orders of columns differ, each input becomes a group.
+    `is_float` and `activations` must be equal. If group sizes differ, the smaller groups are used;
+    if tables differ, codes become 8-bit integers; if the orders of columns differ, each input
+    becomes a group of its own.
     """
     if len(parts) == 1:
         return parts[0]
@@ -228,25 +228,25 @@ _TENSORS = ("codes", "scales", "offsets", "units", "offset_units")
 
 
 def _layout(weight: QuantizedWeight) -> tuple[object, ...]:
-    """The same of weights whose tensors can be joined."""
+    """Equal for weights whose tensors can be concatenated."""
     tensors = (getattr(weight, name) for name in _TENSORS)
     return weight.table, *(None if tensor is None else tensor.shape[1] for tensor in tensors)
 
 
 GROUP_INPUTS = 16
-"""Kernels take groups of a multiple of as many inputs."""
+"""Kernels require group sizes that are multiples of this."""
 
 GROUP_SIZES = (128, 64, 32)
-"""Of weights that are rounded here, the largest that divides the inputs."""
+"""Group sizes of `quantize`: it uses the largest one that divides the inputs."""
 
 _AT_ONCE = 1 << 18
-"""Numbers of a weight that is made slice by slice, which takes several times their memory."""
+"""Numbers of a weight that are converted at once, which takes several times their memory."""
 
 _LARGEST_FP8 = torch.finfo(torch.float8_e4m3fn).max
 
 
 def slices_of_rows(num_rows: int, in_features: int) -> Iterator[slice]:
-    """All rows of a weight, a number of them at a time that takes little memory to work on."""
+    """Divide the rows of a weight into slices that take little memory to convert."""
     step = max(1, _AT_ONCE // in_features)
     for first in range(0, num_rows, step):
         yield slice(first, min(first + step, num_rows))
@@ -255,18 +255,18 @@ def slices_of_rows(num_rows: int, in_features: int) -> Iterator[slice]:
 def quantize(
     weight: Tensor, quantization: str, done_with: Callable[[Tensor], None] | None = None
 ) -> QuantizedWeight:
-    """A weight rounded to the nearest of `int8`, `int4` or `fp8` numbers, in groups of its inputs.
+    """Quantize a weight to `int8`, `int4` or `fp8`, rounding to nearest, in groups of inputs.
 
-    weight: [out_features, in_features]. Numbers of 8 bits are multiples of the scale, and fp8 those
-    of type float8_e4m3fn; those of 4 bits begin at the group's least number. Scales and offsets are
-    float16 numbers. done_with: called with rows of the weight that are not needed any more. Raises
-    ValueError if no group divides the inputs.
+    weight: [out_features, in_features]. `int8` is symmetric, `int4` has an offset, the group's
+    smallest number, and `fp8` is float8_e4m3fn. Scales and offsets are representable in float16.
+    done_with: called with slices of the weight that are no longer needed. Raises ValueError if no
+    group size divides the inputs.
     """
     num_rows, in_features = weight.shape
     size = next((size for size in GROUP_SIZES if in_features % size == 0), None)
     if size is None:
         raise ValueError(
-            f"expected layers with a multiple of {GROUP_SIZES[-1]} inputs, got {in_features}"
+            f"expected a multiple of {GROUP_SIZES[-1]} input features, got {in_features}"
         )
 
     def rounded() -> Iterator[QuantizedWeight]:
@@ -301,6 +301,6 @@ def _quantize(rows: Tensor, group_size: int, quantization: str) -> QuantizedWeig
 
 
 def _above_zero(scales: Tensor) -> Tensor:
-    """Rounded to float16; of a group of equal numbers, the least positive one."""
+    """Round scales to float16; zeros (a group of equal numbers) become the smallest normal one."""
     least = torch.finfo(torch.float16).smallest_normal
     return scales.clamp(min=least).half().float()

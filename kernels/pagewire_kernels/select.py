@@ -1,4 +1,4 @@
-"""Selects the attention backend and the layer kernels for a device and a model's requirements."""
+"""Selection of the attention backend and the layer kernels for a device and a model."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -35,11 +35,14 @@ def select_backend(
     *,
     by_speed: bool = False,
 ) -> AttentionBackend:
-    """The backend called `name`, or the best one that can do what `needs` says on `device`.
+    """Return the backend called `name`, or the best one that supports `needs` on `device`.
 
-    A GPU backend is first checked on the device itself. Unless it was requested by name, one that
-    fails is skipped with a warning, and with `by_speed` the fastest is taken. Raises ValueError
-    when there is no such backend, when it does not run on `device`, or cannot do what is needed.
+    A GPU backend must pass a check on the device. If no backend was requested by name, one that
+    fails is skipped with a warning. needs: None for a head size of 64 in float32; by_speed: whether
+    the fastest backend is measured, unless one was requested.
+
+    Raises ValueError if there is no such backend, or if it does not run on `device`, does not
+    support `needs`, or fails its check.
     """
     needs = needs or AttentionNeeds(dtype=torch.float32, head_dim=64)
     if name is not None and name not in BACKEND_NAMES:
@@ -64,9 +67,10 @@ def choose(
     check: Check = self_check,
     speeds: Speeds | None = None,
 ) -> AttentionBackend:
-    """The best backend that has the required abilities and passes its check. `name`: as requested.
-    `speeds`: measures several, of which the fastest is taken unless one was requested; None: the
-    first is taken.
+    """Return the best backend that has the required abilities and passes its check.
+
+    name: of the requested backend, if any; offered: backends in order of preference; speeds:
+    measures backends, of which the fastest is chosen unless one was requested, None for the first.
 
     Raises ValueError with the obstacles of each if there is none.
     """
@@ -107,28 +111,28 @@ def choose(
 def _failure(check: Callable[[], None]) -> Iterator[str]:
     try:
         check()
-    except Exception as error:  # whatever a compiler, driver or package raises here
+    except Exception as error:  # compilers, drivers and packages raise anything
         lines = str(error).strip().splitlines()
         yield f"failed its check: {lines[0] if lines else type(error).__name__}"
 
 
 def label(backend: AttentionBackend) -> str:
-    """A backend's name, with the package behind it where there are several."""
+    """The name of a backend, with that of the package that implements it if there are several."""
     version = getattr(backend, "version", None)
     return backend.name if version is None else f"{backend.name} ({version})"
 
 
 def _listed(passed_over: list[str]) -> str:
-    return "; ".join(passed_over) or "there is none for this machine"
+    return "; ".join(passed_over) or "none is available on this machine"
 
 
 def candidates(
     device: torch.device, name: str | None, batch_invariant: bool
 ) -> Iterator[AttentionBackend]:
-    """The backends available on this machine, best first; only those called `name` if given.
+    """Yield the backends available on this machine, best first; only those called `name` if given.
 
-    On a GPU, where speeds are not known, FlashAttention 3 comes before our own kernels and version
-    2 after them, since its blocks of 256 tokens waste memory and share fewer prefixes.
+    On a GPU whose speeds were not measured, FlashAttention 3 precedes the Triton kernels, and
+    version 2 follows them, because its blocks of 256 tokens waste memory and share fewer prefixes.
     """
     for known, make in _order(device, batch_invariant):
         if name is None or known == name:
@@ -163,7 +167,7 @@ def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:
 
 
 def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionBackend]:
-    if find_spec("triton") is None:  # it writes the cache
+    if find_spec("triton") is None:  # a Triton kernel writes to the cache
         return
     from pagewire_kernels.flash_attention import FlashBackend, installed_calls
     from pagewire_kernels.triton import write_rows
@@ -178,7 +182,7 @@ def _reference() -> Iterator[AttentionBackend]:
 
 
 Embed = Callable[[Tensor, Tensor], Tensor]
-"""Maps token ids and positions to the residual stream."""
+"""Maps token ids and positions to the residual stream, [num_tokens, hidden_size]."""
 
 Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
 """Maps the residual stream, positions, the KV cache and the metadata to hidden states."""
@@ -188,7 +192,7 @@ Head = Callable[[Tensor], Tensor]
 
 
 class ForwardFn(Protocol):
-    """A model's embedding and layers and, if it is recorded too, its head."""
+    """A model's embedding and layers, and its LM head if that is part of a recorded program."""
 
     def __call__(
         self,
@@ -198,19 +202,24 @@ class ForwardFn(Protocol):
         metadata: AttentionMetadata,
         sampled: Tensor | None = None,
     ) -> Computed:
-        """token_ids, positions: int64 [num_tokens]; sampled: int64, the rows for the head."""
+        """Run the forward pass.
+
+        token_ids, positions: int64 [num_tokens]; kv_cache: block-major; sampled: int64
+        [num_sampled], rows for which the head is computed, if it is part of the program.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of a model, except for its matrix products."""
+    """The kernels of a model, except for those of its linear layers."""
 
     attention: AttentionBackend
     layers: LayerKernels
 
     def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
-        """A function that computes a model's parts in order: eagerly, or as a recorded program."""
+        """Return a function that computes a model's parts in order: eagerly, or as a recorded
+        program."""
         if self.layers.name == "native":
             from pagewire_kernels.cpu.native_library import library
             from pagewire_kernels.cpu.recorded_model import RecordedModel
@@ -239,7 +248,7 @@ def select_kernels(
     *,
     by_speed: bool = False,
 ) -> Kernels:
-    """The attention backend that `select_backend` chooses, and the layer kernels for it."""
+    """Select the attention backend, as `select_backend`, and the layer kernels for it."""
     backend = select_backend(device, attention, needs, by_speed=by_speed)
     layers = layer_kernels(backend, device, needs.dtype)
     logger.info("layer kernels selected name=%s", layers.name)
@@ -249,9 +258,9 @@ def select_kernels(
 def layer_kernels(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype
 ) -> LayerKernels:
-    """The fastest for the device; plain torch with the reference backend."""
+    """Return the fastest layer kernels of the device; plain torch for the reference backend."""
     if backend.name in ("triton", "flash"):
-        from pagewire_kernels.triton import TritonLayerKernels  # triton is loaded where it is used
+        from pagewire_kernels.triton import TritonLayerKernels  # imports triton
 
         return TritonLayerKernels()
     if device.type == "cpu" and backend.name == "cpu":
@@ -270,9 +279,10 @@ def can_keep_weights_packed(
     dtype: torch.dtype,
     pack: Callable[[QuantizedWeight], Any] | None = None,
 ) -> bool:
-    """Whether the Triton kernels multiply by weights in fewer bits on this GPU.
+    """Return whether the Triton kernels multiply correctly by quantized weights on this GPU.
 
-    If they fail their check, it is logged. pack: see `check_products`; None: as the kernels do.
+    If they fail their check, a warning is logged. pack: see `check_products`; None for the
+    packing of the Triton kernels.
     """
     if layers.name != "triton":
         return False
@@ -282,5 +292,5 @@ def can_keep_weights_packed(
         pack = partial(TritonQuantizedWeight, dtype=dtype, device=device, batch_invariant=False)
     failures = [*_failure(partial(check_products, pack, device, dtype))]
     for failure in failures:
-        logger.warning("quantized weights are dequantized: the kernels for them %s", failure)
+        logger.warning("quantized weights are dequantized: their kernels %s", failure)
     return not failures

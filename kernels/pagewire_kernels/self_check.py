@@ -1,7 +1,8 @@
-"""Small cases, computed by GPU kernels on their device and compared with the reference.
+"""Small cases that GPU kernels compute on their device, compared with the reference.
 
-A kernel may be proved elsewhere and still fail here: another compiler, driver or package. Wrong
-attention and wrong products do not crash but serve nonsense, so they must pass this first.
+A kernel that works elsewhere may be wrong with another compiler, driver or package. Wrong attention
+and wrong matrix products do not crash, but produce wrong tokens, so kernels must pass these checks
+before they are used.
 """
 
 from collections.abc import Callable
@@ -17,11 +18,11 @@ from pagewire_kernels.reference.backend import ReferenceBackend
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 _PRODUCT_TOLERANCE = 1e-4
-"""Of sums in float32, relative to their norm."""
+"""Error of sums in float32, relative to their norm."""
 
 _NUM_KV_HEADS, _GROUP = 2, 2
 _LONG_CONTEXT = 512
-"""Tokens from which on a backend may cut a decode's context into splits."""
+"""Context length from which a backend may divide the context of a decode into splits."""
 _FP8_SCALE = 0.02
 _WINDOW = 7
 _SOFT_CAP = 2.0
@@ -30,8 +31,8 @@ _SOFT_CAP = 2.0
 def self_check(backend: AttentionBackend, device: torch.device, needs: AttentionNeeds) -> None:
     """Raise ValueError if the backend's results are wrong; its own exceptions propagate.
 
-    Both a mixed batch (a chunk of a prefill, a whole one, a decode) and one of decodes alone are
-    computed, with the window, cap, sinks and slopes that the model needs.
+    Computes a mixed batch (a prefill chunk, a whole prefill, a decode) and a batch of decodes, with
+    the sliding window, soft cap, sinks and ALiBi slopes that the model needs.
     """
     case = _Case(needs, needs.block_size or backend.abilities.default_block_size)
     host = torch.device("cpu")
@@ -49,10 +50,10 @@ def self_check(backend: AttentionBackend, device: torch.device, needs: Attention
 def check_products(
     pack: Callable[[QuantizedWeight], Any], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise ValueError if products with weights in fewer bits are wrong; others propagate.
+    """Raise ValueError if products with quantized weights are wrong; other exceptions propagate.
 
-    pack: a weight's packed form on the device, whose `apply` takes rows of `dtype`. One row and
-    many are computed, by different kernels.
+    pack: converts a weight to its packed form on the device, whose `apply` takes rows of `dtype`.
+    Computes one row and many rows, which use different kernels.
     """
     draw = torch.Generator().manual_seed(0)
     dense, rows = (torch.randn(count, 1024, generator=draw) for count in (128, 130))
@@ -70,7 +71,7 @@ def check_products(
 
 
 class _Case:
-    """Three sequences, one of them long, in blocks that lie in no order, with the features that a
+    """Three sequences, one of them long, in randomly ordered blocks, with the features that the
     model needs."""
 
     def __init__(self, needs: AttentionNeeds, block_size: int) -> None:
@@ -93,7 +94,7 @@ class _Case:
         self._scale = _FP8_SCALE if needs.cache_dtype == FP8 else 1.0
 
     def written(self, backend: AttentionBackend, device: torch.device) -> Tensor:
-        """A cache that holds all keys and values."""
+        """Write all keys and values to a new cache, and return it."""
         size, needs = self.block_size, self._needs
         shape = (self._num_blocks, 2, size, _NUM_KV_HEADS, needs.head_dim)
         cache = torch.zeros(shape, device=device).to(needs.cache_dtype or needs.dtype)
@@ -115,7 +116,7 @@ class _Case:
     def attended(
         self, backend: AttentionBackend, device: torch.device, cache: Tensor, query_lens: list[int]
     ) -> Tensor:
-        """Attention of each sequence's last `query_lens[i]` rows."""
+        """Compute attention of the last `query_lens[i]` rows of each sequence."""
         parts = self._query.split(self._lengths)
         rows = [part[-count:] for part, count in zip(parts, query_lens, strict=True)]
         needs, heads = self._needs, torch.arange(1.0, _NUM_KV_HEADS * _GROUP + 1, device=device)

@@ -79,7 +79,7 @@ def test_a_package_gets_what_it_expects(name: str, option: str, parts: str) -> N
     call = CALLS[name]
     sequences = _sequences(call)
     if (name, option) in UNABLE:
-        with pytest.raises(ValueError, match="attention backend 'flash' does not do"):
+        with pytest.raises(ValueError, match="attention backend 'flash' does not support"):
             _both(call, sequences, PARTS[parts], **OPTIONS[option])
     else:
         output, expected = _both(call, sequences, PARTS[parts], **OPTIONS[option])
@@ -98,7 +98,7 @@ def test_small_blocks_are_for_version_3_alone() -> None:
     output, expected = _both(CALLS["version 3"], sequences, PARTS["decode"])
     assert torch.equal(output, expected)
     for name in ("version 2", "torch"):
-        with pytest.raises(ValueError, match="does not do blocks of 8 tokens"):
+        with pytest.raises(ValueError, match="does not support blocks of 8 tokens"):
             _both(CALLS[name], sequences, PARTS["decode"])
         needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=32, block_size=16)
         (obstacle,) = CALLS[name].abilities.obstacles(needs)
@@ -108,7 +108,7 @@ def test_small_blocks_are_for_version_3_alone() -> None:
 def test_sinks_and_scaled_caches_are_refused() -> None:
     call = CALLS["version 3"]
     for options in ({"sinks": torch.zeros(4)}, {"key_scale": 0.5}):
-        with pytest.raises(ValueError, match="attention backend 'flash' does not do"):
+        with pytest.raises(ValueError, match="attention backend 'flash' does not support"):
             _both(call, _sequences(call), PARTS["decode"], **options)
 
 

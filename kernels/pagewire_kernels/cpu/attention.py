@@ -1,6 +1,6 @@
-"""The `cpu` attention backend in C++, and its tasks, described by tensors.
+"""The `cpu` attention backend in C++, and the tasks of its kernels.
 
-A task holds addresses: its tensors must outlive it.
+A task holds addresses of tensors, which must outlive it.
 """
 
 import ctypes
@@ -21,19 +21,19 @@ from pagewire_kernels.cpu.program import batch_of, launch, new_rows, recording
 from pagewire_kernels.cpu.tasks import AttentionTask, Batch, CacheWriteTask, address, describe_batch
 
 MAX_ROWS = 128
-"""Query rows of one KV head in a work item, unless the head has more for a single token."""
+"""Maximum number of query rows of one KV head in a work item, unless one token has more."""
 
 _ALIGNMENT = 64
 
 
 class Scratch:
-    """Scratch memory of one task at a time, grown to the largest so far."""
+    """Scratch memory for one task at a time, which grows to the largest size so far."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def give(self, library: Library, task: AttentionTask, num_threads: int) -> None:
-        """Give `task` scratch memory for up to `num_threads` threads."""
+        """Assign scratch memory for up to `num_threads` threads to `task`."""
         library.kernel("attention_slot_bytes").call(ctypes.addressof(task))
         memory = self._memory_of(num_threads * task.slot_bytes + _ALIGNMENT)
         task.num_slots = num_threads
@@ -61,9 +61,9 @@ def describe_attention(
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> AttentionTask:
-    """The task of `reference.paged_attention`, without scratch memory.
+    """Describe the arguments of `reference.paged_attention` as a task without scratch memory.
 
-    `query` has a dense last axis, `output` dense rows, `sinks` and `alibi_slopes` are float32.
+    query: with a dense last axis; output: with dense rows; sinks, alibi_slopes: float32.
     """
     size, stored = query.element_size(), key_cache.element_size()
     num_kv_heads = key_cache.shape[2]
@@ -96,7 +96,7 @@ def describe_attention(
 def describe_cache_write(
     batch: Batch, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor
 ) -> CacheWriteTask:
-    """The task of `reference.write_kv`; a row's heads lie one after the other."""
+    """Describe the arguments of `reference.write_kv` as a task; heads of a row are contiguous."""
     size, stored = key.element_size(), key_cache.element_size()
     return CacheWriteTask(
         batch=ctypes.addressof(batch),
@@ -116,16 +116,16 @@ def describe_cache_write(
 
 
 _SERIAL_WORK = 1 << 18
-"""Fewer multiply-adds than this finish before other threads have woken up."""
+"""Fewer multiply-adds end before other threads have woken up, and use one thread."""
 
 _SERIAL_BYTES = 1 << 15
-"""So do copies of fewer bytes than this."""
+"""Copies of fewer bytes use one thread, too."""
 
 
 class NativeBackend:
-    """Attention by kernels in C++; a row's result is bitwise independent of its batch.
+    """Attention by kernels in C++; results are bitwise independent of the batch.
 
-    An object keeps working memory from call to call, so it serves one thread at a time.
+    An object keeps scratch memory between calls, so only one thread may use it at a time.
     """
 
     name = "cpu"
@@ -147,7 +147,7 @@ class NativeBackend:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        """Store each row's key and value in its slot; as `reference.write_kv`."""
+        """Write each row's key and value to its slot; as `reference.write_kv`."""
         refuse_scales(key_scale, value_scale)
         check_cache(key_cache, value_cache, key)
         key, value = with_dense_heads(key), with_dense_heads(value)
@@ -205,7 +205,7 @@ class NativeBackend:
         return output
 
     def _batch_of(self, metadata: AttentionMetadata, num_rows: int) -> Batch:
-        """The recorded program's, or one that is described once per step, not once per layer."""
+        """The batch of the recorded program, or one that is described once per step."""
         if recording() is not None:
             return batch_of(num_rows, slot_mapping=metadata.slot_mapping)
         if self._last is None or self._last[0] is not metadata:

@@ -1,8 +1,8 @@
-"""Copies whole KV blocks by src/block_copy.cpp.
+"""Copies of whole KV blocks, by src/block_copy.cpp.
 
 The cache is block-major, so a block, all layers, keys and values, is one contiguous piece of
-memory. Bound by memory bandwidth; stores bypass the caches, which are smaller than the blocks of
-most models.
+memory. Copies are bound by memory bandwidth; stores bypass the processor's caches, which are
+smaller than the blocks of most models.
 """
 
 import ctypes
@@ -17,20 +17,22 @@ from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.tasks import BlockCopyTask
 
 _SERIAL_BYTES = 1 << 16
-"""Fewer bytes than this are copied before other threads have woken up."""
+"""Copies of fewer bytes end before other threads have woken up, and use one thread."""
 
 
 def move_blocks(library: Library, source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks; as `reference.swap_blocks`.
 
-    source, target: contiguous [num_blocks, ...], equal in type and beyond the first axis; pairs:
-    int64 [n, 2], existing blocks. Where a block is both a source and a target of one call,
-    all sources are first read into a buffer.
+    source, target: contiguous [num_blocks, ...], of equal dtypes and of equal shapes beyond the
+    first axis; pairs: int64 [n, 2], existing blocks. If a block is both a source and a target, all
+    sources are first read into a buffer. Raises ValueError for caches of different layouts.
     """
     if source.dtype != target.dtype or source.shape[1:] != target.shape[1:]:
-        raise ValueError(f"blocks differ: {_layout(source)} and {_layout(target)}")
+        raise ValueError(
+            f"target: expected blocks of {_layout(source)}, as in source, got {_layout(target)}"
+        )
     if not (source.is_contiguous() and target.is_contiguous()):
-        raise ValueError("expected whole blocks, contiguous")
+        raise ValueError("source, target: expected contiguous tensors of whole blocks")
     move_all(partial(_copy, library), source, target, pairs.contiguous(), source.device)
 
 

@@ -2,9 +2,10 @@
 
     python kernels/pagewire_kernels/cpu/build.py
 
-`CXX` names another compiler, with options; `PAGEWIRE_MACHINE` the machine that it compiles for.
-The package's build runs it where it finds a compiler; after a change to a source, run it again.
-This file imports nothing of the package, since it runs before anything is installed.
+The environment variable `CXX` names another compiler, with options, and `PAGEWIRE_MACHINE` the
+machine for which it compiles. The package's build runs this script if there is a compiler; run it
+again after a change to a source. It imports nothing from the package, since it runs before the
+package is installed.
 """
 
 import hashlib
@@ -30,15 +31,15 @@ INSTRUCTION_SETS_BY_MACHINE: dict[str, dict[str, list[str]]] = {
     },
     "aarch64": {"neon": ["-mno-outline-atomics"]},
 }
-"""Compiler options by machine and name, the widest last; a processor may lack the wider ones."""
+"""Compiler options by machine and instruction set, from the narrowest to the widest."""
 
 MACHINE = os.environ.get("PAGEWIRE_MACHINE") or platform.machine()
 
 INSTRUCTION_SETS = INSTRUCTION_SETS_BY_MACHINE.get(MACHINE, {})
 """Instruction sets of this machine."""
 
-# Sums keep the order they are written in, and nothing of C++ is needed when running. GCC 12 finds
-# its own vector intrinsics to use what is not initialized.
+# Without -ffast-math, sums keep their order in the sources. -nodefaultlibs: the libraries do not
+# need a C++ runtime. GCC 12 warns that its own vector intrinsics use uninitialized values.
 _OPTIONS = [
     *("-std=c++17", "-O3", "-shared", "-fPIC", "-fvisibility=hidden"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-ffp-contract=off"),
@@ -47,7 +48,8 @@ _OPTIONS = [
 
 
 def compiler() -> str | None:
-    """The C++ compiler: `CXX`, or the system's; None without one or for another processor."""
+    """The C++ compiler: `CXX`, or the system's; None if there is none, or no kernels for this
+    processor."""
     if not INSTRUCTION_SETS or platform.system() != "Linux":
         return None
     cxx = os.environ.get("CXX", "c++")
@@ -55,7 +57,7 @@ def compiler() -> str | None:
 
 
 def digest() -> str:
-    """A digest of the sources and options that the libraries are compiled from."""
+    """The digest of the sources and options from which the libraries are compiled."""
     sha = hashlib.sha256(repr((INSTRUCTION_SETS_BY_MACHINE, _OPTIONS)).encode())
     for source in sorted(SOURCES.iterdir()):
         sha.update(source.name.encode() + source.read_bytes())
@@ -63,11 +65,11 @@ def digest() -> str:
 
 
 def build(cxx: str) -> tuple[list[Path], list[str]]:
-    """Compile one library per instruction set; one that was compiled from these sources is kept.
+    """Compile one library per instruction set, unless it was compiled from these sources before.
 
-    Returns the libraries' paths, and the instruction sets that this compiler cannot build for: GCC
-    before 11 does not know x86-64-v4, for instance. What an earlier call built for one of these is
-    removed, since its sources may be older. Raises CalledProcessError if nothing could be built.
+    Returns the paths of the libraries, and the instruction sets that this compiler does not
+    support: GCC before 11 does not know x86-64-v4, for instance. Older libraries for these are
+    deleted. Raises CalledProcessError if nothing could be built.
     """
     LIBRARIES.mkdir(exist_ok=True)
     compilations = []
@@ -95,14 +97,14 @@ def build(cxx: str) -> tuple[list[Path], list[str]]:
 
 
 def command(cxx: str, options: list[str], library: Path) -> list[str]:
-    """The command that compiles a library with an instruction set's options."""
+    """The command that compiles a library with the options of an instruction set."""
     sources = [str(path) for path in sorted(SOURCES.glob("*.cpp"))]
     version = f'-DPAGEWIRE_SOURCES="{digest()}"'
     return [*shlex.split(cxx), *_OPTIONS, *options, version, *sources, "-o", str(library), "-lc"]
 
 
 def library_path(instruction_set: str) -> Path:
-    """Path of the library that is built for an instruction set."""
+    """The path of the library for an instruction set."""
     return LIBRARIES / f"libpagewire_{instruction_set}.so"
 
 

@@ -1,4 +1,4 @@
-"""Checks of the inputs of the CPU's attention backends."""
+"""Argument checks of the `cpu` attention backend."""
 
 import torch
 from torch import Tensor
@@ -9,44 +9,54 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ABILITIES = Abilities(
     devices=("cpu",), dtypes=DTYPES, int8_cache=True, batch_invariant=True, default_block_size=64
 )
-"""Memory gives keys and values of 64 tokens that lie together a third faster than those of 16 here
-and there; larger blocks gain nothing more."""
+"""Blocks of 64 tokens are read a third faster from memory than blocks of 16, which are scattered;
+larger blocks are no faster."""
 
 
 def require(condition: bool, expected: str) -> None:
-    """Raise ValueError unless the condition holds: kernels read raw pointers, and check nothing.
+    """Raise ValueError unless the condition holds: kernels read raw pointers without any check.
 
-    An `assert` would not do, since `python -O` removes it.
+    An `assert` would not suffice, since `python -O` removes it.
     """
     if not condition:
         raise ValueError(f"a CPU kernel requires {expected}")
 
 
 def check_cache(key_cache: Tensor, value_cache: Tensor, rows: Tensor) -> None:
-    """Refuse what the kernels would misread."""
+    """Raise TypeError or ValueError for layouts that the kernels do not support.
+
+    key_cache, value_cache: [num_blocks, block_size, num_kv_heads, stored head size]; rows: queries
+    or keys, [num_tokens, num_heads, head_dim].
+    """
     if rows.dtype not in DTYPES or key_cache.dtype not in (rows.dtype, torch.int8):
-        raise TypeError(f"rows are {rows.dtype}, the cache is {key_cache.dtype}")
+        raise TypeError(
+            f"expected a cache of the dtype of the rows or int8, got {key_cache.dtype} for rows of"
+            f" {rows.dtype}"
+        )
     if key_cache.stride() != value_cache.stride() or key_cache.shape != value_cache.shape:
-        raise ValueError("key and value cache differ in layout")
+        raise ValueError("expected key and value caches of equal shapes and strides")
     num_heads, size = key_cache.shape[2:]
     if key_cache.stride(3) != 1 or (num_heads > 1 and key_cache.stride(2) != size):
-        raise ValueError("a token's heads do not lie one after the other in the cache")
+        raise ValueError("expected a cache in which the heads of a token are contiguous")
     if stored_head_size(rows.shape[2], key_cache.dtype) != size or rows.shape[1] % num_heads:
-        raise ValueError(f"rows of shape {tuple(rows.shape)} do not fit the cache")
+        raise ValueError(
+            f"expected rows with a multiple of {num_heads} heads that fit {size} stored elements,"
+            f" got shape {tuple(rows.shape)}"
+        )
 
 
 def refuse_scales(key_scale: float, value_scale: float) -> None:
-    """Scales are those of fp8, which CPUs have no fast way to read."""
+    """Raise ValueError for the scales of an fp8 cache, which CPUs cannot convert efficiently."""
     if key_scale != 1.0 or value_scale != 1.0:
-        raise ValueError("the cpu backend has no scaled caches")
+        raise ValueError("attention backend 'cpu' does not support scaled caches")
 
 
 def kernel_over(cache: Tensor, name: str) -> str:
-    """The kernel called `name` of those for this cache: of int8, or of the rows' dtype."""
+    """The name of the kernel for this cache: for int8, or for the dtype of the rows."""
     return f"{name}_int8" if cache.dtype == torch.int8 else name
 
 
 def with_dense_heads(rows: Tensor) -> Tensor:
-    """The same rows, each one's heads one after the other in memory."""
+    """The rows with the heads of each row contiguous in memory, copied if necessary."""
     dense = rows.stride(2) == 1 and (rows.shape[1] == 1 or rows.stride(1) == rows.shape[2])
     return rows if dense else rows.contiguous()

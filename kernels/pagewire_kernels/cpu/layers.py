@@ -1,4 +1,7 @@
-"""Launches the kernels of src/take.cpp, src/norm.cpp, src/activation.cpp and src/rotate.cpp."""
+"""Launchers of src/take.cpp, src/norm.cpp, src/activation.cpp and src/rotate.cpp.
+
+They raise ValueError for tensors of unsupported dtypes, shapes or strides.
+"""
 
 import ctypes
 from typing import NamedTuple
@@ -24,21 +27,23 @@ from pagewire_kernels.interface import stored_head_size
 
 
 class Largest(NamedTuple):
-    """Each row's largest number; [num_rows] each."""
+    """The largest number of each row."""
 
     places: Tensor
-    """int64: its column, the first of equals."""
+    """int64 [num_rows]: its column, the lowest among equals."""
 
     values: Tensor
-    """float32; NaN if the row has one, and then `places` is meaningless."""
+    """float32 [num_rows]; NaN, with an arbitrary column, if the row has a NaN."""
 
 
 def take(
     library: Library, table: Tensor, num_rows: int, batch: Batch, count: str, indices: str
 ) -> Tensor:
-    """Rows of a table, [num_rows, size], by the batch's fields of these names.
+    """Gather rows of a table by indices in the batch.
 
-    Indices that are out of range give zeros.
+    table: [n, size]; num_rows: maximum number of indices; count, indices: names of the fields of
+    `Batch` that hold their number and address. Returns [num_rows, size], with zeros for indices out
+    of range.
     """
     y, task = _take_task(table, num_rows)
     task.num_rows = ctypes.addressof(batch) + getattr(Batch, count).offset
@@ -48,7 +53,7 @@ def take(
 
 
 def _take_task(table: Tensor, num_rows: int) -> tuple[Tensor, TakeTask]:
-    """The rows to be filled, and a task without their number and indices."""
+    """Return the tensor that is filled, and a task that lacks the number of rows and indices."""
     require(table.stride(1) == 1, "a table with a dense last axis")
     size, item = table.shape[1], table.element_size()
     y = new_rows(num_rows, size, table.dtype)
@@ -64,7 +69,7 @@ def _take_task(table: Tensor, num_rows: int) -> tuple[Tensor, TakeTask]:
 
 
 def find_largest(library: Library, x: Tensor) -> Largest:
-    """The largest entry of each row of x, float32 [num_rows, size], with a dense last axis."""
+    """Find the largest entry of each row. x: float32 [num_rows, size], with a dense last axis."""
     require(x.dtype == torch.float32, "float32 rows")
     require(x.stride(1) == 1, "rows with a dense last axis")
     num_rows, size = x.shape
@@ -83,16 +88,16 @@ def find_largest(library: Library, x: Tensor) -> Largest:
 
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Types that rows may have, with the kernels' names for them."""
+"""Dtypes that rows may have, with their names in kernels."""
 
 MAX_HEAD_DIM = 1024
 
 _SERIAL_NUMBERS = 1 << 14
-"""Fewer numbers than this are computed before other threads have woken up."""
+"""Fewer numbers are computed before other threads have woken up, and use one thread."""
 
 
 class NativeLayerKernels:
-    """Compiled for this processor, for rows of float32 or bfloat16; see `LayerKernels`."""
+    """Layer kernels in C++, for rows of float32 or bfloat16. Implements `LayerKernels`."""
 
     name = "native"
 
@@ -100,7 +105,7 @@ class NativeLayerKernels:
         self._library = library
 
     def embed(self, table: Tensor, token_ids: Tensor) -> Tensor:
-        """Rows of a table by token id; ids that are out of range give zeros."""
+        """Gather rows of a table, with zeros for token ids out of range."""
         require(token_ids.dtype == torch.int64, "int64 token ids")
         token_ids = token_ids.contiguous()
         num_rows = token_ids.shape[0]
@@ -108,7 +113,7 @@ class NativeLayerKernels:
         return take(self._library, table, num_rows, batch, "num_rows", "token_ids")
 
     def copy(self, x: Tensor) -> Tensor:
-        """The rows, in memory of their own."""
+        """Copy the rows."""
         y, task = _take_task(x, x.shape[0])
         numbers = np.arange(x.shape[0], dtype=np.int64)
         indices = ctypes.c_int64(numbers.ctypes.data)
@@ -121,7 +126,7 @@ class NativeLayerKernels:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
     ) -> Tensor:
-        """x / rms(x) * weight; with a residual, of the sum that it then holds."""
+        """x / rms(x) * weight, after adding x to the residual if given."""
         return self._norm("rms_norm", x, weight, None, eps, residual)
 
     def layer_norm(
@@ -132,7 +137,7 @@ class NativeLayerKernels:
         eps: float,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """(x - mean) / deviation * weight + bias; a residual as in `rms_norm`."""
+        """(x - mean) / deviation * weight + bias; `residual` as in `rms_norm`."""
         return self._norm("layer_norm", x, weight, bias, eps, residual)
 
     def _norm(
@@ -214,13 +219,14 @@ class NativeLayerKernels:
         key_scale: float = 1.0,
         value_scale: float = 1.0,
     ) -> None:
-        """Apply norms and RoPE to `query` in place; write such keys, and raw values, to the cache.
+        """Apply norms and RoPE to `query` in place; write normed and RoPE'd keys, and raw values,
+        to the cache.
 
-        The cache has the rows' dtype or is of int8, so scales do not apply.
+        The cache has the dtype of the rows or is int8, so scales are ignored.
         """
         num_rows, num_heads, head_dim = query.shape
         dtype, num_kv_heads = query.dtype, key.shape[1]
-        require(head_dim <= MAX_HEAD_DIM, "at most 1,024 elements a head")
+        require(head_dim <= MAX_HEAD_DIM, f"heads of at most {MAX_HEAD_DIM} elements")
         require(
             all(_is_rows(rows, num_rows, dtype) for rows in (query, key, value)),
             "query, key and value of as many rows, of one dtype, with a dense last axis",

@@ -1,4 +1,4 @@
-"""Weights packed for the native linear layers; see src/linear.h."""
+"""Weights packed for the linear layers in C++; see src/linear.h."""
 
 import ctypes
 import mmap
@@ -30,16 +30,16 @@ from pagewire_kernels.quantized_weight import (
 )
 
 PAGE_BYTES = 2 << 20
-"""What pieces of memory are sized and aligned by."""
+"""Size of a huge page."""
 
 _CHUNK_BYTES = 64 << 20
 _ALIGNMENT = 4096
 
 
 class HugeMemory:
-    """Hands out pieces of large chunks; a chunk is freed with the last of its pieces.
+    """Allocates pieces of large chunks, in huge pages if the system grants them.
 
-    Only pages that were written to take up memory, as huge pages if the system grants them.
+    A chunk is freed with the last of its pieces. Pages are committed when they are written to.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class HugeMemory:
         self._used = 0
 
     def take(self, num_bytes: int) -> Tensor:
-        """Zeros: uint8 [num_bytes], aligned to pages of 4 KiB."""
+        """Allocate zeros: uint8 [num_bytes], aligned to 4 KiB."""
         if num_bytes > self._chunk.numel() - self._used:
             self._chunk, self._used = _chunk(max(num_bytes, _CHUNK_BYTES)), 0
         piece = self._chunk[self._used : self._used + num_bytes]
@@ -68,9 +68,9 @@ _MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def discard(tensor: Tensor) -> None:
-    """Return the memory of a dense tensor in the host's memory to the system, where it can.
+    """Return the memory of a contiguous tensor on the host to the system, if that is possible.
 
-    Its numbers are undefined from then on. It must not be a part of a mapped file.
+    Its content is undefined from then on. It must not be part of a mapped file.
     """
     libc = ctypes.CDLL(None)
     if _MADV_DONTNEED is None or not hasattr(libc, "madvise"):
@@ -86,56 +86,61 @@ def discard(tensor: Tensor) -> None:
 
 
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""What weights may be, with the kernels' name for it."""
+"""Dtypes of weights and rows, with their names in kernels."""
 
 _PANEL_OUTPUTS = 32
-"""Weights are padded to a multiple of this many outputs, which suits every instruction set."""
+"""Weights are padded to a multiple of this many outputs, for every instruction set."""
 
 _STEP_BYTES = 4
-"""Inputs are padded to a multiple of this."""
+"""The inputs of each output are padded to a multiple of this many bytes."""
 
 _SERIAL_PRODUCTS = 1 << 17
 _SERIAL_NUMBERS = 1 << 14
-"""Fewer multiply-adds, or numbers moved, than this finish before other threads have woken up."""
+"""Fewer multiply-adds, or moved numbers, end before other threads have woken up, and use one
+thread."""
 
 
 _MAX_GROUP_INPUTS = 256
-"""A scale that more inputs share is repeated."""
+"""Larger groups are divided, and their scale is repeated."""
 
 _PACKED_AT_ONCE = 2 << 20
-"""Numbers of a weight, of which there is a copy meanwhile."""
+"""Numbers of a weight that are packed at once, which needs a temporary copy of them."""
 
 _NUMBERS = ("scales", "offsets", "units", "offset_units")
 
 _RANGES = ((5, 0), (5, 16), (6, 0), (6, 32))
-"""What codes of 5 and 6 bits may stand for: (bits, what is subtracted from a code)."""
+"""Codes of 5 and 6 bits: (bits, zero point)."""
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
-    """Whether the kernels have products with weights of such codes, groups and activations."""
+    """Whether the kernels support the codes, group size and activations of a weight."""
     if weight.activations is not None:
         return can_multiply_quantized_rows(weight)
     return not weight.is_float and weight.group_size % GROUP_INPUTS == 0
 
 
 class _Codes(NamedTuple):
-    """Codes as the kernels take them: what they mean is above `zero`."""
+    """The encoding of a weight's values for the kernels."""
 
     kind: str
+    """The suffix of the kernels' names."""
+
     bits: int
     zero: int
+    """The zero point, which is subtracted from codes."""
+
     table: Tensor
-    """uint8 [16], of kind `table4`"""
+    """uint8 [16]: values plus `zero` of the codes of kind `table4`."""
 
     def of(self, weight: QuantizedWeight) -> Tensor:
-        """Codes of the weight's rows: uint8 [out_features, in_features]."""
+        """Encode the rows of a weight: uint8 [out_features, in_features]."""
         if weight.table is not None:
             return weight.codes
         return weight.codes ^ 128 if self.bits == 8 else weight.codes + self.zero
 
 
 def _codes_of(weight: QuantizedWeight) -> _Codes:
-    """The weight's codes, in the fewest bits that hold its values."""
+    """Choose the encoding with the fewest bits that holds the values of a weight."""
     no_table = torch.zeros(16, dtype=torch.uint8)
     if weight.table is not None:
         first = weight.table[0]
@@ -153,7 +158,7 @@ def _codes_of(weight: QuantizedWeight) -> _Codes:
 
 
 class _Packed:
-    """A weight in panels."""
+    """A weight in packed panels of outputs."""
 
     def __init__(
         self,
@@ -164,8 +169,11 @@ class _Packed:
         num_parts: int,
         consume: bool,
     ) -> None:
-        """weight: copied into `memory`; dtype: of the rows, if the weight is quantized; num_parts:
-        2 if it is a gate's, then what it gates; consume: see `NativeWeight`."""
+        """Pack a weight into `memory`.
+
+        dtype: of the rows, if the weight is quantized; num_parts: 2 if the weight consists of gate
+        and up projection; consume: see `NativeWeight`.
+        """
         self.out_features, self.in_features = weight.shape
         self._consume = consume
         self._library, self._memory, self._num_parts = library, memory, num_parts
@@ -198,7 +206,7 @@ class _Packed:
             self._discard(weight, slices)
 
     def _pack_codes(self, weight: QuantizedWeight) -> None:
-        require(can_pack_codes(weight), f"groups of a multiple of {GROUP_INPUTS} whole numbers")
+        require(can_pack_codes(weight), f"groups of a multiple of {GROUP_INPUTS} integers")
         if weight.activations is not None:
             self._pack_for_quantized_rows(weight)
             return
@@ -229,14 +237,14 @@ class _Packed:
 
     def _pack_for_quantized_rows(self, weight: QuantizedWeight) -> None:
         self._suffix, self._activations = "_w8a8", weight.activations
-        # Of each output a scale and the sum of its weights, in 4 bytes each.
+        # Each output has a scale and the sum of its weights, of 4 bytes each.
         row_bytes = 8 + -(-self.in_features // _STEP_BYTES) * _STEP_BYTES
         self._pack_slices(weight, lambda rows: rows.codes, row_bytes)
 
     def _pack_slices(
         self, weight: QuantizedWeight, codes_of: Callable[[QuantizedWeight], Tensor], row_bytes: int
     ) -> None:
-        """codes_of: the codes of some rows as the kernel takes them."""
+        """Pack all slices of a weight. codes_of: encodes some rows for the kernel."""
         self._allocate(row_bytes)
         for first, slices in self._slices():
             rows = stack([weight.rows(rows) for rows in slices])
@@ -253,8 +261,8 @@ class _Packed:
         self._packed = self._memory.take(num_padded * row_bytes)
 
     def _slices(self) -> Iterator[tuple[int, list[slice]]]:
-        """What is packed at once, whole panels: the first output of each part, and the rows of the
-        weight that each part has from there."""
+        """Yield the slices that are packed at once, which are whole panels: the first output within
+        each part, and the rows of each part."""
         size = self.out_features // self._num_parts
         step = max(1, _PACKED_AT_ONCE // (self.in_features * _PANEL_OUTPUTS)) * _PANEL_OUTPUTS
         for first in range(0, size, step):
@@ -270,7 +278,7 @@ class _Packed:
         num_rows: int,
         row_bytes: int,
     ) -> None:
-        """Pack a slice; first: output of each part."""
+        """Pack a slice. first: index of its first output within each part."""
         task.packed = self.address + first * self._num_parts * row_bytes
         task.num_parts = self._num_parts
         task.in_features, task.out_features = self.in_features, num_rows
@@ -286,7 +294,7 @@ class _Packed:
 
     @property
     def address(self) -> int:
-        """Address of the packed weight, which never moves."""
+        """Address of the packed weight, which is never moved."""
         return self._packed.data_ptr()
 
     @property
@@ -298,7 +306,10 @@ class _Packed:
         self, kernel: Kernel, rows: Tensor, bias: Tensor | None, y: Tensor, activation: int = 0
     ) -> None:
         if rows.dtype != self.dtype or rows.shape[1] != self.in_features:
-            raise TypeError(f"rows are {rows.dtype} {tuple(rows.shape)}, not what the weight takes")
+            raise TypeError(
+                f"rows: expected {self.dtype} [*, {self.in_features}], got {rows.dtype}"
+                f" {list(rows.shape)}"
+            )
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         if self._activations is not None:
@@ -325,7 +336,7 @@ class _Packed:
         launch(kernel, task, num_threads)
 
     def _permute(self, rows: Tensor, order: Tensor) -> Tensor:
-        """The columns of the rows in another order."""
+        """Reorder the columns of rows. order: int32 [in_features]."""
         num_rows, size = rows.shape
         y = new_rows(num_rows, size, rows.dtype)
         task = PermuteTask(
@@ -343,9 +354,10 @@ class _Packed:
 
 
 class NativeWeight(_Packed):
-    """The weight of a linear layer in the native kernels' layout.
+    """The weight of a linear layer, packed for the C++ kernels. Implements `PackedWeight`.
 
-    Batch-invariant: a row's bits depend neither on the other rows nor on the number of threads.
+    Batch-invariant: the bits of a row depend neither on the other rows nor on the number of
+    threads.
     """
 
     def __init__(
@@ -357,9 +369,13 @@ class NativeWeight(_Packed):
         *,
         consume: bool = False,
     ) -> None:
-        """weight: [out_features, in_features], float32 or bfloat16 or quantized, copied into
-        `memory`; dtype: of inputs and outputs of a quantized weight, float32 or bfloat16; consume:
-        whether its numbers are discarded meanwhile, so that few of them are in memory twice."""
+        """Pack a weight into `memory`.
+
+        weight: [out_features, in_features], float32, bfloat16 or quantized; dtype: of inputs and
+        outputs if the weight is quantized, float32 or bfloat16; consume: whether the memory of the
+        original is freed while it is packed, so that only a small part is in memory twice. Raises
+        ValueError for unsupported weights.
+        """
         super().__init__(weight, library, memory, dtype, num_parts=1, consume=consume)
         name = DTYPES[self.dtype]
         self._kernels = {
@@ -371,19 +387,18 @@ class NativeWeight(_Packed):
     def apply(
         self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """rows: [num_rows, in_features] of `dtype`; returns [num_rows, out_features].
+        """rows @ weight.T + bias.
 
-        output_dtype: the same, or float32, which leaves the sums unrounded.
+        rows: [num_rows, in_features], of `dtype`; output_dtype: `dtype`, or float32, which leaves
+        sums unrounded. Returns [num_rows, out_features]. Raises TypeError for other rows.
         """
         y = new_rows(rows.shape[0], self.out_features, output_dtype or self.dtype)
         self._multiply(self._kernels[y.dtype], rows, bias, y)
         return y
 
     def gather(self, token_ids: Tensor) -> Tensor:
-        """Rows of the weight: token_ids, int64 [num_rows]; returns [num_rows, in_features].
-
-        Token ids that are out of range give zeros.
-        """
+        """Dequantize rows of the weight. token_ids: int64 [num_rows]. Returns [num_rows,
+        in_features], with zeros for token ids out of range."""
         require(token_ids.dtype == torch.int64, "int64 token ids")
         require(self._order is None, "a table with its columns in their order")
         num_rows = token_ids.shape[0]
@@ -403,9 +418,9 @@ class NativeWeight(_Packed):
 
 
 class NativeGatedWeight(_Packed):
-    """The weights of activation(x G^T) * (x U^T), computed without storing both products.
+    """The weights of activation(x @ G.T) * (x @ U.T), computed without storing both products.
 
-    Batch-invariant as `NativeWeight` is.
+    Batch-invariant, like `NativeWeight`.
     """
 
     def __init__(
@@ -418,14 +433,18 @@ class NativeGatedWeight(_Packed):
         *,
         consume: bool = False,
     ) -> None:
-        """weight: G, then U, [2 * size, in_features]; activation: see `reference.ACTIVATIONS`;
-        dtype, consume: as `NativeWeight` has them."""
+        """Pack the weights into `memory`.
+
+        weight: G, then U, [2 * size, in_features]; activation: one of `reference.ACTIVATIONS`;
+        dtype, consume: as for `NativeWeight`.
+        """
         super().__init__(weight, library, memory, dtype, num_parts=2, consume=consume)
         self._product = self._kernel(f"gated_linear_{DTYPES[self.dtype]}")
         self._activation = reference.ACTIVATIONS.index(activation)
 
     def apply(self, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-        """rows: [num_rows, in_features]; bias: [2 * size]; returns [num_rows, size]."""
+        """Apply the gated projection. rows: [num_rows, in_features]; bias: [2 * size]. Returns
+        [num_rows, size]."""
         y = new_rows(rows.shape[0], self.out_features // 2, self.dtype)
         self._multiply(self._product, rows, bias, y, self._activation)
         return y

@@ -1,4 +1,4 @@
-"""The compiled library for this processor."""
+"""Loading the compiled library for this processor."""
 
 import ctypes
 import logging
@@ -15,15 +15,15 @@ logger = logging.getLogger(__name__)
 
 
 class NativeStruct(ctypes.Structure):
-    """A C structure that kernels read, under its name in the C++ sources.
+    """A C structure that kernels read; it has the same name in the C++ sources.
 
     Its size is compared with the compiled one when a library is loaded: a field that only one side
-    has would be silent memory corruption.
+    has would corrupt memory silently.
     """
 
 
 class Kernel:
-    """A compiled kernel: callable with a task's address, and known by its own."""
+    """A compiled kernel: `call` takes the address of a task; `address` is that of the kernel."""
 
     def __init__(self, function: Any) -> None:
         function.argtypes, function.restype = [ctypes.c_void_p], None
@@ -43,7 +43,7 @@ class Library:
 
     @property
     def sources(self) -> str:
-        """The digest of the sources it was compiled from."""
+        """The digest of the sources from which it was compiled."""
         return str(self._library.pw_sources().decode())
 
     @cache  # noqa: B019 (one library per process)
@@ -52,22 +52,22 @@ class Library:
         return Kernel(getattr(self._library, f"pw_{name}"))
 
     def check_structs(self) -> None:
-        """Raise RuntimeError if a structure has another size here than in the library."""
+        """Raise RuntimeError if the size of a structure differs between Python and the library."""
         for struct in NativeStruct.__subclasses__():
             size_of = getattr(self._library, f"pw_size_of_{struct.__name__}")
             size_of.restype = ctypes.c_int64
             if size_of() != ctypes.sizeof(struct):
                 raise RuntimeError(
-                    f"struct {struct.__name__} takes {ctypes.sizeof(struct)} bytes in Python, but "
-                    f"{size_of()} in the compiled {self.instruction_set} kernels: build them again"
+                    f"struct {struct.__name__} has {ctypes.sizeof(struct)} bytes in Python, but "
+                    f"{size_of()} in the compiled {self.instruction_set} kernels: rebuild them"
                 )
 
 
 @cache
 def library() -> Library | None:
-    """The best library for this processor; None, with a warning, if there is none.
+    """Load the best library for this processor; None, with a warning, if there is none.
 
-    Raises RuntimeError if it does not fit this version of the package.
+    Raises RuntimeError if its structures differ from those of this version of the package.
     """
     sets = instruction_sets()
     name = next((each for each in sets if library_path(each).exists()), None)
@@ -94,14 +94,15 @@ def library() -> Library | None:
 
 
 def instruction_sets() -> list[str]:
-    """Instruction sets with compiled kernels that this processor has, the best first."""
+    """The instruction sets of `build.py` that this processor supports, best first."""
     if platform.machine() == "aarch64":  # every such processor has NEON
         return list(INSTRUCTION_SETS)
     capability = torch.backends.cpu.get_cpu_capability()
     widest = {"AVX2": "avx2", "AVX512": "avx512"}.get(capability)
     has_more = (torch.cpu._is_vnni_supported, torch.cpu._is_avx512_bf16_supported)
     if widest == "avx512" and all(each() for each in has_more):
-        # Asks the system for room to save tiles in; processors with tiles multiply both types.
+        # `_init_amx` requests permission to use tiles from the system. Processors with tiles
+        # multiply both bfloat16 and int8.
         has_tiles = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()
         widest = "amx" if has_tiles else "avx512_bf16"
     names = list(INSTRUCTION_SETS)

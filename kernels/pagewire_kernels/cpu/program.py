@@ -1,10 +1,10 @@
-"""Kernels recorded once, and run for each step's batch by one team of threads.
+"""Programs: kernels that are recorded once, and run for each step's batch by one team of threads.
 
-A model's step on a CPU is some hundred small operations. Dispatching one from Python, and waking
-threads for it, costs more than most of them take for a few rows. So the model runs once while a
-program is being recorded: each operation then appends its kernel and task instead of running, and
-returns a tensor over one of the program's buffers. Tasks read everything that differs from step to
-step from the program's `Batch`.
+A step of a model on a CPU consists of a few hundred small operations. Dispatching one from Python,
+and waking threads for it, takes longer than most of them do for a few rows. So the model runs once
+while a program is recorded: each operation appends its kernel and task instead of running, and
+returns a tensor in one of the program's buffers. Tasks read everything that differs between steps
+from the program's `Batch`.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ _MAX_STEPS = 1 << 14
 
 
 class Buffers:
-    """Memory for intermediate tensors, reused when no tensor refers to it."""
+    """Memory of intermediate tensors, which is reused when no tensor refers to it."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
         self.num_bytes = 0
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor; its memory is reused once the tensor is gone."""
+        """Return an uninitialized tensor, whose memory is reused when the tensor is deleted."""
         num_bytes = int(np.prod(shape)) * dtype.itemsize
         free = self._free[num_bytes]
         memory = free.pop() if free else self._allocate(num_bytes)
@@ -67,18 +67,18 @@ class ProgramTask(NativeStruct):
 
 
 class Program:
-    """A list of kernels with their tasks, over batches of up to `max_rows` rows."""
+    """A list of kernels and their tasks, for batches of up to `max_rows` rows."""
 
     def __init__(self, library: Library, max_rows: int) -> None:
         self.max_rows = max_rows
         self.batch = Batch(num_rows=max_rows)
         self.buffers = Buffers()
-        # Placeholders of a step's inputs while recording; no kernel reads them.
+        # Placeholders for a step's inputs while recording; no kernel reads them.
         self.token_ids = torch.empty(max_rows, dtype=torch.int64)
         self.positions = torch.empty(max_rows, dtype=torch.int64)
         self.slot_mapping = torch.empty(max_rows, dtype=torch.int64)
         self.num_sampled: int | None = None
-        """Number of rows of what is recorded after `begin_sampled`; None before."""
+        """Maximum number of rows of the steps after `begin_sampled`; None before."""
         self._kernel = library.kernel("run_program")
         self._steps: list[tuple[Kernel, ctypes.Structure]] = []
         self._list = (ProgramStep * 0)()
@@ -86,7 +86,7 @@ class Program:
         self._program = ProgramTask()
 
     def begin_sampled(self, num_sampled: int) -> None:
-        """Record for the rows that are sampled from, at most `num_sampled`, from now on."""
+        """Record the following steps for the rows that sample, at most `num_sampled`."""
         self.num_sampled = num_sampled
 
     def append(self, kernel: Kernel, task: ctypes.Structure) -> None:
@@ -94,7 +94,8 @@ class Program:
         self._steps.append((kernel, task))
 
     def finish(self) -> None:
-        """Make the program ready to run; no step may be appended afterwards."""
+        """Prepare the program to run; no step may be appended afterwards. Raises NotRecordable if
+        it has too many steps."""
         if len(self._steps) > _MAX_STEPS:
             raise NotRecordable(f"{len(self._steps)} operations")
         steps = [
@@ -106,16 +107,17 @@ class Program:
 
     @property
     def num_steps(self) -> int:
-        """Kernels in the program."""
+        """Number of kernels in the program."""
         return len(self._steps)
 
     @property
     def num_taken_over(self) -> int:
-        """Number of items that a second thread computed again, in all runs."""
+        """Number of items that were taken over and computed again by another thread, in all
+        runs."""
         return int(self._program.num_taken_over)
 
     def run(self, num_threads: int, team: threads.Team = threads.run) -> None:
-        """Run all steps over what `batch` describes."""
+        """Run all steps for the batch that `batch` describes."""
         if num_threads > self._program.num_shares:
             self._make_shares(num_threads)
         self._program.state = self._program.num_threads = 0
@@ -138,13 +140,16 @@ _state = _State()
 
 
 def recording() -> Program | None:
-    """The program that this thread records; None if it records none."""
+    """The program that this thread is recording, or None."""
     return _state.program
 
 
 @contextmanager
 def record(program: Program) -> Iterator[None]:
-    """Append this thread's operations to the program instead of running them."""
+    """Append the operations of this thread to the program instead of running them.
+
+    Raises NotRecordable for operations that are no kernels of this package.
+    """
     assert _state.program is None, "a program is being recorded already"
     _state.program, threads.local.is_recording = program, True
     try:
@@ -156,7 +161,8 @@ def record(program: Program) -> Iterator[None]:
 
 
 class _ViewsOnly(TorchDispatchMode):
-    """Refuses operations that torch would compute now, and that the program would lack."""
+    """Raises NotRecordable for operations of torch other than views, since these would run while
+    recording, and be missing from the program."""
 
     def __torch_dispatch__(
         self,
@@ -171,13 +177,16 @@ class _ViewsOnly(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would keep its compiler away from here, and import all of it to do so: a second
-        and more of a worker's start, though nothing is compiled."""
+        """Prevents torch from importing its compiler only to disable it here, which would take more
+        than a second of a worker's start."""
         return False
 
 
 def count_address(num_rows: int) -> int:
-    """Address of the number of rows: all of the batch, or those that are sampled from."""
+    """Address of the number of rows: of the batch, or of the rows that sample.
+
+    Raises NotRecordable if a program is being recorded and `num_rows` is neither.
+    """
     program = _state.program
     if program is not None and program.num_sampled is not None:
         if num_rows != program.num_sampled:
@@ -187,7 +196,7 @@ def count_address(num_rows: int) -> int:
 
 
 def launch(kernel: Kernel, task: ctypes.Structure, num_threads: int) -> None:
-    """Run the kernel with a task of its own now, or append it to the program being recorded."""
+    """Run the kernel now, or append it to the program that is being recorded."""
     if _state.program is None:
         threads.run(kernel, ctypes.addressof(task), num_threads)
     else:
@@ -195,17 +204,18 @@ def launch(kernel: Kernel, task: ctypes.Structure, num_threads: int) -> None:
 
 
 def new_rows(num_rows: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Uninitialised [num_rows, size] for kernels to write.
+    """Return an uninitialized tensor [num_rows, size].
 
-    Rows begin an odd number of cache lines apart. Products read a dozen at once, and those a power
-    of two apart, as they often are without, would drive each other out of the first-level cache.
+    Rows are an odd number of cache lines apart: matrix products read a dozen rows at once, and rows
+    at distances of a power of two would evict each other from the first-level cache.
     """
     num_lines = -(-size * dtype.itemsize // _CACHE_LINE) | 1
     return new_tensor((num_rows, num_lines * _CACHE_LINE // dtype.itemsize), dtype)[:, :size]
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory: of the program being recorded, or a tensor of its own."""
+    """Return an uninitialized tensor, from the buffers of the program that is being recorded, if
+    any."""
     if _state.program is None:
         return torch.empty(shape, dtype=dtype)
     return _state.program.buffers.take(shape, dtype)
@@ -218,7 +228,10 @@ def batch_of(
     positions: Tensor | None = None,
     slot_mapping: Tensor | None = None,
 ) -> Batch:
-    """The batch that a task reads: the recorded program's, or one for a single launch."""
+    """The batch that a task reads: that of the recorded program, or one for a single launch.
+
+    Raises NotRecordable if a program is being recorded and the arguments are not its own.
+    """
     program = _state.program
     if program is None:
         batch = _state.batch

@@ -20,32 +20,32 @@ from pagewire_kernels.interface import Computed, HeadOutput
 logger = logging.getLogger(__name__)
 
 Embed = Callable[[Tensor, Tensor], Tensor]
-"""Takes token ids and positions, int64 [num_tokens]; returns [num_tokens, hidden_size]."""
+"""Maps token ids and positions, int64 [num_tokens], to [num_tokens, hidden_size]."""
 
 Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""Takes x [num_tokens, hidden_size], which may be overwritten, positions, the KV cache and the
-metadata; returns [num_tokens, ...]."""
+"""Maps x [num_tokens, hidden_size], which may be overwritten, positions, the KV cache and the
+metadata to hidden states [num_tokens, ...]."""
 
 Head = Callable[[Tensor], Tensor]
-"""Takes hidden states [num_rows, ...]; returns logits, float32 [num_rows, vocab_size]."""
+"""Maps hidden states [num_rows, ...] to logits, float32 [num_rows, vocab_size]."""
 
 _MIN_ROWS = 64
 
 
 class Part(Enum):
-    """Parts that a program can do without."""
+    """Optional parts of a program."""
 
     EMBEDDING = auto()
     HEAD = auto()
 
 
 class RecordedModel:
-    """Runs `embed`, `layers` and `head` one after the other, as a program recorded from them.
+    """Runs `embed`, `layers` and `head` in order, as a program recorded from them.
 
     The first call records the program; a call with another cache, another number of threads or a
-    batch that exceeds the buffers records it again. Parts that use other operations than recordable
-    kernels run eagerly: the embedding or the layers here, the head in the caller. An object serves
-    one thread at a time.
+    batch that exceeds the buffers records it again. Parts that use operations that cannot be
+    recorded run eagerly: the embedding or the layers here, the head in the caller. Only one thread
+    may use an object at a time.
     """
 
     def __init__(self, embed: Embed, layers: Layers, head: Head, library: Library) -> None:
@@ -55,8 +55,8 @@ class RecordedModel:
         self._library = library
         self._recording: _Recording | None = None
         self._most_rows = self._most_sampled = 0
-        """Maxima over all batches so far. A program has room for both, so that
-        batches of many rows and batches of many samples do not record it in turns."""
+        """Maxima over all batches so far. A program has room for both, so that alternating batches
+        of many rows and batches of many samples do not record it again and again."""
         self._parts = set(Part)
         self._records = True
 
@@ -68,7 +68,10 @@ class RecordedModel:
         metadata: AttentionMetadata,
         sampled: Tensor | None = None,
     ) -> Computed:
-        """Hidden states and logits, valid until the next call; sampled: int64, the head's rows."""
+        """Compute hidden states and logits, which are valid until the next call.
+
+        token_ids, positions: int64 [num_tokens]; sampled: int64 [num_sampled], rows of the head.
+        """
         num_sampled = 0 if sampled is None else sampled.shape[0]
         recording = self._recording
         if recording is None or not recording.fits(token_ids, kv_cache, num_sampled):
@@ -81,10 +84,10 @@ class RecordedModel:
     def _record(
         self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, num_sampled: int
     ) -> "_Recording | None":
-        """Record as many parts as can be recorded; None if the layers cannot."""
+        """Record all parts that can be recorded. Returns None if the layers cannot."""
         self._most_rows = max(self._most_rows, x.shape[0])
         self._most_sampled = max(self._most_sampled, num_sampled)
-        self._recording = None  # its buffers, first
+        self._recording = None  # frees its buffers first
         while self._records and self._recording is None:
             recording = _Recording(self._library, kv_cache, self._most_rows, self._most_sampled)
             try:
@@ -120,21 +123,21 @@ class _Recording:
     """A program, its inputs and its outputs."""
 
     def __init__(self, library: Library, kv_cache: Tensor, num_rows: int, num_sampled: int) -> None:
-        """num_rows, num_sampled: the least that buffers must hold."""
+        """num_rows, num_sampled: minimum capacity of the buffers."""
         self.at: Part | None = None
-        """The part that is being recorded; None: the layers."""
+        """The part that is being recorded; None for the layers."""
         self._library = library
         self._made_for = _identity(kv_cache)
         self._num_threads = torch.get_num_threads()
         self._program = Program(library, _room_for(num_rows))
         self._max_sampled = _room_for(num_sampled)
         self._embed: Embed | None = None
-        """An embedding that is not recorded: its rows are copied to where the program begins."""
+        """The embedding, if it is not recorded; its rows are copied into the program."""
         self._head: HeadOutput | None = None
 
     @contextmanager
     def record(self) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record the operations in the `with` block."""
         with record(self._program):
             yield
         logger.debug(
@@ -169,7 +172,7 @@ class _Recording:
         self._head = HeadOutput(logits, *find_largest(self._library, logits))
 
     def fits(self, token_ids: Tensor, kv_cache: Tensor, num_sampled: int) -> bool:
-        """Whether the program can compute these rows over this cache."""
+        """Whether the program can compute these rows with this cache."""
         return (
             token_ids.shape[0] <= self._program.max_rows
             and num_sampled <= self._max_sampled

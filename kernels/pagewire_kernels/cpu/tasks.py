@@ -1,4 +1,4 @@
-"""The C structures that kernels read, for ctypes. Addresses are int64; 0 is none."""
+"""The C structures that kernels read, as ctypes structures. Addresses are int64; 0 is null."""
 
 from ctypes import c_float, c_int64
 
@@ -11,12 +11,12 @@ from pagewire_kernels.cpu.native_library import NativeStruct
 
 
 def int64s(names: str) -> list[tuple[str, type[c_int64]]]:
-    """Fields of these names, for `ctypes.Structure`."""
+    """int64 fields with these names, separated by spaces, for `ctypes.Structure`."""
     return [(name, c_int64) for name in names.split()]
 
 
 def address(tensor: Tensor | None) -> int:
-    """Address of a tensor's first number; 0 for None."""
+    """The address of a tensor's first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
@@ -36,7 +36,10 @@ def describe_batch(
     token_ids: Tensor | None = None,
     sampled: Tensor | None = None,
 ) -> None:
-    """Point `batch` to a step's tensors, which must live as long as it is used."""
+    """Set the fields of `batch` to the tensors of a step, which must outlive its use.
+
+    Raises ValueError for tensors that are not contiguous or have other dtypes.
+    """
     for tensor in (metadata.query_start, metadata.context_lens, metadata.block_tables):
         require(tensor.dtype == torch.int32 and tensor.is_contiguous(), "dense int32 metadata")
     for column in (metadata.slot_mapping, positions, token_ids, sampled):

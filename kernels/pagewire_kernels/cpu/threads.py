@@ -1,9 +1,8 @@
-"""Runs one kernel on several threads.
+"""Running one kernel on several threads.
 
-torch's own OpenMP threads are used where it has them: a second pool would compete with them, since
-OpenMP's threads spin for a while after each of torch's operations. `GOMP_parallel` is the entry
-point behind `#pragma omp parallel` of GNU's OpenMP runtime, which LLVM's and Intel's runtimes offer
-as well.
+torch's own OpenMP threads are used if it has any: a second pool would compete with them, since
+OpenMP threads spin for a while after each operation of torch. `GOMP_parallel` is the entry point of
+`#pragma omp parallel` in GNU's OpenMP runtime, which LLVM's and Intel's runtimes provide, too.
 """
 
 import ctypes
@@ -25,11 +24,11 @@ class Kernel(Protocol):
 
     address: int
     call: Any
-    """Takes the task's address."""
+    """Called with the address of the task."""
 
 
 Team = Callable[[Kernel, int, int], None]
-"""Calls a kernel with a task's address on at most N threads; returns when all are done."""
+"""Calls a kernel with the address of a task on up to a number of threads, and waits for all."""
 
 
 class NotRecordable(Exception):
@@ -41,11 +40,14 @@ class _Local(threading.local):
 
 
 local = _Local()
-"""`is_recording`: whether this thread records a program, so that kernels must not run."""
+"""`is_recording`: whether this thread is recording a program, so that kernels must not run."""
 
 
 def run(kernel: Kernel, task: int, num_threads: int) -> None:
-    """Run `kernel` on `num_threads` threads, the calling one included; fewer may come."""
+    """Run `kernel` on up to `num_threads` threads, including the calling one.
+
+    task: its address. Raises NotRecordable while this thread records a program.
+    """
     if local.is_recording:
         raise NotRecordable("a kernel that cannot be recorded")
     if num_threads == 1:
@@ -60,7 +62,7 @@ def _team() -> Team:
     try:
         parallel = ctypes.CDLL(str(library)).GOMP_parallel
     except (OSError, AttributeError):
-        logger.info("kernels run on their own threads: torch has no OpenMP runtime to share")
+        logger.info("kernels run on threads of their own: torch has no OpenMP runtime to share")
         return ThreadPool(torch.get_num_threads()).run
     parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
@@ -72,13 +74,13 @@ def _team() -> Team:
 
 
 class ThreadPool:
-    """Python threads; a kernel called through ctypes holds no interpreter lock."""
+    """A pool of Python threads; a kernel called through ctypes does not hold the GIL."""
 
     def __init__(self, num_threads: int) -> None:
         self._pool = ThreadPoolExecutor(num_threads, "pagewire-kernel")
 
     def run(self, kernel: Kernel, task: int, num_threads: int) -> None:
-        """Call the kernel on the pool's threads and on this one."""
+        """Call the kernel on `num_threads` threads, including this one, and wait for all."""
         others = [self._pool.submit(kernel.call, task) for _ in range(num_threads - 1)]
         kernel.call(task)
         for other in others:

@@ -1,4 +1,4 @@
-"""Rows rounded to 8 bits for products with weights of 8 bits; see src/w8a8.cpp."""
+"""Activations quantized to 8 bits, for products with 8-bit weights; see src/w8a8.cpp."""
 
 from ctypes import c_float
 
@@ -12,10 +12,10 @@ from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 
 _HEADER_BYTES, _MOST_LANES, _MOST_NUMBER_BYTES = 64, 16, 2
 _MAX_INPUTS = 1 << 16
-"""Sums of more products than this may exceed 32 bits."""
+"""Sums of more products may overflow 32 bits."""
 
 _SERIAL_NUMBERS = 1 << 14
-"""Fewer numbers than this are rounded before other threads have woken up."""
+"""Fewer numbers are quantized before other threads have woken up, and use one thread."""
 
 
 class QuantizeRowsTask(NativeStruct):
@@ -29,22 +29,24 @@ class QuantizeRowsTask(NativeStruct):
 
 
 def can_multiply_quantized_rows(weight: QuantizedWeight) -> bool:
-    """Whether there are products of rows of 8 bits with a weight: one scale for all its inputs."""
+    """Whether the kernels multiply 8-bit activations by this weight, which needs one scale per
+    output."""
     has_one_scale = weight.scales.shape[1] == 1 and weight.units is None and weight.offsets is None
     is_plain = not weight.is_float and weight.order is None
     return has_one_scale and is_plain and weight.shape[1] <= _MAX_INPUTS
 
 
 def has_vnni(library: Library) -> bool:
-    """Whether the processor has an instruction for them that the library may use."""
+    """Whether the kernels may use the processor's AVX512-VNNI instruction for these products."""
     has_avx512 = library.instruction_set == "amx" or library.instruction_set.startswith("avx512")
     return has_avx512 and torch.cpu._is_vnni_supported()
 
 
 def quantize_rows(library: Library, rows: Tensor, activations: Int8Activations) -> Tensor:
-    """Rows as the products take them: uint8 [num_rows, ...], a header and the numbers of each.
+    """Quantize activations to the layout of the product kernels.
 
-    rows: float32 or bfloat16 [num_rows, size], with a dense last axis.
+    rows: float32 or bfloat16 [num_rows, size], with a dense last axis. Returns uint8 [num_rows,
+    ...], of which each row has a header and then its codes.
     """
     num_rows, size = rows.shape
     num_bytes = -(-size // _MOST_LANES) * _MOST_LANES * _MOST_NUMBER_BYTES

@@ -1,11 +1,11 @@
 """The definition of every kernel in plain torch: the oracle of the tests.
 
 attention.py  attention over a paged cache
-kv_cache.py   writing to it, reading from it, moving its blocks
+kv_cache.py   writes to a paged cache, int8 heads, copies of blocks
 layers.py     embedding, norms, rotary embedding, activations
-quantized_rows.py  products of rows and weights of 8 bits
-sampling.py   a step's inputs; from logits to a token, and log probabilities
-backend.py    the reference behind the interface of attention backends and layer kernels
+quantized_rows.py  products of 8-bit activations and 8-bit weights
+sampling.py   a step's inputs; edits of logits, sampling, log probabilities
+backend.py    the reference as an attention backend and as layer kernels
 """
 
 from pagewire_kernels.reference.attention import paged_attention

@@ -7,10 +7,10 @@ from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.reference.kv_cache import dequantize_heads
 
 _TILE_TOKENS = 16
-"""Tokens of a sequence that are computed together, counted from the sequence's first."""
+"""Tokens of a tile; tiles start at multiples of this within a sequence."""
 
 _STEP_KEYS = 128
-"""Keys whose scores are computed together, counted from the sequence's first."""
+"""Keys of a step of the online softmax; steps start at multiples of this within a sequence."""
 
 
 def paged_attention(
@@ -30,17 +30,18 @@ def paged_attention(
     """Causal attention of flattened query rows over their sequences' cached blocks.
 
     query: [num_tokens, num_heads, head_dim]; key_cache, value_cache: [num_blocks, block_size,
-    num_kv_heads, head_dim], any strides; num_heads a multiple of num_kv_heads, consecutive query
-    heads sharing one KV head. A row at position p attends to positions p - sliding_window + 1 to p.
-    soft_cap c turns a score s into c * tanh(s / c). sinks: [num_heads], a logit per head that takes
-    part in the softmax's denominator alone. alibi_slopes: [num_heads], taken times the distance
-    between query and key from each score, after the cap (Press et al. 2022). What the cache holds
-    stands for its value times key_scale or value_scale (fp8 caches); a head of an int8 cache is as
-    `quantize_heads` returns it. Returns query's shape and dtype; sums in float32.
+    num_kv_heads, head_dim], any strides; num_heads is a multiple of num_kv_heads, and consecutive
+    query heads share a KV head. scale: of the scores. A row at position p attends to positions
+    p - sliding_window + 1 to p. soft_cap c turns a score s into c * tanh(s / c). sinks:
+    [num_heads], a logit per head that is part of the denominator of the softmax only.
+    alibi_slopes: [num_heads]; slope times the distance between query and key is subtracted from
+    each score, after the cap (Press et al. 2022). Elements of an fp8 cache are multiplied by
+    key_scale or value_scale; heads of an int8 cache have the layout of `quantize_heads`. Returns
+    query's shape and dtype; sums in float32.
 
-    All sequences are computed at once, in tiles of queries and steps of keys (online softmax,
-    Milakov and Gimelshein 2018). Every tile of every batch is a product of the same shape, so that
-    a row's result does not depend on its batch where torch multiplies equal shapes equally.
+    All sequences are computed together, in tiles of queries and steps of keys (online softmax,
+    Milakov and Gimelshein 2018). All tiles of all batches have products of the same shape, so that
+    a row's result is independent of its batch as far as torch's products of equal shapes are.
     """
     num_kv_heads = key_cache.shape[2]
     heads = (num_kv_heads, query.shape[1] // num_kv_heads)
@@ -88,9 +89,10 @@ def paged_attention(
 
 
 def _tiles(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """Each tile's sequence, int64 [num_tiles], and its tokens' positions and rows of the batch.
+    """Return the sequence of each tile, int64 [num_tiles], and positions and rows of its tokens.
 
-    These are [num_tiles, _TILE_TOKENS]; rows are -1 for tokens that are not in the batch.
+    Positions and rows are [num_tiles, _TILE_TOKENS]; the row of a token that is not in the batch is
+    -1.
     """
     ends = metadata.context_lens.long()
     starts = ends - metadata.query_start.diff()
@@ -108,9 +110,10 @@ def _tiles(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _gather(cache: Tensor, tables: Tensor, first: int) -> Tensor:
-    """A step's keys or values from position `first` on: float32, and any numbers beyond a table.
+    """Gather a step's keys or values from position `first` on, in float32.
 
-    tables: [num_tiles, max_blocks]; returns [num_tiles, num_kv_heads, _STEP_KEYS, head_dim].
+    tables: [num_tiles, max_blocks]. Returns [num_tiles, num_kv_heads, _STEP_KEYS, head_dim], with
+    arbitrary numbers beyond the blocks of a table.
     """
     block_size = cache.shape[1]
     columns = torch.arange(first // block_size, -(-(first + _STEP_KEYS) // block_size))

@@ -1,4 +1,4 @@
-"""The reference as a backend."""
+"""The reference as an attention backend and as layer kernels."""
 
 import torch
 
@@ -7,7 +7,7 @@ from pagewire_kernels.interface import Abilities
 
 
 class ReferenceBackend:
-    """Plain torch, on any device; several times slower than kernels made for one."""
+    """Attention in plain torch, on any device; several times slower than device kernels."""
 
     name = "reference"
     abilities = Abilities(devices=(), fp8_cache=True, int8_cache=True)
@@ -16,7 +16,7 @@ class ReferenceBackend:
 
 
 class TorchLayerKernels:
-    """Plain torch, on any device: the fallback where nothing is faster."""
+    """Layer kernels in plain torch, on any device: the fallback."""
 
     name = "torch"
     embed = staticmethod(reference.embed)

@@ -18,11 +18,12 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Store each row's key and value in its slot; rows with a negative slot are left out.
+    """Write each row's key and value to its slot; rows with a negative slot are skipped.
 
-    key, value: [num_tokens, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens]. A cache of
-    float8_e4m3fn takes them divided by their scale and clamped to its finite range; the scales have
-    no meaning for others. A cache of int8 takes what `quantize_heads` returns.
+    key, value: [num_tokens, num_kv_heads, head_dim]; key_cache, value_cache: [num_blocks,
+    block_size, num_kv_heads, head_dim]; slot_mapping: int64 [num_tokens]. For a float8_e4m3fn cache
+    they are divided by their scale and clamped to its finite range; other caches ignore the scales.
+    For an int8 cache they are quantized by `quantize_heads`.
     """
     kept = (slot_mapping >= 0).nonzero().squeeze(1)
     slots = slot_mapping[kept]
@@ -44,11 +45,11 @@ def _put(cache: Tensor, block: Tensor, offset: Tensor, rows: Tensor, scale: floa
 
 
 def quantize_heads(heads: Tensor) -> Tensor:
-    """Codes and scale of each head, int8 [..., head_dim + SCALE_BYTES].
+    """Quantize heads to codes and a scale each: int8 [..., head_dim + SCALE_BYTES].
 
-    heads: [..., head_dim]. An element is code * scale, rounded to the nearest code, ties to even;
-    the largest has the code 127. The scale is NaN if an element is not finite, and 0 if it would be
-    less than the least normal number.
+    heads: [..., head_dim]. An element is code * scale, rounded to nearest, ties to even; the
+    element with the largest magnitude has the code 127 or -127. The scale is NaN if an element is
+    not finite, and 0 if it would be subnormal.
     """
     heads = heads.float()
     scale = heads.abs().amax(-1, keepdim=True) / 127
@@ -59,16 +60,17 @@ def quantize_heads(heads: Tensor) -> Tensor:
 
 
 def dequantize_heads(stored: Tensor) -> Tensor:
-    """The float32 [..., head_dim] that heads of an int8 cache stand for."""
+    """Dequantize heads of an int8 cache: float32 [..., head_dim]."""
     codes, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:]
     return codes.float() * scale.contiguous().view(torch.float32)
 
 
 def swap_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
-    """Copy whole blocks from one cache to another, on another device or not, or within one cache.
+    """Copy whole blocks within a cache, or from one cache to another, on any devices.
 
-    source, target: [num_blocks, ...], equal beyond the first axis; pairs: int64 [n, 2] of (source
-    block, target block), no target twice. All sources are read before any target is written.
+    source, target: [num_blocks, ...], with equal shapes beyond the first axis; pairs: int64 [n, 2]
+    of (source block, target block), with distinct targets. All sources are read before any target
+    is written.
     """
     moved = source.index_select(0, pairs[:, 0].to(source.device)).to(target.device)
     target.index_copy_(0, pairs[:, 1].to(target.device), moved)

@@ -13,15 +13,15 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
 
 
 def embed(table: Tensor, token_ids: Tensor) -> Tensor:
-    """Rows of a table by token. table: [num_tokens, size]; token_ids: int64 [num_rows]."""
+    """Gather rows of a table. table: [vocab_size, size]; token_ids: int64 [num_rows]."""
     return functional.embedding(token_ids, table)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019).
 
-    With a residual, x is first added to it, in place and rounded to its type, and the sum is
-    normalised. x, residual: [num_tokens, size]. Returns x's shape and dtype.
+    With a residual, x is first added to it, in place and rounded to its dtype, and the sum is
+    normalized. x, residual: [num_tokens, size]. Returns x's shape and dtype.
     """
     x = _added(x, residual)
     return functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
@@ -34,7 +34,7 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """(x - mean) / deviation * weight + bias over the last axis; a residual as in `rms_norm`."""
+    """(x - mean) / deviation * weight + bias over the last axis; `residual` as in `rms_norm`."""
     x = _added(x, residual)
     weight = None if weight is None else weight.float()
     bias = None if bias is None else bias.float()
@@ -42,7 +42,7 @@ def layer_norm(
 
 
 def _added(x: Tensor, residual: Tensor | None) -> Tensor:
-    """The input of the norm: x, or the residual once x is added to it."""
+    """The input of the norm: x, or the residual after x was added to it."""
     return x if residual is None else residual.copy_(residual.float() + x.float())
 
 
@@ -65,11 +65,11 @@ def rotate_and_write_kv(
 ) -> None:
     """Apply RoPE to `query` in place; write RoPE'd keys and raw values to the KV cache.
 
-    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim], left
-    as they are; positions: int64 [num_tokens]; cos, sin: [num_positions, rotary_dim // 2], the
-    first half of a head's first rotary_dim elements being rotated against the second (Su et al.
-    2021). query_norm, key_norm: [head_dim], weights of a norm of each head before that (Qwen3).
-    Slots and scales as in `write_kv`. Rounded once, at the end.
+    query: [num_tokens, num_heads, head_dim]; key, value: [num_tokens, num_kv_heads, head_dim],
+    which are not changed; positions: int64 [num_tokens]; cos, sin: [num_positions,
+    rotary_dim // 2]: the first half of a head's first rotary_dim elements is rotated against the
+    second (Su et al. 2021). query_norm, key_norm: [head_dim], weights of an RMS norm of each head
+    before RoPE (Qwen3). Slots and scales as in `write_kv`. Results are rounded once, at the end.
     """
     rows = cos[positions].float()[:, None], sin[positions].float()[:, None]
     query.copy_(_norm_and_rotate(query, *rows, query_norm, eps))
@@ -98,7 +98,7 @@ def _norm_and_rotate(
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """activation(x), in x's type; one of `ACTIVATIONS`."""
+    """activation(x), in x's dtype; activation: one of `ACTIVATIONS`."""
     return _FUNCTIONS[activation](x.float()).to(x.dtype)
 
 
@@ -106,7 +106,7 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, where `gate_up` holds gate, then up, on its last axis.
 
     gate_up: [num_tokens, 2 * size]; activation: one of `ACTIVATIONS`. Returns [num_tokens, size],
-    in gate_up's type.
+    in gate_up's dtype.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (_FUNCTIONS[activation](gate) * up).to(gate_up.dtype)
@@ -115,9 +115,9 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
 def _silu(x: Tensor) -> Tensor:
     """x * sigmoid(x).
 
-    On CPUs torch computes what its vector loop leaves over at the end of a thread's share by
-    another formula, whose last bit differs, so a row's result would depend on where it stands. The
-    operations used here have no such remainder.
+    On CPUs, torch computes the elements after the last full vector of a thread's share by another
+    formula, whose last bit differs, so that the result of a row would depend on its place in the
+    batch. The operations used here compute all elements in the same way.
     """
     if x.device.type != "cpu":
         return functional.silu(x)
@@ -125,14 +125,14 @@ def _silu(x: Tensor) -> Tensor:
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """x * Phi(x), Phi being the normal distribution's; on CPUs as `_silu` does it."""
+    """x * Phi(x), with Phi of the standard normal distribution; on CPUs see `_silu`."""
     if x.device.type != "cpu":
         return functional.gelu(x)
     return torch.erf(x * math.sqrt(0.5)).add_(1).mul_(x).mul_(0.5)
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    """The tanh approximation of GELU (Hendrycks and Gimpel 2016); on CPUs as `_silu` does it."""
+    """The tanh approximation of GELU (Hendrycks and Gimpel 2016); on CPUs see `_silu`."""
     if x.device.type != "cpu":
         return functional.gelu(x, approximate="tanh")
     inner = (x * x * x).mul_(0.044715).add_(x).mul_(math.sqrt(2 / math.pi))

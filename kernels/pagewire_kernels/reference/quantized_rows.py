@@ -1,4 +1,4 @@
-"""Products of rows of 8 bits with weights of 8 bits."""
+"""Products of 8-bit activations with 8-bit weights (W8A8)."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,10 @@ from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 
 
 def quantize_rows(rows: Tensor, activations: Int8Activations) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes [num_rows, size], scales [num_rows, 1], zero points [num_rows, 1]), all float32.
+    """Quantize activations; a number is about (code - zero point) * scale.
 
-    rows: [num_rows, size], of finite numbers. A number is about (code - zero point) * scale.
+    rows: [num_rows, size], of finite numbers. Returns codes [num_rows, size], scales [num_rows, 1]
+    and zero points [num_rows, 1], all float32.
     """
     x = rows.float()
     least, most = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
@@ -29,9 +30,11 @@ def quantize_rows(rows: Tensor, activations: Int8Activations) -> tuple[Tensor, T
 def multiply_quantized_rows(
     rows: Tensor, weight: QuantizedWeight, bias: Tensor | None = None
 ) -> Tensor:
-    """float32 [num_rows, out_features]; the weight has one scale for each output.
+    """Quantize rows as the weight requires, and multiply them by it.
 
-    Sums are exact, so the bits are those of the compiled kernels.
+    rows: [num_rows, in_features]; weight: with `activations`, and one scale per output; bias:
+    [out_features]. Returns float32 [num_rows, out_features]. Sums are exact, so that the bits are
+    those of the compiled kernels.
     """
     assert weight.activations is not None
     codes, scales, zeros = quantize_rows(rows, weight.activations)

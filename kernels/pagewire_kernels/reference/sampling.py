@@ -1,4 +1,4 @@
-"""From logits to tokens in plain torch, row after row and with a full sort."""
+"""Sampling in plain torch, one row at a time and with a full sort."""
 
 import numpy as np
 import torch
@@ -26,10 +26,11 @@ _UNEDITED, _SOUND, _UNSOUND = 0, 1, 2
 def prepare(
     inputs: StepInputs, latest: Tensor, block_tables: Tensor, block_size: int, max_blocks: int
 ) -> PreparedInputs:
-    """A model's inputs from what the host sent and what the device has.
+    """Combine the inputs sent by the host with tokens and block tables on the device.
 
-    latest: as in `SamplingTables`, of which unknown tokens are taken (0 in a row that has failed);
-    block_tables: int32 [num_rows, at least max_blocks]; max_blocks: columns of the result.
+    latest: as in `SamplingTables`; it replaces unknown tokens (by 0 if the row has failed);
+    block_tables: int32 [num_rows, at least max_blocks]; block_size: tokens per block; max_blocks:
+    columns of the resulting block tables.
     """
     token_rows, seq_rows = inputs.token_rows.long(), inputs.seq_rows.long()
     known = inputs.token_ids.long()
@@ -44,7 +45,7 @@ def prepare(
 
 
 def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor:
-    """One draw from [0, 1) per row with 53 random bits, a function of these numbers alone.
+    """Return one draw from [0, 1) per row, with 53 random bits; a pure function of its arguments.
 
     The first two words of Philox4x32-10 (Salmon et al. 2011), keyed by the seed, low word first,
     with the counter (choice index, position, 0, 0). seeds: int64 [n], the bits of an unsigned seed;
@@ -59,10 +60,10 @@ def uniforms(seeds: Tensor, choice_indices: Tensor, positions: Tensor) -> Tensor
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Minus infinity where a row's bit is 0, in place; other rows are left alone.
+    """Set logits of these rows to minus infinity where the row's bit is 0, in place.
 
-    logits: float [num_rows, vocab_size]; rows: int64 [m], none twice; bitmask: int32 [m, at least
-    ceil(vocab_size / 32)], a bit per token, the lowest first.
+    logits: float [num_rows, vocab_size]; rows: int64 [m], distinct; bitmask: int32 [m, at least
+    ceil(vocab_size / 32)], one bit per token, the lowest first.
     """
     columns = torch.arange(logits.shape[1], device=logits.device)
     allowed = bitmask[:, columns // 32] >> (columns % 32).int() & 1
@@ -71,10 +72,10 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
 
 def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
     """Edit logits in place: add biases, exclude tokens, apply the repetition penalty (Keskar et al.
-    2019), then frequency and presence penalties, and exclude what the bitmask does not allow.
+    2019), then frequency and presence penalties, and exclude tokens that the bitmask excludes.
 
-    logits: float32 [n, vocab_size]. Returns, for `sample`, whether the edited rows were sound
-    before, in a form of its own.
+    logits: float32 [n, vocab_size]. Returns whether the largest logit of each edited row was finite
+    before, int32 [n, any], in a private encoding for `sample`.
     """
     sound = torch.full((len(logits), 1), _UNEDITED, dtype=torch.int32, device=logits.device)
     for row, (row_id, position, mask_row) in enumerate(_columns(rows)):
@@ -108,15 +109,15 @@ def _penalize(values: Tensor, entries: Tensor, params: "_Params") -> None:
 def sample(
     logits: Tensor, sound: Tensor, rows: SamplingRows, tables: SamplingTables, outcome: Tensor
 ) -> None:
-    """One token, or one of the negative outcomes, per row into `outcome`, int64 [n].
+    """Write one token, or one of the negative outcomes, per row to `outcome`, int64 [n].
 
-    logits: float32 [n, vocab_size], edited; sound: what `edit` returned. min-p and top-k look at
-    the distribution after temperature, then top-p (Holtzman et al. 2020) at what they leave. They
-    come down to the smallest logit that stays; all tokens with that very logit stay. Then the row's
-    uniform draw picks the first token id at which the cumulative probability exceeds it.
+    logits: float32 [n, vocab_size], edited; sound: returned by `edit`. min-p and top-k apply to the
+    distribution after temperature, then top-p (Holtzman et al. 2020) to the tokens that they keep.
+    They reduce to the smallest logit that is kept; all tokens with this logit are kept. The row's
+    uniform draw then selects the first token id at which the cumulative probability exceeds it.
 
-    A row that has failed before keeps its outcome. The others' are stored in the tables, and tokens
-    are counted in rows with penalties.
+    A row that has failed before keeps its outcome. The outcomes of the other rows are stored in the
+    tables, and tokens of rows with penalties are counted.
     """
     for row, (row_id, position, mask_row) in enumerate(_columns(rows)):
         params = _Params(tables, row_id)
@@ -133,7 +134,7 @@ def sample(
 
 
 def _outcome(values: Tensor, sound: int, position: int, why: int, params: "_Params") -> int:
-    """why: the outcome if every token is excluded."""
+    """The outcome of one row. why: the outcome if every token is excluded."""
     has_token = bool(values.max().isfinite())
     if sound == _UNSOUND or (sound == _UNEDITED and not has_token):
         return NON_FINITE
@@ -159,7 +160,7 @@ def _choose(values: Tensor, position: int, params: "_Params") -> int:
 
 
 class _Params:
-    """One row's parameters as numbers."""
+    """The parameters of one row."""
 
     def __init__(self, tables: SamplingTables, row_id: int) -> None:
         integers = tables.params[row_id].tolist()
@@ -185,7 +186,7 @@ def _columns(rows: SamplingRows) -> list[tuple[int, int, int]]:
 
 
 def _cut(scaled: Tensor, weights: Tensor, params: _Params) -> Tensor:
-    """The smallest scaled logit that stays."""
+    """The smallest scaled logit that is kept."""
     ordered, order = torch.sort(scaled, descending=True)
     cut = ordered[0] + torch.tensor(params.min_p, dtype=torch.float64).log().float()
     if params.top_k > 0:
@@ -198,10 +199,10 @@ def _cut(scaled: Tensor, weights: Tensor, params: _Params) -> Tensor:
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log softmax at some tokens of each row, and the rank of the first of them.
+    """Return the log softmax of some tokens of each row, and the rank of the first of them.
 
-    logits: [n, vocab_size]; token_ids: int64 [n, m], m of at least 1. Returns float32 [n, m] and
-    int32 [n]: one more than the number of tokens with a larger logit.
+    logits: [n, vocab_size]; token_ids: int64 [n, m], m >= 1. Returns log probabilities, float32
+    [n, m], and ranks, int32 [n]: one more than the number of tokens with a larger logit.
     """
     logits = logits.float()
     own = logits.gather(1, token_ids)

@@ -1,18 +1,19 @@
-"""Triton kernels, each with the meaning of its namesake in `pagewire_kernels.reference`.
+"""Triton kernels, which are defined by the functions of the same names in
+`pagewire_kernels.reference`.
 
-attention.py   paged attention of prefill, chunks, decode; its kernels in `attention_kernels.py`
-kv_cache.py    cache writes; copies of whole blocks, to and from pinned host memory as well
+attention.py   paged attention of prefills, chunks and decodes; kernels in `attention_kernels.py`
+kv_cache.py    cache writes; copies of whole blocks, also from and to pinned host memory
 layers.py      norms, fused with the residual addition; activations
 rotary.py      norms of queries and keys, RoPE and the cache write in one kernel
-linear.py      batch-invariant linear layers: one fixed order of summation
-quantized_linear.py  products with weights in fewer bits, and rows of them
+linear.py      batch-invariant linear layers, with a fixed order of summation
+quantized_linear.py  products with quantized weights, and gathers of their rows
 sampling.py    a step's inputs, edits of logits, sampling, log probabilities; kernels in
                `sampling_kernels.py`
 backend.py     `TritonBackend`; `TritonLayerKernels`, the row-wise operations
 checks.py      argument checks of the launchers
 
-The docstring of each file says what bounds its kernel. Nothing here synchronises with the device,
-so everything can be captured in a CUDA graph, except `move_blocks` with `pairs` on the device.
+The docstring of each file names the bottleneck of its kernels. No function synchronizes with the
+device, so all can be captured in a CUDA graph, except `move_blocks` with `pairs` on the device.
 """
 
 from pagewire_kernels.triton.attention import Launch, choose_launch, paged_attention

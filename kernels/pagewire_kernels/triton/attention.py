@@ -1,12 +1,12 @@
-"""Paged attention on a GPU: prefill, chunks of it and decode, by one kernel.
+"""Paged attention on a GPU: prefills, chunks of prefills and decodes, by one kernel.
 
-What bounds it: decode reads each sequence's keys and values once, `2 * context_len * num_kv_heads *
-head_dim * element size` bytes a sequence and layer, and does too little with them to matter, so
-memory bandwidth is the floor. Prefill is bound by the two products, `4 * head_dim * num_heads`
-operations per pair of query and visible key.
+Decodes are bound by memory bandwidth: they read the keys and values of each sequence once, which
+are `2 * context_len * num_kv_heads * head_dim * element size` bytes per sequence and layer.
+Prefills are bound by the two matrix products, `4 * head_dim * num_heads` operations per pair of
+query and visible key.
 
-The choices of tile and split below are arguments of the launch; see `Launch`. They were chosen from
-registers and shared memory, not from measurements.
+The sizes of tiles and splits are arguments of the launch; see `Launch`. They were derived from the
+sizes of registers and shared memory, not from measurements.
 """
 
 from collections.abc import Iterator
@@ -30,63 +30,63 @@ from pagewire_kernels.triton.checks import (
 )
 
 FIXED_SPLIT_TOKENS = 1024
-"""Keys per split where tiles and splits are fixed."""
+"""Keys per split for batch-invariant attention."""
 
 MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 128
-"""A smaller split costs more in launching and merging than it gains."""
+"""Launching and merging a smaller split takes longer than it saves."""
 
 _PROGRAMS_PER_PROCESSOR = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """How a call is cut into programs."""
+    """How a call is divided into programs."""
 
     tile_rows: int
-    """Rows of a tile: tokens times query heads of a group, a power of two of at least 16."""
+    """Rows of a tile: tokens times query heads per KV head; a power of two, at least 16."""
 
     tile_keys: int
-    """Keys looked at at a time."""
+    """Keys of a tile."""
 
     num_warps: int
 
     num_stages: int = 3
-    """How far loads are sent off ahead. A tile's block ids must be there before its keys can be, so
-    that three stages have one tile of keys under way beside the one at work, and five have two."""
+    """Stages of Triton's software pipeline. The block ids of a tile must be loaded before its keys,
+    so that three stages prefetch one tile of keys, and five stages two."""
 
     num_splits: int = 1
-    """Programs that share a tile's context, at most."""
+    """Maximum number of programs that share the context of a tile."""
 
     num_planned: int = 0
-    """For decodes: programs for each KV head, more than sequences, which share all contexts by
-    length; 0: `num_splits` for each sequence."""
+    """For decodes: number of programs per KV head, larger than the number of sequences, which share
+    all contexts by length; 0: each sequence has `num_splits` programs."""
 
     split_tokens: int = 0
     """Keys per split, a multiple of `tile_keys`; 0: an even share of the context."""
 
 
 class Part(NamedTuple):
-    """Sequences of a batch that one launch computes."""
+    """Consecutive sequences of a batch that one launch computes."""
 
     query_start: Tensor
-    """Of the batch; those without rows are not computed."""
+    """int32 [batch size + 1], of the whole batch; sequences without rows are skipped."""
     context_lens: Tensor
-    """Of the batch."""
+    """int32 [batch size], of the whole batch."""
     first_seq: int
     num_seqs: int
     num_tokens: int
     is_decode: bool
-    """Whether none has more than one row."""
+    """Whether no sequence has more than one row."""
 
 
 def parts_of(metadata: AttentionMetadata, num_tokens: int) -> Iterator[Part]:
-    """The whole batch, or its decodes and the others: a decode among prefills would take a tile of
-    128 rows, and its context would not be split."""
+    """Divide a mixed batch into its decodes and the other sequences: a decode among prefills would
+    take a tile of 128 rows, and its context would not be split."""
     starts, lengths = metadata.query_start, metadata.context_lens
     num_seqs, num_decodes = len(lengths), metadata.num_decodes
     if metadata.device_num_decodes is not None:
-        # Both launches have room for all sequences: each takes the rows of the others from them.
+        # Both launches have room for all sequences; those of the other one have no rows.
         count = metadata.device_num_decodes
         is_decode = torch.arange(num_seqs, dtype=torch.int32, device=count.device) < count
         decode_lengths = torch.where(is_decode, lengths, 0)
@@ -113,13 +113,13 @@ def choose_launch(
     part: Part | None = None,
     batch_invariant: bool = False,
 ) -> Launch:
-    """Tiles for a part of the batch (None: all), and splits where there are too few tiles to fill
-    the device, or some contexts are longer than others.
+    """Choose tiles and splits for a part of the batch (None: all of it).
 
-    With `batch_invariant`, tiles and the size of splits depend on the model alone, so that a row's
-    result does not depend on its batch, nor on whether it is computed by prefill or by decode;
-    prefill pays for it with tiles of 16 rows. Only whether splits are computed by programs of their
-    own still depends on the batch, which leaves the bits alone.
+    Contexts are split if there are too few tiles to occupy the device, or if some contexts are
+    longer than others. With `batch_invariant`, the sizes of tiles and splits depend only on the
+    model, so that the result of a row does not depend on its batch, nor on whether it is computed
+    by a prefill or a decode; prefills are slower for it, with tiles of 16 rows. Only whether splits
+    have programs of their own still depends on the batch, which does not change any bit.
     """
     num_tokens, num_heads, head_dim = query.shape
     if part is None:
@@ -171,10 +171,10 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of flattened query rows; as `reference.paged_attention`.
 
-    The caches may be fp8. Rows after the last sequence's are left as they come from the allocator,
-    so that a captured graph can be padded. launch: of the whole batch; None: chosen, with
-    `batch_invariant` as in `choose_launch`. Raises TypeError or ValueError for tensors that the
-    kernel would misread.
+    The caches may be fp8. Rows after those of the last sequence are left uninitialized, so that a
+    captured graph can be padded. launch: for the whole batch; None: chosen by `choose_launch`, with
+    `batch_invariant`. Raises TypeError or ValueError for tensors of unsupported dtypes, shapes or
+    strides.
     """
     num_tokens, num_heads = query.shape[:2]
     num_kv_heads, head_dim = key_cache.shape[2:]
@@ -183,7 +183,7 @@ def paged_attention(
         return output
     sinks = None if sinks is None else _per_head("sinks", sinks, num_heads)
     alibi_slopes = None if alibi_slopes is None else _per_head("slopes", alibi_slopes, num_heads)
-    # The layers of a step are alike: the first one's checks and choices are those of the others.
+    # The layers of a step have equal layouts, so checks and launches are computed for the first.
     given = layouts(query, key_cache, value_cache), launch, batch_invariant
     if given not in metadata.plans:
         _check(query, key_cache, value_cache, metadata)
@@ -258,18 +258,18 @@ def paged_attention(
 
 
 class _Prepared(NamedTuple):
-    """A launch of every layer of a step."""
+    """A launch that is the same for all layers of a step."""
 
     part: Part
     launch: Launch
     tile_tokens: int
     grid: tuple[int, int]
     plan: Tensor
-    """Of the splits by length; anything without them."""
+    """The output of `plan_splits`; any tensor if splits are not planned by length."""
     is_split: bool
     partial_shape: tuple[int, ...]
     shared: dict[str, int | bool]
-    """Constants of both kernels."""
+    """Constants that both kernels take."""
 
 
 def _prepared(
@@ -280,7 +280,7 @@ def _prepared(
     *,
     batch_invariant: bool,
 ) -> Iterator[_Prepared]:
-    """The launches of a batch's parts."""
+    """Yield the launches of the parts of a batch."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
@@ -293,7 +293,9 @@ def _prepared(
         )
         tile_tokens = chosen.tile_rows // group
         expect(
-            tile_tokens >= 1, f"launch: a tile of {chosen.tile_rows} rows cannot hold {group} heads"
+            tile_tokens >= 1,
+            f"launch: expected tile_rows of at least {group}, the query heads per KV head, got"
+            f" {chosen.tile_rows}",
         )
         is_planned = part.is_decode and chosen.num_planned > 0
         num_tiles = chosen.num_planned if is_planned else part.num_seqs
@@ -328,7 +330,8 @@ def _plan(part: Part, launch: Launch) -> Tensor:
     """The splits of a step's decodes."""
     expect(
         launch.num_planned > part.num_seqs,
-        f"launch: {launch.num_planned} programs for {part.num_seqs} sequences, expected more",
+        f"launch: expected num_planned above {part.num_seqs}, the number of sequences, got"
+        f" {launch.num_planned}",
     )
     plan = part.context_lens.new_empty(part.num_seqs + 2)
     plan_splits[(1,)](
@@ -344,9 +347,10 @@ def _plan(part: Part, launch: Launch) -> Tensor:
 
 
 def _tile(dtype: torch.dtype, head_dim: int, group: int, is_decode: bool) -> tuple[int, int]:
-    """Rows of a tile and warps: two kinds of tile only, since each kind is a kernel to compile.
+    """Rows of a tile, and warps. There are only two sizes, since each is compiled separately.
 
-    A decode's holds one token's heads, a prefill's as many rows as registers hold.
+    A tile of a decode has the heads of one token, a tile of a prefill as many rows as fit into
+    registers.
     """
     smallest = max(16, triton.next_power_of_2(group))
     if is_decode:
@@ -361,13 +365,13 @@ def _tile(dtype: torch.dtype, head_dim: int, group: int, is_decode: bool) -> tup
 @cache
 def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
-        return 4  # the interpreter's; few, so that tests see both kinds of launch
+        return 4  # for the interpreter: few, so that tests cover launches with and without splits
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes for a program."""
+    """Maximum shared memory of a program, in bytes."""
     if device.type != "cuda":
         return 2**18
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
@@ -375,7 +379,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def num_stages(shared_memory: int) -> int:
-    """As far ahead as shared memory allows: with five stages a prefill's tile takes 129 KiB."""
+    """As many stages as shared memory allows: with five, a tile of a prefill takes 129 KiB."""
     return 5 if shared_memory >= 160 * 1024 else 3
 
 
@@ -393,7 +397,8 @@ def _check(
     expect_rows("query", query, None, None, head_dim)
     expect(
         query.shape[1] % num_kv_heads == 0,
-        f"query: {query.shape[1]} heads are no multiple of the cache's {num_kv_heads}",
+        f"query: expected a multiple of {num_kv_heads} heads, as in the cache, got"
+        f" {query.shape[1]}",
     )
     num_seqs = len(metadata.context_lens)
     for name, tensor in (

@@ -1,18 +1,18 @@
 """The Triton kernels of paged attention; `attention.py` launches them.
 
-One program attends with a tile of query rows over keys in order of their position, with a running
-maximum and sum (online softmax: Milakov and Gimelshein 2018; Dao et al. 2022). A tile holds the
-query heads that share a KV head, for one or more tokens of one sequence, so that keys and values
-are read once for all of them (Ainslie et al. 2023). Scores are kept in base two.
+One program computes the attention of a tile of query rows over keys in order of position, with a
+running maximum and sum (online softmax: Milakov and Gimelshein 2018; Dao et al. 2022). A tile has
+the query heads that share a KV head, for one or more tokens of one sequence, so that keys and
+values are read once for all of them (Ainslie et al. 2023). Scores are kept in base two.
 
-Where a step has too few tiles to fill the device, the context is cut into *splits*, each computed
-by a program of its own into float32 partial results that `reduce_splits` merges in order
-(Flash-Decoding, Dao et al. 2023). Decodes are split by length: `plan_splits` cuts all contexts at
-the same number of keys, so that one long context among many is shared by many programs, as in
-stream-K (Osama et al. 2023). A tile that is not split among programs goes through the same
-spans and merges in the same order, so with a fixed split size both give the same bits. Splits and
-tiles of keys start at multiples of their size, not at a row's window or tile: a tile that a row
-does not see leaves its sums as they are, to the bit.
+If a step has too few tiles to occupy the device, the context is divided into *splits*, each
+computed by a program of its own into float32 partial results that `reduce_splits` merges in order
+(Flash-Decoding, Dao et al. 2023). Decodes are split by length: `plan_splits` divides all contexts
+into splits of equal size, so that one long context among many is shared by many programs, as in
+stream-K (Osama et al. 2023). A program that computes all splits of its tile merges them in the same
+order, so that with a fixed split size both give the same bits. Splits and tiles of keys start at
+multiples of their size, not at the window or tile of a row: a tile of keys that a row does not see
+leaves its sums unchanged, to the bit.
 """
 
 import triton
@@ -23,10 +23,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def sequence_of(query_start, num_seqs, index, TILE_TOKENS: tl.constexpr):
-    """The last sequence whose first tile is not after tile `index`.
+    """Return the last sequence whose first tile is not after tile `index`.
 
-    Sequence `i` begins with tile `(query_start[i] - query_start[0]) // TILE_TOKENS + i`, which
-    leaves each one room for all its tiles without knowing the others' lengths (as in vLLM's unified
+    The first tile of sequence `i` is `(query_start[i] - query_start[0]) // TILE_TOKENS + i`, which
+    reserves enough tiles for each sequence without the lengths of the others (as in vLLM's unified
     attention).
     """
     low = 0
@@ -43,7 +43,7 @@ def sequence_of(query_start, num_seqs, index, TILE_TOKENS: tl.constexpr):
 
 @triton.jit
 def sequence_of_row(starts, num_seqs, row):
-    """The sequence that owns flattened row `row`: the last one that starts at or before it."""
+    """Return the sequence of flattened row `row`: the last one that starts at or before it."""
     low = 0
     high = num_seqs
     while high - low > 1:
@@ -56,7 +56,7 @@ def sequence_of_row(starts, num_seqs, row):
 
 @triton.jit
 def _finite(maximum):
-    """A number to subtract from scores: the maximum, or zero where nothing was visible."""
+    """The number to subtract from scores: the maximum, or zero if no key was visible."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
@@ -79,7 +79,7 @@ def _scores(
     HAS_WINDOW: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
 ):
-    """Scores in base two, minus infinity where a row does not see a key."""
+    """Scores in base two; minus infinity for keys that a row does not see."""
     products = tl.dot(query, tl.trans(keys), input_precision="ieee")
     if HAS_CAP:
         scores = _tanh(products * (scale / soft_cap)) * (soft_cap * LOG2_E)
@@ -120,9 +120,9 @@ def _attend_span(
     TILE_KEYS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    """A tile's attention over keys `begin` (a multiple of TILE_KEYS) to `end`.
+    """Attention of a tile over keys `begin` (a multiple of TILE_KEYS) to `end`.
 
-    Returns maximum and sum of each row's weights, and the weighted sum of values.
+    Returns the maximum score and the sum of weights of each row, and the weighted sum of values.
     """
     maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
@@ -166,9 +166,9 @@ def _attend_span(
 
 @triton.jit
 def _with_sink(maximum, total, sink):
-    """Maximum and sum after a key of score `sink` and value zero, and what the output shrinks by.
+    """Add a key of score `sink` and value zero. Returns the sum, and the factor of the output.
 
-    `sink` is minus infinity where there is none.
+    `sink` is minus infinity in rows without a sink.
     """
     higher = tl.maximum(maximum, sink)
     shrink = tl.exp2(maximum - _finite(higher))
@@ -177,8 +177,10 @@ def _with_sink(maximum, total, sink):
 
 @triton.jit
 def _merge(maximum, total, output, part_maximum, part_total, part):
-    """Maximum, sum and weighted values of two runs of keys together, the second one after the
-    first. maximum, total: [rows]; output: [rows, columns]."""
+    """Merge maximum, sum and weighted values of two consecutive ranges of keys.
+
+    maximum, total: [rows]; output: [rows, columns].
+    """
     higher = tl.maximum(maximum, part_maximum)
     shrink = tl.exp2(maximum - _finite(higher))
     weight = tl.exp2(part_maximum - _finite(higher))
@@ -189,7 +191,7 @@ def _merge(maximum, total, output, part_maximum, part_total, part):
 
 @triton.jit
 def _finish(maximum, total, output, sinks, head, is_row, value_scale, HAS_SINKS: tl.constexpr):
-    """Attention rows from maximum, sum and weighted values of all their keys."""
+    """Compute attention from maximum, sum and weighted values of all keys of each row."""
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=is_row, other=0.0) * LOG2_E
         total, shrink = _with_sink(maximum, total, sink)
@@ -199,7 +201,7 @@ def _finish(maximum, total, output, sinks, head, is_row, value_scale, HAS_SINKS:
 
 @triton.jit
 def _split_tokens(context_len, num_splits, SPLIT_TOKENS: tl.constexpr, TILE_KEYS: tl.constexpr):
-    """Tokens in a split: the fixed number, or an even share in whole tiles, of at least one."""
+    """Tokens of a split: the fixed number, or an even share in whole tiles, at least one."""
     even = tl.maximum(tl.cdiv(tl.cdiv(context_len, num_splits), TILE_KEYS), 1) * TILE_KEYS
     return SPLIT_TOKENS if SPLIT_TOKENS > 0 else even
 
@@ -208,11 +210,11 @@ def _split_tokens(context_len, num_splits, SPLIT_TOKENS: tl.constexpr, TILE_KEYS
 def plan_splits(
     plan, context_lens, num_seqs, num_programs, LEAST: tl.constexpr, TILE_KEYS: tl.constexpr
 ):
-    """One program: cut contexts into splits of as many keys as give at most `num_programs` of them.
+    """One program: divide contexts into at most `num_programs` splits of equal size.
 
-    `sum(ceil(length / keys)) <= sum(length) / keys + num_seqs`, so that an even share of all keys
-    among the programs beyond one for each sequence suffices. plan: int32 [num_seqs + 2], each
-    sequence's first split, then their number, then the keys of a split.
+    Since `sum(ceil(length / keys)) <= sum(length) / keys + num_seqs`, the size is that of an even
+    share of all keys among `num_programs - num_seqs` programs, and at least LEAST. plan: int32
+    [num_seqs + 2]: the first split of each sequence, the number of splits, the keys of a split.
     """
     at_once: tl.constexpr = 1024
     at = tl.arange(0, at_once)
@@ -282,14 +284,14 @@ def attend(
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Program (tile and KV head, split); SPLIT_TOKENS 0 stands for no fixed size.
+    """Program (tile and KV head, split); SPLIT_TOKENS 0 means no fixed size of splits.
 
-    Computes the `num_seqs` sequences from `first_seq` on, which have `num_tokens` rows. Programs
-    next to each other take the KV heads of one tile, which lie side by side in memory. With
-    IS_DECODE, where no sequence has more than one row, a tile is a sequence; with IS_PLANNED it is
-    one of the splits of `plan`. With IS_SPLIT a program computes one split and stores it in the
-    partial tensors, [splits, tokens, heads, PADDED_DIM or 2] ([splits, heads, ...] with IS_PLANNED,
-    where the output is stored if a sequence has a single split); without, it goes through all and
+    Computes the `num_seqs` sequences from `first_seq` on, which have `num_tokens` rows. Consecutive
+    programs compute the KV heads of one tile, which are adjacent in memory. With IS_DECODE, where
+    no sequence has more than one row, a tile is a sequence; with IS_PLANNED, it is one of the
+    splits of `plan`. With IS_SPLIT, a program computes one split and stores it in the partial
+    tensors, [splits, tokens, heads, PADDED_DIM or 2] ([splits, heads, ...] with IS_PLANNED, where a
+    sequence with a single split stores its output directly); otherwise, it computes all splits and
     stores the output.
     """
     tile, kv_head = tl.program_id(0) // NUM_KV_HEADS, tl.program_id(0) % NUM_KV_HEADS
@@ -346,7 +348,7 @@ def attend(
     if IS_PLANNED:
         split_tokens = tl.load(plan + num_seqs + 1)
 
-    # Spans of a fixed size, merged one by one, if nobody else merges them; otherwise a single one.
+    # Without IS_SPLIT, splits of a fixed size are computed and merged here one by one.
     maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
     output = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
@@ -455,14 +457,17 @@ def reduce_splits(
     PADDED_DIM: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Program (token, head): merge the splits that hold keys the row sees, first to last; one by
-    one where their size is fixed, as a tile that goes through them all does, else many at once."""
+    """Program (token, head): merge the splits with keys that the row sees, first to last.
+
+    Splits of a fixed size are merged one by one, in the order of a program that computes all splits
+    of a tile; others several at once.
+    """
     token, head = tl.program_id(0), tl.program_id(1)
     num_heads = tl.num_programs(1)
     query_start += first_seq
     context_lens += first_seq
     first_row = tl.load(query_start)
-    if IS_DECODE:  # one program per sequence, which has one row or none
+    if IS_DECODE:  # one program per sequence, which has at most one row
         seq = token
         token = tl.load(query_start + seq)
         if token == tl.load(query_start + seq + 1):
@@ -479,7 +484,7 @@ def reduce_splits(
     first_partial = (token - first_row).to(tl.int64) * num_heads + head
     if IS_PLANNED:
         first = tl.load(plan + seq)
-        if tl.load(plan + seq + 1) <= first + 1:  # one split, which has stored the output, or none
+        if tl.load(plan + seq + 1) <= first + 1:  # a single split has stored the output directly
             return
         split_tokens = tl.load(plan + num_seqs + 1)
         split_stride = num_heads.to(tl.int64)
@@ -494,7 +499,7 @@ def reduce_splits(
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     output = tl.zeros([1, PADDED_DIM], tl.float32)
-    # A row of no sequence stands at -1 and sees no split; a quotient would be rounded up to 0.
+    # A row without a sequence has row_at -1, and therefore no splits.
     num_splits_seen = tl.cdiv(row_at + 1, split_tokens)
     if SPLIT_TOKENS > 0:
         for split in range(first_split, num_splits_seen):
@@ -505,7 +510,7 @@ def reduce_splits(
             part = tl.load(partial_output + at, mask=mask, other=0.0)
             maximum, total, output = _merge(maximum, total, output, part_maximum, part_total, part)
     else:
-        # One by one, each would wait for memory in its turn; more would not fit into registers.
+        # Several at once hide the latency of loads; more would not fit into registers.
         at_once: tl.constexpr = 16
         for start in range(first_split, num_splits_seen, at_once):
             split = start + tl.arange(0, at_once)

@@ -1,4 +1,4 @@
-"""The `triton` attention backend."""
+"""The `triton` attention backend and layer kernels."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def write_rows(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Store each row's key and value in its slot: `reference.write_kv` for rows of any strides."""
+    """Write each row's key and value to its slot; as `reference.write_kv`, for any strides."""
     write_kv(
         _dense(key),
         _dense(value),
@@ -35,15 +35,16 @@ def write_rows(
 
 
 def _dense(rows: Tensor) -> Tensor:
-    """The same rows with a dense last axis."""
+    """The rows with a dense last axis, copied if necessary."""
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 class TritonBackend:
     """Attention and cache writes by Triton kernels.
 
-    With `batch_invariant`, a query row's result depends bitwise on that row and on its sequence's
-    KV alone, whatever else is in the batch and whether a prefill, a chunk or a decode computes it.
+    With `batch_invariant`, the result of a query row depends, bitwise, only on that row and on the
+    KV of its sequence: not on the rest of the batch, nor on whether it is computed by a prefill, a
+    chunk or a decode.
     """
 
     name = "triton"
@@ -88,8 +89,8 @@ class TritonBackend:
 
 
 class TritonLayerKernels:
-    """A launch for each operation; a row's result is bitwise the same in any batch, since each is
-    computed by one program, or within one, in an order that its size alone decides."""
+    """One launch per operation. Results are bitwise independent of the batch, since a row is
+    computed by a single program, in an order that depends only on its size."""
 
     name = "triton"
     embed = staticmethod(reference.embed)

@@ -1,4 +1,4 @@
-"""Checks of tensors that a kernel would otherwise misread."""
+"""Argument checks: a kernel would silently misread tensors of other dtypes, shapes or strides."""
 
 import torch
 from torch import Tensor
@@ -26,27 +26,27 @@ class Checked(set[Layouts]):
 
 
 def layouts(*tensors: Tensor | None) -> Layouts:
-    """All that checks of these tensors depend on."""
+    """Shapes, strides and dtypes of tensors, on which checks depend; None for absent tensors."""
     return tuple(
         [None if each is None else (each.shape, each.stride(), each.dtype) for each in tensors]
     )
 
 
 def expect(condition: bool, message: str) -> None:
-    """Raises ValueError with the message unless the condition holds."""
+    """Raise ValueError with the message unless the condition holds."""
     if not condition:
         raise ValueError(message)
 
 
 def expect_dtype(name: str, tensor: Tensor, *dtypes: torch.dtype) -> None:
-    """Raises TypeError unless the tensor has one of the types."""
+    """Raise TypeError unless the tensor has one of the dtypes."""
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
 
 
 def expect_rows(name: str, tensor: Tensor, *shape: int | None) -> None:
-    """Raises ValueError unless the shape fits (None: any) and the last axis is dense."""
+    """Raise ValueError unless the tensor has this shape (None: any size) and a dense last axis."""
     got = tensor.shape
     fits = len(shape) == len(got)
     if fits:
@@ -60,7 +60,8 @@ def expect_rows(name: str, tensor: Tensor, *shape: int | None) -> None:
 
 
 def expect_cache(key_cache: Tensor, value_cache: Tensor, dtype: torch.dtype) -> None:
-    """Two layer views of one block-major cache, of the rows' type or fp8."""
+    """Raise TypeError or ValueError unless these are two layer views of one block-major cache, of
+    this dtype or fp8, which requires compute capability 8.9."""
     expect_dtype("key_cache", key_cache, dtype, FP8)
     expect_dtype("value_cache", value_cache, key_cache.dtype)
     expect_rows("key_cache", key_cache, None, None, None, None)

@@ -1,12 +1,11 @@
 """Writes of new keys and values to a paged KV cache, and copies of many blocks in one launch.
 
-A write moves each byte once and is bound by memory bandwidth: `2 * num_kv_heads * head_dim`
-elements a token are read and as many written. Slots and block tables as in PagedAttention (Kwon et
-al. 2023).
+A write is bound by memory bandwidth: per token, it reads and writes `2 * num_kv_heads * head_dim`
+elements. Slots and block tables are those of PagedAttention (Kwon et al. 2023).
 
 The cache is block-major, so a block, all layers, keys and values, is one contiguous piece of memory
-and is copied as such, whatever its type. Copies are bound by memory bandwidth within a device, and
-by the bus between a device and pinned host memory, which a kernel reads and writes in place.
+and is copied as such, whatever its dtype. Copies are bound by memory bandwidth within a device, and
+by the bus between a device and pinned host memory, which a kernel accesses in place.
 """
 
 from functools import partial
@@ -32,10 +31,10 @@ FP8_LIMIT = tl.constexpr(FP8_MAX)
 
 @triton.jit
 def to_cache(values, scale, cache, IS_FP8: tl.constexpr):
-    """Values as the cache stores them: in fp8 divided by the scale, clamped to what is finite.
+    """Convert values to the dtype of the cache; for fp8, divide by the scale and clamp first.
 
-    Divided as torch divides: fp8 is so coarse that many quotients lie halfway between two of its
-    numbers, where a last bit would decide.
+    The division rounds as torch's does: fp8 is so coarse that many quotients lie halfway between
+    two of its numbers, where the last bit of the quotient decides.
     """
     if IS_FP8:
         values = values.to(tl.float32)
@@ -69,7 +68,7 @@ def _write(
     IS_FP8: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (token, part of its elements)."""
+    """Program (token, tile of its elements)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot < 0:
@@ -100,7 +99,7 @@ def write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Store each row's key and value in its slot; as `reference.write_kv`."""
+    """Write each row's key and value to its slot; as `reference.write_kv`."""
     expect_dtype("key", key, *FLOATS)
     expect_dtype("value", value, key.dtype)
     expect_dtype("slot_mapping", slot_mapping, torch.int64)
@@ -138,8 +137,8 @@ def write_kv(
 _TILE_WORDS = 4096
 
 _BUS_PROGRAMS = 64
-"""Programs that move blocks to or from the host: far more than fill the bus (each has 32 KB under
-way), and few enough to leave most multiprocessors to concurrent kernels."""
+"""Programs that copy blocks from or to the host: more than enough to saturate the bus (each has
+32 KB in flight), and few enough to leave most multiprocessors to concurrent kernels."""
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
@@ -162,20 +161,22 @@ def _move(
 def move_blocks(source: Tensor, target: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks on the current stream; as `reference.swap_blocks`.
 
-    source, target: contiguous [num_blocks, ...], equal in type and beyond the first axis, on a
-    device or in pinned host memory; pairs: int64 [n, 2]. Where a block is both a source and a
-    target of one call, all sources are first read into a buffer on the device. The overlap check
-    is free for `pairs` in host memory and synchronises with the device otherwise.
+    source, target: contiguous [num_blocks, ...], of equal dtypes and of equal shapes beyond the
+    first axis, on a device or in pinned host memory; pairs: int64 [n, 2]. If a block is both a
+    source and a target, all sources are first read into a buffer on the device. This is checked
+    without synchronization if `pairs` is in host memory. Raises TypeError or ValueError for
+    unsupported tensors.
     """
     expect_dtype("pairs", pairs, torch.int64)
     expect_rows("pairs", pairs, None, 2)
     expect_dtype("target", target, source.dtype)
     expect(
         source.shape[1:] == target.shape[1:],
-        f"blocks differ: source {list(source.shape)}, target {list(target.shape)}",
+        f"target: expected blocks of shape {list(source.shape[1:])}, as in source, got"
+        f" {list(target.shape[1:])}",
     )
     for name, cache in (("source", source), ("target", target)):
-        expect(cache.is_contiguous(), f"{name}: expected whole blocks, contiguous")
+        expect(cache.is_contiguous(), f"{name}: expected a contiguous tensor of whole blocks")
         is_seen = cache.is_cuda or cache.is_pinned() or not torch.cuda.is_available()
         expect(is_seen, f"{name}: expected device or pinned host memory")
     if len(pairs) == 0:

@@ -1,8 +1,8 @@
 """RMS norm and layer norm, fused with the residual addition before them, and activations.
 
-All are bound by memory bandwidth. A norm with a residual reads three rows and writes two, one read
-fewer than an addition and a norm apart; one program computes a row, which it holds in registers. An
-activation reads one or two elements and writes one for each of the result.
+All are bound by memory bandwidth. A norm with a residual saves one read of a row compared with a
+separate addition; one program computes a row, which it holds in registers. An activation reads one
+or two elements and writes one.
 """
 
 from functools import cache
@@ -21,12 +21,12 @@ from pagewire_kernels.triton.checks import (
 )
 
 MAX_SIZE = 32768
-"""The longest row that fits a program's registers."""
+"""The longest row that fits into a program's registers, in elements."""
 
 
 @triton.jit
 def _row(x, residual, mask, HAS_RESIDUAL: tl.constexpr):
-    """A row in float32, added to the residual's and rounded to its type if there is one."""
+    """Load a row in float32; add it to the residual, rounded to its dtype, if there is one."""
     values = tl.load(x, mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual, mask, other=0.0).to(tl.float32)
@@ -100,7 +100,7 @@ _checked_activations = Checked()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
-    """x / rms(x) * weight; with a residual, of the sum that it then holds; as the reference."""
+    """x / rms(x) * weight, after adding x to the residual if given; as `reference.rms_norm`."""
     given = layouts(x, weight, residual)
     if given not in _checked_rms_norms:
         _check_norm(x, weight, None, residual)
@@ -127,7 +127,7 @@ def layer_norm(
     eps: float,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """(x - mean) / deviation * weight + bias; a residual as in `rms_norm`; as the reference."""
+    """(x - mean) / deviation * weight + bias; as `reference.layer_norm`."""
     given = layouts(x, weight, bias, residual)
     if given not in _checked_layer_norms:
         expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
@@ -192,7 +192,7 @@ def _active(x, ACTIVATION: tl.constexpr):
     elif ACTIVATION == "gelu":
         active = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "relu":
-        active = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
+        active = tl.where(x < 0.0, 0.0, x)  # propagates NaN
     else:
         # 0.5 * (1 + tanh(y)) is the logistic function of 2 * y (Hendrycks and Gimpel 2016).
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -202,7 +202,7 @@ def _active(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _activate(x, num_elements, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
-    """Program (part of all elements), in place."""
+    """Program (tile of all elements), in place."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = at < num_elements
     values = _active(tl.load(x + at, mask, other=0.0).to(tl.float32), ACTIVATION)
@@ -213,7 +213,7 @@ def _activate(x, num_elements, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
 def _act_and_mul(
     output, gate_up, row_stride, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, TILE: tl.constexpr
 ):
-    """Program (row, part of it)."""
+    """Program (row, tile of columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < SIZE
@@ -226,7 +226,7 @@ def _act_and_mul(
 def activate(x: Tensor, activation: str) -> Tensor:
     """activation(x), in place; as `reference.activate`."""
     _check(activation, "x", x)
-    expect(x.is_contiguous(), f"x: expected dense rows, got strides {x.stride()}")
+    expect(x.is_contiguous(), f"x: expected a contiguous tensor, got strides {x.stride()}")
     if x.numel():
         _activate[(triton.cdiv(x.numel(), _TILE),)](
             x,

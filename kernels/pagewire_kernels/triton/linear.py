@@ -1,11 +1,11 @@
-"""A linear layer whose rows do not depend on each other, bitwise.
+"""A batch-invariant linear layer: the result of a row does not depend on the other rows, bitwise.
 
 Libraries choose a kernel, its tiles and whether it splits the inner dimension by the number of
-rows, and with them the order in which a row's products are summed. Here tiles follow from the
-weight's shape alone and the inner dimension is walked from front to back, so a row's result is the
+rows, and thereby the order in which the products of a row are summed. Here tiles depend only on the
+shape of the weight, and the inner dimension is traversed in order, so that a row's result is the
 same alone, in a batch and in a prefill (He et al. 2025, "Defeating nondeterminism in LLM
 inference"). Decodes are bound by reading the weight, `2 * in_features * out_features` bytes in
-bfloat16; prefill by its products, for which these tiles are smaller than the best ones.
+bfloat16; prefills by arithmetic, for which larger tiles would be faster.
 """
 
 import torch
@@ -17,10 +17,11 @@ from pagewire_kernels.triton.checks import FLOATS, expect_dtype, expect_rows
 
 _TILE_ROWS = 64
 GROUP_ROWS = 8
-"""Tiles of rows that are taken with one tile of outputs before the next, while it is in cache."""
+"""Tiles of rows that are multiplied by a tile of the weight in turn, while it is in cache."""
 
 _NARROW_OUTPUTS = 16384
-"""A weight of fewer outputs is cut into narrower tiles, for enough of them to read it fast."""
+"""Weights with fewer outputs have narrower tiles, so that there are enough programs to saturate
+memory bandwidth."""
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def tile_of(
     return group * GROUP_ROWS + in_group % group_rows, in_group // group_rows
 
 
-# num_rows is never a constant to the compiler: code made for one row might sum otherwise.
+# Not specialized by num_rows: code specialized for one row might sum in another order.
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
     output,
@@ -87,10 +88,11 @@ def linear(
     bias: Tensor | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """rows W^T + bias, each row bitwise as if it were alone; summed in float32, rounded once.
+    """rows @ weight.T + bias, with bitwise batch-invariant rows; summed in float32, rounded once.
 
     rows: [num_rows, in_features]; weight: [out_features, in_features]; bias: [out_features];
-    output_dtype: None for that of the rows. Returns [num_rows, out_features].
+    output_dtype: None for that of the rows. Returns [num_rows, out_features]. Raises TypeError or
+    ValueError for unsupported tensors.
     """
     num_outputs, num_inputs = weight.shape
     expect_dtype("rows", rows, *FLOATS)
@@ -130,7 +132,8 @@ def linear(
 
 
 class InvariantWeight:
-    """A linear layer's weight, multiplied by `linear`; in the layout it has."""
+    """The weight of a linear layer, not repacked, for products by `linear`. Implements
+    `PackedWeight`."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
@@ -139,6 +142,7 @@ class InvariantWeight:
     def apply(
         self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
+        """rows @ weight.T + bias. rows: [num_rows, in_features]. Returns [num_rows,
+        out_features]."""
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         return linear(rows, self._weight, bias, output_dtype)

@@ -1,15 +1,15 @@
-"""Products with weights in fewer bits, which stay packed on the device.
+"""Products with quantized weights, which stay packed on the device.
 
-Decodes are bound by reading the packed weight. The inputs are cut into runs of up to 64, each in
-one group. A run's codes are stored output after output, so that a tile is one piece of memory.
-Codes of 4 bits share a byte with those of the next run, which are the upper bits: unpacking moves
-no number to another place, and codes go from registers into the product as its left operand. A
-code's value is a small whole number or a float of 8 bits, which bfloat16 and float16 hold exactly,
-so rows are multiplied by values, and the sum of a run by its scale, in float32. Nothing but sums is
-rounded.
+Decodes are bound by reading the packed weight. The inputs are divided into runs of up to 64, each
+within one group. The codes of a run are stored by output, so that a tile is contiguous in memory.
+Codes of 4 bits share a byte with those of the next run, which are in the upper bits: unpacking
+leaves each code in its register, from which it enters the product as the left operand. Values of
+codes are small integers or fp8 numbers, which bfloat16 and float16 represent exactly, so rows are
+multiplied by values, and the sum of a run by its scale, in float32. Only sums are rounded.
 
-Decodes of few outputs are split over the inputs, too. The parts follow from the weight's shape, and
-are added in their order whether one program computes them all or each its own.
+For decodes with few outputs the inputs are split among programs, too. The splits depend only on the
+shape of the weight, and are added in order, whether one program computes all of them or each has
+its own.
 """
 
 import math
@@ -27,14 +27,14 @@ from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_
 from pagewire_kernels.triton.linear import GROUP_ROWS, tile_of
 
 _GROUP_INPUTS = 16
-"""Groups are of a multiple of this, the shortest run that `tl.dot` takes."""
+"""Group sizes are multiples of this, the shortest run that `tl.dot` supports."""
 
 _MAX_RUN = 64
 _TILE_OUTPUTS = 64
 """Weights are padded to a multiple of this many outputs."""
 
 _MAX_SPLIT_ROWS = 64
-"""With more rows there are enough programs without a split."""
+"""With more rows there are enough programs without splits."""
 
 _WANTED_PROGRAMS = 264
 """Two for each multiprocessor of an H100."""
@@ -45,15 +45,15 @@ _GATHER_TILE = _SUM_TILE = 1024
 
 @triton.jit
 def _values(codes, KIND: tl.constexpr, TABLE: tl.constexpr):
-    """What codes mean, in float32. TABLE: the first of consecutive values, or words of all.
+    """The values of codes, in float32. TABLE: the first of consecutive values, or words of all.
 
-    A small whole number becomes a float as the lowest bits of 2^23, which is faster than a
-    conversion.
+    A small integer is converted by placing it into the lowest bits of 2^23, which is faster than a
+    conversion instruction.
     """
     if KIND == "e4m3":
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND == "bits of e4m3":
-        # In float16 the same bits, moved, are a number that is 2^8 times smaller.
+        # The same bits, shifted, are a float16 number that is 2^8 times smaller.
         bits = codes.to(tl.int16)
         half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
         values = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
@@ -79,14 +79,14 @@ def _numbers(
     GROUP_RUNS: tl.constexpr,
     UNIT_RUNS: tl.constexpr,
 ):
-    """Scales or offsets of some outputs for a run of inputs."""
+    """Scales or offsets of some outputs for one run of inputs."""
     found = tl.load(numbers + run // GROUP_RUNS * NUM_PADDED + out).to(tl.float32)
     if UNIT_RUNS > 0:
         found *= tl.load(units + run // UNIT_RUNS * NUM_PADDED + out).to(tl.float32)
     return found
 
 
-# num_rows is never a constant to the compiler: code made for one row might sum otherwise.
+# Not specialized by num_rows: code specialized for one row might sum in another order.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product(
     output,
@@ -117,9 +117,9 @@ def _product(
     TILE_OUTPUTS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
 ):
-    """Program (tile of rows and outputs, part of the inputs if IS_SPLIT).
+    """Program (tile of rows and outputs, split of the inputs if IS_SPLIT).
 
-    output: of all rows, or if IS_SPLIT [NUM_SPLITS, num_rows, NUM_OUTPUTS].
+    output: [num_rows, NUM_OUTPUTS], or [NUM_SPLITS, num_rows, NUM_OUTPUTS] if IS_SPLIT.
     """
     row_tile, output_tile = tile_of(num_rows, NUM_OUTPUTS, TILE_ROWS, TILE_OUTPUTS, GROUP_ROWS)
     row = row_tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -145,7 +145,7 @@ def _product(
                 run = step * (8 // BITS) + half
                 column = run * RUN + tl.arange(0, RUN)
                 is_there = is_row[:, None]
-                if NUM_STEPS * RUN * (8 // BITS) != NUM_INPUTS:  # the last bytes are half empty
+                if NUM_STEPS * RUN * (8 // BITS) != NUM_INPUTS:  # half of the last bytes is unused
                     is_there = is_there & (column < NUM_INPUTS)[None, :]
                 x = tl.load(row_at + column[None, :], mask=is_there, other=0.0)
                 found = packed if BITS == 8 else (packed >> 4 if half == 1 else packed & 15)
@@ -213,7 +213,7 @@ def _gather(
     HAS_OFFSETS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (token, tile of inputs)."""
+    """Program (row, tile of inputs): dequantize the rows of some tokens."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     token = tl.load(token_ids + row)
@@ -234,12 +234,12 @@ def _gather(
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
-    """Whether the kernels have products with weights of such groups."""
+    """Whether the kernels support the group size of a weight."""
     return weight.group_size % _GROUP_INPUTS == 0
 
 
 class TritonQuantizedWeight:
-    """A weight in fewer bits on a GPU. Implements `PackedWeight`."""
+    """A quantized weight on a GPU. Implements `PackedWeight`."""
 
     def __init__(
         self,
@@ -250,8 +250,12 @@ class TritonQuantizedWeight:
         batch_invariant: bool,
         has_float8: bool | None = None,
     ) -> None:
-        """dtype: of rows; batch_invariant: whether a row's bits must not depend on the others;
-        has_float8: whether the device converts such numbers, None to ask it."""
+        """Pack a weight.
+
+        dtype: of the rows that are multiplied by it; batch_invariant: whether the bits of a row
+        must not depend on the other rows; has_float8: whether the device converts fp8 numbers,
+        None to query it. Raises ValueError for an unsupported group size.
+        """
         if has_float8 is None:
             has_float8 = device.type != "cuda" or get_device_capability(device) >= (8, 9)
         expect(can_pack_codes(weight), f"groups: expected a multiple of {_GROUP_INPUTS} inputs")
@@ -298,11 +302,11 @@ class TritonQuantizedWeight:
         }
         tiles, splits = num_padded // _TILE_OUTPUTS, self.in_features // _MIN_SPLIT_INPUTS
         self.num_splits = max(1, min(_WANTED_PROGRAMS // tiles, splits))
-        """Parts of the inputs that are summed for themselves."""
+        """Splits of the inputs, which have partial sums of their own."""
 
     def _by_group(self, numbers: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """[groups, outputs], with one more for a last byte's empty half; if there are none, any
-        tensor, which is not read."""
+        """Scales, offsets or units as [groups + 1, outputs]: the last group is for the unused half
+        of the last bytes. If there are none, any tensor, which is not read."""
         if numbers is None:
             return self._codes
         return nn.functional.pad(numbers, (0, 1)).t().to(dtype).contiguous()
@@ -310,7 +314,9 @@ class TritonQuantizedWeight:
     def apply(
         self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
     ) -> Tensor:
-        """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
+        """rows @ weight.T + bias. rows: [num_rows, in_features]. Returns [num_rows, out_features],
+        in `output_dtype` or the dtype of the rows. Raises TypeError or ValueError for unsupported
+        tensors."""
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         expect_dtype("rows", rows, self._dtype)
         expect_rows("rows", rows, None, self.in_features)
@@ -324,7 +330,7 @@ class TritonQuantizedWeight:
         if num_rows == 0:
             return output
         tiling = self._tiling(num_rows)
-        # Without need of one order, a row is split only where that is faster.
+        # Unless the order of summation must be fixed, inputs are split only if that is faster.
         can_split = self._is_invariant or num_rows <= _MAX_SPLIT_ROWS
         num_splits = self.num_splits if can_split else 1
         is_split = num_splits > 1 and num_rows <= _MAX_SPLIT_ROWS
@@ -364,7 +370,7 @@ class TritonQuantizedWeight:
         return output
 
     def _tiling(self, num_rows: int) -> dict[str, int]:
-        """Tiles by the number of rows; one for all if a row's bits must not depend on it."""
+        """Tile sizes for this number of rows; the same for all numbers if batch-invariant."""
         tile_rows, tile_outputs, num_warps = _MAX_SPLIT_ROWS, _TILE_OUTPUTS, 4
         if not self._is_invariant:
             tile_rows = min(max(16, triton.next_power_of_2(num_rows)), _MAX_SPLIT_ROWS)
@@ -381,10 +387,8 @@ class TritonQuantizedWeight:
         }
 
     def gather(self, token_ids: Tensor) -> Tensor:
-        """Rows of the weight: token_ids, int64 [num_rows]; returns [num_rows, in_features].
-
-        Token ids that are out of range give zeros.
-        """
+        """Dequantize rows of the weight. token_ids: int64 [num_rows]. Returns [num_rows,
+        in_features], with zeros for token ids out of range."""
         expect_dtype("token_ids", token_ids, torch.int64)
         output = self._codes.new_empty((len(token_ids), self.in_features), dtype=self._dtype)
         if output.numel():
@@ -400,11 +404,11 @@ class TritonQuantizedWeight:
 
 
 def _meaning(weight: QuantizedWeight, has_float8: bool) -> dict[str, Any]:
-    """How `_values` finds what codes mean."""
+    """The constants from which `_values` computes the values of codes."""
     if weight.is_float:
         return {"KIND": "e4m3" if has_float8 else "bits of e4m3", "TABLE": None}
     table = weight.table or tuple(range(-128, 128))
     if table == tuple(range(table[0], table[0] + len(table))):
         return {"KIND": "consecutive", "TABLE": table[:1]}
-    # Four values a word, the first in the lowest bits, each as the byte of `value + 128`.
+    # Four values per word, the first in the lowest bits, each as the byte `value + 128`.
     return {"KIND": "table", "TABLE": struct.unpack("<4i", bytes(v + 128 for v in table))}

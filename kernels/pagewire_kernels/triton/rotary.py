@@ -1,7 +1,7 @@
-"""Norm of each query and key head, rotary embedding and the store to the cache, in one launch.
+"""Norms of query and key heads, rotary embedding and the cache write, in one launch.
 
-Bound by memory bandwidth: queries are read and written once, keys and values read once and stored
-once. Apart, the norm, the rotation and the store would move queries twice and keys three times.
+Bound by memory bandwidth: queries, keys and values are read once and written once. As separate
+kernels, norm, rotation and cache write would read and write queries twice and keys three times.
 """
 
 from functools import cache
@@ -40,7 +40,7 @@ def _norm_and_rotate(
     PADDED_HALF: tl.constexpr,
     PADDED_REST: tl.constexpr,
 ):
-    """The three parts of a tile of heads: the two that are rotated, and the rest, in float32.
+    """Return the two rotated parts of a tile of heads, and the rest, in float32.
 
     heads: addresses of the heads' first elements, [n]; cosines, sines: [PADDED_HALF].
     """
@@ -135,7 +135,7 @@ def _rotate_and_write(
         )
         half_mask = mask[:, None] & (half < HALF)[None, :]
         rest_mask = mask[:, None] & (rest < HEAD_DIM)[None, :]
-        # tl.store rounds to the type that is pointed to.
+        # tl.store rounds to the dtype of the pointer.
         tl.store(heads[:, None] + half[None, :], first, half_mask)
         tl.store(heads[:, None] + HALF + half[None, :], second, half_mask)
         tl.store(heads[:, None] + rest[None, :], others, rest_mask)
@@ -161,7 +161,7 @@ def _rotate_and_write(
         block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
         half_mask = mask[:, None] & (half < HALF)[None, :]
         rest_mask = mask[:, None] & (rest < HEAD_DIM)[None, :]
-        # Rounded to the rows' type first, as if rotation and cache write were apart.
+        # Rounded to the dtype of the rows first, as by a separate rotation and cache write.
         at = block * key_block_stride + offset * key_slot_stride + head * key_cache_head_stride
         target = key_cache + at
         tl.store(
@@ -211,7 +211,8 @@ def rotate_and_write_kv(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> None:
-    """Apply norms and RoPE to `query` in place; write keys and values to the cache."""
+    """Apply norms and RoPE to `query` in place; write normed and RoPE'd keys, and values, to the
+    cache; as `reference.rotate_and_write_kv`."""
     rows = query, key, value, key_cache, value_cache, slot_mapping
     tables = positions, cos, sin, query_norm, key_norm
     given = layouts(*rows, *tables)
@@ -252,7 +253,7 @@ def rotate_and_write_kv(
         HAS_KEY_NORM=key_norm is not None,
         IS_FP8=key_cache.dtype == FP8,
         TILE_HEADS=_TILE_HEADS,
-        num_warps=2,  # eight elements a thread of half a head of 128: loads of sixteen bytes
+        num_warps=2,  # 8 elements per thread of half a head of 128: loads of 16 bytes
         enable_fp_fusion=False,
     )
 
@@ -295,9 +296,12 @@ def _check(
     for name, table in (("cos", cos), ("sin", sin)):
         expect_dtype(name, table, *FLOATS)
         expect_rows(name, table, *cos.shape)
-    expect(cos.stride() == sin.stride(), "cos and sin differ in layout")
+    expect(cos.stride() == sin.stride(), "cos, sin: expected equal strides")
     half = cos.shape[1]
-    expect(2 * half <= head_dim, f"cos: {half} columns rotate more than a head of {head_dim}")
+    expect(
+        2 * half <= head_dim,
+        f"cos: expected at most {head_dim // 2} columns for heads of {head_dim}, got {half}",
+    )
     for name, weight in (("query_norm", query_norm), ("key_norm", key_norm)):
         if weight is not None:
             expect_dtype(name, weight, *FLOATS)

@@ -1,11 +1,11 @@
 """A step's inputs, edits of logits, sampling and log probabilities on a GPU.
 
-What bounds sampling: the rows of logits are read over and over, `vocab_size * 4` bytes a row and
-pass. A greedy row takes one pass, one without filters four, one with top-k or top-p as many more as
-it takes until the tokens in question are few, at most 32. A row is one program's, so that a batch
-with fewer rows than the device has processors is bound by what one processor can read. Memory
-beside the logits: 16 KiB a row. Edits take one pass more, in a program per tile, for the rows that
-have any, and penalties read as much again, the counts of tokens.
+Sampling is bound by reading logits repeatedly, `vocab_size * 4` bytes per row and pass. A greedy
+row takes one pass, a row without filters four; top-k or top-p take up to 32 more, until few tokens
+are left. Each row has one program, so that a batch with fewer rows than the device has
+multiprocessors is bound by the bandwidth of one multiprocessor. Scratch memory: 16 KiB per row.
+Edits take one more pass over the rows that have any, with a program per tile; penalties also read
+the counts of tokens, which have the size of the logits.
 """
 
 import torch
@@ -24,11 +24,11 @@ from pagewire_kernels.triton import sampling_kernels
 from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
 
 CAPACITY = 2048
-"""Tokens that are copied out to find the cut among."""
+"""Maximum number of tokens that are copied to scratch memory to find the cut."""
 
 _TILE = 4096
 _NUM_WARPS = 16
-"""A row alone waits for memory once a tile, so tiles are as large as registers allow."""
+"""A program waits for memory once per tile, so tiles are as large as registers allow."""
 
 _TILE_EDITS = 128
 _TILE_INPUTS = 1024
@@ -37,7 +37,7 @@ _TILE_INPUTS = 1024
 def prepare(
     inputs: StepInputs, latest: Tensor, block_tables: Tensor, block_size: int, max_blocks: int
 ) -> PreparedInputs:
-    """A model's inputs in one launch; as `reference.prepare`."""
+    """Prepare a model's inputs in one launch; as `reference.prepare`."""
     i, device = inputs, latest.device
     num_tokens, num_seqs = len(i.token_ids), len(i.seq_rows)
     for name, column, length in (
@@ -118,7 +118,10 @@ def sample(
     *,
     capacity: int = CAPACITY,
 ) -> None:
-    """One outcome per row; as `reference.sample`, up to the rounding of sums of probabilities."""
+    """Sample; as `reference.sample`, up to the rounding of sums of probabilities.
+
+    capacity: see `CAPACITY`.
+    """
     num_rows, vocab_size = _check(logits, rows)
     expect_dtype("outcome", outcome, torch.int64)
     expect_rows("outcome", outcome, num_rows)
@@ -150,9 +153,9 @@ def sample(
 
 
 def gather_logprobs(logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Log softmax at some tokens, and the rank of the first; as `reference.gather_logprobs`.
+    """Log softmax of some tokens, and the rank of the first; as `reference.gather_logprobs`.
 
-    Two passes over the logits and nothing of their size written.
+    Takes two passes over the logits, and writes nothing of their size.
     """
     num_rows, vocab_size = _check_logits(logits)
     expect_dtype("token_ids", token_ids, torch.int64)

@@ -1,11 +1,11 @@
 """The Triton kernels of a step's inputs and of sampling; `sampling.py` launches them.
 
-A row's filters come down to one number, the cut: the smallest scaled logit that stays. It is found
-without sorting, by bisection over the bits of float32, which order as their values do once those of
-negative numbers are mirrored. Each step is one pass that counts and weighs what is at or above the
-middle. Once the range holds few enough tokens they are copied out, and the rest of the passes go
-over the copy: a few passes over the vocabulary instead of thirty. Sums are float64, so that the
-order of summation does not decide which token is drawn.
+The filters of a row reduce to one number, the cut: the smallest scaled logit that is kept. It is
+found without sorting, by bisection over the bits of float32, which have the order of their values
+once those of negative numbers are mirrored. Each step is one pass that counts the tokens at or
+above the middle, and sums their weights. Once the range has few enough tokens, they are copied to
+scratch memory, and the remaining passes read the copy: a few passes over the vocabulary instead of
+thirty. Sums are float64, so that the order of summation does not decide which token is drawn.
 """
 
 import triton
@@ -41,21 +41,21 @@ COUNT_ONE_OUTPUT = tl.constexpr(batch.COUNT_ONE_OUTPUT)
 HAS_FINITE = tl.constexpr(1)
 HAS_UNSOUND = tl.constexpr(2)
 
-# Columns begin where a batch's size leaves them, and numbers differ from batch to batch: were they
-# looked at, a kernel would be compiled again while requests wait.
+# The alignment of columns and the values of strides differ from batch to batch. If kernels were
+# specialized by them, they would be compiled again while requests wait.
 _COLUMNS = ["outcome", "row_ids", "positions", "mask_rows", "bitmask"]
 _COUNTS = ["bitmask_stride", "table_stride"]
 
 
 @triton.jit
 def _real(param):
-    """A float64 parameter, which is stored by its bits."""
+    """Load a float64 parameter, which is stored by its bits."""
     return tl.load(param).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def uniform(seed, choice_index, position):
-    """A float64 from [0, 1): the top 53 of the first 64 bits of Philox4x32-10."""
+    """A float64 in [0, 1): the top 53 of the first 64 bits of Philox4x32-10."""
     zero = position * 0
     high, low, _, _ = tl.philox(
         seed,
@@ -70,21 +70,21 @@ def uniform(seed, choice_index, position):
 
 @triton.jit
 def _ordered(x):
-    """int64 that order as the float32 numbers do; both zeros are one."""
+    """int64 with the order of float32 numbers; both zeros are equal."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def _scaled(values, at, mask, temperature):
-    """Logits over temperature, rounded as torch rounds; minus infinity outside of the mask."""
+    """Logits divided by the temperature, rounded as in torch; minus infinity outside the mask."""
     x = tl.load(values + at, mask, other=float("-inf")).to(tl.float32)
     return tl.div_rn(x, temperature + tl.zeros_like(x))
 
 
 @triton.jit
 def _largest(values, length, TILE: tl.constexpr):
-    """The largest value, the first place it stands at, and whether there is a NaN."""
+    """Return the largest value, its first index, and whether there is a NaN."""
     lane = tl.arange(0, TILE)
     best = tl.full([TILE], float("-inf"), tl.float32)
     best_at = lane * 0
@@ -103,7 +103,7 @@ def _largest(values, length, TILE: tl.constexpr):
 
 @triton.jit
 def _weigh(values, length, temperature, maximum, cut, TILE: tl.constexpr):
-    """How many entries are at or above the cut, and the sum of their weights."""
+    """Return the number of entries at or above the cut, and the sum of their weights."""
     lane = tl.arange(0, TILE)
     counts = lane * 0
     masses = tl.zeros([TILE], tl.float64)
@@ -130,10 +130,10 @@ def _find_cut(
     total,
     TILE: tl.constexpr,
 ):
-    """The largest cut at which `top_k` tokens stay, then that at which `top_p` of these do.
+    """Return the largest cut that keeps `top_k` tokens, and of these a share of at least `top_p`.
 
-    It is at least `low`; for top-k it is known to be below `high`. `total` is the weight that top-p
-    takes its share of where there is no top-k.
+    The cut is at least `low`; that of top-k is below `high`, and that of top-p below `ceiling`.
+    `total` is the weight of which top-p is a share if there is no top-k.
     """
     while (top_k > 0) & (high - low > 1):
         middle = low + (high - low) // 2
@@ -155,7 +155,7 @@ def _find_cut(
 def _copy_candidates(
     values, length, temperature, cut, target_values, target_ids, TILE: tl.constexpr
 ):
-    """Copy scaled logits at or above the cut, and their token ids, in order."""
+    """Copy scaled logits at or above the cut, and their token ids, in the order of ids."""
     num_copied = 0
     for start in range(0, length, TILE):
         at = start + tl.arange(0, TILE)
@@ -170,9 +170,10 @@ def _copy_candidates(
 
 @triton.jit
 def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
-    """The first place where the cumulative weight of what stays exceeds `draw` of its total.
+    """Return the first index at which the cumulative weight of kept entries exceeds `draw` times
+    their total.
 
-    Rounding may leave no such place; then it is the last one with a weight.
+    If rounding leaves no such index, it is the last one with a positive weight.
     """
     _, total = _weigh(values, length, temperature, maximum, cut, TILE)
     goal = draw * total
@@ -185,7 +186,7 @@ def _draw(values, length, temperature, maximum, cut, draw, TILE: tl.constexpr):
         is_kept = (_ordered(x) >= cut) & (at < length)
         weights = tl.where(is_kept, tl.exp(x - maximum), 0.0).to(tl.float64)
         tile_mass = tl.sum(weights, axis=0)
-        # Until the goal is passed each tile with a weight is remembered, the last in case none is.
+        # Remember the last tile with a weight that starts at or before the goal.
         is_next = (mass <= goal) & (tile_mass > 0.0)
         tile = tl.where(is_next, start, tile)
         before = tl.where(is_next, mass, before)
@@ -213,9 +214,9 @@ def _choose(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The token of a row whose largest logit is finite, the first at `first`.
+    """Return the token of a row whose largest logit, at index `first`, is finite.
 
-    candidates, candidate_ids: [CAPACITY] of scratch memory.
+    candidates, candidate_ids: scratch memory, [CAPACITY].
     """
     temperature = _real(params + TEMPERATURE).to(tl.float32)
     token = first.to(tl.int64)
@@ -241,7 +242,7 @@ def _choose(
 
         if count <= CAPACITY:
             _copy_candidates(logits, vocab_size, temperature, low, candidates, candidate_ids, TILE)
-            tl.debug_barrier()  # what other threads of the program have stored is read from here on
+            tl.debug_barrier()  # values stored by other threads of the program are read below
             cut = _find_cut(
                 candidates, count, 1.0, maximum, low, high, ceiling, top_k, top_p, total, TILE
             )
@@ -288,7 +289,7 @@ def sample(
     CAPACITY: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Program (row). candidates, candidate_ids: [num_rows, CAPACITY] of scratch memory."""
+    """Program (row). candidates, candidate_ids: scratch memory, [num_rows, CAPACITY]."""
     row = tl.program_id(0).to(tl.int64)
     row_id = tl.load(row_ids + row).to(tl.int64)
     before = tl.load(latest + row_id)
@@ -337,7 +338,7 @@ def sample(
 
 @triton.jit
 def _is_sound(sound, NUM_TILES: tl.constexpr):
-    """Whether a row has a finite maximum, from what the programs of `edit` saw of its tiles."""
+    """Whether the maximum of a row is finite, from the results of `edit` for its tiles."""
     tile = tl.arange(0, triton.next_power_of_2(NUM_TILES))
     seen = tl.load(sound + tile, tile < NUM_TILES, other=0)
     has_finite = tl.max(seen & HAS_FINITE, axis=0)
@@ -347,7 +348,7 @@ def _is_sound(sound, NUM_TILES: tl.constexpr):
 
 @triton.jit
 def _seen(x, mask):
-    """What `edit` reports of these logits."""
+    """The bits that `edit` reports for each of these logits."""
     is_unsound = (x != x) | (x == float("inf"))
     is_finite = (is_unsound == 0) & (x > float("-inf"))
     seen = tl.where(is_unsound, HAS_UNSOUND, 0) | tl.where(is_finite, HAS_FINITE, 0)
@@ -376,10 +377,10 @@ def edit(
     TILE: tl.constexpr,
     TILE_EDITS: tl.constexpr,
 ):
-    """Program (row, tile): edits one tile of a row's logits, all of whose entries it looks for.
+    """Program (row, tile): edit one tile of a row's logits; all edits of the row are searched.
 
-    Entries with a number come before those that exclude, and one pass over the entries is apart
-    from the next by a barrier, since another thread may have stored what a thread reads.
+    Biases are applied before exclusions. A barrier separates the passes over the edits, since a
+    thread may read values that another thread has stored.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * TILE
@@ -435,7 +436,7 @@ def edit(
 
 @triton.jit
 def _either(seen):
-    """The bits that any element has."""
+    """The bits that are set in any element."""
     return tl.max(seen & HAS_FINITE, axis=0) | tl.max(seen & HAS_UNSOUND, axis=0)
 
 
@@ -506,7 +507,7 @@ def logprobs(
     TILE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Program (row): log softmax at the row's tokens, and the rank of the first."""
+    """Program (row): log softmax of the row's tokens, and the rank of the first."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
     maximum, _, _ = _largest(logits, vocab_size, TILE)

@@ -254,7 +254,7 @@ def test_groups_and_codes_that_the_kernels_lack_are_refused(kernels: Library) ->
     floats = random_weight(32, 32, 8, 16, offsets=False, is_float=True)
     for refused in (weight, floats):
         assert not can_pack_codes(refused)
-        with pytest.raises(ValueError, match="groups of a multiple of 16 whole numbers"):
+        with pytest.raises(ValueError, match="groups of a multiple of 16 integers"):
             NativeWeight(refused, kernels, HugeMemory(), torch.float32)
 
 
