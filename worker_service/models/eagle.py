@@ -1,14 +1,14 @@
-"""The draft head of EAGLE-3 (Li et al. 2025): one layer that guesses tokens from the hidden states
-of the model that it was trained for, its target.
+"""The EAGLE-3 draft head (Li et al. 2025): one layer that predicts tokens from hidden states of its
+target, the model for which it was trained.
 
-Row t of a sequence has two inputs: token t + 1, and a hidden state that stands for token t. That
-state is a linear function of what entered three of the target's layers at token t, for tokens that
-the target has computed, and the head's own output of row t - 1 for those that it has not: drafts.
-The row's output predicts token t + 2. Its embedding is usually the target's, and its logits are for
-the draft vocabulary, the most frequent tokens.
+Row t of a sequence has two inputs: token t + 1, and a hidden state for token t. For tokens that the
+target has computed, this state is a linear function of the inputs of three of the target's layers
+at token t (the fused state); for drafts, it is the head's own output of row t - 1. The output of
+row t predicts token t + 2. The embedding is usually that of the target, and logits are computed for
+the draft vocabulary only, the most frequent tokens.
 
-Keys and values depend on a row's inputs alone, since there is one layer. So rows that predict
-nothing cost a small part of the head, `write_kv`.
+Since there is one layer, keys and values depend only on a row's inputs. Rows that predict nothing
+therefore need only a small part of the head, `write_kv`.
 """
 
 import re
@@ -34,14 +34,14 @@ class EagleSettings:
     """Shape of a head."""
 
     layer: LlamaSettings
-    """Of its layer. The vocabulary is the target's."""
+    """Shape of the head's layer. The vocabulary is that of the target."""
 
     draft_vocab_size: int
     captured_layers: tuple[int, ...]
-    """The target's layers whose inputs are fused, in the order in which `fc` takes them."""
+    """The layers of the target whose inputs are fused, in the order of the inputs of `fc`."""
 
     norm_before_residual: bool
-    """Whether the residual stream begins with the normalised hidden state."""
+    """Whether the residual stream starts with the normalized hidden state."""
 
     has_embedding: bool
     has_head: bool
@@ -49,8 +49,8 @@ class EagleSettings:
 
 
 class EagleHead(LoadableModule):
-    """A head and, where it has none of its own, the target's embedding and LM head. Where several
-    ranks share these, the head has copies of both."""
+    """A draft head. Without an embedding or LM head of its own, it uses those of the target; if
+    these are sharded over several ranks, it has copies of them."""
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|.*rotary_emb\.inv_freq")
 
@@ -89,7 +89,7 @@ class EagleHead(LoadableModule):
         """The dtype, device and width of hidden states."""
 
     def weight_targets(self) -> Iterator[WeightTarget]:
-        """By the names of the authors' checkpoints."""
+        """Destinations of the checkpoint's tensors, by their names in the authors' checkpoints."""
         if self.embedding is not None and self._has_embedding:
             yield self.embedding.table_target("embed_tokens.weight")
         if self.head is not None and self._has_head:
@@ -108,16 +108,21 @@ class EagleHead(LoadableModule):
             yield self.head.table_target(target.head_name)
 
     def canonical_name(self, name: str) -> str:
-        """vLLM's tools number the layer, and some add the prefix of a whole model."""
+        """The name in the authors' checkpoints. vLLM's tools number the layer, and some add the
+        prefix of a whole model."""
         return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
 
     def use_draft_vocabulary(self, tokens: Tensor) -> None:
-        """tokens: int64 [draft_vocab_size], the token of each logit of the head."""
+        """Set the draft vocabulary. tokens: int64 [draft_vocab_size], the token id of each logit of
+        the head."""
         self._tokens = tokens.to(self.hidden_like.device)
 
     def fuse(self, captured: tuple[Tensor, ...]) -> Tensor:
-        """The hidden states that stand for tokens which the target has computed: its `captured`,
-        [num_tokens, hidden_size of the target] each; returns [num_tokens, hidden_size]."""
+        """Compute the hidden states for tokens that the target has computed.
+
+        captured: [num_tokens, hidden_size of the target] each, in the order of `captured_layers`.
+        Returns [num_tokens, hidden_size].
+        """
         return self.fc(torch.cat(captured, dim=1))
 
     def write_kv(
@@ -128,9 +133,10 @@ class EagleHead(LoadableModule):
         kv_cache: Tensor,
         slot_mapping: Tensor,
     ) -> None:
-        """Write the rows' keys and values into the cache.
+        """Write the keys and values of rows to the cache.
 
-        token_ids: the tokens after `positions`; int64 [num_rows], as the slots of the rows.
+        token_ids: int64 [num_rows], the tokens at `positions` + 1; hidden: [num_rows, hidden_size],
+        hidden states for the tokens at `positions`; positions, slot_mapping: int64 [num_rows].
         """
         inputs, _ = self._inputs(token_ids, hidden)
         self.layer.write_kv(inputs, positions, kv_cache, slot_mapping)
@@ -143,15 +149,18 @@ class EagleHead(LoadableModule):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        """Arguments as of `write_kv`, which this does, too. Returns what logits are computed from,
-        and the hidden states of the next rows, if their tokens are drafts: [num_rows, hidden_size]
-        each. Overwrites `hidden`."""
+        """Run the head, which also writes keys and values; arguments as for `write_kv`.
+
+        Returns the input of `compute_logits`, and the hidden states for the next rows if their
+        tokens are drafts: [num_rows, hidden_size] each. Overwrites `hidden`.
+        """
         inputs, residual = self._inputs(token_ids, hidden)
         x = self.layer.attend_and_mix(inputs, residual, positions, kv_cache, metadata)
         return self.norm(residual, x), residual
 
     def compute_logits(self, rows: Tensor) -> Tensor:
-        """float32 [num_rows, vocab_size]: minus infinity beyond the draft vocabulary."""
+        """Compute logits: float32 [num_rows, vocab_size], minus infinity outside of the draft
+        vocabulary. rows: [num_rows, hidden_size]."""
         logits: Tensor = (self.head or self._target[0].compute_logits)(rows)
         if self._tokens is None:
             return logits
@@ -160,7 +169,7 @@ class EagleHead(LoadableModule):
         return of_all
 
     def _inputs(self, token_ids: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The attention's inputs, and the residual stream."""
+        """Return the inputs of the attention, and the residual stream."""
         embed = self.embedding or self._target[0].embedding
         assert embed is not None, "the target is a whole model"
         normed = self.hidden_norm(hidden)

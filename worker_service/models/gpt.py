@@ -22,8 +22,8 @@ OPT_POSITION_OFFSET = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GPTSettings(ModelSettings):
-    """Shape of a GPT-2 or OPT model. Only OPT-350m has norms after attention and MLP, and an
-    embedding that is narrower than the hidden states."""
+    """Shape of a GPT-2 or OPT model. Only OPT-350m has norms after attention and MLP (post-norm),
+    and an embedding narrower than the hidden states."""
 
     position_offset: int = 0
     """The row of the position table for position 0."""
@@ -32,7 +32,7 @@ class GPTSettings(ModelSettings):
     """The factor of each layer's attention scores."""
 
     norm_first: bool = True
-    """Whether norms stand before attention and MLP, or after."""
+    """Whether norms precede attention and MLP (pre-norm)."""
 
     final_norm: bool = True
     norm_affine: bool = True
@@ -56,7 +56,7 @@ class GPTLayer(DecoderLayer):
     def __init__(
         self, settings: GPTSettings, layer: int, context: ModelContext, kernels: Kernels
     ) -> None:
-        """layer: its number in the whole model."""
+        """layer: index of the layer in the whole model."""
         super().__init__()
         s, size, layout = settings, settings.hidden_size, context.communicator.layout
         heads = layout.even_shard(s.num_heads, "attention heads")
@@ -113,7 +113,7 @@ class GPTLayer(DecoderLayer):
 
 
 class GPT2Layer(GPTLayer):
-    """GPT-2's: queries, keys and values are one tensor, and weights are stored transposed."""
+    """A layer of GPT-2: queries, keys and values are one tensor, and weights are transposed."""
 
     part_names: ClassVar[Mapping[str, str]] = {
         "attention_norm": "ln_1",
@@ -131,7 +131,7 @@ class GPT2Layer(GPTLayer):
 
 
 class OPTModel(NativeModel):
-    """The whole model."""
+    """OPT (Zhang et al. 2022)."""
 
     embedding_name = "model.decoder.embed_tokens.weight"
     layers_name = "model.decoder.layers"
@@ -179,7 +179,7 @@ class OPTModel(NativeModel):
         return x if self.project_out is None else self.project_out(x)
 
     def canonical_name(self, name: str) -> str:
-        """Some checkpoints hold the inner model alone."""
+        """Add the prefix that checkpoints without an LM head lack."""
         return f"model.{name}" if name.startswith("decoder.") else name
 
     def weight_targets(self) -> Iterator[WeightTarget]:
@@ -193,7 +193,7 @@ class OPTModel(NativeModel):
 
 
 class GPT2Model(OPTModel):
-    """The whole model."""
+    """GPT-2 (Radford et al. 2019)."""
 
     embedding_name = "transformer.wte.weight"
     layers_name = "transformer.h"
@@ -206,7 +206,7 @@ class GPT2Model(OPTModel):
     )
 
     def canonical_name(self, name: str) -> str:
-        """The first checkpoints hold the inner model alone."""
+        """Add the prefix that the original checkpoints lack."""
         outer = name.startswith(("transformer.", "lm_head."))
         return name if outer else f"transformer.{name}"
 
@@ -242,7 +242,10 @@ def opt_settings(config: Mapping[str, Any]) -> GPTSettings:
 def gpt2_settings(config: Mapping[str, Any]) -> GPTSettings:
     """Settings from `config.json`; absent keys have the defaults of `transformers`."""
     if config.get("add_cross_attention"):
-        raise UnsupportedModel("GPT2LMHeadModel with cross-attention is not decoder-only")
+        raise UnsupportedModel(
+            "config.json: add_cross_attention: expected false, since only decoder-only models are"
+            " supported, got true"
+        )
     size, num_layers, num_heads = config["n_embd"], config["n_layer"], config["n_head"]
     head_dim = size // num_heads
     scale = head_dim**-0.5 if config.get("scale_attn_weights", True) else 1.0

@@ -1,4 +1,4 @@
-"""The interface of models, and what they are built with."""
+"""The interface of models, the context in which they are built, and targets of their weights."""
 
 import math
 from collections import Counter
@@ -26,7 +26,7 @@ class KVCacheSpec:
     dtype: torch.dtype
 
     def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Shape of a block of `block_size` tokens: all layers, keys, values and any scales."""
+        """Shape of a block of `block_size` tokens: all layers, keys and values with any scales."""
         head_size = stored_head_size(self.head_dim, self.dtype)
         return self.num_layers, 2, block_size, self.num_kv_heads, head_size
 
@@ -51,16 +51,16 @@ class Model(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Last hidden states of all rows; also writes the rows' KV into the cache.
+        """Compute the last hidden states of all rows, and write their KV to the cache.
 
         token_ids, positions: int64 [num_tokens]; kv_cache: block-major [num_blocks,
-        *kv_cache_spec.block_shape(block_size)]. Returns [num_tokens, hidden_size], which the next
-        call may overwrite.
+        *kv_cache_spec.block_shape(block_size)]; metadata: maps rows to sequences and slots. Returns
+        [num_tokens, hidden_size], which the next call may overwrite.
         """
         ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits of chosen rows. hidden_states: [num_rows, hidden_size]; returns float32
+        """Compute the logits of some rows. hidden_states: [num_rows, hidden_size]. Returns float32
         [num_rows, vocab_size]."""
         ...
 
@@ -77,8 +77,8 @@ class ComputesLogits(Protocol):
         metadata: AttentionMetadata,
         sampled: torch.Tensor | None,
     ) -> Computed:
-        """Like `Model.forward`; sampled: int64, rows to compute logits of, if the model's program
-        includes the head."""
+        """As `Model.forward`, with the logits of some rows if the recorded program includes the LM
+        head. sampled: int64 [num_sampled], these rows."""
         ...
 
 
@@ -90,67 +90,68 @@ class ModelContext:
     device: torch.device
 
     cache_dtype: torch.dtype | None = None
-    """Type of the KV cache; None: `dtype`."""
+    """Dtype of the KV cache; None: `dtype`."""
 
     batch_invariant: bool = False
-    """Whether GPUs, too, must compute a row to the same bits in any batch."""
+    """Whether a row must have the same bits in any batch on GPUs, too."""
 
     quantization: str | None = None
-    """`int8`, `int4` or `fp8`: what dense weights of linear layers are rounded to."""
+    """The format to which dense weights of linear layers are quantized: `int8`, `int4` or `fp8`;
+    None: they are not."""
 
     packs_with_triton: bool = False
-    """Whether weights in fewer bits stay so on a GPU, for the Triton kernels. Memory for their
-    dense forms is then the host's, where it takes up none until it is filled."""
+    """Whether quantized weights stay packed on a GPU, for the Triton kernels. Their dense forms are
+    then allocated on the host, where memory is not committed until it is written to."""
 
     dequantized: Counter[str] = field(default_factory=Counter)
-    """Bytes of the weights that could not stay in fewer bits, by reason; added to while loading."""
+    """Bytes of quantized weights that had to be dequantized, by reason; updated while loading."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
 
     @property
     def needs_fixed_products(self) -> bool:
-        """Whether linear layers must use a kernel of our own for that."""
+        """Whether linear layers need the batch-invariant Triton kernel."""
         return self.batch_invariant and self.device.type == "cuda"
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Type of the KV cache."""
+        """Dtype of the KV cache."""
         return self.dtype if self.cache_dtype is None else self.cache_dtype
 
     def empty(self, *shape: int) -> Tensor:
-        """An uninitialised tensor of this dtype on this device."""
+        """Return an uninitialized tensor of this dtype on this device."""
         return torch.empty(*shape, dtype=self.dtype, device=self.device)
 
     def empty_weight(self, *shape: int) -> Tensor:
-        """An uninitialised weight, to be laid out for this device once it is filled."""
+        """Return an uninitialized weight, which is packed for this device once it is filled."""
         device = torch.device("cpu") if self.packs_with_triton else self.device
         return torch.empty(*shape, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Destination of a checkpoint's tensor or a part of it, often a view of a stacked tensor."""
+    """Destination of a checkpoint's tensor or of a part of it, often a view of a stacked tensor."""
 
     name: str
-    """The tensor's canonical name. Several targets may be parts of one tensor."""
+    """Canonical name of the checkpoint's tensor. Several targets may be parts of one tensor."""
 
     target: Tensor
-    """Has the part's shape."""
+    """The tensor that is filled, of the shape of the part."""
 
     axis: int = 0
     shard: Shard | None = None
-    """The part of the checkpoint's tensor, along `axis`; None: all of it."""
+    """The part of the checkpoint's tensor along `axis`; None: all of it."""
 
     keep: Callable[[QuantizedWeight], None] | None = None
-    """Takes the part instead of `target`, if the checkpoint has it in fewer bits or it was rounded
-    while it was read; None: it must be dequantized."""
+    """Called with the part, instead of filling `target`, if it is quantized in the checkpoint or
+    was quantized while it was read; None: it must be dequantized."""
 
     rounding: str | None = None
-    """`int8`, `int4` or `fp8`, if a dense tensor is rounded to that."""
+    """The format to which a dense tensor is quantized: `int8`, `int4` or `fp8`; None: it is not."""
 
     @property
     def source_shape(self) -> list[int]:
-        """Shape of the checkpoint's tensor."""
+        """Expected shape of the checkpoint's tensor."""
         shape = list(self.target.shape)
         if self.shard is not None:
             shape[self.axis] = self.shard.total
@@ -158,14 +159,14 @@ class WeightTarget:
 
     @property
     def source_index(self) -> tuple[slice, ...]:
-        """Position of the part in the checkpoint's tensor."""
+        """Index of the part in the checkpoint's tensor."""
         if self.shard is None:
             return ()
         part = slice(self.shard.start, self.shard.start + self.shard.size)
         return (slice(None),) * self.axis + (part,)
 
     def part_of(self, weight: QuantizedWeight) -> QuantizedWeight:
-        """The part of the checkpoint's tensor."""
+        """The part of the checkpoint's quantized weight."""
         if self.shard is None:
             return weight
         start, stop = self.shard.start, self.shard.start + self.shard.size

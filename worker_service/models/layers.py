@@ -1,4 +1,4 @@
-"""Layers that the native families share. Rows are tokens, flattened over all sequences."""
+"""Layers of native models. Rows are tokens, flattened over all sequences."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
         self._kernels = kernels
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
-        """Add x, if any, to the residual stream, in place; returns the norm of the sum."""
+        """Add x, if given, to the residual stream in place. Returns the norm of the sum."""
         if x is None:
             return self._kernels.rms_norm(residual, self.weight, self.eps)
         return self._kernels.rms_norm(x, self.weight, self.eps, residual)
@@ -48,7 +48,7 @@ class LayerNorm(nn.Module):
         self._kernels = kernels
 
     def forward(self, residual: Tensor, x: Tensor | None = None) -> Tensor:
-        """Add x, if any, to the residual stream, in place; returns the norm of the sum."""
+        """Add x, if given, to the residual stream in place. Returns the norm of the sum."""
         if x is None:
             return self._kernels.layer_norm(residual, self.weight, self.bias, self._eps)
         return self._kernels.layer_norm(x, self.weight, self.bias, self._eps, residual)
@@ -63,7 +63,8 @@ def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]
 
 
 class PagedAttention:
-    """A layer's part of the cache: stores new keys and values there, and attends over it."""
+    """Attention of one layer: writes new keys and values to its part of the cache, and attends over
+    it."""
 
     def __init__(
         self,
@@ -78,16 +79,17 @@ class PagedAttention:
         self._scale = scale
         self._sliding_window = sliding_window
         self.key_scale = self.value_scale = 1.0
-        """Keys and values are divided by these to be stored in an fp8 cache."""
+        """Keys and values are divided by these scales when they are written to an fp8 cache."""
 
     def cache(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim] each."""
+        """Views of the layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
+        each."""
         return kv_cache[:, self._layer, 0], kv_cache[:, self._layer, 1]
 
     def write(
         self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> None:
-        """Store new keys and values, [num_tokens, num_kv_heads, head_dim] each."""
+        """Write new keys and values to the cache: [num_tokens, num_kv_heads, head_dim] each."""
         self._backend.write_kv(
             key,
             value,
@@ -98,7 +100,8 @@ class PagedAttention:
         )
 
     def attend(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """query: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
+        """Attend over the cache. query: [num_tokens, num_heads, head_dim]. Returns [num_tokens,
+        num_heads * head_dim]."""
         output = self._backend.paged_attention(
             query,
             *self.cache(kv_cache),
@@ -119,7 +122,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""Names in `pagewire_kernels.reference` by those in `config.json`."""
+"""Names of activations in `pagewire_kernels.reference`, by their names in `config.json`."""
 
 
 _POSITIONS_AT_ONCE = 1 << 16
@@ -137,10 +140,10 @@ class RotarySettings:
     theta: float
     scaling_type: str
     max_position_embeddings: int
-    """Positions that the model was trained on, before scaling."""
+    """Positions of the trained context, before scaling."""
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The scaling type's other parameters, by their names in `transformers`."""
+    """Other parameters of the scaling type, by their names in `transformers`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], rotary_dim: int) -> "RotarySettings":
@@ -155,7 +158,7 @@ class RotarySettings:
         )
 
     def original_length(self) -> int:
-        """Positions that the model was trained on before its context was extended."""
+        """Positions of the trained context, before it was extended."""
         return int(
             self.parameters.get("original_max_position_embeddings") or self.max_position_embeddings
         )
@@ -174,13 +177,13 @@ class RotaryTable:
     """Cosines and sines of all positions up to a length, [num_positions, rotary_dim // 2], for the
     rotary position embedding (RoPE, Su et al. 2021) and its scaling to longer contexts.
 
-    The table is made once, so that angles are the same in every batch. Frequencies depend on the
-    position alone, never on the batch or the sequence's present length, because cached keys cannot
-    be rotated again.
+    The table is computed once, so that angles are the same in every batch. Frequencies depend only
+    on the position, never on the batch or the current length of the sequence, because cached keys
+    cannot be rotated again.
 
-    The table must have the same bits in every process, or a sequence that moves between workers
-    continues with other numbers. So numpy computes it, in float64: torch's functions are MKL's,
-    whose results depend on how threads share the work (`loader/device.py`).
+    The table must have the same bits in every process, so that a sequence that moves between
+    workers continues exactly. Therefore it is computed by numpy, in float64: torch uses functions
+    of MKL whose results depend on how threads share the work (`loader/device.py`).
     """
 
     def __init__(
@@ -225,12 +228,13 @@ def _plain_frequencies(theta: float, rotary_dim: int) -> Tensor:
 
 
 def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor:
-    """One row of frequencies per position: those of a sequence that ends there.
+    """Frequencies per position, those of a sequence that ends there: [num_positions, ...].
 
-    Dynamic NTK raises the base with the sequence's length. `transformers` takes the length at each
-    forward pass: that at which a token was decoded, or that of the prompt that contains it. The
-    former, used here, is a function of the position; the latter would change the KV of a sequence
-    that is recomputed. Both give the same tokens for prompts within the trained length.
+    Dynamic NTK scaling raises the base with the length of the sequence. `transformers` uses the
+    length at each forward pass: the length at which a token was decoded, or that of the prompt that
+    contains it. The former, used here, is a function of the position; with the latter, the KV of a
+    sequence would change when it is recomputed. Both give the same tokens for prompts within the
+    trained length.
     """
     trained, factor = settings.max_position_embeddings, float(settings.parameters["factor"])
     dim = settings.rotary_dim
@@ -240,7 +244,7 @@ def _dynamic_frequencies(settings: RotarySettings, num_positions: int) -> Tensor
 
 
 def _llama3_frequencies(settings: RotarySettings, frequencies: Tensor) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched, short ones kept, those between interpolated."""
+    """Llama 3.1: stretch long wavelengths, keep short ones, and interpolate between."""
     factor = float(settings.parameters["factor"])
     low = float(settings.parameters["low_freq_factor"])
     high = float(settings.parameters["high_freq_factor"])
@@ -253,8 +257,8 @@ def _llama3_frequencies(settings: RotarySettings, frequencies: Tensor) -> Tensor
 
 
 def _yarn_frequencies(settings: RotarySettings) -> Tensor:
-    """Peng et al. 2023: keep dimensions that rotate often within the trained length, interpolate
-    those that rotate less than once, and blend between."""
+    """YaRN (Peng et al. 2023): keep dimensions that rotate often within the trained length,
+    interpolate those that rotate less than once, and blend between."""
     parameters, dim = settings.parameters, settings.rotary_dim
     extrapolated = _plain_frequencies(settings.theta, dim)
     interpolated = extrapolated / float(parameters["factor"])
@@ -275,7 +279,7 @@ def _yarn_frequencies(settings: RotarySettings) -> Tensor:
 
 
 def _attention_factor(settings: RotarySettings) -> float:
-    """YaRN's correction of the scores' temperature, applied to queries and keys; otherwise 1."""
+    """YaRN's correction of the softmax temperature, applied to queries and keys; otherwise 1."""
     if settings.scaling_type != "yarn":
         return 1.0
     parameters = settings.parameters

@@ -1,28 +1,29 @@
-"""Linear layers: packed for a CPU's vector units; plain, or in a fixed order, on GPUs.
+"""Linear layers: packed on CPUs; plain or batch-invariant on GPUs.
 
-A weight that the checkpoint has in fewer bits is packed as it is where there are kernels for it, on
-CPUs and on GPUs. The host's memory for its dense form is allocated, but not touched, so that it
-takes up none. Elsewhere it is dequantized.
+A quantized weight stays packed if the device has kernels for it, and is dequantized otherwise.
+Memory for its dense form is allocated on the host but never written to, so that it is not
+committed.
 
-Packed weights are laid out once, after loading. The native kernels take float32, and bfloat16 where
-they were built; oneDNN takes the rest. Both compute a row to the same bits whatever the other rows
-are; torch's own `linear` does not.
+Weights are packed once, after loading. The C++ kernels support float32, and bfloat16 if they were
+built for it; oneDNN is used for all others. With both, the bits of a row do not depend on the other
+rows; with torch's own `linear`, they do.
 
 oneDNN's packed products are two to three times as fast as torch's own for few rows. With vector
-instructions a row's result is bitwise the same for any number of rows from two on (measured with
-torch 2.13 from 1 to 4096 rows). A single row takes another path, so it is computed twice. oneDNN
-makes a kernel for each number of rows, in some milliseconds, and keeps the last thousand, of some
-hundred kilobytes each; so large numbers of rows are rounded up to a few sizes.
+instructions, the result of a row is bitwise the same for any number of rows from two on (measured
+with torch 2.13 from 1 to 4096 rows). A single row uses another code path, so it is computed twice.
+oneDNN compiles a kernel for each number of rows, which takes a few milliseconds, and caches about a
+thousand kernels, of a few hundred kilobytes each; so large numbers of rows are padded to a few
+sizes.
 
-With AMX that does not hold: oneDNN splits the sum over the inputs differently for different numbers
-of rows, and about one output in 20,000 rounds to another bfloat16. There, half-precision products
-are computed in batches of exactly 32 rows, whose results were the same bits for every position of a
-row and for 1 to 8 threads. `docs/model-execution.md` compares the speed of these with the native
-kernels, which are the default on such CPUs too, because they can be recorded.
+With AMX, this does not hold: oneDNN splits the sum over the inputs differently for different
+numbers of rows, and about one output in 20,000 rounds to another bfloat16. Half-precision products
+are therefore computed in batches of exactly 32 rows, whose bits were the same for every position of
+a row and for 1 to 8 threads. `docs/model-execution.md` compares their speed with that of the C++
+kernels, which are the default on these CPUs, too, because they can be recorded.
 
 Sharded layers: a column-parallel linear layer is an ordinary one with fewer outputs, those of this
-rank's heads or inner columns. The next layer takes these as inputs, and is row-parallel. With one
-rank each of these layers computes exactly what its ordinary counterpart does.
+rank's heads or MLP columns. The next layer has these as inputs, and is row-parallel. With one rank,
+each layer computes exactly what its ordinary counterpart does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,20 +43,20 @@ from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
 
 HEAD_ROUNDING = "int8"
-"""Of heads and the embeddings that share their table, whatever other layers are rounded to."""
+"""The format of LM heads, and of embeddings tied to them, if other layers are quantized."""
 
 MIN_ROWS = 2
-"""Fewer rows are padded up to this."""
+"""Fewer rows are padded to this number."""
 
 TILED_ROWS = 32
-"""Rows of every half-precision product where oneDNN uses AMX."""
+"""Rows of every half-precision product if oneDNN uses AMX."""
 
 MAX_EXACT_ROWS = 64
-"""More rows are padded up to a number of four significant bits: by an eighth at most."""
+"""More rows are padded to a number with four significant bits, which adds at most an eighth."""
 
 
 def num_padded_rows(num_rows: int) -> int:
-    """The number of rows that a product of `num_rows` rows is padded to."""
+    """The number of rows to which a product of `num_rows` rows is padded."""
     if num_rows <= MAX_EXACT_ROWS:
         return max(num_rows, MIN_ROWS)
     step = 1 << ((num_rows - 1).bit_length() - 4)
@@ -72,7 +73,7 @@ class OneDNNWeight:
 
     @staticmethod
     def can_pack(dtype: torch.dtype) -> bool:
-        """Whether oneDNN has such products on this machine."""
+        """Whether oneDNN has packed products of this dtype on this machine."""
         if not torch.backends.mkldnn.is_available():
             return False
         if dtype == torch.bfloat16:
@@ -104,7 +105,7 @@ class OneDNNWeight:
 
 
 class PackedWeight(Protocol):
-    """A weight [out_features, in_features] in some layout of its own."""
+    """A weight [out_features, in_features] in a layout of its own."""
 
     out_features: int
     in_features: int
@@ -121,36 +122,36 @@ class PackedWeight(Protocol):
 
 @runtime_checkable
 class PackedTable(PackedWeight, Protocol):
-    """A packed weight whose rows can be read."""
+    """A packed weight whose rows can be gathered, as by an embedding."""
 
     def gather(self, token_ids: Tensor) -> Tensor:
-        """Rows by token: token_ids, int64 [num_rows]; returns [num_rows, in_features]."""
+        """Gather rows by token. token_ids: int64 [num_rows]. Returns [num_rows, in_features]."""
         ...
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has a packed product for `dtype`."""
+    """Whether this machine has packed products of `dtype`."""
     if device.type != "cpu":
         return False
     return _native_library(dtype) is not None or OneDNNWeight.can_pack(dtype)
 
 
 def has_quantized_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has products of rows of `dtype` with weights in fewer bits."""
+    """Whether this machine has products of rows of `dtype` with quantized weights."""
     return device.type == "cpu" and _native_library(dtype) is not None
 
 
 def can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
-    """Whether the device has products with this weight in fewer bits."""
+    """Whether the device has products with this quantized weight."""
     if context.packs_with_triton:
-        from pagewire_kernels import triton  # loaded only where it is used
+        from pagewire_kernels import triton  # imported only if it is used
 
         return triton.can_pack_codes(weight)
     return has_quantized_products(context.dtype, context.device) and native.can_pack_codes(weight)
 
 
 def _obstacle(weight: QuantizedWeight) -> str:
-    """The reason why the device has no products with this weight."""
+    """The reason why the device has no products with this quantized weight."""
     if weight.group_size == 1:
         return "scattered groups that ranks share, or that differ in one product"
     if weight.group_size % GROUP_INPUTS:
@@ -159,14 +160,14 @@ def _obstacle(weight: QuantizedWeight) -> str:
 
 
 def can_stack(parts: Sequence[QuantizedWeight]) -> bool:
-    """Whether these weights can be one product."""
+    """Whether these weights can be stacked to one product."""
     return len({(part.is_float, part.activations) for part in parts}) == 1
 
 
 def refuse_quantized_rows(parts: Sequence[Tensor | QuantizedWeight], names: Sequence[str]) -> None:
-    """Raise UnsupportedModel if the rows of a weight that is dequantized must be rounded.
+    """Raise UnsupportedModel if a weight that must be dequantized needs quantized activations.
 
-    names: of the layers.
+    names: of the layers, for the error message.
     """
     found = [part.activations if isinstance(part, QuantizedWeight) else None for part in parts]
     if any(found):
@@ -178,7 +179,7 @@ def refuse_quantized_rows(parts: Sequence[Tensor | QuantizedWeight], names: Sequ
 
 
 def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
-    """Such a weight, packed for the device. Its own numbers are discarded meanwhile."""
+    """Pack a quantized weight for the device. The memory of the original is freed while packing."""
     if context.packs_with_triton:
         from pagewire_kernels.triton import TritonQuantizedWeight
 
@@ -189,9 +190,10 @@ def pack_codes(weight: QuantizedWeight, context: ModelContext) -> PackedWeight:
 
 
 def round_weight(weight: Tensor, quantization: str, *, consume: bool = False) -> QuantizedWeight:
-    """A dense weight rounded to `int8`, `int4` or `fp8`.
+    """Quantize a dense weight to `int8`, `int4` or `fp8`.
 
-    consume: whether its numbers are discarded meanwhile. Raises InvalidOption.
+    consume: whether the memory of the original is freed meanwhile. Raises InvalidOption if no group
+    size divides the inputs.
     """
     try:
         return quantize(weight, quantization, discard if consume else None)
@@ -202,9 +204,10 @@ def round_weight(weight: Tensor, quantization: str, *, consume: bool = False) ->
 def pack(
     weight: Tensor | QuantizedWeight, dtype: torch.dtype | None = None, *, consume: bool = False
 ) -> PackedWeight:
-    """A packed copy of a weight that can be packed; dtype: of a quantized one's rows.
+    """Pack a weight for this CPU; see `can_pack`.
 
-    consume: whether the weight's own numbers are discarded meanwhile, where that saves memory.
+    dtype: of the rows, if the weight is quantized; consume: whether the memory of the original is
+    freed meanwhile, if possible.
     """
     if isinstance(weight, Tensor):
         dtype = weight.dtype
@@ -219,8 +222,8 @@ def pack(
 def pack_gated(
     weight: Tensor | QuantizedWeight, context: ModelContext, activation: str
 ) -> NativeGatedWeight | None:
-    """The stacked weights of gate and up projection, packed, if this machine has a fused product of
-    both with the activation. Their own numbers are discarded meanwhile."""
+    """Pack the stacked weights of gate and up projection, if this machine has a fused kernel with
+    the activation; None otherwise. The memory of the originals is freed while packing."""
     native_library = _native_library(context.dtype)
     if native_library is None or not _is_on_cpu(context):
         return None
@@ -238,7 +241,7 @@ def _native_library(dtype: torch.dtype) -> Library | None:
 
 
 def cpu_arithmetic(dtype: torch.dtype) -> str:
-    """Identity of the kernels that compute products and norms of `dtype` on this CPU."""
+    """The identity of the kernels that compute products and norms of `dtype` on this CPU."""
     if (found := _native_library(dtype)) is not None:
         return found.instruction_set
     if dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
@@ -252,7 +255,7 @@ def _memory() -> HugeMemory:
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. The weight may be a stack of several, one after the other."""
+    """y = x @ W.T + b. The weight may be a stack of several weights."""
 
     def __init__(
         self,
@@ -263,8 +266,8 @@ class Linear(nn.Module):
         context: ModelContext,
         weight: Tensor | None = None,
     ) -> None:
-        """inputs: the inputs that this rank has; outputs: of each of the stacked weights, the
-        outputs that it computes. Only one of the two may be sharded. weight: None allocates it."""
+        """inputs: this rank's inputs; outputs: this rank's outputs of each of the stacked weights.
+        Only one of the two may be sharded. weight: None allocates it."""
         super().__init__()
         self.weight: Tensor | None
         self._inputs, self._outputs = inputs, outputs
@@ -278,9 +281,9 @@ class Linear(nn.Module):
         self._names: Sequence[str] = ()
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
-        """Destinations of a checkpoint's tensors; names: the stacked layers', in their order.
+        """Destinations of the checkpoint's tensors of the stacked layers with these names.
 
-        transposed: whether the checkpoint has weights as [in_features, out_features].
+        transposed: whether the checkpoint stores weights as [in_features, out_features].
         """
         assert self.weight is not None
         sizes = [shard.size for shard in self._outputs]
@@ -298,7 +301,7 @@ class Linear(nn.Module):
                 yield WeightTarget(f"{name}.bias", part, shard=outputs)
 
     def pack(self) -> None:
-        """Lay the weight out for this machine, once it is loaded; the original is freed."""
+        """Pack the weight for this machine once it is loaded; the original is freed."""
         weight = self._loaded()
         if weight is not None:
             self._lay_out(weight)
@@ -313,7 +316,7 @@ class Linear(nn.Module):
             self.weight = weight.to(context.device)
 
     def _loaded(self) -> Tensor | QuantizedWeight | None:
-        """The whole weight, in fewer bits if there are kernels for that; None once it is packed."""
+        """The whole weight, quantized if there are kernels for that; None once it is packed."""
         if self.weight is None:
             return None
         parts = list(self.weight.split([shard.size for shard in self._outputs]))
@@ -338,9 +341,9 @@ class Linear(nn.Module):
         return round_weight(self.weight, self._quantization, consume=True)
 
     def fix_order(self) -> None:
-        """On a GPU: sum each row's products in one order, whatever the number of rows.
+        """Make products batch-invariant on a GPU: rows are summed in a fixed order.
 
-        A weight in fewer bits was packed for that.
+        Quantized weights were packed for that already.
         """
         from pagewire_kernels.triton import (
             InvariantWeight,  # triton is loaded only where it is used
@@ -361,15 +364,15 @@ class Linear(nn.Module):
             return self.packed.apply(rows, bias, output_dtype=output_dtype)
         assert self.weight is not None
         if bias is None and output_dtype == torch.float32 != rows.dtype and not rows.is_cpu:
-            # Sums are float32 anyway. Rounding them to the weight's type would cost tokens their
-            # order, and a second pass over the product.
+            # Sums are float32 anyway. Rounding them to the dtype of the weight would make different
+            # logits equal, and need a second pass over the product.
             return torch.mm(rows, self.weight.t(), out_dtype=torch.float32)
         product = nn.functional.linear(rows, self.weight, bias)
         return product if output_dtype is None else product.to(output_dtype)
 
 
 class GatedLinear(Linear):
-    """activation(x G^T + b) * (x U^T + c), where the weight is G, then U."""
+    """activation(x @ G.T + b) * (x @ U.T + c), where the weight is G, then U."""
 
     def __init__(
         self,
@@ -402,7 +405,7 @@ class GatedLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """y = x W^T + b, where each rank has some columns of x and of W; every rank gets y."""
+    """y = x @ W.T + b, where each rank has some columns of x and of W; every rank gets y."""
 
     def __init__(
         self, inputs: Shard, out_features: int, *, bias: bool, context: ModelContext
@@ -431,10 +434,10 @@ class VocabEmbedding(nn.Module):
         self.weight[self.shard.size :] = 0
         self.packed: PackedTable | None = None
         self.kept: QuantizedWeight | None = None
-        """The table in fewer bits, until it is packed."""
+        """The quantized table, until it is packed."""
 
         self.is_shared = False
-        """Whether a head has the same table, and packs it for both."""
+        """Whether the LM head is tied to this table, and packs it for both."""
 
         self._context = context
         self._kernels = kernels
@@ -459,12 +462,12 @@ class VocabEmbedding(nn.Module):
             self.weight[: self.shard.size] = part.dequantize()
 
     def pack(self) -> None:
-        """Lay the table out for this machine, once it is loaded, unless a head does it for both."""
+        """Pack the table for this machine once it is loaded, unless a tied head does."""
         if self.weight is not None and not self.is_shared:
             self.weight = self.weight.to(self._context.device)
 
     def share(self, packed: PackedWeight | None, weight: Tensor | None) -> None:
-        """Use the head's copy of the table, if rows can be read from it; ours is freed."""
+        """Use the head's copy of the table if rows can be gathered from it; this one is freed."""
         if isinstance(packed, PackedTable):
             self.packed, self.weight = packed, None
         elif weight is not None:
@@ -477,7 +480,7 @@ class VocabEmbedding(nn.Module):
         rows = token_ids - self.shard.start
         is_ours = (rows >= 0) & (rows < self.shard.size)
         found = self._rows(torch.where(is_ours, rows, 0))
-        # One rank has a row's numbers and the others zeros, so the sum is exact.
+        # One rank has the row and the others have zeros, so the sum is exact.
         return self._communicator.sum(found.masked_fill_(~is_ours.unsqueeze(1), 0))
 
     def _rows(self, indices: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Llama and its close kin: Mistral, Qwen2, Qwen3. Pre-norm, rotary, gated MLP, grouped queries."""
+"""Llama and similar models: Mistral, Qwen2, Qwen3. Pre-norm, RoPE, gated MLP, grouped queries."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,13 +33,13 @@ class LlamaSettings(ModelSettings):
 
     rotary: RotarySettings
     sliding_windows: tuple[int | None, ...]
-    """The window of each layer; None: all positions."""
+    """The sliding window of each layer; None: full attention."""
 
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
-    """Whether queries and keys are normalised per head (Qwen3)."""
+    """Whether queries and keys are normalized per head (Qwen3)."""
 
 
 class LlamaLayer(DecoderLayer):
@@ -54,8 +54,8 @@ class LlamaLayer(DecoderLayer):
         rotary: RotaryTable,
         attention_inputs: int | None = None,
     ) -> None:
-        """layer: its number in the whole model. attention_inputs: None: as many as a hidden state
-        has."""
+        """layer: index of the layer in the whole model; attention_inputs: width of the inputs of
+        attention, None for the hidden size."""
         super().__init__()
         s, size, layout = settings, settings.hidden_size, context.communicator.layout
         heads = layout.even_shard(s.num_heads, "attention heads")
@@ -111,8 +111,7 @@ class LlamaLayer(DecoderLayer):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Attention, whose output for `x` is added to `residual`, then the MLP, whose output is
-        returned."""
+        """Add the attention output for `x` to `residual`, then return the output of the MLP."""
         x = self.write_kv(x, positions, kv_cache, metadata.slot_mapping)
         x = self.output(self.attention.attend(x, kv_cache, metadata))
         return self.down(self.gate_up(self.mlp_norm(residual, x)))
@@ -120,7 +119,7 @@ class LlamaLayer(DecoderLayer):
     def write_kv(
         self, x: Tensor, positions: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> Tensor:
-        """Write the rows' keys and values into the cache. Returns their queries."""
+        """Write the keys and values of rows to the cache. Returns their queries."""
         heads = self.qkv(x).unflatten(1, (-1, self._head_dim))
         query, key, value = heads.split(self._num_heads, dim=1)
         self._kernels.rotate_and_write_kv(
@@ -154,7 +153,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class LlamaModel(NativeModel):
-    """The whole model."""
+    """Llama (Touvron et al. 2023), Mistral, Qwen2 or Qwen3."""
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(
         rf"lm_head\.weight|.*rotary_emb\.inv_freq|{KV_SCALE_NAMES}"
@@ -188,7 +187,7 @@ class LlamaModel(NativeModel):
 def llama_settings(config: Mapping[str, Any]) -> LlamaSettings | None:
     """Settings from `config.json`; absent keys have the defaults of `transformers`.
 
-    None for a variant that needs other rotary embeddings than ours.
+    None for a variant whose rotary embedding is not supported.
     """
     architecture = config["architectures"][0]
     num_heads = config["num_attention_heads"]
@@ -228,7 +227,8 @@ def llama_settings(config: Mapping[str, Any]) -> LlamaSettings | None:
 
 
 def _sliding_windows(config: Mapping[str, Any], architecture: str) -> Iterator[int | None]:
-    """Each layer's window: Mistral has one for all, Qwen for the layers it names, Llama none."""
+    """The sliding window of each layer: Mistral has one for all layers, Qwen one for the layers
+    that it lists, Llama none."""
     num_layers = config["num_hidden_layers"]
     if architecture == "MistralForCausalLM":
         yield from [config.get("sliding_window", 4096)] * num_layers

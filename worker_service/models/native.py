@@ -28,7 +28,7 @@ class ModelSettings:
     """Width of the token embedding and of the head's inputs; usually the hidden size."""
 
     inner_size: int
-    """Columns of the MLP."""
+    """Intermediate size of the MLP."""
 
     num_layers: int
     num_heads: int
@@ -38,7 +38,7 @@ class ModelSettings:
     """The longest sequence that the model's positions allow."""
 
     activation: str
-    """The name in `config.json`."""
+    """The activation's name in `config.json`."""
 
     norm_eps: float
     tie_word_embeddings: bool
@@ -56,8 +56,12 @@ class DecoderLayer(nn.Module, ABC):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor | None]:
-        """residual: the residual stream, which is overwritten; x: the previous layer's output, if
-        it is not yet added to `residual`. Returns both for the next layer."""
+        """Run the layer.
+
+        residual: [num_tokens, hidden_size], the residual stream, which is overwritten; x: output of
+        the previous layer if it has not been added to `residual` yet. Returns both for the next
+        layer.
+        """
 
     @abstractmethod
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
@@ -65,7 +69,7 @@ class DecoderLayer(nn.Module, ABC):
 
 
 class LoadableModule(nn.Module, ABC):
-    """Weights in our own code that a checkpoint's tensors fill."""
+    """A module whose weights are filled from the tensors of a checkpoint."""
 
     optional_names: ClassVar[re.Pattern[str]]
     """Canonical names that a checkpoint may hold without a target for them."""
@@ -83,11 +87,11 @@ class LoadableModule(nn.Module, ABC):
         """Destinations of the tensors of a checkpoint; all must be filled."""
 
     def canonical_name(self, name: str) -> str:
-        """The target's name of a tensor that the checkpoint calls `name`."""
+        """The canonical name of the checkpoint's tensor `name`."""
         return name
 
     def finish_loading(self) -> None:
-        """Lay the weights out for the device. To be called once, with all targets filled."""
+        """Pack the weights for the device. To be called once, when all targets are filled."""
         for module in self.modules():
             if isinstance(module, Linear | VocabEmbedding):
                 module.pack()
@@ -96,13 +100,14 @@ class LoadableModule(nn.Module, ABC):
 
 
 class NativeModel(LoadableModule):
-    """A model in our own code. A subclass adds its layers, and what else it has.
+    """A native model: written for Pagewire, not run through `transformers`.
 
-    A rank of a group builds its stage's layers only, and of each its own share.
+    Subclasses add their layers and other modules. A rank of several builds only the layers of its
+    pipeline stage, and its shard of each.
     """
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(r"lm_head\.weight")
-    """Such as that of a head that is tied to the embedding."""
+    """The weight of the LM head: checkpoints may hold it although it is tied to the embedding."""
 
     embedding_name: ClassVar[str]
     layers_name: ClassVar[str]
@@ -110,8 +115,7 @@ class NativeModel(LoadableModule):
     """Canonical names of the embedding's weight, of the list of layers, and of the final norm."""
 
     num_parameters: int
-    """Numbers in the checkpoint, a tied one counted once; of all ranks together. Known once loading
-    is finished."""
+    """Number of parameters of all ranks, tied ones counted once. Known once loading is finished."""
 
     embedding: VocabEmbedding | None
     """None on later stages."""
@@ -133,9 +137,9 @@ class NativeModel(LoadableModule):
         self.max_model_len = max_model_len
         self._is_tied = s.tie_word_embeddings
         self.num_layers = s.num_layers
-        """Of all stages."""
+        """Number of layers of all stages."""
         self._layer_range = layout.layer_range(s.num_layers)
-        layout.even_shard(s.num_heads, "attention heads")  # the error to raise first
+        layout.even_shard(s.num_heads, "attention heads")  # the most helpful error
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
             num_kv_heads=layout.kv_head_shard(s.num_kv_heads).size,
@@ -155,8 +159,8 @@ class NativeModel(LoadableModule):
             self._run = kernels.prepare(self.embed, self.run_layers, self._apply_head)
         self._captured_layers: tuple[int, ...] = ()
         self._captured: dict[int, list[Tensor]] = {}
-        """By layer of this stage, the parts of each sum, as `run_layers` left them: of a recorded
-        program, its buffers."""
+        """By layer of this stage, the summands of its input, which `run_layers` captured; buffers
+        of the program if it is recorded."""
         self.packs_with_triton = context.packs_with_triton
         self._received_like = context.empty(s.hidden_size)
 
@@ -167,7 +171,8 @@ class NativeModel(LoadableModule):
             yield f"{self.layers_name}.{i}", layer
 
     def weight_targets(self) -> Iterator[WeightTarget]:
-        """A tied head of a later stage takes the embedding's numbers."""
+        """Destinations of the checkpoint's tensors; a tied head of a later stage is filled from the
+        embedding's tensor."""
         if self.embedding is not None:
             yield self.embedding.table_target(self.embedding_name)
         if self.head is not None and not (self._is_tied and self.embedding is not None):
@@ -183,15 +188,15 @@ class NativeModel(LoadableModule):
         return self.embedding_name if self._is_tied else "lm_head.weight"
 
     def kv_scale_holders(self) -> Iterable[tuple[str, PagedAttention]]:
-        """(canonical name, the layer's attention) of the layers here whose keys and values a
-        checkpoint may hold scales for."""
+        """(canonical name, attention) of this rank's layers for whose keys and values a checkpoint
+        may hold scales."""
         return ()
 
     def capture(self, layers: Sequence[int]) -> None:
-        """Return what enters these layers with every pass, in `Computed.captured`.
+        """Capture the inputs of these layers in every forward pass, in `Computed.captured`.
 
-        Of several ranks, the first of the last stage does, which samples; earlier stages send it
-        with their output.
+        Of several ranks, the one that samples returns them, the first rank of the last stage;
+        earlier stages send them together with their output.
         """
         layout = self.communicator.layout
         if layout.tensor_rank > 0:
@@ -204,12 +209,12 @@ class NativeModel(LoadableModule):
 
     @abstractmethod
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """The first layer's input, [num_tokens, hidden_size]."""
+        """Compute the input of the first layer: [num_tokens, hidden_size]."""
 
     def run_layers(
         self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
     ) -> Tensor:
-        """Run this rank's layers; returns the input of the head, or of the next stage.
+        """Run this rank's layers. Returns the input of the LM head, or of the next stage.
 
         residual: [num_tokens, hidden_size], the residual stream, which is overwritten.
         """
@@ -231,10 +236,11 @@ class NativeModel(LoadableModule):
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Last hidden states of all rows, [num_tokens, hidden_size]; see `interface.Model`.
+        """Compute the last hidden states of all rows, [num_tokens, hidden_size]; see
+        `interface.Model`.
 
-        Each of several stages receives the previous stage's output and sends its own on, each with
-        what was captured so far.
+        A pipeline stage receives the output of the previous stage and sends its own to the next,
+        each together with the hidden states captured so far.
         """
         return self.forward_to_logits(token_ids, positions, kv_cache, metadata, None).hidden
 
@@ -247,8 +253,8 @@ class NativeModel(LoadableModule):
         metadata: AttentionMetadata,
         sampled: Tensor | None,
     ) -> Computed:
-        """As `forward`; and of the rows `sampled`, int64 [num_sampled], also logits where these are
-        a part of the same program."""
+        """As `forward`, with logits of the rows `sampled`, int64 [num_sampled], if the LM head is
+        part of the recorded program."""
         if self._run is not None:
             computed = self._run(token_ids, positions, kv_cache, metadata, sampled)
             if not self._captured_layers:
@@ -268,21 +274,21 @@ class NativeModel(LoadableModule):
         return Computed(x)
 
     def _own_captured(self, num_rows: int) -> list[Tensor]:
-        """Of this stage's layers, in their order."""
+        """The captured inputs of this stage's layers, in the order of layers."""
         parts = (self._captured[layer] for layer in sorted(self._captured))
         return [torch.stack([part[:num_rows] for part in each]).sum(0) for each in parts]
 
     def _all_captured(self, earlier: Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
-        """Of all stages' layers, in the order in which they were asked for."""
+        """The captured inputs of the layers of all stages, in the order of `capture`'s argument."""
         found = [*earlier, *self._own_captured(num_rows)]
         by_layer = dict(zip(sorted(set(self._captured_layers)), found, strict=True))
         return tuple(by_layer[layer] for layer in self._captured_layers)
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
-        """Logits of chosen rows: float32 [num_rows, vocab_size].
+        """Compute the logits of some rows: float32 [num_rows, vocab_size].
 
-        A stage without the head returns the hidden states, for trial runs to compare.
+        A stage without the LM head returns the hidden states, which trial runs compare.
         """
         if self.head is None:
             return hidden_states.float()

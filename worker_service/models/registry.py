@@ -12,7 +12,7 @@ from worker_service.models.llama import LlamaModel, llama_settings
 from worker_service.models.native import ModelSettings, NativeModel
 
 ReadSettings = Callable[[Mapping[str, Any]], ModelSettings | None]
-"""Takes the content of `config.json`; None for a variant that the model cannot compute."""
+"""Reads settings from the content of `config.json`; None for an unsupported variant."""
 
 NATIVE_MODELS: dict[str, tuple[ReadSettings, Callable[..., NativeModel]]] = {
     "LlamaForCausalLM": (llama_settings, LlamaModel),
@@ -31,9 +31,10 @@ def build_native_model(
     context: ModelContext,
     kernels: Kernels,
 ) -> NativeModel | None:
-    """A model in our own code with weights yet to be filled in; None if there is none for it.
+    """Build a native model, whose weights are filled later; None if there is none for it.
 
-    config: the content of `config.json`. max_model_len: None takes the model's own limit.
+    config: content of `config.json`; max_model_len: None for the model's own limit. Raises
+    BadCheckpoint if a key is missing, InvalidOption if `max_model_len` exceeds the limit.
     """
     architecture = (config.get("architectures") or [""])[0]
     if architecture not in NATIVE_MODELS:
@@ -50,7 +51,7 @@ def build_native_model(
 
 
 def limit_model_len(asked: int | None, limit: int) -> int:
-    """The length to serve: the requested one, or the model's own limit."""
+    """Return the requested length, or the model's own limit. Raises InvalidOption beyond it."""
     if asked is not None and asked > limit:
         raise InvalidOption(f"max_model_len: the model's limit is {limit}, got {asked}")
     return asked or limit

@@ -1,10 +1,10 @@
 """Every decoder-only model of `transformers`, with its attention replaced.
 
-`transformers` lets one register an attention function by name. Models then run as the library wrote
-them, on one flattened sequence of all rows with their own positions; where they would attend they
-store keys and values in our cache and attend over it.
+`transformers` supports registering an attention function by name. Models run unchanged, on one
+flattened sequence of all rows with their own positions; the registered function writes keys and
+values to the paged cache and attends over it.
 
-    build.py             loading; features that cannot be supported are refused by name
+    build.py             loading; models with unsupported features are refused
     model.py             the registered attention function, batch-invariant functions, and the
                          resulting `Model`, with its KV cache's shape from a trial run
     packed.py            layers over packed weights, filled while the model is loaded

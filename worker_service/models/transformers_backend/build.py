@@ -43,7 +43,7 @@ _LAYER_TYPE_NAMES = {
 
 
 def refuse_by_config(architecture: str, config: Any) -> None:
-    """Raise UnsupportedModel if the configuration has a feature that we do not support.
+    """Raise UnsupportedModel if the configuration has an unsupported feature.
 
     architecture: the class name in `config.json`; config: its `transformers` configuration.
     """
@@ -85,7 +85,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def refuse_by_class(model_class: type) -> None:
-    """Raise UnsupportedModel if a model's code does not attend through the interface."""
+    """Raise UnsupportedModel if a model's code bypasses the attention interface."""
     name = model_class.__name__
     if getattr(model_class, "_is_stateful", False):
         raise UnsupportedModel(f"{name} cannot be served: it keeps a recurrent state")
@@ -131,11 +131,14 @@ def build_transformers_model(
     tensors: Mapping[str, Any],
     reader: Callable[[Mapping[str, str]], AbstractContextManager[Read]],
 ) -> TransformersModel:
-    """The model in `model_dir`, built by `transformers`.
+    """Build the model in `model_dir` through `transformers`.
 
-    tensors: slices as those of `safe_open`, by name; reader: opens the
-    checkpoint to read one at a time, and takes what they will be rounded to, by name.
-    Raises UnsupportedModel, naming the feature, for one that paged attention does not support.
+    hf_config: content of `config.json`; max_model_len: None for the model's own limit; tensors:
+    slices with the methods of those of `safe_open`, by name; reader: opens the checkpoint for
+    reading one tensor at a time, given the formats to which tensors will be quantized, by name.
+
+    Raises UnsupportedModel, naming the feature, if paged attention does not support it;
+    BadCheckpoint or InvalidOption.
     """
     architecture = hf_config["architectures"][0]
     config = _read_config(model_dir, hf_config, trust_remote_code)
@@ -173,7 +176,7 @@ def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_cod
             f"{hf_config['architectures'][0]} cannot be served: transformers does not know it:"
             f" {reason}"
         ) from error
-    if hasattr(config, "quantization_config"):  # what our loader reads, the library is not to
+    if hasattr(config, "quantization_config"):  # the tensors are dequantized by our loader
         del config.quantization_config
     return config
 
@@ -195,7 +198,7 @@ def _load(
     packing: Packing,
     tensors: Mapping[str, Any],
 ) -> Any:
-    """The model, but for the weights that `packing` takes."""
+    """Load the model without the weights that `packing` takes."""
     left = packing.plan(tensors)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -218,7 +221,7 @@ def _load(
         )
     except (RuntimeError, OSError) as error:
         raise BadCheckpoint(f"{model_dir} cannot be loaded: {error}") from error
-    # Tools of GPTQ add biases of zeros to layers without one.
+    # GPTQ tools add all-zero biases to layers without one.
     biases = {name for name in tensors if name.endswith(".bias")}
     unexpected = [
         name for name in info["unexpected_keys"] if name not in biases or tensors[name][...].any()
@@ -237,7 +240,7 @@ def _load(
 
 
 def _make_dummy(config: Any, context: ModelContext, trust_remote_code: bool) -> Any:
-    """Small random weights, the same each time."""
+    """Build the model with small random weights, the same in every run."""
     causal_lm = AutoModelForCausalLM.from_config(
         config, dtype=context.dtype, attn_implementation=NAME, trust_remote_code=trust_remote_code
     )
@@ -251,7 +254,7 @@ def _make_dummy(config: Any, context: ModelContext, trust_remote_code: bool) -> 
 
 
 def _outline(config: Any, trust_remote_code: bool) -> Any:
-    """The model without memory."""
+    """Build the model on the meta device."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)

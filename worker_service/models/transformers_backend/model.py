@@ -1,4 +1,4 @@
-"""A `transformers` model that implements `interface.Model`, over our own attention function."""
+"""A `transformers` model that implements `interface.Model`, with paged attention."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from worker_service.models.linear import PackedWeight, can_pack, pack
 from worker_service.models.transformers_backend.packed import Tables
 
 NAME = "pagewire"
-"""Our attention function's name in a model's configuration."""
+"""The name under which the attention function is registered."""
 
 _STATE = "pagewire_state"
 
@@ -38,7 +38,7 @@ class AttentionCall:
     sliding_window: int | None
     is_causal: bool
     unknown_arguments: tuple[str, ...]
-    """Arguments with a value that we do not support."""
+    """Arguments with unsupported values."""
 
 
 @dataclass(slots=True)
@@ -53,18 +53,18 @@ class AttentionState:
 
 
 def attach(model: nn.Module, state: AttentionState) -> None:
-    """Set `state` on all modules of `model`, and register our function with `transformers`.
+    """Set `state` on all modules of `model`, and register the attention function.
 
-    No function for masks is registered: the kernel knows which positions a row attends to, and to
-    prepare a mask the library would read the positions on the host.
+    No mask function is registered: the kernel knows to which positions a row attends, and
+    `transformers` would read positions on the host to prepare a mask.
     """
     AttentionInterface.register(NAME, attention_forward)
     for module in model.modules():
         setattr(module, _STATE, state)
 
 
-# Arguments that do not change the result: positions are in keys and queries already, and other
-# implementations use the rest.
+# Arguments that do not affect the result: keys and queries contain positions already, and the
+# others are for other implementations.
 _IDLE_ARGUMENTS = frozenset(
     {
         "cache_position",
@@ -95,10 +95,10 @@ def attention_forward(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Store keys and values, and attend over the cache.
+    """Write keys and values to the cache, and attend over it.
 
     query: [1, num_heads, num_tokens, head_dim]; key, value: [1, num_kv_heads, num_tokens,
-    head_dim]. Returns [1, num_tokens, num_heads, head_dim] and no weights.
+    head_dim]. Returns [1, num_tokens, num_heads, head_dim], and None instead of weights.
     """
     state: AttentionState = getattr(module, _STATE)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -179,7 +179,7 @@ def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:
 
 
 class InvariantOps(TorchFunctionMode):
-    """A context in which torch functions that a model calls are batch-invariant.
+    """A context in which the torch functions called by a model are batch-invariant.
 
     On CPUs `linear` chooses its kernel by the number of rows, and `silu`, `sigmoid` and `gelu`
     compute the remainder of their vector loops by another formula (see
@@ -213,7 +213,7 @@ class InvariantOps(TorchFunctionMode):
         return self._functions.get(func, func)(*args, **(kwargs or {}))
 
     def _packed_linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Packed if the weight is a parameter; that of a view could not be kept."""
+        """Use a packed weight if `weight` is a parameter; a view has no lasting identity."""
         packable = isinstance(weight, nn.Parameter) and can_pack(weight.dtype, weight.device)
         if not packable or input.dtype != weight.dtype:
             return nn.functional.linear(input, weight, bias)
@@ -231,7 +231,7 @@ class InvariantOps(TorchFunctionMode):
 
 
 def _triton_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    from pagewire_kernels.triton import linear  # triton is loaded only where it is used
+    from pagewire_kernels.triton import linear  # imported only if it is used
 
     rows = linear(input.reshape(-1, weight.shape[1]), weight, bias)
     return rows.view(*input.shape[:-1], weight.shape[0])
@@ -317,7 +317,7 @@ class TransformersModel:
         self._state.calls = calls
         try:
             self._run(tokens, torch.arange(2, device=context.device))
-        except Exception as error:  # whatever a model's own code raises when run in this way
+        except Exception as error:  # a model's own code may raise anything
             raise UnsupportedModel(
                 f"{self.architecture} cannot be served: a trial run failed with"
                 f" {type(error).__name__}: {error}"
@@ -334,7 +334,7 @@ class _DecoderOutput(MoeModelOutputWithPast):
 
 
 class _PassThrough(nn.Module):
-    """Replaces the decoder; returns the hidden states that it is called with."""
+    """Replaces the decoder; returns its input, the hidden states."""
 
     def forward(self, *absent: None, inputs_embeds: Tensor, **others: Any) -> _DecoderOutput:
         return _DecoderOutput(last_hidden_state=inputs_embeds)

@@ -1,12 +1,12 @@
-"""Layers of a `transformers` model over packed weights, filled one after the other.
+"""Layers of a `transformers` model with packed weights, which are filled one at a time.
 
-Linear layers, gated experts and the token embedding compute with weights in the layout of our
-kernels, dense or in fewer bits. Of a model that is built without memory, `Packing` takes these
-weights away; the library loads the rest, and each of them is packed as soon as it is read. So the
-peak of memory is the packed model and one tensor.
+Linear layers, gated experts and the token embedding use weights in the layout of our kernels, dense
+or quantized. `Packing` removes these weights from a model on the meta device, so that
+`transformers` loads only the others, and packs each of them as soon as it is read. The peak memory
+is therefore that of the packed model and one tensor.
 
-What it leaves to the library, such as tensors that are split or transposed, is packed after
-loading.
+Weights that are left to `transformers`, such as tensors that it splits or transposes, are packed
+after loading.
 """
 
 import logging
@@ -46,17 +46,17 @@ from worker_service.models.linear import (
 logger = logging.getLogger(__name__)
 
 Read = Callable[[str], Tensor | QuantizedWeight]
-"""Reads a tensor of the checkpoint, one in fewer bits as it is."""
+"""Reads a tensor of the checkpoint without dequantizing it."""
 
 Sources = dict[str, tuple[list[tuple[str, int]], list[list[str]]]]
-"""By parameter: the library's operations, and the tensors that they join: a list for each place in
-the stack of outputs, with a tensor for each expert."""
+"""By parameter: the operations of `transformers` that produce it, and their input tensors: a list
+for each place in the stack of outputs, with a tensor for each expert."""
 
 Tables = dict[Tensor, PackedTable]
-"""The packed tables of embeddings, by what they have as `weight`."""
+"""The packed tables of embeddings, by their placeholder `weight`."""
 
 _JOINS = {2: [("Concatenate", 0)], 3: [("MergeModulelist", 0), ("Concatenate", 1)]}
-"""The library's operations that stack outputs, by the dimensions of the result."""
+"""The operations of `transformers` that stack outputs, by the dimensions of the result."""
 
 _EXPERT = re.compile(r"(.*\.)\d+(\.[^.]+\.weight)")
 """The name of a tensor that belongs to one of several experts."""
@@ -64,10 +64,10 @@ _EXPERT = re.compile(r"(.*\.)\d+(\.[^.]+\.weight)")
 _EXPERT_PARTS = ("gate_up_proj", "down_proj")
 
 _ROUTERS = {"gate", "router", "shared_expert_gate"}
-"""Modules that choose or weigh experts; they are small, and not rounded."""
+"""Modules that select or weight experts; they are small, and not quantized."""
 
 _MAX_NAMES = 4
-"""Tensors named in the log at most."""
+"""Maximum number of tensors named in the log."""
 
 
 class PackedLinear(nn.Module):
@@ -90,10 +90,10 @@ class PackedLinear(nn.Module):
 
 
 class PackedExperts(nn.Module):
-    """A mixture's experts, each with its own packed weights.
+    """The experts of a mixture-of-experts layer, each with its own packed weights.
 
-    A token's result is the sum over its experts in order of their numbers, so it does not depend on
-    which other tokens chose them.
+    The result of a token is the sum over its experts in order of their indices, so that it does not
+    depend on the other tokens of these experts.
     """
 
     def __init__(self, experts: Any) -> None:
@@ -113,7 +113,7 @@ class PackedExperts(nn.Module):
         output = torch.zeros_like(hidden_states)
         gate_up, down = self.packed["gate_up_proj"], self.packed["down_proj"]
         for expert in torch.unique(top_k_index).tolist():
-            if expert >= self._num_experts:  # some routers mark an unused choice so
+            if expert >= self._num_experts:  # how some routers mark an unused choice
                 continue
             token, place = torch.where(top_k_index == expert)
             up_bias = self._gate_up_bias[expert] if self._gate_up_bias is not None else None
@@ -136,7 +136,8 @@ def _take_weight(embedding: Any) -> None:
 
 
 def _outline(weight: Tensor) -> Tensor:
-    """Not a parameter, so that the library does not expect it in a checkpoint."""
+    """A placeholder with the shape of a weight. It is no parameter, so that `transformers` does not
+    expect it in a checkpoint."""
     return torch.empty_like(weight.detach(), device="meta")
 
 
@@ -158,7 +159,7 @@ def _replace(model: Any, name: str) -> Any:
 
 
 class Packing:
-    """The weights of one model that are packed, and how.
+    """Packs the weights of one model.
 
     Only modules of exactly torch's `Linear` are replaced: a subclass may compute something else.
     """
@@ -173,20 +174,20 @@ class Packing:
         self._embedding = f"{names[outline.get_input_embeddings()]}.weight"
         self._head = f"{names.get(outline.get_output_embeddings())}.weight"
         self._stacks: dict[str, list[tuple[str, ...]]] = {}
-        """By parameter: of each packed weight, the tensors whose outputs it has."""
+        """By parameter: for each packed weight, the tensors that it stacks."""
 
         self._sizes: dict[str, int] = {}
-        """Of the tensors that the checkpoint has in fewer bits."""
+        """Number of elements of the tensors that are quantized in the checkpoint."""
 
         self._dequantized: set[str] = set()
         self.tables: Tables = {}
 
     def plan(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose what is packed while it is loaded; tensors: slices as those of `safe_open`, by
-        name. Returns those that are left to the library.
+        """Choose the tensors that are packed while loading. Returns those left to `transformers`.
 
-        Raises BadCheckpoint if a tensor of an expert is missing or misshapen: the library's error
-        does not name it.
+        tensors: slices with the methods of those of `safe_open`, by name. Raises BadCheckpoint if a
+        tensor of an expert is missing or has another shape; errors of `transformers` do not name
+        it.
         """
         quantized = {n: t for n, t in tensors.items() if getattr(t, "is_quantized", False)}
         self._sizes = {name: prod(tensor.get_shape()) for name, tensor in quantized.items()}
@@ -215,7 +216,7 @@ class Packing:
         return left
 
     def _check_experts(self, tensors: Mapping[str, Any], sources: Sources) -> None:
-        """Raise BadCheckpoint, naming tensors of experts that are missing or misshapen."""
+        """Raise BadCheckpoint, naming tensors of experts that are missing or of other shapes."""
         missing, misshapen = [], []
         for target, (operations, columns) in sources.items():
             stacks_experts = operations and operations == _JOINS[3][: len(operations)]
@@ -243,7 +244,7 @@ class Packing:
             raise BadCheckpoint(f"weights do not fit {architecture}: {'; '.join(found)}")
 
     def _sources(self, tensors: Mapping[str, Any]) -> Sources:
-        """What the library makes parameters of."""
+        """The tensors from which `transformers` makes each parameter."""
         conversions = get_model_conversion_mapping(self._outline)
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
@@ -287,8 +288,8 @@ class Packing:
         return bool(operations) and is_plain and part in _EXPERT_PARTS
 
     def _fits(self, target: str, shapes: list[list[int]], columns: list[list[str]]) -> bool:
-        """Whether the tensors of each stack, of which there are as many as experts, have the
-        parameter's shape."""
+        """Whether the tensors of each stack, one for each expert, form the shape of the
+        parameter."""
         *num_experts, rows, inputs = self._weights[target].shape
         return (
             {len(column) for column in columns} == set(num_experts or [1])
@@ -297,8 +298,8 @@ class Packing:
         )
 
     def take_weights(self, model: Any) -> None:
-        """Replace modules of a model without memory; the library no longer expects their weights
-        in a checkpoint."""
+        """Replace modules of a model on the meta device, so that `transformers` no longer expects
+        their weights in a checkpoint."""
         for target, source in self._tied.items():
             if target in self._stacks or source in self._stacks:
                 model.all_tied_weights_keys.pop(target)
@@ -311,11 +312,11 @@ class Packing:
                 _replace(model, name)
 
     def _shared(self) -> list[str]:
-        """Weights of linear layers that are the packed table of the embedding."""
+        """Weights of linear layers that are tied to the packed table of the embedding."""
         return [t for t, s in self._tied.items() if s in self._stacks and t not in self._stacks]
 
     def fill(self, model: Any, read: Read) -> None:
-        """Read what was planned and pack it, and pack what the library has loaded."""
+        """Read and pack the planned tensors, and pack those that `transformers` has loaded."""
         for target, stacks in self._stacks.items():
             name, _, part = target.rpartition(".")
             owner = model.get_submodule(name)
@@ -357,7 +358,7 @@ class Packing:
         return self._pack_dense(target, dense[0] if len(dense) == 1 else torch.cat(dense))
 
     def roundings(self) -> dict[str, str]:
-        """The format to which dense tensors are rounded."""
+        """The formats to which dense tensors are quantized, by name."""
         found = {target: self._rounding(target) for target in self._stacks}
         return {
             name: to
@@ -368,7 +369,8 @@ class Packing:
         }
 
     def _rounding(self, target: str) -> str | None:
-        """The head has 8 bits; routers, and embeddings that no head shares, are not rounded."""
+        """The format to which a parameter is quantized. The LM head has 8 bits; routers, and
+        embeddings that are not tied to a head, are not quantized."""
         quantization = self._context.quantization
         if target == self._head or target in self._tied.values():
             return quantization and HEAD_ROUNDING
@@ -382,7 +384,7 @@ class Packing:
         return pack_codes(round_weight(weight, rounding), self._context)
 
     def pack_rest(self, model: Any) -> None:
-        """Pack what the library has loaded, where this machine has such products."""
+        """Pack the weights that `transformers` has loaded, if this machine has packed products."""
         embedding = model.get_input_embeddings()
         names = [name for name, module in model.named_modules() if _is_plain(module)]
         for name in names:
