@@ -1,5 +1,7 @@
 """Argument checks: a kernel would silently misread tensors of other dtypes, shapes or strides."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -11,18 +13,23 @@ FP8_MAX = 448.0
 
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
 
-_MAX_CHECKED = 4096
+_MAX_PASSED = 4096
+"""Steps have many different numbers of rows, so the set is emptied at this size."""
+
+_passed: set[tuple[Callable[..., None], Layouts]] = set()
 
 
-class Checked(set[Layouts]):
-    """Layouts of tensors that passed a kernel's checks, so that a step's layers, which are alike,
-    are not checked one by one: on the host, checks would take longer than launches."""
+def check_once(check: Callable[..., None], *tensors: Tensor | None) -> None:
+    """Call `check` with the tensors, unless tensors of the same layouts have passed it before.
 
-    def add(self, layouts: Layouts) -> None:
-        """Remember one. Steps have many numbers of rows, so that the set is emptied at times."""
-        if len(self) >= _MAX_CHECKED:
-            self.clear()
-        super().add(layouts)
+    The layers of a step have equal layouts, and on the host checks take longer than launches.
+    """
+    given = check, layouts(*tensors)
+    if given not in _passed:
+        check(*tensors)
+        if len(_passed) >= _MAX_PASSED:
+            _passed.clear()
+        _passed.add(given)
 
 
 def layouts(*tensors: Tensor | None) -> Layouts:

@@ -11,14 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.triton.checks import (
-    FLOATS,
-    Checked,
-    expect,
-    expect_dtype,
-    expect_rows,
-    layouts,
-)
+from pagewire_kernels.triton.checks import FLOATS, check_once, expect, expect_dtype, expect_rows
 
 MAX_SIZE = 32768
 """The longest row that fits into a program's registers, in elements."""
@@ -94,17 +87,9 @@ def _layer_norm(
     tl.store(output + row * output_stride + column, values.to(output.dtype.element_ty), mask)
 
 
-_checked_rms_norms = Checked()
-_checked_layer_norms = Checked()
-_checked_activations = Checked()
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """x / rms(x) * weight, after adding x to the residual if given; as `reference.rms_norm`."""
-    given = layouts(x, weight, residual)
-    if given not in _checked_rms_norms:
-        _check_norm(x, weight, None, residual)
-        _checked_rms_norms.add(given)
+    check_once(_check_norm, x, weight, None, residual)
     output = x.new_empty(x.shape)
     if x.shape[0]:
         _rms_norm[(x.shape[0],)](
@@ -128,11 +113,7 @@ def layer_norm(
     residual: Tensor | None = None,
 ) -> Tensor:
     """(x - mean) / deviation * weight + bias; as `reference.layer_norm`."""
-    given = layouts(x, weight, bias, residual)
-    if given not in _checked_layer_norms:
-        expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
-        _check_norm(x, weight, bias, residual)
-        _checked_layer_norms.add(given)
+    check_once(_check_layer_norm, x, weight, bias, residual)
     output = x.new_empty(x.shape)
     if x.shape[0]:
         _layer_norm[(x.shape[0],)](
@@ -148,6 +129,13 @@ def layer_norm(
             **_tiling(x.shape[1]),
         )
     return output
+
+
+def _check_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+) -> None:
+    expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
+    _check_norm(x, weight, bias, residual)
 
 
 def _check_norm(
@@ -225,7 +213,8 @@ def _act_and_mul(
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """activation(x), in place; as `reference.activate`."""
-    _check(activation, "x", x)
+    _check_activation(activation)
+    _check_rows("x", x)
     expect(x.is_contiguous(), f"x: expected a contiguous tensor, got strides {x.stride()}")
     if x.numel():
         _activate[(triton.cdiv(x.numel(), _TILE),)](
@@ -242,11 +231,8 @@ def activate(x: Tensor, activation: str) -> Tensor:
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up; as `reference.act_and_mul`."""
     num_rows, width = gate_up.shape
-    given = layouts(gate_up)
-    if given not in _checked_activations or activation not in ACTIVATIONS:
-        _check(activation, "gate_up", gate_up)
-        expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
-        _checked_activations.add(given)
+    _check_activation(activation)
+    check_once(_check_gate_up, gate_up)
     output = gate_up.new_empty((num_rows, width // 2))
     if output.numel() == 0:
         return output
@@ -263,8 +249,18 @@ def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     return output
 
 
-def _check(activation: str, name: str, rows: Tensor) -> None:
-    expected = ", ".join(ACTIVATIONS)
-    expect(activation in ACTIVATIONS, f"activation: expected one of {expected}, got {activation!r}")
+def _check_activation(activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        expected = ", ".join(ACTIVATIONS)
+        raise ValueError(f"activation: expected one of {expected}, got {activation!r}")
+
+
+def _check_gate_up(gate_up: Tensor) -> None:
+    _check_rows("gate_up", gate_up)
+    width = gate_up.shape[1]
+    expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
+
+
+def _check_rows(name: str, rows: Tensor) -> None:
     expect_dtype(name, rows, *FLOATS)
     expect_rows(name, rows, None, None)

@@ -14,12 +14,11 @@ from torch import Tensor
 from pagewire_kernels.triton.checks import (
     FLOATS,
     FP8,
-    Checked,
+    check_once,
     expect,
     expect_cache,
     expect_dtype,
     expect_rows,
-    layouts,
 )
 from pagewire_kernels.triton.kv_cache import to_cache
 
@@ -191,9 +190,6 @@ def _rotate_and_write(
         tl.store(value_cache + at[:, None] + column[None, :], values, full_mask)
 
 
-_checked = Checked()
-
-
 def rotate_and_write_kv(
     query: Tensor,
     key: Tensor,
@@ -214,11 +210,7 @@ def rotate_and_write_kv(
     """Apply norms and RoPE to `query` in place; write normed and RoPE'd keys, and values, to the
     cache; as `reference.rotate_and_write_kv`."""
     rows = query, key, value, key_cache, value_cache, slot_mapping
-    tables = positions, cos, sin, query_norm, key_norm
-    given = layouts(*rows, *tables)
-    if given not in _checked:
-        _check(*rows, *tables)
-        _checked.add(given)
+    check_once(_check, *rows, positions, cos, sin, query_norm, key_norm)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
     num_tokens, num_heads = query.shape[:2]
     if num_tokens == 0:
