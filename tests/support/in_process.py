@@ -20,7 +20,14 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepResult
-from tests.support.runners import MakeRunner, host, recorded, recorded_on_gpu, speculating
+from tests.support.runners import (
+    AllDrafts,
+    MakeRunner,
+    host,
+    recorded,
+    recorded_on_gpu,
+    speculating,
+)
 from worker_service.array_types import Int32Array
 from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -111,9 +118,15 @@ class SpeculatingWorker(InProcessWorker):
     """A worker that drafts."""
 
     def __init__(
-        self, model: Model, *, drafter: Drafter, num_drafts: int = 4, **options: Any
+        self,
+        model: Model,
+        *,
+        drafter: Drafter,
+        draft_lengths: AllDrafts | None = None,
+        num_drafts: int = 4,
+        **options: Any,
     ) -> None:
-        make_runner = partial(speculating, drafter)
+        make_runner = partial(speculating, drafter, draft_lengths or AllDrafts())
         options |= {"make_runner": make_runner, "num_speculative_tokens": num_drafts}
         super().__init__(model, **options)
 

@@ -71,17 +71,27 @@ def host(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
 
 
 class AllDrafts(DraftLengths):
-    """Chooses all there are."""
+    """Chooses all drafts, and counts them and those that were accepted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_drafts = self.num_accepted = 0
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
-        """Their lengths."""
+        """All drafts of each proposal."""
         return [proposal.num_drafts for proposal in proposals]
 
+    def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
+        """Count a row's drafts."""
+        self.num_drafts += num_drafts
+        self.num_accepted += num_right
 
-def speculating(drafter: Drafter, model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
-    """The same with drafts, whatever they cost."""
+
+def speculating(
+    drafter: Drafter, lengths: AllDrafts, model: Model, cache: CacheEngine, block_size: int
+) -> ModelRunner:
+    """As `host`, with drafts, whatever they cost."""
     known = grammars(model.vocab_size)
-    lengths = AllDrafts()
     return ModelRunner(model, cache, block_size, known, drafter=drafter, draft_lengths=lengths)
 
 

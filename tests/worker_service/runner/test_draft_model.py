@@ -10,101 +10,51 @@ import torch
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
-from tests.support.in_process import InProcessEngine, InProcessWorker, Output
 from tests.support.runners import AllDrafts
+from tests.support.speculation import (
+    NUM_DRAFTS,
+    PROMPTS,
+    SAMPLING,
+    SpeculatingEngine,
+    loaded_executor,
+)
 from tests.support.worker_driver import PlanBuilder, Row, column
 from worker_service.array_types import Int64Array
-from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_draft_model, load_model
-from worker_service.models.interface import Model
 from worker_service.runner import draft_model
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Draft
-from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.service import wire
 
-NUM_DRAFTS = 3
-PROMPTS = [[5 + (7 * index + at) % 200 for at in range(6 + 9 * index)] for index in range(4)]
-SAMPLING: list[dict[str, Any]] = [
-    {},
-    {"temperature": 0.8, "top_p": 0.9, "seed": 11},
-    {"temperature": 1.0, "seed": 3, "top_k": 20, "min_tokens": 9},
-]
 
-
-class Counted(AllDrafts):
-    """Counts drafts and how many were right."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_drafts = self.num_right = 0
-
-    def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
-        self.num_drafts += num_drafts
-        self.num_right += num_right
-
-
-class Engine(InProcessEngine):
+class Engine(SpeculatingEngine):
     """Drafts with the model that `draft` names, over a cache of as many blocks."""
 
     def __init__(self, model: Path, draft: Path, **options: Any) -> None:
-        self.counted = Counted()
-        self.drafter: DraftModel | None = None
-        self.draft: Model = load_model(
-            ModelConfig(model=str(draft), device="cpu", dtype="float32")
-        ).model
+        self.draft = loaded(str(draft)).model
         super().__init__(model, **options)
 
-    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
-        spec, block_size = self.draft.kv_cache_spec, self.block_size
-        caches = CacheEngine(
-            spec,
-            block_size=block_size,
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=0,
-            device=self.device,
+    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> DraftModel:
+        self.drafter = DraftModel(
+            self.draft, self.make_cache(self.draft, num_gpu_blocks).device_cache
         )
-        self.drafter = DraftModel(self.draft, caches.device_cache)
-
-        def make_runner(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
-            return ModelRunner(
-                model, cache, block_size, drafter=self.drafter, draft_lengths=self.counted
-            )
-
-        return InProcessWorker(
-            self.loaded.model,
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            block_size=block_size,
-            make_runner=make_runner,
-            num_speculative_tokens=NUM_DRAFTS,
-        )
-
-
-def tokens_of(outputs: list[Output]) -> list[list[int]]:
-    return [each.token_ids for each in outputs]
-
-
-def config(**fields: Any) -> SchedulerConfig:
-    return SchedulerConfig(max_speculative_seqs=8, **fields)
+        return self.drafter
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize("draft", ["llama", "qwen3"])
 def test_outputs_are_those_without_drafts(draft: str, sampling: dict[str, Any]) -> None:
     """Of the model itself as its own draft nearly all are right; another's may all be wrong."""
-    model = checkpoint("llama")
-    plain = InProcessEngine(model).generate(PROMPTS, 40, num_choices=2, **sampling)
-    engine = Engine(model, checkpoint(draft), config=config())
-    drafting = engine.generate(PROMPTS, 40, num_choices=2, **sampling)
-    assert tokens_of(drafting) == tokens_of(plain)
-    assert engine.counted.num_drafts > 100
+    engine = Engine(checkpoint("llama"), checkpoint(draft))
+    engine.assert_outputs_are_those_without_drafts(PROMPTS, 40, num_choices=2, **sampling)
+    assert engine.lengths.num_drafts > 100
     if draft == "llama":
-        assert engine.counted.num_right == engine.counted.num_drafts
+        assert engine.lengths.num_accepted == engine.lengths.num_drafts
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -114,7 +64,6 @@ def test_drafts_are_right_after_preemption(
 ) -> None:
     """Only a few sequences draft, since those with drafts in flight are never swapped."""
     model = checkpoint("llama")
-    plain = InProcessEngine(model).generate(PROMPTS, 60, num_choices=2, **sampling)
     engine = Engine(
         model,
         model,
@@ -122,12 +71,11 @@ def test_drafts_are_right_after_preemption(
         num_cpu_blocks=256,
         config=SchedulerConfig(max_speculative_seqs=3, preemption_mode=PreemptionMode(mode)),
     )
-    drafting = engine.generate(PROMPTS, 60, num_choices=2, **sampling)
-    assert tokens_of(drafting) == tokens_of(plain)
+    engine.assert_outputs_are_those_without_drafts(PROMPTS, 60, num_choices=2, **sampling)
     moved = "num_swapped" if mode == "swap" else "num_recomputed"
     assert re.search(f"{moved}=[1-9]", caplog.text)
-    assert engine.counted.num_drafts > 20
-    assert engine.counted.num_right == engine.counted.num_drafts
+    assert engine.lengths.num_drafts > 20
+    assert engine.lengths.num_accepted == engine.lengths.num_drafts
 
 
 def test_a_copied_block_is_computed_again() -> None:
@@ -162,17 +110,13 @@ def test_a_copied_block_is_computed_again() -> None:
 
 def test_a_long_prompt_is_caught_up_with_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "MAX_CATCH_UP", 5)
-    model = checkpoint("llama")
-    plain = InProcessEngine(model).generate(PROMPTS, 20)
-    engine = Engine(model, model, config=config())
-    assert tokens_of(engine.generate(PROMPTS, 20)) == tokens_of(plain)
-    assert 0 < engine.counted.num_right == engine.counted.num_drafts
+    engine = Engine(checkpoint("llama"), checkpoint("llama"))
+    engine.assert_outputs_are_those_without_drafts(PROMPTS, 20)
+    assert 0 < engine.lengths.num_accepted == engine.lengths.num_drafts
 
 
 def test_wrong_keys_cost_drafts_and_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = checkpoint("llama")
-    plain = InProcessEngine(model).generate(PROMPTS, 40)
-    engine = Engine(model, model, config=config())
+    engine = Engine(checkpoint("llama"), checkpoint("llama"))
     propose = DraftModel.propose
 
     def forget_keys(
@@ -182,20 +126,16 @@ def test_wrong_keys_cost_drafts_and_change_no_token(monkeypatch: pytest.MonkeyPa
         return propose(self, row_ids, counts, table)
 
     monkeypatch.setattr(DraftModel, "propose", forget_keys)
-    assert tokens_of(engine.generate(PROMPTS, 40)) == tokens_of(plain)
-    assert engine.counted.num_right < engine.counted.num_drafts
+    engine.assert_outputs_are_those_without_drafts(PROMPTS, 40)
+    assert engine.lengths.num_accepted < engine.lengths.num_drafts
 
 
 def test_no_drafts_beyond_the_length_of_the_draft_model() -> None:
-    model = checkpoint("llama")
-    plain = InProcessEngine(model).generate(PROMPTS[:1], 60)
-    engine = Engine(model, model, config=config())
-    longest = engine.draft.max_model_len
-    assert engine.drafter is not None
+    engine = Engine(checkpoint("llama"), checkpoint("llama"))
+    assert engine.draft.max_model_len > 60
     engine.drafter._max_model_len = 30
-    assert tokens_of(engine.generate(PROMPTS[:1], 60)) == tokens_of(plain)
-    assert longest > 60
-    assert 10 < engine.counted.num_right == engine.counted.num_drafts <= 30 - len(PROMPTS[0])
+    engine.assert_outputs_are_those_without_drafts(PROMPTS[:1], 60)
+    assert 10 < engine.lengths.num_accepted == engine.lengths.num_drafts <= 30 - len(PROMPTS[0])
 
 
 def loaded(model: str) -> LoadedModel:
@@ -217,26 +157,9 @@ def test_a_missing_draft_model_is_named(tmp_path: Path) -> None:
 
 
 def test_the_budget_holds_both_caches() -> None:
-    name = str(checkpoint("llama"))
-
-    def executor(speculative: str | None) -> ModelExecutor:
-        cache = CacheConfig(block_size=16, kv_cache_memory=2**20, swap_space=2**20)
-        runner = RunnerConfig(
-            speculative=speculative, speculative_model=name if speculative else None
-        )
-        model = ModelConfig(model=name, device="cpu", dtype="float32")
-        made = ModelExecutor(
-            cache,
-            Profiler(Path(".")),
-            lambda: load_model(model, cache),
-            None,
-            runner,
-        )
-        made.load()
-        return made
-
-    plain = executor(None).profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
-    drafting = executor("draft")
+    model = checkpoint("llama")
+    plain = loaded_executor(model).profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
+    drafting = loaded_executor(model, speculative="draft", speculative_model=str(model))
     counts = drafting.profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
     assert counts.num_gpu_blocks == plain.num_gpu_blocks // 2
     assert counts.num_cpu_blocks == plain.num_cpu_blocks, "the draft model's KV is not swapped"

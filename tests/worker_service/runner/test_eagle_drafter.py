@@ -16,15 +16,14 @@ from torch import Tensor, nn
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.eagle_heads import HEAD, head_tensors, make_head, write_head
-from tests.support.in_process import InProcessEngine, InProcessWorker
+from tests.support.in_process import InProcessEngine
 from tests.support.rank_threads import ParallelEngine
-from tests.worker_service.runner.test_draft_model import (
+from tests.support.speculation import (
     NUM_DRAFTS,
     PROMPTS,
     SAMPLING,
-    Counted,
-    config,
-    tokens_of,
+    SpeculatingEngine,
+    loaded_executor,
 )
 from worker_service.array_types import Int64Array
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
@@ -32,11 +31,8 @@ from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_eagle_head, load_model
 from worker_service.models.eagle import EagleHead
-from worker_service.models.interface import Model
 from worker_service.runner.drafter import Draft
 from worker_service.runner.eagle_drafter import EagleDrafter
-from worker_service.runner.model_executor import ModelExecutor, Profiler
-from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.sequence_table import SequenceTable
 
 LAYERS = [1, 2, 4]
@@ -154,33 +150,18 @@ class Noted(EagleDrafter):
                 assert logits.max() - logits[index] < 1e-3, (tokens, drafts, count)
 
 
-class Engine(InProcessEngine):
+class Engine(SpeculatingEngine):
     """Drafts with a head, whose cache has the blocks of the model's."""
 
     def __init__(self, model: Path, head: Path, **options: Any) -> None:
         self.head_name = str(head)
-        self.counted = Counted()
-        super().__init__(model, **({"config": config()} | options))
+        super().__init__(model, **options)
 
-    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
-        blocks = {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
-        self.head = load_eagle_head(self.head_name, self.loaded, CacheConfig())
-        spec = self.head.kv_cache_spec
-        cache = CacheEngine(spec, block_size=self.block_size, device=self.device, **blocks)
-        self.drafter = Noted(self.head, cache)
-
-        def make_runner(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
-            return ModelRunner(
-                model, cache, block_size, drafter=self.drafter, draft_lengths=self.counted
-            )
-
-        return InProcessWorker(
-            self.loaded.model,
-            **blocks,
-            block_size=self.block_size,
-            make_runner=make_runner,
-            num_speculative_tokens=NUM_DRAFTS,
-        )
+    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Noted:
+        head = load_eagle_head(self.head_name, self.loaded, CacheConfig())
+        assert head is not None
+        self.drafter = Noted(head, self.make_cache(head, num_gpu_blocks, num_cpu_blocks))
+        return self.drafter
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -210,11 +191,9 @@ def test_drafts_are_those_of_a_plain_implementation(
 def test_outputs_are_those_without_drafts(
     target: Path, head: Path, sampling: dict[str, Any]
 ) -> None:
-    plain = InProcessEngine(target).generate(PROMPTS, 40, num_choices=2, **sampling)
     engine = Engine(target, head)
-    drafting = engine.generate(PROMPTS, 40, num_choices=2, **sampling)
-    assert tokens_of(drafting) == tokens_of(plain)
-    assert engine.counted.num_drafts > 100
+    engine.assert_outputs_are_those_without_drafts(PROMPTS, 40, num_choices=2, **sampling)
+    assert engine.lengths.num_drafts > 100
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
@@ -224,8 +203,6 @@ def test_drafts_stay_right_through_preemption_and_forks(
     """Prompts end within a block, so that choices share no block that they continue differently.
     The step after a swap has no drafts."""
     prompts = [prompt[:-1] if len(prompt) % 4 == 0 else prompt for prompt in PROMPTS]
-    sampling = {"temperature": 0.0}
-    plain = InProcessEngine(target).generate(prompts, 60, num_choices=2, **sampling)
     engine = Engine(
         target,
         head,
@@ -233,8 +210,7 @@ def test_drafts_stay_right_through_preemption_and_forks(
         num_cpu_blocks=256,
         config=SchedulerConfig(max_speculative_seqs=2, preemption_mode=PreemptionMode(mode)),
     )
-    drafting = engine.generate(prompts, 60, num_choices=2, **sampling)
-    assert tokens_of(drafting) == tokens_of(plain)
+    engine.assert_outputs_are_those_without_drafts(prompts, 60, num_choices=2)
     moved = "num_swapped" if mode == "swap" else "num_recomputed"
     assert re.search(f"{moved}=[1-9]", caplog.text)
     num_without = 2 if mode == "swap" else 0
@@ -282,17 +258,15 @@ class Successors:
 
 def test_right_drafts_are_kept(tmp_path: Path) -> None:
     successors = Successors(tmp_path)
-    plain = InProcessEngine(successors.target).generate(PROMPTS, 40)
     engine = Engine(successors.target, successors.head)
-    assert tokens_of(engine.generate(PROMPTS, 40)) == tokens_of(plain)
-    assert engine.counted.num_right > 40
+    engine.assert_outputs_are_those_without_drafts(PROMPTS, 40)
+    assert engine.lengths.num_accepted > 40
 
 
 def test_no_drafts_beyond_the_length_of_the_head(target: Path, tmp_path: Path) -> None:
     head = make_head(tmp_path, max_position_embeddings=30)
-    plain = InProcessEngine(target).generate(PROMPTS[:1], 60)
     engine = Engine(target, head)
-    assert tokens_of(engine.generate(PROMPTS[:1], 60)) == tokens_of(plain)
+    engine.assert_outputs_are_those_without_drafts(PROMPTS[:1], 60)
     lengths = [len(tokens) + len(drafts) for tokens, drafts in engine.drafter.drafts if drafts]
     assert 25 < max(lengths) <= 30
 
@@ -404,20 +378,7 @@ def test_settings_of_other_tools_mean_the_same(target: Path, head: Path, tmp_pat
 
 
 def test_the_budget_and_the_swap_space_hold_both_caches(target: Path, head: Path) -> None:
-    def executor(**speculation: Any) -> ModelExecutor:
-        cache = CacheConfig(block_size=16, kv_cache_memory=2**20, swap_space=2**20)
-        model = ModelConfig(model=str(target), device="cpu", dtype="float32")
-        made = ModelExecutor(
-            cache,
-            Profiler(Path(".")),
-            lambda: load_model(model, cache),
-            None,
-            RunnerConfig(**speculation),
-        )
-        made.load()
-        return made
-
-    drafting = executor(speculative="eagle", speculative_model=str(head))
+    drafting = loaded_executor(target, speculative="eagle", speculative_model=str(head))
     block_bytes = drafting.loaded.model.kv_cache_spec.block_bytes(16) + 16 * 2 * 2 * 16 * 4
     counts = drafting.profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
     assert counts.num_gpu_blocks == counts.num_cpu_blocks == 2**20 // block_bytes
@@ -454,5 +415,6 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
         drafting = engine.generate(PROMPTS, 12)
     finally:
         engine.group.close()
-    assert tokens_of(drafting) == tokens_of(InProcessEngine(target).generate(PROMPTS, 12))
+    plain = InProcessEngine(target).generate(PROMPTS, 12)
+    assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
     drafter.assert_drafts_are_those_of(Reference(target, head))

@@ -9,16 +9,11 @@ import pytest
 import torch
 
 from pagewire.v1 import sampling_pb2
-from scheduler_service.core.config import SchedulerConfig
 from tests.support import vocabularies
 from tests.support.counting_model import CountingModel, next_token
-from tests.support.in_process import (
-    InProcessEngine,
-    InProcessWorker,
-    KnowingDrafter,
-    SpeculatingWorker,
-)
+from tests.support.in_process import InProcessEngine, KnowingDrafter
 from tests.support.runners import AllDrafts
+from tests.support.speculation import SpeculatingEngine
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.array_types import Int32Array
 from worker_service.config import RunnerConfig
@@ -279,19 +274,13 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
     outputs = [[*prompts[index // 2], *output.token_ids] for index, output in enumerate(plain)]
     drafter = KnowingDrafter(outputs)
 
-    class Engine(InProcessEngine):
-        def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
-            return SpeculatingWorker(
-                self.loaded.model,
-                drafter=drafter,
-                num_gpu_blocks=num_gpu_blocks,
-                block_size=self.block_size,
-            )
+    class Engine(SpeculatingEngine):
+        num_drafts = 4
 
-    config = SchedulerConfig(max_speculative_seqs=8)
-    drafting = Engine(EMBEDDED, dtype=dtype, config=config).generate(
-        prompts, 40, num_choices=2, **fields
-    )
+        def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> KnowingDrafter:
+            return drafter
+
+    drafting = Engine(EMBEDDED, dtype=dtype).generate(prompts, 40, num_choices=2, **fields)
     assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
     assert [each.logprobs for each in drafting] == [each.logprobs for each in plain]
     assert drafter.num_drafts > 100

@@ -2,8 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,20 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.v1 import sampling_pb2
-from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.request import Request
 from tests.support.checkpoints import checkpoint
-from tests.support.in_process import (
-    FRONTEND,
-    GREEDY,
-    MODEL,
-    InProcessEngine,
-    InProcessWorker,
-)
-from tests.worker_service.runner.test_draft_model import Counted
+from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine
+from tests.support.speculation import SpeculatingEngine
 from worker_service.array_types import Int32Array
-from worker_service.models.interface import Model
-from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.suffix_drafter import (
     MAX_MATCH,
     OutputHistory,
@@ -227,28 +217,14 @@ def test_memory_is_bounded_and_the_latest_half_is_kept() -> None:
     assert follow(history, [3000, 3001]) == [3002, 3003, 3004, 3005]
 
 
-class Engine(InProcessEngine):
+class Engine(SpeculatingEngine):
     """Drafts from recent outputs."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
-        self.counted = Counted()
+    num_drafts = 4
+
+    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> SuffixDrafter:
         self.drafter = SuffixDrafter(1 << 12)
-        super().__init__(model, config=SchedulerConfig(max_speculative_seqs=8), **options)
-
-    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
-        def make_runner(model: Model, cache: Any, block_size: int) -> ModelRunner:
-            return ModelRunner(
-                model, cache, block_size, drafter=self.drafter, draft_lengths=self.counted
-            )
-
-        return InProcessWorker(
-            self.loaded.model,
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            block_size=self.block_size,
-            make_runner=make_runner,
-            num_speculative_tokens=4,
-        )
+        return self.drafter
 
     def answer(self, tenant: str, handle: int, num_choices: int = 1) -> list[list[int]]:
         """The choices of a request of a tenant; the prompt has no repetition."""
@@ -272,10 +248,10 @@ def test_an_output_helps_its_tenant_and_no_other() -> None:
         [list(range(5, 25))], 40, temperature=1.0, seed=8
     )[0]
     first = engine.answer("a", 1)
-    num_right = [engine.counted.num_right]
+    num_right = [engine.lengths.num_accepted]
     for handle, tenant in enumerate(("a", "b", "b"), 2):
         assert engine.answer(tenant, handle) == first == [plain.token_ids]
-        num_right.append(engine.counted.num_right)
+        num_right.append(engine.lengths.num_accepted)
     again, other, other_again = np.diff(num_right).tolist()
     assert again > 25, "the second time, the first answer is repeated"
     assert other == num_right[0], "another tenant has what it had without it"

@@ -1,0 +1,90 @@
+"""Engines with drafts, whose outputs are compared with those without."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scheduler_service.core.config import SchedulerConfig
+from tests.support.in_process import InProcessEngine, InProcessWorker, Output, SpeculatingWorker
+from tests.support.runners import AllDrafts
+from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.loader import load_model
+from worker_service.models.eagle import EagleHead
+from worker_service.models.interface import Model
+from worker_service.runner.drafter import Drafter
+from worker_service.runner.model_executor import ModelExecutor, Profiler
+
+NUM_DRAFTS = 3
+PROMPTS = [[5 + (7 * index + at) % 200 for at in range(6 + 9 * index)] for index in range(4)]
+SAMPLING: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 11},
+    {"temperature": 1.0, "seed": 3, "top_k": 20, "min_tokens": 9},
+]
+
+
+class SpeculatingEngine(InProcessEngine, ABC):
+    """Computes all drafts of a drafter over the worker's cache, and counts them in `lengths`."""
+
+    num_drafts = NUM_DRAFTS
+
+    def __init__(self, model: Path, *, config: SchedulerConfig | None = None, **options: Any):
+        self.path = model
+        self.lengths = AllDrafts()
+        config = config or SchedulerConfig(max_speculative_seqs=8)
+        super().__init__(model, config=config, **options)
+
+    @abstractmethod
+    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Drafter:
+        """The drafter of a new worker."""
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        """A worker with drafts."""
+        return SpeculatingWorker(
+            self.loaded.model,
+            drafter=self.make_drafter(num_gpu_blocks, num_cpu_blocks),
+            draft_lengths=self.lengths,
+            num_drafts=self.num_drafts,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            block_size=self.block_size,
+        )
+
+    def make_cache(
+        self, model: Model | EagleHead, num_gpu_blocks: int, num_cpu_blocks: int = 0
+    ) -> CacheEngine:
+        """A KV cache of a draft model or head."""
+        return CacheEngine(
+            model.kv_cache_spec,
+            block_size=self.block_size,
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=num_cpu_blocks,
+            device=self.device,
+        )
+
+    def assert_outputs_are_those_without_drafts(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, **sampling: Any
+    ) -> list[Output]:
+        """Generate with and without drafts. Returns the outputs."""
+        plain = InProcessEngine(self.path).generate(prompts, max_tokens, **sampling)
+        drafting = self.generate(prompts, max_tokens, **sampling)
+        assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
+        assert [each.logprobs for each in drafting] == [each.logprobs for each in plain]
+        return drafting
+
+
+def loaded_executor(model: Path, **speculation: Any) -> ModelExecutor:
+    """An executor with 1 MiB of KV cache and of swap space; speculation: see `RunnerConfig`."""
+    cache = CacheConfig(block_size=16, kv_cache_memory=2**20, swap_space=2**20)
+    config = ModelConfig(model=str(model), device="cpu", dtype="float32")
+    executor = ModelExecutor(
+        cache,
+        Profiler(Path(".")),
+        lambda: load_model(config, cache),
+        None,
+        RunnerConfig(**speculation),
+    )
+    executor.load()
+    return executor
