@@ -3,16 +3,16 @@
 | script | measures |
 | --- | --- |
 | `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
-| `recording` | what `--record` adds to that |
+| `recording` | the CPU time that `--record` adds to a step |
 | `fairness` | effect of a flooding tenant on others, and shares by weight, in simulated time |
 | `pipelining` | a device's idle time between steps, by pipeline depth |
 | `wire` | sizes of plans and results, time to encode and decode them, round trips |
 | `endurance` | the memory that finished requests leave behind in every service |
-| `scaling_out` | whether requests notice that workers come and go |
+| `scaling_out` | whether starting and stopping workers affects open requests |
 | `frontend` | a frontend's CPU time per streamed token |
-| `online` | latencies and goodput as requests arrive faster and faster, against `vllm serve` |
+| `online` | latencies and goodput at increasing request rates, against `vllm serve` |
 | `offline` | tokens per second of whole workloads, through the services, against other engines |
-| `quantized_weights` | time of products with weights in fewer bits, against dense ones |
+| `quantized_weights` | time of matrix products with quantized weights, against dense ones |
 | `gguf_decode` | tokens per second from a GGUF file, in process, against llama.cpp |
 | `startup` | time from launch to first token, and peak memory, against vLLM's |
 

@@ -2,13 +2,14 @@
 
     python -m benchmarks.ceilings --dtype bfloat16
 
-Measured in a process of its own, in the same run as what is compared with it: the best of several
-ways to read, and of matrix products of several sizes as the worker makes them. Prints JSON.
+Measured in a process of its own, in the same run as the figures that are compared with it: the best
+of several ways to read memory, and of matrix products of several sizes in all implementations that
+the worker uses. Prints JSON.
 
-The best way is what a short trial of each finds; its rate is the mean of some tenths of a second.
-On a shared host, bandwidth varies within a run: 30 to 57 GB/s were measured within six seconds.
-Therefore the process stays alive (`CeilingsProcess`), to measure just before and after something is
-timed.
+A short trial of each way selects the best one, whose rate is the mean over a few tenths of a
+second. On a shared host, bandwidth varies within a run: 30 to 57 GB/s were measured within six
+seconds. Therefore the process stays alive (`CeilingsProcess`), to measure just before and after
+each timing.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from worker_service.models.linear import OneDNNWeight, can_pack, pack
 READ_BYTES = 2**30
 """Much larger than the caches."""
 TRIALS = 3
-"""Short trials of each way, of which the best counts."""
+"""Number of short trials of each way, of which the fastest counts."""
 TRIAL_S, SUSTAINED_S = 0.05, 0.3
 """Minimum durations of a trial, and of each of the three parts of a measurement."""
 
@@ -81,12 +82,12 @@ class CeilingsProcess(LineProcess):
 
 @torch.inference_mode()
 def measure(dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """The fastest candidate."""
+    """Measure the ceilings of a device in one dtype."""
     return Measurer(dtype, device).measure()
 
 
 class Measurer:
-    """Knows the best way to read and to multiply, and measures how fast it is at the moment."""
+    """Selects the best ways to read and to multiply, and measures their current speed."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._device = device
@@ -94,8 +95,8 @@ class Measurer:
         self._product = _best(list(_products(dtype, device)), device)
 
     def measure(self) -> Ceilings:
-        """Reads come first and last, next to what is timed before and after: they are what
-        drifts."""
+        """Measure. Reads come first and last, closest to the timings before and after, since
+        bandwidth drifts most."""
         first = self._rate(self._read)
         flops_per_s = self._rate(self._product)
         read_bytes_per_s = harmonic_mean((first, self._rate(self._read)))

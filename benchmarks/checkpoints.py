@@ -2,10 +2,10 @@
 
     python -m benchmarks.checkpoints --shape llama-160m --dtype bfloat16 FOLDER
 
-Writes `FOLDER/llama-160m-bfloat16`, unless it is there. Weights are drawn tensor by tensor, each
-from a generator seeded with its own name, so that the same shape is the same model in every dtype
-but for rounding. With `--gguf` the same weights are written for llama.cpp as well. Those of a
-shape with `weights` are rounded and stored in that format, layer by layer.
+Writes `FOLDER/llama-160m-bfloat16`, unless it exists. Weights are drawn tensor by tensor, each from
+a generator seeded with its name, so that a shape is the same model in every dtype, up to rounding.
+With `--gguf`, the same weights are also written for llama.cpp. The weights of a shape with
+`weights` are quantized and stored in that format, layer by layer.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from benchmarks.quantized_layers import CONFIGS, quantized
 from benchmarks.synthetic_tokenizer import BOS_TOKEN_ID, EOS_TOKEN_ID, write_tokenizer
 
 WEIGHT_SCALE = 0.02
-"""Standard deviation of matrices, as models are initialised."""
+"""Standard deviation of matrices, that of common initializations."""
 
 MAX_SHARD_BYTES = 2 * 2**30
 
 
 def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
-    """The checkpoint's directory inside `folder`; created if necessary."""
+    """Return the checkpoint's directory in `folder`, creating it if necessary."""
     path = folder / f"{shape.name}-{dtype}"
     if (path / "config.json").exists():
         return path
@@ -47,7 +47,7 @@ def checkpoint(shape: Shape, dtype: str, folder: Path) -> Path:
 
 
 def gguf(shape: Shape, dtype: str, folder: Path) -> Path:
-    """The same checkpoint as one file for llama.cpp; created if necessary."""
+    """Return the same checkpoint as a GGUF file for llama.cpp, creating it if necessary."""
     source = checkpoint(shape, dtype, folder)
     path = source.with_suffix(source.suffix + ".gguf")
     if not path.exists():
@@ -75,7 +75,7 @@ def _transformers_config(shape: Shape) -> object:
 
 
 def _skeleton(shape: Shape) -> torch.nn.Module:
-    """The model without memory for its weights."""
+    """Build the model on the meta device."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -100,8 +100,8 @@ def _weights(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 def write_weights(
     shape: Shape, dtype: torch.dtype, path: Path, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Shards of a bounded size and their index in the folder `path`, or one file if it
-    suffices."""
+    """Write weights to the folder `path`, as one file or as shards of a bounded size with an
+    index."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.clients_at_scale
 
-The Python client, the Node client, and an HTTP client with a connection for each request, which
-honours `Retry-After`, each send all requests to one frontend of a simulated worker. `open` is how
-many may be open at a time: by the clients' own limit (1,000 for each connection) and the server's.
-Memory is that of the client process and of the frontend above what they had before, at its peak;
-the CPU time of the frontend includes the answer's few tokens.
+The Python client, the Node client, and an HTTP client with one connection per request, which honors
+`Retry-After`, each send all requests to one frontend of a simulated worker. `open` is the maximum
+number of open requests, which the clients' own limit (1,000 per connection) and that of the server
+allow. Memory is the peak growth of the client process and of the frontend; the CPU time of the
+frontend includes the few tokens of each response.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ COLUMNS = {
 
 
 async def python_requests(address: str, requests: int, tokens: int, connections: int) -> int:
-    """The number of requests that failed."""
+    """Send all requests through the Python client. Returns the number that failed."""
 
     async def fails(client: AsyncClient, index: int) -> bool:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=index)
@@ -64,7 +64,8 @@ async def python_requests(address: str, requests: int, tokens: int, connections:
 
 
 async def http_requests(address: str, requests: int, tokens: int, connections: int) -> int:
-    """The same; a request that a full server refuses is sent again when it says."""
+    """Send all requests over HTTP; refused ones again after `Retry-After`. Returns the number that
+    failed."""
 
     async def fails(session: aiohttp.ClientSession, index: int) -> bool:
         wish = {
@@ -88,7 +89,7 @@ async def http_requests(address: str, requests: int, tokens: int, connections: i
 
 
 def prompt(index: int) -> list[int]:
-    """Token ids that no other request has."""
+    """A prompt that no other request shares."""
     return [3 + index % 1000, 4 + index // 1000, 5, 6]
 
 

@@ -57,7 +57,7 @@ def _row(workload: str, runs: Mapping[str, Sequence[Run]], floor: Floor | None) 
 
 
 def ceilings_range(results: Results) -> dict[str, list[float]]:
-    """The lowest and the highest measurement of each ceiling."""
+    """The minimum and maximum of each ceiling over all measurements."""
     measured = [
         asdict(run.ceilings)
         for by_engine in results.runs.values()
@@ -120,7 +120,7 @@ def agreements(
 
 
 def agreement(got: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> Agreement:
-    """How far outputs agree."""
+    """Compare outputs token by token."""
     equal = [_num_equal(*pair) for pair in zip(got, expected, strict=True)]
     return Agreement(
         equal_requests=sum(map(list.__eq__, map(list, got), map(list, expected))),

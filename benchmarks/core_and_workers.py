@@ -1,5 +1,5 @@
-"""A scheduler core and a growing number of simulated workers, as processes on unix sockets, and a
-load on them."""
+"""A scheduler core and a growing number of simulated workers as processes on unix sockets, and
+their load."""
 
 import asyncio
 from array import array
@@ -33,8 +33,8 @@ class CoreAndWorkers:
         checks_plans: bool = True,
         num_gpu_blocks: int = 16384,
     ) -> None:
-        """`step_us`: duration of every step. `checks_plans`: workers are simulated, a process
-        each; else they are `null_workers`, several to a process."""
+        """`step_us`: duration of every step. `checks_plans`: whether workers are simulated ones,
+        with a process each, or `null_workers`, of which several share a process."""
         self._folder = RuntimeDirectory()
         self._step_us = step_us
         self._checks_plans = checks_plans
@@ -141,8 +141,8 @@ _LOOK_S = 0.05
 class BareFrontend:
     """A frontend without clients, text or streams; an asynchronous context manager.
 
-    It keeps a number of greedy requests of one shape open on one `Attach` stream and counts what
-    comes back, column by column, so that it takes much less processor time than the core does.
+    It keeps a number of greedy requests of one shape open on one `Attach` stream and counts their
+    tokens, column by column, so that it uses much less processor time than the core.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class BareFrontend:
         await self._channel.close()
 
     def keep_open(self, num_requests: int) -> None:
-        """Keep `num_requests` requests open from now on; surplus ones run to their ends."""
+        """Keep `num_requests` requests open from now on; surplus requests run to completion."""
         self._num_wanted = num_requests
         self._has_output.set()
 
@@ -205,7 +205,7 @@ class BareFrontend:
                 )
 
     def _next(self) -> pb.Submit:
-        """A request whose prompt shares nothing with others'."""
+        """A request whose prompt shares no prefix with others."""
         self._num_submitted += 1
         number = self._num_submitted
         prompt = [number % 30_000, number // 30_000] + [7] * (self._prompt_tokens - 2)

@@ -4,10 +4,10 @@
 
 A core, a frontend and two simulated workers run as processes, with default settings but for a
 cache small enough to be full all the time. The public client sends short requests in rounds, each
-on a `GenerateMany` stream of its own: distinct prompts, some with a beginning in common, some for
-two choices; in addition streams that are cancelled after their first token. After each round
-the resident memory of every process is noted. The slope of the line fitted to it, from a fifth of
-the requests on, is what a finished request leaves behind.
+on a `GenerateMany` stream of its own: distinct prompts, some with a common prefix, some for two
+choices; in addition, streams that are cancelled after their first token. After each round, the
+resident memory of every process is recorded. The slope of a line fitted to it, from a fifth of the
+requests on, is the memory that a finished request leaves behind.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ NUM_WORKERS = 2
 VOCAB_SIZE = 32_000
 CANCELLED_PER_ROUND = 10
 SETTLED_SHARE = 0.2
-"""Share of the requests during which caches and allocators may still be filling."""
+"""Share of the requests during which caches and allocators may still grow."""
 
 FLAGS = {
     "simulate": True,
@@ -118,7 +118,7 @@ class Traffic:
 
 
 async def run(num_requests: int, num_rounds: int) -> tuple[list[Memory], float]:
-    """The memory of all services and how many requests a second they served."""
+    """Return the memory of all services, and the requests per second that they served."""
     with LocalServices("simulated", engine_flags=FLAGS, num_workers=NUM_WORKERS) as services:
         services.start(timeout_s=60)
         memories = [

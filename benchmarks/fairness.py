@@ -202,7 +202,7 @@ def first_token_p99(policy: PolicyName, *, flooded: bool, until: float = 300.0) 
 
 
 def slowdown(policy: PolicyName, until: float = 300.0) -> float:
-    """How many times longer the calm tenant waits for a first token (p99) during the flood."""
+    """The calm tenant's time to the first token (p99) during the flood, relative to that alone."""
     alone = first_token_p99(policy, flooded=False, until=until)
     return first_token_p99(policy, flooded=True, until=until) / alone
 

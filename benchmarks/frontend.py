@@ -5,9 +5,9 @@
 A core that sends a token to every stream per step, the frontends, and their clients run in
 processes of their own. A frontend's processor time per token (all of its threads, from the first
 request to the last response) shows how many tokens per second it can stream on a core of its own,
-regardless of what else this machine runs. `pace` is how many steps per second the core
-makes, 0: as many as it can. The effect of further frontends is given as the ratio to one
-frontend's cost: 1 means that N of them stream N times as much, given the cores.
+regardless of other load on this machine. `pace` is the number of steps per second of the core; 0:
+as many as possible. The effect of more frontends is given relative to the cost of one: 1 means that
+N of them stream N times as many tokens, given the cores.
 
 The protocols take turns, so that a machine whose speed drifts affects them equally.
 """
@@ -61,7 +61,7 @@ class Figures:
 
 
 async def run_core(pipe: Connection, streams: int, tokens: int, pace: float) -> None:
-    """Accept all streams, then a token each per step."""
+    """Accept all streams, then send each a token per step."""
     ids = byte_level().encode("the quick brown fox hello world " * tokens).ids
     async with FakeCore() as core:
         pipe.send(core.address)
@@ -124,7 +124,7 @@ async def run_grpc_clients(
 async def run_http_clients(
     pipe: Connection, addresses: Sequence[str], streams: int, tokens: int
 ) -> None:
-    """The same over HTTP, a connection each."""
+    """As `run_grpc_clients`, over HTTP with one connection per stream."""
     wish = {"prompt": PROMPT, "max_tokens": tokens, "stream": True}
 
     async def read(session: aiohttp.ClientSession, address: str) -> int:
@@ -142,7 +142,7 @@ async def run_http_clients(
 
 
 async def _begin_together(pipe: Connection) -> None:
-    """Wait until the core waits for requests, too."""
+    """Wait until the core is ready for requests."""
     pipe.send("ready")
     await asyncio.to_thread(pipe.recv)
 

@@ -2,8 +2,9 @@
 
     python -m benchmarks.gguf_decode model.gguf --llama-batched-bench llama-batched-bench
 
-Both decode the same numbers of sequences of the same lengths with as many threads, by turns, and
-choose no tokens. llama.cpp's program is built with its tools; without it only our column is there.
+Both decode the same numbers of sequences of the same lengths with the same number of threads, in
+turns, without sampling. `llama-batched-bench` is one of llama.cpp's tools; without it, only
+Pagewire is measured.
 """
 
 import argparse
@@ -54,7 +55,7 @@ def _ours(loaded: LoadedModel, num_sequences: int) -> float:
 
 
 def _llama_cpp(program: Path, model: Path, num_sequences: int, num_threads: int) -> float:
-    """Tokens per second of the same, as the program prints it."""
+    """Tokens per second of the same steps by llama.cpp, as its program prints them."""
     command = [program, "-m", model, "-t", num_threads, "-c", 8192, "-b", 2048, "-ub", 512]
     command += ["-npp", PROMPT, "-ntg", STEPS, "-npl", num_sequences]
     output = subprocess.run(

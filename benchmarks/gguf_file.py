@@ -1,7 +1,7 @@
-"""A checkpoint's weights as the one file that llama.cpp reads.
+"""A checkpoint's weights as a GGUF file for llama.cpp.
 
-llama.cpp's own converter knows tokenizers by their names, which a made-up one has not; so the
-file is written here, with the library of llama.cpp's authors.
+llama.cpp's own converter supports only known tokenizers, to which a synthetic one does not belong;
+so the file is written here, with the `gguf` library of llama.cpp's authors.
 """
 
 from collections.abc import Iterator
@@ -22,11 +22,11 @@ from benchmarks.synthetic_tokenizer import (
 )
 
 _DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
-"""What the configurations of `transformers` say where a shape says nothing."""
+"""The defaults of `transformers` for values that a shape does not set."""
 
 
 def write_gguf(shape: Shape, checkpoint: Path, path: Path) -> None:
-    """Write the weights in the folder `checkpoint` to the file `path`, in the dtype they have."""
+    """Write the weights in the folder `checkpoint` to the file `path`, in their own dtype."""
     import gguf
 
     writer = gguf.GGUFWriter(path, shape.model_type)
@@ -63,7 +63,8 @@ def _add_shape(writer, shape: Shape) -> None:  # type: ignore[no-untyped-def]
 
 
 def _add_vocabulary(writer, vocab_size: int) -> None:  # type: ignore[no-untyped-def]
-    """The tokenizer of the checkpoint, ids and text the same, in SentencePiece's manner."""
+    """Add the checkpoint's tokenizer in the form of a SentencePiece vocabulary, with the same ids
+    and texts."""
     import gguf
 
     some_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -84,7 +85,7 @@ def _add_vocabulary(writer, vocab_size: int) -> None:  # type: ignore[no-untyped
 def _add_tensor(writer, name: str, tensor: Tensor) -> None:  # type: ignore[no-untyped-def]
     import gguf
 
-    if tensor.dim() == 1 or tensor.dtype == torch.float32:  # it keeps vectors in float32
+    if tensor.dim() == 1 or tensor.dtype == torch.float32:  # llama.cpp expects float32 vectors
         writer.add_tensor(name, tensor.float().numpy())
         return
     assert tensor.dtype == torch.bfloat16, tensor.dtype
@@ -93,8 +94,8 @@ def _add_tensor(writer, name: str, tensor: Tensor) -> None:  # type: ignore[no-u
 
 
 def _interleaved(name: str, tensor: Tensor, shape: Shape) -> Tensor:
-    """llama.cpp rotates neighbouring values of a Llama's heads, `transformers` those half a head
-    apart; so the rows of queries and keys change places."""
+    """Permute the rows of query and key projections: llama.cpp applies RoPE to adjacent elements of
+    a head, `transformers` to elements half a head apart."""
     heads = {"q_proj": shape.num_heads, "k_proj": shape.num_kv_heads}.get(name.split(".")[-2])
     if heads is None:
         return tensor

@@ -4,11 +4,11 @@
 
 | stage | what it does |
 | --- | --- |
-| 1 | `make test-gpu`; the racecheck of compute-sanitizer on sampling and moves of blocks |
-| 2 | each kernel against the device's ceilings; which tiles of attention are fastest |
+| 1 | `make test-gpu`; the racecheck of compute-sanitizer on sampling and copies of blocks |
+| 2 | each kernel against the device's ceilings; the fastest tiles of attention |
 | 3 | Qwen3-0.6B, scheduler core and worker in one process; a profile of decode and mixed steps |
 | 4 | the same through the three services |
-| 5 | beside vLLM and nano-vllm |
+| 5 | comparison with vLLM and nano-vllm |
 | 6 | Qwen3-8B, one stream and batches |
 | 7 | exact recovery: workers and frontends are killed under load, KV is swapped |
 | 8 | fp8 KV, quantized weights, and what `--batch-invariant` costs |
@@ -34,15 +34,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 STAGE_S = 480.0
 _LEAST_S = 20.0
-"""With less time left, no part begins."""
+"""A part is started only if this much time is left."""
 _ROOMY_GIB = 120
-"""With less memory, engines that are compared run one after the other."""
+"""With less memory, compared engines run one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A module that is run with arguments, in which `{output}`, `{peers}` and `{fit}` stand for the
-    stage's folder, the flags of the peers, and that of engines which do not fit together."""
+    """A module and its arguments, in which `{output}`, `{peers}` and `{fit}` are replaced by the
+    stage's folder, the flags of the peers, and that for engines that do not fit into memory
+    together."""
 
     name: str
     limit_s: float
@@ -57,7 +58,7 @@ _TINY = " --device cpu --shape tiny --dtype float32"
 
 
 def _offline(name: str, engines: str, workloads: str, *, more: str = "", **other: object) -> Part:
-    """Whole engines; a dry run has one of them and one workload."""
+    """Throughput of whole engines; a dry run has one engine and one workload."""
     return Part(
         name=name,
         command="benchmarks.offline --device cuda --shape qwen3-0.6b --dtype bfloat16"
@@ -199,7 +200,7 @@ STAGES: dict[int, Sequence[Part]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Day:
-    """Where stages run, with what."""
+    """The folders and peers with which stages run."""
 
     output: Path
     is_dry: bool
@@ -238,8 +239,7 @@ class Outcome:
 
 
 def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list[Outcome]:
-    """Run parts in order, each whatever became of those before; `summary.json` is written after
-    each."""
+    """Run parts in order, even after one has failed; `summary.json` is written after each."""
     day.output.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     outcomes: list[Outcome] = []
@@ -258,7 +258,7 @@ def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list
 
 
 def _run(part: Part, day: Day, limit_s: float) -> Outcome:
-    """Run a part as a process; at its limit, it and all that it started are ended."""
+    """Run a part as a process; at its time limit, end its whole process group."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     if day.is_dry:
         environment["TRITON_INTERPRET"] = "1"
@@ -285,7 +285,7 @@ def _run(part: Part, day: Day, limit_s: float) -> Outcome:
 
 
 def _end(process: subprocess.Popen[bytes], grace_s: float = 10.0) -> None:
-    """Ask a process group to end, so that it ends what it started; then kill it."""
+    """Send SIGTERM to a process group, so that it can end its children, and later SIGKILL."""
     os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(grace_s)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.host_time [--layers 32] [--decodes 256] [--chunk 512]
 
-Tensors are on torch's `meta` device, which computes nothing, and Triton's kernels go through its
-own launcher up to the call of the driver, which does nothing. What is left is the time that the
-host needs to queue a step: as long as it exceeds the device's, it is what a step takes.
+Tensors are on torch's `meta` device, which computes nothing, and Triton kernels pass through
+Triton's launcher up to the call of the driver, which does nothing. The remaining time is that of
+the host to queue a step: if it exceeds the device's, it determines the time of a step.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _CONFIG = {
 
 
 class NoDevice:
-    """A driver of Triton's without a GPU behind it."""
+    """A driver for Triton without a GPU."""
 
     def get_current_device(self) -> int:
         return 0
@@ -58,7 +58,7 @@ class NoDevice:
 
 
 class NoKernel:
-    """What the launcher finds compiled."""
+    """A compiled kernel that does nothing."""
 
     function = packed_metadata = None
 
@@ -78,7 +78,7 @@ def _new_empty(like: Tensor, size: Sequence[int], dtype: torch.dtype | None = No
 
 
 class Step:
-    """An eager step: decodes, and a chunk of a prompt beside them."""
+    """An eager step of decodes and a chunk of a prompt."""
 
     def __init__(self, num_layers: int, num_decodes: int, chunk: int) -> None:
         from pagewire_kernels import triton as step_kernels
@@ -122,7 +122,7 @@ class Step:
 
 
 def timed(step: Step, repeats: int) -> list[float]:
-    """Milliseconds of processor time of each of some steps, after a few others."""
+    """Processor time of each of `repeats` steps, in milliseconds, after three warm-up steps."""
     times = []
     for repeat in range(repeats + 3):
         started = time.thread_time()
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--decodes", type=int, default=256)
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prompt beside them")
+    parser.add_argument("--chunk", type=int, default=512, help="prompt tokens of the step")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     JITFunction._do_compile = lambda self, key, _signature, device, *_: self.device_caches[device][
         0
     ].setdefault(key, NoKernel())
-    # On this device, and no other, these two are Python functions.
+    # On the meta device these two run Python code, which on a GPU they do not.
     torch.nn.functional.linear = _linear
     Tensor.new_empty = _new_empty  # type: ignore[method-assign,assignment]
     foreign = ForeignLoad()

@@ -26,8 +26,8 @@ class Run:
     tokens_per_s: float
     seconds: float
     foreign_cores: float
-    """Processor time per second that neither the engine nor this process took; idle rivals' time
-    is in it."""
+    """Processor time per second of all processes other than the engine and this process; includes
+    that of idle engines."""
     ceilings: Ceilings | None = None
     """The machine's ceilings just before and after, if measured."""
 
@@ -47,8 +47,8 @@ class Patience:
     def __post_init__(self) -> None:
         if not 1 <= self.slow_repeats <= self.repeats <= self.most_repeats:
             raise ValueError(
-                "expected at least one repeat, no more of slow engines, and at most "
-                f"{self.most_repeats}"
+                f"expected 1 <= slow_repeats <= repeats <= {self.most_repeats}, got slow_repeats"
+                f" {self.slow_repeats} and repeats {self.repeats}"
             )
 
     def wants(self, runs: Sequence[Run], fastest_s: float) -> bool:
@@ -90,14 +90,14 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class CeilingGauge:
-    """Measures the machine's ceilings before and after one engine's turns: its speed may change by
-    half within minutes if others use its memory."""
+    """Measures the machine's ceilings before and after the turns of one engine: its speed may
+    change by half within minutes if other machines on the same host use its memory bandwidth."""
 
     engine: str
     measure: Callable[[], Ceilings]
 
     def around(self, name: str, turn: Callable[[], Run]) -> Run:
-        """A turn of some engine, with the ceilings if it is the one that is measured."""
+        """Run a turn of an engine, and measure the ceilings if it is the engine of this gauge."""
         if name != self.engine:
             return turn()
         before = self.measure()
@@ -118,7 +118,7 @@ def run_in_turns(
     gauge: CeilingGauge | None = None,
     on_run: Callable[[str, str, Run], None] = lambda workload, engine, run: None,
 ) -> Results:
-    """All engines' runs, after a short one that is not counted. Raises WrongOutput."""
+    """Run all engines in turns, after a short warm-up run. Raises WrongOutput."""
     draw = np.random.default_rng(0)
     results = Results()
     for engine in engines:
@@ -171,6 +171,6 @@ def _own_seconds(pids: Sequence[int]) -> float:
 
 
 def _rotated(engines: Sequence[Engine], turn: int) -> list[Engine]:
-    """The engines in another order, so that none always follows the same one."""
+    """The engines in another order in each turn, so that none always follows the same one."""
     start = turn % len(engines)
     return [*engines[start:], *engines[:start]]

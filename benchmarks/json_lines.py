@@ -1,8 +1,8 @@
-"""A child process with requests and answers as lines of JSON: both ends.
+"""Both ends of a child process that exchanges requests and responses as lines of JSON.
 
-An engine thus runs under a Python of its own, with its own threads and memory. The child writes a
-line when it is ready, then one for each line that it reads, until there are no more. Pythons that
-have nothing of Pagewire's installed import this module: it needs the standard library alone.
+An engine can thus run under its own Python, with its own threads and memory. The child writes a
+line when it is ready, then one for each line that it reads. This module is also imported in
+environments without Pagewire, so it uses only the standard library.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ class LineProcess:
         *,
         log: Path | None = None,
     ) -> None:
-        """`environment` is added to our own. `log`: where what it says besides answers goes."""
+        """`environment`: additional variables. `log`: file for all other output."""
         with open(log or os.devnull, "w") as errors:
             self._process = subprocess.Popen(
                 command,
@@ -51,7 +51,7 @@ class LineProcess:
         return self._process.pid
 
     def ask(self, request: object) -> Any:
-        """Its answer. Raises RuntimeError if it ends instead."""
+        """Send a request. Returns its response; raises RuntimeError if the process ends instead."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -70,7 +70,7 @@ class LineProcess:
         return ":\n" + "\n".join(self._log.read_text().splitlines()[-20:])
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """End it: it sees the end of its input, and is killed if that does not help."""
+        """End the process: close its input, and kill it if it does not end in time."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -101,17 +101,17 @@ class Runs(Protocol):
 
 
 def take_stdout() -> Any:
-    """The file whose lines the parent reads; what else is printed, in Python or in C, goes to the
-    standard error."""
+    """Return the file whose lines the parent reads, and redirect all other output to stderr, that
+    of Python and of C."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if sys.platform == "linux":  # a stopped child would not notice that its parent has gone
+    if sys.platform == "linux":  # a stopped child would not notice that its parent has ended
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     return answers
 
 
 def serve(make_engine: Callable[[dict[str, Any]], Runs]) -> None:
-    """Make an engine of the settings on the command line, and run jobs until there are no more."""
+    """Make an engine with the settings on the command line, and run jobs until the input ends."""
     answers = take_stdout()
     engine = make_engine(json.loads(sys.argv[1]))
 

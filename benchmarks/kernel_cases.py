@@ -1,7 +1,7 @@
 """Kernels and the sizes at which they are timed.
 
-Bytes and operations are the least that the result needs: every input read once, every output
-written once, no product computed for what a mask hides.
+Bytes and operations are the minimum for the result: every input is read once, every output is
+written once, and no product is computed for masked scores.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,15 +38,15 @@ class Case:
     dtype: str
     run: Callable[[], object]
     num_bytes: int = 0
-    """The least to be moved; 0 where it is known to be bound by its products."""
+    """Minimum number of bytes to read and write; 0 if the kernel is known to be compute-bound."""
     num_flops: int = 0
-    """Operations of its products; 0 where it is known to be bound by memory."""
+    """Operations of its matrix products; 0 if the kernel is known to be memory-bound."""
     crosses_bus: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where the cases of one type of number run."""
+    """The device, dtype and kernels of some cases."""
 
     device: torch.device
     dtype: torch.dtype
@@ -58,12 +58,13 @@ class Setting:
         return str(self.dtype).removeprefix("torch.")
 
     def filled(self, *shape: int) -> Tensor:
-        """Of this type, and written to: pages that were not are one page of zeros to all."""
+        """A tensor of this dtype that is written to: pages that are not all map to one page of
+        zeros."""
         return torch.full(shape, 0.01, dtype=self.dtype, device=self.device)
 
 
 def setting(device: torch.device, dtype: torch.dtype, attention: str | None) -> Setting:
-    """With the kernels that a worker would choose, or those of the backend named."""
+    """The setting with the kernels that a worker would select, or those of a named backend."""
     needs = AttentionNeeds(dtype=dtype, head_dim=HEAD_DIM)
     return Setting(device, dtype, select_kernels(device, needs, attention))
 
@@ -79,8 +80,8 @@ def all_cases(where: Setting) -> Iterator[Case]:
 
 
 def attention_cases(where: Setting) -> Iterator[Case]:
-    """Decodes of (sequences, context), then prefills of (sequences, new tokens, context); on a CPU
-    also over a cache of int8."""
+    """Decodes by number of sequences and context length, then prefills by number of sequences, new
+    tokens and context length; on a CPU also with an int8 cache."""
     is_gpu = where.device.type == "cuda"
     decodes = [(1, 4096), (64, 2048), (256, 1024)] if is_gpu else [(1, 2048), (32, 512)]
     for num_seqs, context in decodes:
@@ -106,9 +107,10 @@ def attention_case(
     cache_dtype: torch.dtype | None = None,
     longest: int | None = None,
 ) -> Case:
-    """Attention of each sequence's last `query_len` tokens over `context`, blocks in no order.
+    """Attention of the last `query_len` tokens of each sequence over `context` tokens, in randomly
+    ordered blocks.
 
-    longest: the context of the first sequence, if it is another.
+    longest: context length of the first sequence, if it differs.
     """
     backend: AttentionBackend = where.kernels.attention
     block_size = max(BLOCK_TOKENS, backend.abilities.block_multiple)
@@ -143,7 +145,7 @@ def attention_case(
 def scattered_batch(
     lengths: Sequence[int], query_len: int, block_size: int, device: torch.device
 ) -> tuple[int, AttentionMetadata]:
-    """Number of blocks, and a batch of sequences whose blocks are in no order."""
+    """Return the number of blocks, and a batch of sequences with randomly ordered blocks."""
     counts = [-(-length // block_size) for length in lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
     tables = pad_sequence(order.split(counts), batch_first=True, padding_value=-1)
@@ -159,7 +161,7 @@ def scattered_batch(
 
 
 def cache_cases(where: Setting) -> Iterator[Case]:
-    """Storing keys and values; moving blocks of 64 KiB that lie scattered."""
+    """Writes of keys and values; copies of scattered blocks of 64 KiB."""
     backend, kv_heads = where.kernels.attention, 8
     num_rows = 8192 if where.device.type == "cuda" else 1024
     cache = where.filled(num_rows // BLOCK_TOKENS, 1, 2, BLOCK_TOKENS, kv_heads, HEAD_DIM)
@@ -177,7 +179,8 @@ def cache_cases(where: Setting) -> Iterator[Case]:
 
 
 def move_cases(where: Setting) -> Iterator[Case]:
-    """Within the device's cache, and out to the host's and back, by kernel and by copies."""
+    """Copies within the device's cache, and swaps out to the host's and back, by a kernel and by
+    memory copies."""
     is_gpu = where.device.type == "cuda"
     num_blocks, block_bytes = (8192, 2**16) if is_gpu else (1024, 2**16)
     shape = (num_blocks, block_bytes // where.dtype.itemsize)
@@ -261,7 +264,7 @@ def layer_cases(where: Setting) -> Iterator[Case]:
 
 
 def linear_cases(where: Setting) -> Iterator[Case]:
-    """A weight of 4096 x 4096 (1024 x 3072 on a CPU) and few rows, some, or many."""
+    """Products of a weight of 4096 x 4096 (1024 x 3072 on a CPU) with few, some and many rows."""
     is_gpu = where.device.type == "cuda"
     num_inputs, num_outputs = (4096, 4096) if is_gpu else (1024, 3072)
     weight = where.filled(num_outputs, num_inputs)
@@ -303,7 +306,8 @@ def _products(
 
 
 def sampling_case(where: Setting) -> Case:
-    """Temperature, top-k and top-p over a large vocabulary; each logit is to be read once."""
+    """Sampling with temperature, top-k and top-p over a large vocabulary; at minimum, each logit is
+    read once."""
     from pagewire_kernels.triton import edit, sample
 
     num_rows, vocab_size = 256, 151936

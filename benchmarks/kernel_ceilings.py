@@ -1,4 +1,5 @@
-"""What bounds kernels: `benchmarks.ceilings`, and how fast a device copies and its bus is."""
+"""The ceilings of kernels: those of `benchmarks.ceilings`, and the speed of copies and of the
+bus."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ class KernelCeilings:
 
 
 def measure_ceilings(device: torch.device, dtypes: list[torch.dtype]) -> KernelCeilings:
-    """Takes some seconds."""
+    """Measure the ceilings of a device, which takes a few seconds."""
     found = {dtype: ceilings.measure(dtype, device) for dtype in dtypes}
     return KernelCeilings(
         read=max(each.read_bytes_per_s for each in found.values()),
@@ -39,8 +40,8 @@ def measure_ceilings(device: torch.device, dtypes: list[torch.dtype]) -> KernelC
 
 
 def _copies(device: torch.device) -> Iterator[Callable[[], object]]:
-    """Ways to copy `_COPY_BYTES`; a CPU's are torch's and that of the C library, which writes so
-    much past the caches."""
+    """Ways to copy `_COPY_BYTES`; on a CPU those of torch and of the C library, which bypasses the
+    processor's caches for this size."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     yield partial(target.copy_, source)

@@ -3,12 +3,12 @@
     python -m benchmarks.large_requests [--http]
 
 A core that sends one token every 10 ms and the client that reads them share one process, so that
-one clock times each token on its way through the frontend, which has a process of its own. From a
-third process every body is sent in turn: each is as large as the frontend allows, and built to cost
-as much as it can: messages of gRPC or, with `--http`, bodies of HTTP. Exits with 1 if one delayed a
-token by more than `--limit-ms`.
+one clock times each token on its way through the frontend, which has a process of its own. A third
+process sends every body in turn: gRPC messages or, with `--http`, HTTP bodies, each as large as the
+frontend allows and as expensive as possible. Exits with 1 if one of them delayed a token by more
+than `--limit-ms`.
 
-`idle` is the greatest delay without such requests: of a machine that has other work, too.
+`idle` is the largest delay without such requests, which includes that of other load on the machine.
 """
 
 import argparse
@@ -43,7 +43,7 @@ HTTP_SIZE = 16 << 20
 MESSAGE = '{"role":"user","content":"a"}'
 
 Body = tuple[str, str, bytes]
-"""Name, method or path, and what is sent."""
+"""Name, method or path, and content."""
 
 
 async def run_stream(pipe: Connection) -> None:
@@ -233,7 +233,7 @@ def _send_http(address: str, path: str, body: bytes) -> str:
 
 
 async def _send_grpc(address: str, method: str, body: bytes) -> str:
-    """Send one body and read the responses; returns how the call ended."""
+    """Send one body and read the responses. Returns the status of the call."""
     options = [("grpc.max_receive_message_length", -1)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         path = f"/pagewire.v1.InferenceService/{method}"
@@ -305,7 +305,7 @@ def measure(repeats: int, only: str, *, uses_http: bool) -> list[dict[str, Any]]
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="the least delay of these counts")
+    parser.add_argument("--repeats", type=int, default=3, help="of which the smallest delay counts")
     parser.add_argument("--limit-ms", type=float, default=100.0)
     parser.add_argument("--http", action="store_true", help="send HTTP bodies, not gRPC messages")
     parser.add_argument("--only", default="", help="cases whose name contains this")

@@ -16,7 +16,7 @@ PACKAGES = ("protobuf", "grpcio", "torch", "transformers")
 
 
 def describe() -> dict[str, object]:
-    """The machine and the versions that matter; nothing that names the machine itself."""
+    """The properties of the machine and the versions that affect figures, without its name."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -56,7 +56,7 @@ class ForeignLoad:
     """
 
     def __init__(self, own_seconds: Callable[[], float] | None = None) -> None:
-        """`own_seconds`: processor time so far of what is not foreign, if that is less than this
+        """`own_seconds`: processor time so far of the processes that are not foreign; None for this
         process and its children."""
         self._own_seconds = own_seconds or _own_seconds
         self._wall = time.monotonic()
@@ -65,8 +65,8 @@ class ForeignLoad:
 
     @property
     def cores(self) -> float:
-        """Mean since construction. Children count while they live and once they have been waited
-        for; so read it while servers live, whose own children are never waited for."""
+        """Mean number of cores since construction. Children count while they run and once they have
+        been waited for; so read it while servers run, whose own children are never waited for."""
         foreign = _busy_seconds() - self._busy - (self._own_seconds() - self._own)
         return round(max(0.0, foreign) / max(1e-9, time.monotonic() - self._wall), 2)
 

@@ -3,20 +3,20 @@
     python -m benchmarks.many_groups --groups 1 2 4 8 16
 
 One core process, and simulated workers as processes of their own, whose steps sleep as long as a
-device would compute. A bare frontend keeps every group's batch full: a quarter more requests are
-open than the batches have places. Prompts share nothing. Linear is what one group does, times the
-number of groups.
+device would compute. A bare frontend keeps the batch of every group full: a quarter more requests
+are open than the batches hold. Prompts share no prefix. Linear is the throughput of one group times
+the number of groups.
 
     python -m benchmarks.many_groups --workers answering --groups 4 8 16 32 64 --step-us 20000 0
 
-With `--workers answering` workers check nothing, many groups to a process, so that the core process
-is what saturates: what it carries when workers are elsewhere. Steps of no length say how many it
-does at most; there is nothing linear to compare them with.
+With `--workers answering`, workers check nothing, and many groups share a process, so that the core
+process saturates first, as if workers were on other machines. Steps of length 0 show its maximum
+throughput; there is no linear throughput to compare them with.
 
-The rounds go from few groups to many, each with its processes' processor time. What limits a round
-is reported only where it can be determined: a process that uses nearly a whole core, or all
-processes together, which use nearly all cores. Below that, "core µs per step" gives the most steps
-per second that the core process could do, since it does nothing else.
+Rounds go from few groups to many, each with the processor time of all processes. The bottleneck of
+a round is reported only if it is clear: a process that uses nearly a whole core, or all processes
+together if they use nearly all cores. Otherwise "core µs per step" gives the maximum number of
+steps per second of the core process, since it does nothing else.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 
 OPEN_PER_PLACE = 1.25
-"""Open requests for each place in a batch: some always wait."""
+"""Open requests per sequence of a batch; some always wait."""
 
 _WARM_UP_ANSWERS = 2
-"""Answers of each open request before a round counts."""
+"""Completed requests per open request before a round counts."""
 
 BUSY = 0.9
-"""Share of a core, or of all, from which on it counts as what limits."""
+"""Share of a core, or of all cores, from which it counts as the bottleneck."""
 
 Row = dict[str, float | int | str]
 
@@ -52,11 +52,11 @@ class Shape:
 
     step_us: int
     rows: int
-    """Places in each group's batch."""
+    """Sequences in the batch of each group."""
     prompt_tokens: int
     output_tokens: int
     checks_plans: bool
-    """Whether workers are simulated ones, or only answer."""
+    """Whether workers are simulated ones, which check plans, or `null_workers`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +129,7 @@ class Bench:
 
 
 def compare(rows: Sequence[Row], num_cores: int) -> None:
-    """Add to each line its ratio to linear, and what limits."""
+    """Add to each line its ratio to linear throughput, and its bottleneck."""
     base = float(rows[0]["tokens_per_s"]) / float(rows[0]["groups"])
     for row in rows:
         if row["step_ms"]:  # else a group alone does as much as the core can
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--step-us", type=int, nargs="+", default=[20_000, 5_000])
     parser.add_argument("--workers", choices=("simulated", "answering"), default="simulated")
-    parser.add_argument("--rows", type=int, default=32, help="places in each group's batch")
+    parser.add_argument("--rows", type=int, default=32, help="sequences in each group's batch")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each round that count")

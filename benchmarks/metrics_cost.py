@@ -3,10 +3,10 @@
     python -m benchmarks.metrics_cost
 
 A step is that of `scheduler_overhead`; counting its metrics is timed in turns within the same run,
-so that both see the same machine. A scrape is the core's own registry over
-that very queue: reading the numbers, which the core's thread does, and writing them out, which
-another thread does with the interpreter's lock. The core's whole share is given for steps that
-follow each other without a pause and a scrape every five seconds, as `deploy/prometheus` asks.
+so that a drifting machine affects both equally. A scrape reads the core's registry for the same
+queue, on the core's thread, and renders it on another thread, which holds the GIL. The total share
+of the core is given for steps without pauses and a scrape every five seconds, the interval in
+`deploy/prometheus`.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""The models that benchmarks run: exact shapes of known ones, whose weights may be random.
+"""The models that benchmarks run: exact shapes of known models, whose weights may be random.
 
-The arithmetic of what a shape weighs and costs is here, too; `floor` builds on it.
+Also computes the size of a shape's weights and KV, on which `roofline` builds.
 """
 
 from dataclasses import dataclass, field, replace
@@ -11,7 +11,7 @@ BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A decoder as its `config.json` describes it, and how much work it is given."""
+    """A decoder as described by `config.json`, and its share of a workload."""
 
     name: str
     model_type: str
@@ -26,14 +26,14 @@ class Shape:
     tied: bool
     """Whether the output layer is the embedding."""
     scale: float = 1.0
-    """Share of a workload's requests that it is given on a CPU."""
+    """Share of a workload's requests that are run on a CPU."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """More of its configuration."""
+    """Additional keys of its configuration."""
     weights: str | None = None
-    """The format that its layers are quantized in, of `quantized_layers.CONFIGS`."""
+    """The format of its quantized layers, a key of `quantized_layers.CONFIGS`; None: dense."""
 
     def quantized(self, weights: str | None) -> "Shape":
-        """The same with other weights, under a name of its own."""
+        """The same shape with weights in another format, under another name."""
         return (
             self
             if weights is None
@@ -57,23 +57,23 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """Values in the matrices of all layers; each meets every token."""
+        """Values in the matrices of all layers, by which every token is multiplied."""
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
         each = self.hidden_size * (heads + 3 * self.intermediate_size)
         return each * self.num_layers
 
     @property
     def output_weights(self) -> int:
-        """Values in the output layer, which meets only tokens that are sampled from."""
+        """Values in the LM head, which is computed only for rows that sample."""
         return self.hidden_size * self.vocab_size
 
     @property
     def kv_values(self) -> int:
-        """Values that one token keeps in the KV cache."""
+        """Values in the KV cache per token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def kv_bytes(self, dtype: str) -> int:
-        """Bytes that one token keeps in the KV cache."""
+        """Bytes in the KV cache per token."""
         return self.kv_values * BYTES_PER_VALUE[dtype]
 
 

@@ -1,8 +1,8 @@
 """Many worker groups in one process that compute nothing.
 
-They answer each plan as soon as its step would be over, with as many tokens as it samples, and
-check nothing; so they take a fraction of the processor time that the core spends on a step, and
-what is measured is the core.
+They respond to each plan as soon as its step would have ended, with as many tokens as it samples,
+and check nothing. They use a fraction of the processor time that the core spends on a step, so that
+the core is the bottleneck.
 """
 
 import argparse

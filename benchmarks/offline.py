@@ -56,9 +56,11 @@ def run(
     one_at_a_time: bool = False,
     measures_ceilings: bool = True,
 ) -> dict[str, Any]:
-    """All engines on one shape and dtype; with `one_at_a_time`, each starts after the end of the
-    one before, for devices whose memory does not hold them together. Without the machine's
-    ceilings there is no share of the floor."""
+    """Run all engines with one shape and dtype.
+
+    one_at_a_time: start each engine after the previous one has ended, for devices whose memory does
+    not hold them together; measures_ceilings: without it, no share of the floor is reported.
+    """
     scale = settings.shape.scale if settings.device == "cpu" else 1.0
     results, agreed = Results(), None
     absent: dict[str, str] = {}

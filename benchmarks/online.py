@@ -1,14 +1,14 @@
-"""Latencies and goodput of served models as requests arrive faster and faster.
+"""Latencies and goodput of served models at increasing request rates.
 
     python -m benchmarks.online --checkpoints FOLDER --vllm-python ENVIRONMENT/bin/python
 
 Pagewire and vLLM serve the same checkpoint with random weights on the same machine, and get the
-same prompts at the same instants (Poisson arrivals) from the same load generator, which is that of
-`pagewire bench`. At each rate they run in turns, `--repeats` times with other prompts each, while
-the other one is idle. A figure is the median over the repeats.
+same prompts at the same times (Poisson arrivals) from the same load generator, that of `pagewire
+bench`. At each rate they run in turns, `--repeats` times with different prompts, while the other
+one is idle. Figures are medians over the repeats.
 
-Both are called by the same client of OpenAI's interface over HTTP. With `--grpc` Pagewire takes a
-third turn, by its own interface.
+Both are called by the same client of the OpenAI API over HTTP. With `--grpc`, Pagewire has a third
+turn through its own API.
 """
 
 import argparse
@@ -73,7 +73,7 @@ async def measure_rates(
         for index, rate in enumerate(sweep.rates):
             seen: dict[str, list[Summary]] = {server.name: [] for server in servers}
             for repeat in range(repeats):
-                # Others than any before, so that no cache has them; the same for all servers.
+                # New prompts in each repeat, so that none is cached; the same for all servers.
                 arrivals = sweep.workload(rate).arrivals(seed=1 + index * repeats + repeat)
                 for server in servers:
                     run = LoadRun(server.target, arrivals)

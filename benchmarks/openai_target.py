@@ -17,9 +17,9 @@ class OpenAITarget:
     """`POST /v1/completions`, streamed, with the prompt as token ids; an asynchronous context
     manager.
 
-    Tokens are counted by the usage that each message carries (`continuous_usage_stats`), since its
-    text may be that of none or of several. The stream is read as lines, without the `openai`
-    package's objects for each message: what the client takes of the machine, the server has not.
+    Tokens are counted by the usage in each message (`continuous_usage_stats`), since its text may
+    belong to no token or to several. The stream is read as lines, without the `openai` package's
+    objects for each message, because the client's processor time is taken from the server.
     """
 
     def __init__(self, base_url: str, model: str) -> None:

@@ -1,4 +1,4 @@
-"""How long a device stands idle between steps, by pipeline depth.
+"""Idle time of a device between steps, by pipeline depth.
 
     python -m benchmarks.pipelining
 

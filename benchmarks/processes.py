@@ -1,4 +1,4 @@
-"""Trees of processes: their signals, their processor time, their memory; roles of a benchmark."""
+"""Process trees: signals, processor time and memory; the processes of a benchmark."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def exit_on_sigterm() -> None:
-    """Make SIGTERM raise SystemExit, so that no engine is left behind, not even a stopped one."""
+    """Make SIGTERM raise SystemExit, so that all engines are ended, even stopped ones."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
@@ -46,7 +46,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process and its descendants hold, what several share counted once.
+    """Memory of a process and its descendants; shared pages count once.
 
     The sum of their proportional set sizes, in which a page that n processes map counts 1/n in
     each.

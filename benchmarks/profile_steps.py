@@ -1,11 +1,11 @@
-"""Profile of decode steps and of mixed steps: how long the device is idle, and what it computes.
+"""Profile of decode steps and mixed steps: idle time of the device, and time by operation.
 
     python -m benchmarks.profile_steps --device cuda --shape qwen3-0.6b
 
-Scheduler core and worker in this process. *Decode* steps have a row for each of `--sequences`;
-*mixed* steps have a chunk of a prompt beside them. The idle share is that of the time between the
-first and the last operation in which the device runs none. Traces for https://ui.perfetto.dev are
-written beside the results.
+Scheduler core and worker run in this process. *Decode* steps have a row for each of `--sequences`;
+*mixed* steps also have a chunk of a prompt. The idle share is the part of the time from the first
+to the last operation during which the device runs none. Traces for https://ui.perfetto.dev are
+written next to the results.
 """
 
 import argparse
@@ -27,11 +27,11 @@ from benchmarks.model_shapes import SHAPES
 from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
 
 _MOST_OPERATIONS = 15
-"""Operations in a table, those that take longest."""
+"""Maximum number of operations in a table, those that take longest."""
 
 
 def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
-    """Share of the time from the first beginning to the last end that lies in no interval."""
+    """Share of the time from the first start to the last end that no interval covers."""
     ordered = sorted(intervals)
     if not ordered:
         raise ValueError("no operation was profiled")
@@ -43,7 +43,7 @@ def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 class Steps:
-    """Steps of sequences that decode, beside which prompts can be sent."""
+    """Steps of decoding sequences, to which prompts can be added."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         settings = Settings(
@@ -102,7 +102,7 @@ class Steps:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Profile both kinds of steps, the second time: the first compiles what they need."""
+    """Profile both kinds of steps, after a first run that compiles kernels."""
     steps, figures = Steps(args), {}
     for _ in range(2):
         steps.submit(args.sequences, args.context, 2 * (args.decode_steps + args.mixed_steps) + 64)

@@ -1,6 +1,6 @@
-"""Weights of a layer as the formats of quantized checkpoints store them, rounded to the nearest.
+"""Weights of a layer, quantized by rounding to nearest, in the formats of quantized checkpoints.
 
-Written from the formats' specifications; nothing is shared with the code that reads them.
+Written from the specifications of the formats, independently of the code that reads them.
 """
 
 from collections.abc import Mapping
@@ -53,13 +53,13 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
         },
     },
 }
-"""What `config.json` says of each."""
+"""The `quantization_config` of each format."""
 
 BITS_PER_WEIGHT = {"awq": 4 + 20 / GROUP_SIZE, "gptq": 4 + 20 / GROUP_SIZE, "w8a8": 8.0}
 
 
 def quantized(weight: Tensor, kind: str) -> dict[str, Tensor]:
-    """The tensors that stand for a weight [out_features, in_features], by their names' ends."""
+    """Quantize a weight [out_features, in_features] to tensors, by the suffixes of their names."""
     weight = weight.float()
     if kind == "w8a8":
         scales = weight.abs().amax(dim=1, keepdim=True) / 127
@@ -84,7 +84,8 @@ def quantized(weight: Tensor, kind: str) -> dict[str, Tensor]:
 
 
 def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Eight neighbours of a row in each word of 32 bits; order: which, the lowest bits first."""
+    """Pack eight consecutive 4-bit codes of a row into each 32-bit word; order: of these codes,
+    from the lowest bits."""
     parts = codes.long().unflatten(1, (-1, 8))[:, :, list(order)]
     words = (parts << torch.arange(0, 32, 4)).sum(dim=2)
     return torch.where(words < 1 << 31, words, words - (1 << 32)).int()

@@ -1,8 +1,8 @@
-"""Time of products with weights in fewer bits, against dense weights and the memory's bandwidth.
+"""Time of products with quantized weights, against dense weights and the memory bandwidth.
 
     python -m benchmarks.quantized_weights --dtype bfloat16
 
-The weights of a run are many, more than the caches hold, as a model's layers are. For one row the
+Like the layers of a model, the weights of a run exceed the processor's caches. For one row, the
 limit is reading them: `floor` is the share of the bandwidth that was measured in the same run.
 """
 
@@ -56,7 +56,7 @@ def _weights(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | Quantized
 def _seconds(
     weights: Sequence[NativeWeight], rows: torch.Tensor, clock: Callable[[], float]
 ) -> float:
-    """Of one product, the best of some rounds over all weights."""
+    """Seconds per product, the best of some rounds over all weights."""
     found = []
     for _ in range(ROUNDS):
         began = clock()
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="of one thread, for a machine that has other load; `floor` means nothing then",
+        help="measure the time of one thread, for a machine with other load; invalidates `floor`",
     )
     args = parser.parse_args(arguments)
     dtype, clock = getattr(torch, args.dtype), time.perf_counter
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         clock = time.thread_time
     kernels = library()
     if kernels is None:
-        raise SystemExit("the compiled kernels are not there")
+        raise SystemExit("the CPU kernels are not compiled: run pagewire_kernels/cpu/build.py")
     measurer = Measurer(dtype, torch.device("cpu"))
     dense: dict[int, float] = {}
     table = []

@@ -34,7 +34,7 @@ class Step:
 
     rows: list[Row]
     shared: int
-    """Tokens that all contexts have in common."""
+    """Length of the prefix that all contexts share."""
 
     @property
     def num_tokens(self) -> int:

@@ -31,7 +31,7 @@ FIRST_REQUEST = Arrival(0.0, list(range(300, 316)), 1)
 
 
 class Server(ABC):
-    """A server's process and its target; an asynchronous context manager, inside which it serves.
+    """A server process and its target; an asynchronous context manager, in which it is serving.
 
     While another server is loaded, a paused one takes no processor time.
     """

@@ -3,12 +3,11 @@
     python -m benchmarks.speculation MODEL --speculative ngram --streams 1 64
 
 The same requests run with drafts and, by `num_speculative_tokens: 0`, without, in turns, and must
-get the same tokens. A ratio is the median over pairs of turns, so a machine whose speed drifts
-harms both alike. Prompts are texts for a model that follows instructions: to be copied, to extract
-JSON from, to answer, and to continue at temperature 0.8. Other models, such as one with random
-weights, take them as texts like any other, and what they make of them says little. For these, a
-grammar binds the output of one workload to a text that the prompt contains: what is timed is then
-the copying of a model that can.
+get the same tokens. A ratio is the median over pairs of turns, so that a machine whose speed drifts
+affects both equally. Prompts are texts for an instruction-tuned model: to copy, to extract JSON
+from, to answer, and to continue at temperature 0.8. Results of other models, such as one with
+random weights, say little. For these, a grammar restricts the output of one workload to a text in
+the prompt, so that it is timed as if the model copied it.
 """
 
 import argparse
@@ -54,7 +53,7 @@ class Workload:
     """Whether a grammar binds the output to the prompt's text, as if the model copied it."""
 
     def prompt(self, number: int) -> str:
-        """Of the request with this number."""
+        """The prompt of the request with this number."""
         text = self.prompts[number % len(self.prompts)]
         if not self.is_chat:
             return text
@@ -87,7 +86,7 @@ WORKLOADS = {
 
 @dataclass(slots=True)
 class Drafted:
-    """What became of drafts."""
+    """Numbers of drafts and of accepted drafts."""
 
     num_steps: int = 0
     num_drafts: int = 0
@@ -102,7 +101,7 @@ class Drafted:
 
 
 class Speculating(InProcess):
-    """Counts drafts."""
+    """An engine that counts drafts."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)
@@ -141,7 +140,7 @@ def measure(
     )
     if workload.is_bound:
         ends_column = np.array(sorted(ends - {None}), "<i4").tobytes()
-        # Of tokens, not of characters, which random weights would divide in other ways.
+        # A grammar of tokens, not of characters, which random weights would tokenize differently.
         copied = tokenizer.encode(workload.prompts[0]).ids[: args.tokens]
         sampling.constraint.grammar = "start: " + " ".join(f"<[{token}]>" for token in copied)
         sampling.constraint.end_token_ids = ends_column
@@ -208,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-speculative-seqs", type=int, default=64)
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1])
-    parser.add_argument("--tokens", type=int, default=256, help="most of one answer")
+    parser.add_argument("--tokens", type=int, default=256, help="maximum per output")
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args(arguments)
     runner = {

@@ -3,11 +3,10 @@
     python -m benchmarks.startup --shape llama-160m --vllm-python ENVIRONMENT/bin/python
 
 `pagewire serve` with its three services against vLLM's API server: the same checkpoint, the same
-memory for KV, the same limits of a batch. They run in turns, and nothing else runs. The first
-turn of each does not count: it fills the caches of compiled code that both keep on disk, and the
-file system's. Memory is what all processes of a server hold together, pages that several map
-counted once (proportional set size), the most that was seen from the launch to the end of the
-*mixed* workload.
+memory for KV, the same limits of a batch. They run in turns, and nothing else runs. The first turn
+of each does not count: it fills the caches of compiled code that both keep on disk, and that of the
+file system. Memory is the total of all processes of a server, with shared pages counted once
+(proportional set size), at its peak from the launch to the end of the *mixed* workload.
 """
 
 import argparse

@@ -35,9 +35,9 @@ class Queue:
     prompt_tokens: int
     block_size: int = 16
     num_groups: int = 1
-    """Worker groups, among which the sequences are shared out evenly."""
+    """Worker groups, among which the sequences are distributed evenly."""
     num_drafts: int = 0
-    """Drafts of each row, of which rows keep none to all in turn."""
+    """Drafts of each row, of which rows accept none to all in turn."""
 
     @property
     def num_blocks(self) -> int:
@@ -89,7 +89,8 @@ class SteadyCore:
         *,
         on_plan: Callable[[StepPlan], None] = lambda plan: None,
     ) -> None:
-        """`on_plan` is shown every plan, those of the prefills too; its time does not count."""
+        """`on_plan`: called with every plan, including those of prefills; its time does not
+        count."""
         rows = queue.num_seqs // queue.num_groups
         self._core = make_core(
             SchedulerConfig(

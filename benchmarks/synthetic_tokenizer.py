@@ -1,6 +1,6 @@
-"""A tokenizer for models with random weights: bytes, and a made-up word for every further id.
+"""A tokenizer for models with random weights: bytes, and a synthetic word for every further id.
 
-So every id that a model may sample decodes to some text, and any text can be encoded.
+Every id that a model may sample decodes to some text, and any text can be encoded.
 """
 
 import json
@@ -22,7 +22,7 @@ CHAT_TEMPLATE = (
 
 
 def words(number: int) -> list[str]:
-    """Different words of small letters, short ones first."""
+    """Distinct words of lower-case letters, short ones first."""
     letters = (product(ascii_lowercase, repeat=length) for length in count(1))
     return ["".join(word) for word in islice((w for some in letters for w in some), number)]
 

@@ -1,4 +1,4 @@
-"""Command lines and tables of results that the scripts have in common."""
+"""Command lines and tables of results, shared by the scripts."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +28,8 @@ def print_table(
 ) -> None:
     """Print a table of results.
 
-    `columns`: titles by the names in a row; without them, all names of the first row.
-    A value that a row lacks is an empty string for `cell`.
+    `columns`: titles by the names in a row; None for all names of the first row. `cell`: formats a
+    value; it gets an empty string for a value that a row lacks.
     """
     titles = columns or {name: name for name in rows[0]}
     table = Table(*titles.values(), title=title)
@@ -39,5 +39,5 @@ def print_table(
 
 
 def general(value: object) -> str:
-    """A number as `format(value, "g")` has it; empty for None."""
+    """Format a number by `format(value, "g")`; empty for None."""
     return f"{value:g}" if isinstance(value, (int, float)) else ""

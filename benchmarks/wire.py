@@ -2,11 +2,11 @@
 
     python -m benchmarks.wire
 
-- How large are plans and results, and what does either end take to make and to read them? With the
+- Sizes of plans and results, and the time of both ends to encode and decode them, with the
   services' own conversions, on plans of a real core. Bytes are those of the message; gRPC and
-  HTTP/2 add 14 or more. Steady decoding has a budget of 16 per sequence and step on average.
-- How long does a message of some size take to another process and back, on a bidirectional gRPC
-  stream like that of plans, with the services' channel options, by unix socket and loopback TCP?
+  HTTP/2 add 14 or more. Steady decoding has a budget of 16 bytes per sequence and step on average.
+- Round trip time of messages of several sizes to another process, on a bidirectional gRPC stream
+  like that of plans, with the services' channel options, by unix socket and loopback TCP.
 
 `benchmarks.pipelining` measures the effect on a device.
 """
@@ -62,7 +62,7 @@ Row = dict[str, object]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """A plan and its result: bytes, and CPU microseconds of making and reading them."""
+    """A plan and its result: sizes in bytes, and CPU microseconds to encode and decode them."""
 
     plan_bytes: int
     result_bytes: int
@@ -73,7 +73,7 @@ class Message:
 
     @classmethod
     def of(cls, plan: StepPlan) -> "Message":
-        """With each end's own conversions: the core's of plans to bytes, and so on."""
+        """Measure a plan and its result, with the conversions of both ends."""
         request = _encode_plan(plan)
         result = _result(plan)
         answer = _encode_result(result)
@@ -161,8 +161,8 @@ SETTLING_ROUNDS = 50
 async def run_echo(pipe: Connection, address: str) -> None:
     """Send every message of a bidirectional stream back, until one comes on the pipe.
 
-    `address`: `HOST:0` for a free port, or `unix:PATH`. The messages are bytes: what they are made
-    of costs nothing here.
+    `address`: `HOST:0` for a free port, or `unix:PATH`. Messages are plain bytes, so that encoding
+    costs nothing.
     """
 
     async def echo(messages: AsyncIterator[bytes], _: Any) -> AsyncIterator[bytes]:

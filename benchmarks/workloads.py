@@ -37,13 +37,13 @@ class Workload:
     shared: int = 0
     """Length of the prefix that all prompts share, in addition to their own tokens."""
     counts_prompt_tokens: bool = False
-    """Whether its figure counts prompt tokens too, as one about prefill should."""
+    """Whether its figure counts prompt tokens, too, as that of a prefill workload."""
     scales: bool = True
-    """Whether slow machines get fewer requests."""
+    """Whether slow machines run fewer requests."""
 
     def make_jobs(self, draw: np.random.Generator, vocab_size: int, scale: float = 1) -> list[Job]:
-        """Jobs with the same lengths in every run, but new token ids, so that no run finds the
-        cache of another."""
+        """Make jobs with the same lengths in every run, but new token ids, so that no run uses the
+        prefix cache of another."""
         lengths = np.random.default_rng(LENGTHS_SEED)
 
         def some(count: int) -> list[int]:

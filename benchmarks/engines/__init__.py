@@ -10,6 +10,6 @@
 | `nano_vllm` | nano-vllm's `LLM` | a child under the Python that has it |
 | `llama_cpp` | `llama-server` | its own process, over HTTP |
 
-`engine` is the interface, `child` the parent's end of those in children, and `choice` makes those
-that are requested and installed.
+`engine` is the interface, `child` the parent's end of engines in child processes, and `choice`
+creates the engines that are requested and installed.
 """

@@ -16,7 +16,7 @@ from benchmarks.processes import send_signal, tree
 from benchmarks.workloads import Job
 
 END_TIMEOUT_S = 10.0
-"""An engine may be killed after this without losing anything."""
+"""An engine that does not end within this time is killed; nothing is lost."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ class ChildEngine:
 
     @property
     def pids(self) -> list[int]:
-        """The child."""
+        """The process id of the child."""
         return [self._process.pid]
 
     def run(self, jobs: list[Job]) -> Outputs:

@@ -52,8 +52,8 @@ def make(name: str, settings: Settings, programs: Programs) -> Engine:
 def start_all(
     names: Sequence[str], settings: Settings, programs: Programs, stack: ExitStack
 ) -> tuple[list[Engine], dict[str, str]]:
-    """Start engines one after the other, each paused once it is ready; those that are left out
-    with their reasons."""
+    """Start engines one after the other; each is paused once it is ready. Also returns the reasons
+    for those that are left out."""
     engines: list[Engine] = []
     absent: dict[str, str] = {}
     for name in names:
@@ -95,7 +95,7 @@ def _llama_cpp(settings: Settings, programs: Programs) -> Engine:
     if settings.device != "cpu":
         raise EngineUnavailable("compared on CPUs only")
     if find_spec("gguf") is None:
-        raise EngineUnavailable("its files need the package gguf")
+        raise EngineUnavailable("requires the package gguf to write its files")
     return llama_cpp.LlamaCpp(server, settings)
 
 

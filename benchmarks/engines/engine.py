@@ -45,7 +45,7 @@ class Settings:
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens whose KV fits that memory."""
+        """Tokens whose KV fits into `kv_cache_gib`."""
         return self.kv_cache_gib * 2**30 // self.shape.kv_bytes(self.dtype)
 
     def log(self, name: str) -> Path | None:
@@ -75,7 +75,7 @@ class About:
 class Engine(Protocol):
     """Runs jobs greedily, each to its number of tokens, past end-of-sequence tokens.
 
-    A context manager: it is started and warm inside, and gone after.
+    A context manager: the engine is started and warmed up on entry, and ended on exit.
     """
 
     name: str

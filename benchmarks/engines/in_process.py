@@ -1,8 +1,8 @@
 """Pagewire's own scheduler core and worker in one process, joined by function calls.
 
 The same work without the services: no gRPC, no serialization, no other process, no frontend. Steps
-are planned and launched as far ahead as the services do it. What is left of the wire is plan and
-result as messages, since only these are turned into the other side's columns.
+are planned and launched as far ahead as by the services. Plans and results are still converted to
+protobuf messages, since each side builds its columns from these.
 """
 
 import os
@@ -130,7 +130,7 @@ class InProcess:
         return self._num_requests
 
     def advance(self, outputs: dict[int, list[int]]) -> bool:
-        """Launch all steps that can be planned, then collect the oldest; adds its tokens to
+        """Launch all steps that can be planned, then collect the oldest one and add its tokens to
         `outputs`. Returns False if nothing was left to do."""
         while (plan := self._core.schedule(GROUP, time.monotonic())) is not None:
             message = scheduler_wire.encode_plan(plan, EPOCH)

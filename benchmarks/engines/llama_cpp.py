@@ -1,4 +1,4 @@
-"""llama.cpp's `llama-server`, asked over HTTP with as many requests open as it has slots."""
+"""llama.cpp's `llama-server`, driven over HTTP with one open request per slot."""
 
 import http.client
 import json
@@ -23,7 +23,7 @@ NUM_SLOTS = 32
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 300.0
 KV_TYPES = {"float32": "f32", "bfloat16": "f16"}
-"""It also has bfloat16 caches; half precision is its default and faster."""
+"""It also supports bfloat16 caches; float16 is its default, and faster."""
 
 
 class LlamaCpp:
@@ -140,7 +140,7 @@ def flags(settings: Settings) -> list[str]:
 
 
 def version(server: Path) -> str:
-    """As it says itself."""
+    """The version that the program reports."""
     said = subprocess.run([server, "--version"], capture_output=True, text=True, check=False)
     found = re.search(r"version: (.+)", said.stderr + said.stdout)
     return found[1] if found else "unknown"

@@ -39,8 +39,8 @@ class NanoVllm:
         return {"version": metadata.version("nano-vllm"), "settings": self._settings}
 
     def generate(self, prompts: list[list[int]], num_tokens: list[int]) -> list[list[int]]:
-        """Tokens for each prompt. It refuses temperature 0; next to it, it draws from what is all
-        but certain."""
+        """Tokens for each prompt. It refuses temperature 0; with a temperature close to 0, draws
+        are almost greedy."""
         from nanovllm import SamplingParams
 
         params = [
@@ -51,8 +51,8 @@ class NanoVllm:
 
 
 def _utilization(kv_cache_gib: int) -> float:
-    """It takes a share of the device in which it counts what others hold: so that about this much
-    is left for its KV."""
+    """The share of device memory that leaves this much for KV. It includes the memory held by
+    other processes."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

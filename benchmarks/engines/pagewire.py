@@ -25,7 +25,7 @@ class Pagewire:
     """The offline `LLM`. Its clock includes the client and the wire.
 
     It is not stopped while others run, because its services would consider each other lost. They
-    wait for messages, which takes no measurable time; the others' foreign load would show it.
+    wait for messages, which takes no measurable time; it would show as foreign load.
     """
 
     name = NAME
@@ -78,7 +78,7 @@ def _children() -> set[int]:
 
 
 def flags(settings: Settings) -> dict[str, Any]:
-    """The services' flags for what all engines have in common."""
+    """The services' flags for the settings that all engines share."""
     chosen = {
         **settings.named("device", "dtype", *settings.LIMITS),
         "kv_cache_memory": f"{settings.kv_cache_gib}GiB",

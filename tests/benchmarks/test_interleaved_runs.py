@@ -130,7 +130,7 @@ def test_short_workloads_take_more_turns() -> None:
     [{"slow_repeats": 0}, {"repeats": 2, "slow_repeats": 3}, {"repeats": 3, "most_repeats": 2}],
 )
 def test_everybody_runs(patience: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected at least one repeat"):
+    with pytest.raises(ValueError, match="expected 1 <= slow_repeats <= repeats <= "):
         Patience(**patience)
 
 
