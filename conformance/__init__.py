@@ -10,14 +10,14 @@ cites from the .proto files, and prints one line. docs/writing-a-worker.md expla
 | module | holds |
 | --- | --- |
 | `__main__` | the command line |
-| `case`, `cases` | what a case is; the cases, a module for each topic |
+| `case`, `cases` | the definition of a case; the cases, a module for each topic |
 | `runner` | runs the cases; report lines and a JUnit file |
 | `assertions` | how a case fails or is skipped |
 | `worker` | the worker under test: its facts, new epochs, reference outputs |
 | `step_stream` | one epoch's step stream: plans go out, results come back |
 | `sequence` | the kit's copy of a sequence; rows of plans |
-| `generation` | sampled tokens with log probabilities, and when two generations are the same |
-| `sampling_oracle` | the token that a distribution, parameters and a draw lead to |
+| `generation` | sampled tokens with log probabilities, and the comparison of two generations |
+| `sampling_oracle` | the expected token for a distribution, parameters and a draw |
 | `structured_output` | the tokens that a constraint allows |
 | `vocabulary` | the bytes of each token, from tokenizer.json |
 | `registration_server` | the core's side of a registration |

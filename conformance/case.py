@@ -12,7 +12,7 @@ from conformance.worker import Worker
 
 CaseFunction = Callable[[Worker], None]
 Alone = Mapping[str, Sequence]
-"""Sequences that must have sampled what they sample alone, by their descriptions."""
+"""Sequences, by description, that must have sampled the same tokens as without other sequences."""
 
 StreamFunction = Callable[[Worker, StepStream], Alone | None]
 PlanFunction = Callable[[Worker, StepStream], None]

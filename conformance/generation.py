@@ -1,4 +1,4 @@
-"""Tokens with their log probabilities, and when two generations count as the same."""
+"""Tokens with their log probabilities, and the comparison of two generations."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -1,9 +1,9 @@
-"""The token that a distribution, parameters and a draw lead to, as sampling.proto defines it.
+"""The expected token for a distribution, parameters and a draw, as sampling.proto defines it.
 
-Independent of the workers' samplers on purpose, because it judges them. Only the
-most probable tokens' log probabilities are known. That suffices if the parameters keep few of them:
-log probabilities are logits minus one number for all, and neither biases nor additive penalties nor
-temperature are affected by that.
+Independent of the workers' samplers on purpose, because it judges them. Only the log probabilities
+of the most probable tokens are known. This suffices if the parameters keep few tokens: log
+probabilities are logits minus a constant, which affects neither biases nor additive penalties nor
+temperature.
 """
 
 import math

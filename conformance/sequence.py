@@ -51,7 +51,7 @@ class Sequence:
     """Tokens being sampled by plans in flight, without drafts."""
 
     num_pending_drafts: int = 0
-    """The most drafts that plans in flight may keep."""
+    """Maximum number of drafts that plans in flight may accept."""
 
     sampled: list[Sampled] = field(default_factory=list)
     """The tokens that its rows sampled on this stream, in order; -1 where a row failed."""
@@ -103,4 +103,4 @@ class Row:
     num_tokens: int
     sample: bool
     lookahead: int = 0
-    """The most drafts."""
+    """Maximum number of drafts."""

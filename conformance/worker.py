@@ -152,7 +152,8 @@ class Worker:
         sampling: sampling_pb2.SamplerParams = GREEDY,
         choice_index: int = 0,
     ) -> Generation:
-        """The tokens that a sequence samples alone on the worker, its prompt in one chunk."""
+        """The tokens that a sequence samples without others on the worker, its prompt in one
+        chunk."""
         key = (tuple(prompt), num_tokens, choice_index, sampling.SerializeToString())
         if key not in self._alone:
             with self.open() as session:
@@ -161,7 +162,7 @@ class Worker:
         return self._alone[key]
 
     def expect_as_alone(self, what: str, sequence: Sequence) -> None:
-        """Fail unless a sequence sampled on its stream what it samples alone."""
+        """Fail unless a sequence sampled the same tokens on its stream as without others."""
         found = Generation(sequence.sampled)
         start = len(sequence.output) - sum(token >= 0 for token in found.tokens)
         alone = self.alone(

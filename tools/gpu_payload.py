@@ -1,10 +1,10 @@
-"""The packages that a GPU machine without network lacks, to be carried there beside the repository.
+"""Packs the packages that a GPU machine without network lacks.
 
     python -m tools.gpu_payload --output build/gpu-packages.tar.xz
 
-Such a machine has Python 3.12, torch, Triton and transformers, and what these need. Installs what
-client, scheduler and worker require besides into an archive, which `make gpu-day` unpacks. Needs
-pip and network.
+Such a machine has Python 3.12, torch, Triton and transformers with their dependencies. All other
+requirements of client, scheduler and worker are installed into an archive, which `make gpu-day`
+unpacks. Needs pip and network.
 """
 
 import argparse
@@ -20,25 +20,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PINNED = {"grpcio": "1.84.0", "protobuf": "7.36.2"}
-"""Packages of the machine whose versions others must fit."""
+"""Versions of packages of the machine, with which others must be compatible."""
 PROVIDED = {
     *PINNED,
     *("aiohttp", "hf-xet", "huggingface-hub", "numpy", "pytest", "safetensors", "tokenizers"),
     *("torch", "transformers", "triton", "uvloop"),
 }
-"""Packages of the machine, which are not carried."""
+"""Packages that the machine has, which are not packed."""
 BENCHMARKS = ("psutil", "pytest-asyncio", "pytest-timeout")
-"""What benchmarks and tests need besides."""
+"""Additional packages of benchmarks and tests."""
 _PLATFORMS = ("manylinux2014_x86_64", "manylinux_2_28_x86_64", "manylinux_2_31_x86_64")
 
 
 def name_of(requirement: str) -> str:
-    """A requirement's package, as indexes spell it."""
+    """The normalized name of a requirement's package."""
     return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement)[0]).lower()
 
 
 def requirements() -> list[str]:
-    """What client, scheduler and worker declare, without what the machine has."""
+    """The requirements of client, scheduler and worker, without the packages of the machine."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     listed = [*project["dependencies"], *extras["scheduler"], *extras["worker"]]
@@ -46,7 +46,7 @@ def requirements() -> list[str]:
 
 
 def install(folder: Path) -> None:
-    """Install the requirements with their own, without what the machine has."""
+    """Install the requirements and their dependencies, without the packages of the machine."""
     pins = [f"{name}=={version}" for name, version in PINNED.items()]
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.json"

@@ -87,7 +87,7 @@ def field_writers(classes: Classes, modules: list[Module], owner: ClassKey) -> d
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one checkout, and what they count."""
+    """The figures of one checkout, and the items that they count."""
 
     checkout: str
     figures: dict[str, int | None]

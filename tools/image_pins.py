@@ -1,9 +1,10 @@
-"""Writes the versions of all packages that the images install: those that the tests ran with.
+"""Writes the versions of all packages that the images install: those of the test environment.
 
     python -m tools.image_pins        # or: make image-pins
 
-The packages are the dependencies of the extras `scheduler`, `worker` and `tracing`, with theirs, as
-installed here. The Dockerfile chooses torch and what its builds pin, since they differ by device.
+The packages are all direct and indirect dependencies of the extras `scheduler`, `worker` and
+`tracing`, in the versions installed here. The Dockerfile selects torch and the packages that its
+builds pin, since these differ by device.
 """
 
 import tomllib

@@ -74,12 +74,12 @@ class Service:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code; None while the process runs."""
         return self.process.poll()
 
     @property
     def log(self) -> str:
-        """Its output so far."""
+        """The output so far."""
         return self.log_path.read_text(errors="replace")
 
     def kill(self, how: int = signal.SIGKILL) -> None:

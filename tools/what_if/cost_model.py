@@ -1,13 +1,13 @@
-"""How long a step takes, learned from recorded ones.
+"""A model of the time of a step, fitted to recorded steps.
 
-A step's time is what the core saw: from when the worker could begin (the plan had left, and the
-result before was in) to its result, the wire included. It is taken to be a sum,
+The time of a step is that seen by the core: from when the worker could start (the plan was sent,
+and the previous result had arrived) to its result, the wire included. It is modelled as a sum,
 
     base + rows · per_row + further tokens · per_token + moved blocks · per_block
 
-where further tokens are those of a row beyond its first, that is, of prefills. The fit is a least
-squares in which delayed steps, for example on a busy machine, have limited weight (Huber 1964): a
-few of them would distort plain least squares.
+where further tokens are those of a row beyond its first, that is, of prefills. The fit is a robust
+least squares fit (Huber 1964), in which delayed steps, for example on a busy machine, have limited
+weight.
 """
 
 from collections.abc import Sequence
