@@ -1,4 +1,4 @@
-// Activations of an MLP, alone or times what they gate; see layers.h.
+// Activations of an MLP, alone or multiplied by the up projection; see layers.h.
 #include "activation.h"
 
 #include "layers.h"
@@ -9,7 +9,8 @@ namespace {
 
 constexpr int64_t kColumnsPerItem = 1024;
 
-// A work item is some columns of one row. `apply` takes the task's row of x from a column on.
+// A work item is a range of columns of one row. `apply` gets the task's row of x from its first
+// column on.
 template <class Number, class Apply>
 void for_each_register(ActivationTask& task, Apply apply) {
   const int64_t items_per_row = (task.size + kColumnsPerItem - 1) / kColumnsPerItem;

@@ -26,8 +26,8 @@ struct GeluTanh {
   }
 };
 
-// 1 - erf(z) for z >= 0, within 2e-7 of its size: t e^(-z^2 + p(t)) with t = 1 / (1 + z / 2) and
-// a Chebyshev fit p (Press et al. 1992, section 6.2).
+// 1 - erf(z) for z >= 0, with a relative error below 2e-7: t e^(-z^2 + p(t)) with t = 1 / (1 + z / 2)
+// and a Chebyshev fit p (Press et al. 1992, section 6.2).
 inline Floats erfc(Floats z) {
   static const float kCoefficients[] = {0.17087277f,  -0.82215223f, 1.48851587f, -1.13520398f,
                                         0.27886807f,  -0.18628806f, 0.09678418f, 0.37409196f,
@@ -39,7 +39,7 @@ inline Floats erfc(Floats z) {
   return multiply(t, exp(subtract(p, multiply(z, z))));
 }
 
-// x times the normal distribution of x.
+// x * Phi(x), with Phi of the standard normal distribution.
 struct Gelu {
   Floats operator()(Floats x) const {
     const Floats size = greater_of(subtract(zeros(), x), x);
@@ -53,7 +53,7 @@ struct Relu {
   Floats operator()(Floats x) const { return greater_of(zeros(), x); }
 };
 
-// Calls `visit` with the function that is meant.
+// Calls `visit` with the function object of `activation`.
 template <class Visit>
 inline void with_activation(Activation activation, Visit visit) {
   switch (activation) {

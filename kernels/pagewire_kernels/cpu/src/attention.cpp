@@ -14,7 +14,7 @@ namespace {
 
 using namespace pagewire;
 
-// Number is the type of queries and outputs, Cached that of the cache.
+// Number: the type of queries and outputs; Cached: that of the cache.
 template <class Number, class Cached>
 class Attention {
  public:
@@ -25,7 +25,7 @@ class Attention {
         width_(rounded_up(task.head_dim, kLanes)),
         head_units_(dim_ / kPerUnit<Cached>) {}
 
-  // Computes an item, and fetches the first keys and values of the one after it.
+  // Computes an item, and prefetches the first keys and values of the next one.
   void run(const Item& item, Items& items) {
     load_rows(item);
     walk_keys(item, items);
@@ -84,7 +84,7 @@ class Attention {
     return kv_head * task_.group + row % task_.group;
   }
 
-  // Takes all rows over all keys that any of them sees.
+  // Computes all rows for all keys that any of them sees.
   void walk_keys(const Item& item, Items& items) {
     const int64_t end = item.end_key();
     find_keys(item, item.first_key(task_.window), offsets_);
@@ -103,8 +103,8 @@ class Attention {
     }
   }
 
-  // What is fetched while a head is computed: that head's share of the tokens of the step after,
-  // with all heads of those.
+  // The data to prefetch while a head is computed: the head's share of the tokens of the next step,
+  // each with all heads.
   Ahead ahead_of(const Item* after, int64_t head, int64_t num_heads) const {
     if (after == nullptr) return Ahead(nullptr, nullptr, nullptr, 0, 0);
     const int64_t first = head * kStep / num_heads, end = (head + 1) * kStep / num_heads;
@@ -113,7 +113,7 @@ class Attention {
                  after->num_heads * task_.head_bytes);
   }
 
-  // Takes a head's rows over one step.
+  // Computes the rows of a head for one step.
   void take_head(const Item& item, int64_t key, int64_t num_keys, int64_t head, Ahead& ahead) {
     const int64_t at = (item.first_head + head) * task_.head_bytes;
     const int64_t rows_per_head = item.num_tokens * task_.group;
@@ -121,7 +121,7 @@ class Attention {
     gather(task_.value_cache + at, num_keys, scratch_.padded_values, values_, value_scales_);
     const bool is_direct = rows_per_head <= kRows;
     if (!is_direct) {
-      // What else stands in a tile must be numbers.
+      // The rest of a tile must not be NaN.
       const int64_t num_packed = rounded_up(num_keys, kPackedKeys);
       pack_keys(keys_, num_keys, dim_, scratch_.keys, ahead);
       pack_values(values_, num_packed, dim_, scratch_.values, ahead);
@@ -137,7 +137,8 @@ class Attention {
     }
   }
 
-  // Where the keys of an item's step at `key` lie in the cache; past the item's end nowhere new.
+  // The offsets in the cache of the keys of an item's step at `key`; past the item's end, the last
+  // offset is repeated.
   void find_keys(const Item& item, int64_t key, int64_t* offsets) const {
     const int32_t* const table = task_.batch->block_tables + item.seq * task_.batch->table_width;
     int64_t block = key / task_.block_size, offset = key % task_.block_size;
@@ -150,8 +151,8 @@ class Attention {
     }
   }
 
-  // The addresses of the step's keys or values, padded, with their scales if they have any, and
-  // zeros for those there are not yet: what stands in the cache may be anything, and 0 * NaN is NaN.
+  // The addresses of the step's keys or values, padded, and their scales if they have any. From
+  // `num_keys` on they are zeros: slots that are not written may hold anything, and 0 * NaN is NaN.
   void gather(const char* cache, int64_t num_keys, char* padded, const Cached** rows,
               float* scales) const {
     const int64_t head_bytes = task_.head_dim * static_cast<int64_t>(sizeof(Cached));
@@ -187,8 +188,8 @@ class Attention {
   }
 
 #if defined(PAGEWIRE_HAS_TILES)
-  // Takes rows over the step's packed keys and values: all scores first, then all weights, since a
-  // load has to wait for what a tile has just stored, and a tile for what registers have.
+  // Computes rows for the step's packed keys and values: all scores first, then all weights, since
+  // loads wait for stores of tiles, and tiles for stores of vector registers.
   void take_step_in_tiles(const Item& item, int64_t key, int64_t first_row, int64_t num_rows) {
     alignas(64) float scores[kRowsTogether * kStep];
     alignas(64) BFloat16 weights[kRowsTogether * kStep];
@@ -212,7 +213,7 @@ class Attention {
 
   static constexpr int64_t kRowsTogether = 128;
 
-  // Calls `visit` with the first of some rows, their number, and that of the tiles of keys they see.
+  // Calls `visit` with the index and number of some rows, and the number of tiles of keys they see.
   template <class Visit>
   void for_each_tile(const Item& item, int64_t key, int64_t row, int64_t end, Visit visit) const {
     for (; row < end; row += TileRegisters::kMostRows) {
@@ -257,7 +258,7 @@ class Attention {
   }
 #endif
 
-  // The keys of a step that any of some rows sees.
+  // The keys of a step that at least one of some rows sees.
   struct KeyRange {
     bool is_empty() const { return end <= 0 || first >= kStep; }
     int64_t first, end;
@@ -269,7 +270,7 @@ class Attention {
             smaller(kStep, item.position + last_token + 1 - key)};
   }
 
-  // Takes a few rows over the step's keys and values, packed or as they are.
+  // Computes a few rows for the step's keys and values, packed or as they are in the cache.
   template <int num_rows>
   void take_step(const Item& item, int64_t key, int64_t first_row, bool is_direct, Ahead& ahead) {
     const KeyRange seen = keys_seen(item, key, first_row, num_rows);
@@ -335,7 +336,7 @@ class Attention {
     return {task_.scale, task_.soft_cap, slope, first, end, position, key_scales};
   }
 
-  // Divides each row by its total, its head's sink included, and writes it out.
+  // Divides each row by its total, which includes the sink of its head, and stores it.
   void store_rows(const Item& item) {
     const int64_t num_rows = item.num_heads * item.num_tokens * task_.group;
     for (int64_t row = 0; row < num_rows; ++row) {
@@ -406,7 +407,8 @@ PAGEWIRE_KERNEL pw_attention_int8_float32(AttentionTask* task) { attend<float, i
 PAGEWIRE_KERNEL pw_attention_int8_bfloat16(AttentionTask* task) { attend<BFloat16, int8_t>(*task); }
 PAGEWIRE_KERNEL pw_attention_int8_float16(AttentionTask* task) { attend<Float16, int8_t>(*task); }
 
-// Finds a task's `slot_bytes`, enough for any type of cache; a call of one thread, not a kernel.
+// Computes a task's `slot_bytes`, which suffice for any type of cache. To be called by one thread; this
+// is not a kernel.
 PAGEWIRE_KERNEL pw_attention_slot_bytes(AttentionTask* task) {
   Scratch scratch;
   char* const begin = nullptr;

@@ -1,24 +1,24 @@
-// Paged attention: its task, and the sizes its parts agree on.
+// Paged attention: its task, and constants that its parts share.
 //
 // A work item is a tile of consecutive query tokens of one sequence with one KV head, or a single
-// token's with several; its rows are the tile's tokens times the query heads that share a KV head.
-// The item walks over the sequence's keys in steps of 64, whatever the size of a block. A step's
-// keys and values of one head are packed once for all rows, each in the form in which its product
-// is a chain of multiply-adds, one for each lane; if there are only a few rows, that form is made in
-// registers and not stored. Then each row goes through (Milakov and Gimelshein 2018)
+// token with several KV heads; its rows are the tile's tokens times the query heads that share a KV
+// head. An item processes the sequence's keys in steps of 64, whatever the size of a block. The keys
+// and values of a step and head are packed once for all rows, in the layout in which their product is
+// a chain of multiply-adds per lane; for a few rows, this layout is made in registers and not stored.
+// Then each row computes (online softmax, Milakov and Gimelshein 2018)
 //
 //     score   = q . k                       summed over the head from its first element on
 //     maximum = max(maximum, scores)
 //     total   = total * e^(old maximum - maximum) + sum of e^(score - maximum)
 //     output  = output * e^(old maximum - maximum) + e^(score - maximum) * v, key after key
 //
-// Steps are counted from the sequence's start, never from the tile's, and what a row does not see
-// has weight zero, so what happens to a row does not depend on the tile it is in. With bfloat16 the
-// weights are rounded to bfloat16, in the total as well, and pairs of products are added in one
-// instruction where the processor has it, or in tiles (attention_sums.h).
+// Steps start at multiples of 64 within the sequence, not within the tile, and keys that a row does
+// not see have weight zero, so that the result of a row does not depend on its tile. With bfloat16,
+// weights are rounded to bfloat16, in the total as well, and pairs of products are added by one
+// instruction if the processor has it, or by tiles (attention_sums.h).
 //
-// Of a cache of int8 the products are those of float32 with the codes: a score is multiplied by its
-// key's scale afterwards, and a weight by its value's scale before.
+// With an int8 cache, float32 numbers are multiplied by codes: scores are multiplied by the scales of
+// their keys afterwards, and weights by the scales of their values before.
 #pragma once
 
 #include "attention_sums.h"
@@ -66,8 +66,8 @@ inline int64_t rounded_up(int64_t x, int64_t multiple) {
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// How numbers of the cache are multiplied: in units of 32 bits, a float32, into which float16 and
-// int8 are widened, or a pair of bfloat16.
+// The units of 32 bits in which numbers of the cache are multiplied: a float32, to which float16 and
+// int8 are converted, or a pair of bfloat16.
 template <class Cached>
 struct Units {
   using Dot = Float32Dot;
@@ -86,7 +86,7 @@ struct Units<BFloat16> {
 template <class Cached>
 constexpr int64_t kPerUnit = Units<Cached>::Dot::kInputsPerStep;
 
-// Numbers that fill a register of units; heads are padded to a multiple.
+// The number of elements in a register of units; heads are padded to a multiple of it.
 template <class Cached>
 constexpr int64_t kChunk = kLanes * kPerUnit<Cached>;
 

@@ -1,22 +1,22 @@
-// Reading from memory before the numbers are needed.
+// Software prefetching of keys and values.
 #pragma once
 
 #include <stdint.h>
 
 namespace pagewire {
 
-// Fetches the keys and values of some tokens into the second-level cache, a few lines at a time, in
-// the order of their addresses: the processor's own prefetching then runs ahead of this one, and has
-// more lines under way than a program can have. A burst of many would hold up what comes after it.
+// Prefetches the keys and values of some tokens into the second-level cache, a few lines at a time, in
+// the order of their addresses: the hardware prefetcher then runs ahead of this one, with more lines in
+// flight than a program can have. A burst of many prefetches would delay the loads after it.
 class Ahead {
  public:
-  // Of each token `num_bytes` from its offset on, in either cache.
+  // Prefetches `num_bytes` of each token, from its offset on, in both caches.
   Ahead(const char* keys, const char* values, const int64_t* offsets, int64_t num_tokens,
         int64_t num_bytes)
       : keys_(keys), values_(values), offset_(offsets), end_(offsets + num_tokens),
         num_bytes_(num_bytes) {}
 
-  // The next few lines, if there are any left.
+  // Prefetches the next few lines, if any are left.
   __attribute__((always_inline)) void fetch() {
     if (offset_ == end_) return;
     const int64_t at = *offset_ + at_;

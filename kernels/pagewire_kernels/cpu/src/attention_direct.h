@@ -1,6 +1,6 @@
-// The products of attention with keys and values as they are in the cache, for rows that are alone
-// in using them: a decode's. Packing them first would cost more than it saves. Each sum is made of
-// the same additions in the same order as with packed ones, see attention_multiply.h.
+// The products of attention with keys and values as they are in the cache, for tiles of few rows
+// (decodes), for which packing would take longer than it saves. Sums consist of the same additions in
+// the same order as with packed keys and values; see attention_multiply.h.
 #pragma once
 
 #include "attention.h"
@@ -41,7 +41,7 @@ void score_keys(const float* queries, int64_t head_units, const Number* const* k
           partial[row].add(Dot::broadcast(word), Dot::operand(column));
         }
       };
-      // What a head is padded with adds nothing to the sums.
+      // The padding of a head adds nothing to the sums.
 #pragma GCC unroll 16
       for (int i = 0; i < kLanes; ++i) add_unit(i, square[i]);
 #pragma GCC unroll 8
@@ -54,15 +54,15 @@ void score_keys(const float* queries, int64_t head_units, const Number* const* k
 
 constexpr float kCodeUnit = 0x1p24f;
 
-// The codes that begin at a byte of each word, times `kCodeUnit`: a sign bit comes to its place.
+// The codes in one byte of each word, times `kCodeUnit`: shifted so that the sign bit is in its place.
 template <int kByte>
 inline Floats codes_at(Words x) {
   const Words shifted = shift_left<24 - 8 * kByte>(x);
   return to_floats(and_words(shifted, broadcast_word(static_cast<int32_t>(0xff000000u))));
 }
 
-// The same for keys of int8, of which as many are taken at once as the registers hold sums for, so that
-// no sum waits for the one before it. Four codes to a word, few words are to be transposed.
+// The same for int8 keys. As many are processed at once as the registers hold sums for, so that no sum
+// waits for the previous one. With four codes per word, few words are transposed.
 template <int num_rows>
 void score_codes(const float* queries, int64_t head_dim, const int8_t* const* keys,
                  int64_t num_keys, float (*scores)[kStep], Ahead& ahead) {
@@ -132,7 +132,7 @@ void score_codes(const float* queries, int64_t head_dim, const int8_t* const* ke
   }
 }
 
-// The values of a unit's keys from `at` on, in `kVectors` registers.
+// The values of the keys of a unit, from column `at` on, in `kVectors` registers.
 template <class Number, int num_vectors>
 inline void load_values(const Number* const* values, int64_t unit, int64_t at,
                         Floats (&columns)[num_vectors]) {

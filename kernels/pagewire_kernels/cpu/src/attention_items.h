@@ -1,11 +1,12 @@
-// How a batch is cut into work items.
+// The division of a batch into work items.
 #pragma once
 
 #include "attention.h"
 
 namespace pagewire {
 
-// The tiles of a batch, from the last to the first: a sequence's last tiles have the most keys.
+// The tiles of a batch, from the last to the first, since the last tiles of a sequence have the most
+// keys.
 class Tiles {
  public:
   explicit Tiles(const AttentionTask& task) : task_(task), seq_(task.batch->num_seqs) {
@@ -15,7 +16,7 @@ class Tiles {
 
   int64_t count() const { return count_; }
 
-  // The tile's sequence and its number in that. Tiles are asked for in falling order.
+  // The sequence of a tile, and the tile's index in it. Tiles must be queried in decreasing order.
   int64_t find(int64_t tile, int64_t& seq) {
     while (before_ > tile) before_ -= tiles_of(--seq_);
     seq = seq_;
@@ -34,7 +35,7 @@ class Tiles {
   int64_t seq_;
 };
 
-// A tile's rows with some of the KV heads.
+// The rows of a tile for some of the KV heads.
 struct Item {
   int64_t seq;
   int64_t first_row;  // of the batch
@@ -44,20 +45,20 @@ struct Item {
   int64_t num_heads;
 
   int64_t end_key() const { return position + num_tokens; }
-  // Of the first step that any row sees.
+  // The first key of the first step that any row sees.
   int64_t first_key(int64_t window) const {
     return window > 0 ? larger(0, position - window + 1) / kStep * kStep : 0;
   }
 };
 
-// The least number above 1 that divides n, which is above 1.
+// The smallest factor above 1 of n > 1.
 inline int64_t least_factor(int64_t n) {
   int64_t factor = 2;
   while (n % factor != 0) ++factor;
   return factor;
 }
 
-// The items that a thread takes, one after the other.
+// The items that a thread takes in turn.
 class Items {
  public:
   explicit Items(AttentionTask& task)
@@ -69,7 +70,7 @@ class Items {
     return has_upcoming_ ? &item_ : nullptr;
   }
 
-  // Leaves the upcoming item behind.
+  // Advances past the upcoming item.
   void pass() {
     has_upcoming_ = false;
     heads_left_ -= item_.num_heads;
@@ -79,7 +80,8 @@ class Items {
  private:
   static constexpr int64_t kTakesPerThread = 4;
 
-  // KV heads that a thread takes at once: all of a tile, unless that makes too little to share.
+  // The number of KV heads that a thread takes at once: all of a tile, unless there would be too few
+  // items for all threads.
   static int64_t heads_taken(const AttentionTask& task, int64_t num_tiles) {
     int64_t heads = task.num_kv_heads;
     const auto num_takes = [&] { return num_tiles * task.num_kv_heads / heads; };
@@ -99,8 +101,8 @@ class Items {
     item_.num_tokens = smaller(task_.tile_tokens, rows_left);
     item_.position = task_.batch->context_lens[item_.seq] - rows_left;
     item_.first_head = taken % parts * taken_heads_;
-    // A decode's heads together, so that a block is read in one go; a prefill's one after the
-    // other, so that its rows stay in the cache.
+    // The heads of a decode are computed together, so that blocks are read sequentially; those of a
+    // prefill one after the other, so that its rows stay in the processor's cache.
     item_.num_heads = item_.num_tokens == 1 ? taken_heads_ : 1;
     heads_left_ = taken_heads_;
     return true;

@@ -18,8 +18,8 @@ constexpr int kRows = 4;
 constexpr int kVectors = 2;
 #endif
 
-// sums[row] = sums[row] * factors[row] + units[row] . packed, for `num_units` units of a row, one
-// after the other. Without factors sums begin at zero. Strides are in words.
+// sums[row] = sums[row] * factors[row] + units[row] . packed, for `num_units` units of a row, in order.
+// Without factors, sums start at zero. Strides are in words.
 template <class Dot, int num_rows, int num_vectors, bool has_factors>
 void multiply_panel(const float* units, int64_t unit_stride, int64_t num_units,
                     const float* packed, int64_t packed_stride, float* sums, int64_t sum_stride,

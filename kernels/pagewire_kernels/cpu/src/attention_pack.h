@@ -1,4 +1,4 @@
-// A step's keys and values of one head, brought into the form in which they are multiplied.
+// Packing the keys and values of a step and head into the layout of the products.
 #pragma once
 
 #include "attention.h"

@@ -1,11 +1,11 @@
-// One thread's working memory for attention.
+// Scratch memory of one thread for attention.
 #pragma once
 
 #include "attention.h"
 
 namespace pagewire {
 
-// Rows of a work item. They are numbered by KV head, then token, then query head in its group.
+// The rows of a work item are ordered by KV head, then token, then query head within the group.
 struct Scratch {
   float* keys;      // [units of the head][kStep]
   float* values;    // [units of a step][padded head]
@@ -27,7 +27,7 @@ inline int64_t max_rows(const AttentionTask& task) {
   return larger(task.tile_tokens, task.num_kv_heads) * task.group;
 }
 
-// Lays the parts out from `memory` on; returns where they end.
+// Assigns memory from `memory` on to all parts. Returns its end.
 template <class Cached>
 char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
   const int64_t dim = padded_dim<Cached>(task), rows = max_rows(task);
@@ -52,8 +52,8 @@ char* lay_out(const AttentionTask& task, char* memory, Scratch& scratch) {
   return memory;
 }
 
-// The calling thread's, with its zeros in place. Slots are given out in turn, so no two of the
-// threads that run a task at once have the same.
+// The scratch memory of the calling thread, with its zeros initialized. Slots are assigned in turn, so
+// that concurrent threads of a task have different ones.
 template <class Cached>
 Scratch take_scratch(AttentionTask& task) {
   const int64_t taken = __atomic_fetch_add(&task.next_slot, 1, __ATOMIC_RELAXED);

@@ -1,4 +1,4 @@
-// From a row's scores over one step to its weights, its new maximum and total.
+// The softmax of one step: from the scores of a row to its weights, and its new maximum and total.
 #pragma once
 
 #include <float.h>
@@ -9,7 +9,7 @@ namespace pagewire {
 
 constexpr float kNoMaximum = -FLT_MAX;  // finite, so that differences of maxima are numbers
 
-// What is done to a row's scores.
+// How the scores of a row are modified.
 struct ScoreRule {
   float scale;
   float soft_cap;  // 0 without
@@ -56,7 +56,7 @@ inline void store_weights(BFloat16* to, const Floats (&weights)[kStepVectors]) {
   }
 }
 
-// Scores become weights, [kStep]. Returns the factor by which what was summed before shrinks.
+// Replaces scores by weights, [kStep]. Returns the factor by which earlier sums are multiplied.
 template <class Packed>
 float weigh(const float* scores, const ScoreRule& rule, float& maximum, Packed* weights) {
   Floats score[kStepVectors];

@@ -1,4 +1,4 @@
-// How the sums of attention's products grow: unit by unit, or as tiles make them (tiles.h).
+// How the products of attention are summed: unit by unit, or in the order of tiles (tiles.h).
 #pragma once
 
 #include "dot.h"
@@ -21,8 +21,8 @@ struct PartialSum {
 
 #if defined(PAGEWIRE_HAS_TILES)
 
-// Tiles multiply many rows by packed keys and values. Of a few rows, whose keys and values are not
-// packed, vector registers make the same sums.
+// Tiles multiply many rows by packed keys and values. For a few rows, whose keys and values are not
+// packed, vector registers compute the same sums.
 struct TileDot {
   static constexpr int64_t kInputsPerStep = 2;
 
@@ -52,7 +52,7 @@ struct PartialSum<TileDot> {
   Floats first, second;
 };
 
-// While it lives, vector instructions take numbers below the smallest normal one for zero, as tiles do.
+// During its lifetime, vector instructions treat subnormal numbers as zero, as tiles do.
 class NoSubnormals {
  public:
   NoSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kZeroResults | kZeroOperands); }

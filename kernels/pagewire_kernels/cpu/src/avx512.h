@@ -72,7 +72,7 @@ inline void store_rounded(Float16* to, Floats x) {
                       _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 
-// Four rounds: the first two transpose each 4 x 4 square within 128 bits, the others move the squares.
+// Four rounds: the first two transpose each 4 x 4 square within 128 bits, the others exchange squares.
 inline void transpose(Floats (&x)[kLanes]) {
   Floats y[kLanes];
 #pragma GCC unroll 8

@@ -1,5 +1,5 @@
-// The layout of one step's batch: the C twin of `metadata.AttentionMetadata`. Tasks point to it, so
-// that a program made once runs over each step's batch.
+// The layout of a step's batch: the C counterpart of `batch.AttentionMetadata`. Tasks point to it, so
+// that a program that was recorded once runs with the batch of each step.
 #pragma once
 
 #include <cstdint>

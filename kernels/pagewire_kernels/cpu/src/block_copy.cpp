@@ -1,4 +1,4 @@
-// Whole blocks, copied to other places in their cache or into another cache.
+// Copies whole blocks within a cache, or to another cache.
 #include "team.h"
 #include "vectors.h"
 
@@ -18,8 +18,8 @@ struct BlockCopyTask : Task {
 constexpr int64_t kPieceBytes = 64 << 10;  // of a block; what a work item copies
 constexpr int64_t kWordsBytes = sizeof(Words);
 
-// A store that bypasses the caches writes its line as it is. One that does not reads the line first,
-// although all of it is overwritten.
+// A store that bypasses the caches writes its line directly. Other stores read the line first, although
+// all of it is overwritten.
 void copy_past_caches(char* to, const char* from, int64_t num_bytes) {
   const int64_t to_alignment = -reinterpret_cast<intptr_t>(to) & (kWordsBytes - 1);
   int64_t at = to_alignment < num_bytes ? to_alignment : num_bytes;

@@ -1,4 +1,4 @@
-// New keys and values, put into their slots of the cache.
+// Writes new keys and values to their slots of the cache.
 #include <string.h>
 
 #include "batch.h"
@@ -27,7 +27,8 @@ struct CacheWriteTask : Task {
 
 constexpr int64_t kRowsPerItem = 64;
 
-// Calls `store(row, to)` for a row's heads, one after the other, and where they go.
+// Calls `store(row, to)` for the key and the value of a row, if it has a slot, with their addresses in
+// the cache.
 template <class Store>
 void write_row(const CacheWriteTask& task, int64_t row, Store store) {
   const int64_t slot = task.batch->slot_mapping[row];

@@ -1,7 +1,7 @@
-// How a product's sums grow, for each type of its inputs. A step takes one or two inputs of a row
-// and the same ones of several outputs' weights, 32 bits each, and adds their products to the
-// outputs' sums. A sum is always made of the same additions in the same order, whatever else is
-// in the same batch: that makes results independent of the batch.
+// How the products of a linear layer are summed, for each type of inputs. A step multiplies one or two
+// inputs of a row by the same inputs of several outputs' weights, 32 bits each, and adds the products
+// to the sums of the outputs. A sum always consists of the same additions in the same order, whatever
+// else is in the batch, so that results are batch-invariant.
 #pragma once
 
 #include "vectors.h"

@@ -1,5 +1,6 @@
 // A key or value of one token and KV head in int8: head_dim codes, then their scale, a float32.
-// An element is code * scale, with the scale such that the largest element has the code 127.
+// An element is code * scale; the scale is chosen so that the element with the largest magnitude has
+// the code 127 or -127.
 #pragma once
 
 #include <cfloat>
@@ -16,8 +17,8 @@ inline float load_scale(const char* head, int64_t head_dim) {
   return scale;
 }
 
-// Rounds to the nearest code, ties to even. The scale of numbers that are not all finite is NaN, and
-// that of numbers too small for a normal scale is 0.
+// Rounds to nearest, ties to even. The scale is NaN if a number is not finite, and 0 if it would be
+// subnormal.
 template <class Number>
 inline void store_int8_head(const Number* from, int64_t head_dim, char* to) {
   Floats greatest = zeros(), nothing = zeros();

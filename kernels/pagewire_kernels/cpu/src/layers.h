@@ -1,5 +1,5 @@
-// The tasks of what a model computes between products and attention. Numbers of a task are all
-// float32 or all bfloat16; each is rounded once, from a float32 result. Strides are in elements,
+// The tasks of a model's operations between matrix products and attention. The numbers of a task are
+// all float32 or all bfloat16; each is rounded once, from a float32 result. Strides are in elements,
 // and last axes are dense.
 #pragma once
 
@@ -57,7 +57,7 @@ struct RotateTask : Task {
   float eps;
 };
 
-// Rows of a table, such as those of tokens, or the hidden states that are sampled from.
+// Gathers rows of a table, such as embeddings of tokens, or the hidden states of rows that sample.
 struct TakeTask : Task {
   const int64_t* num_rows;
   const int64_t* const* indices;  // [*num_rows]; those beyond the table give zeros
@@ -69,7 +69,7 @@ struct TakeTask : Task {
   int64_t table_rows;
 };
 
-// The numbers of each row in another order.
+// Reorders the columns of each row.
 struct PermuteTask : Task {
   const int64_t* num_rows;
   const void* x;  // [*num_rows, size]
@@ -80,7 +80,7 @@ struct PermuteTask : Task {
   int64_t size;
 };
 
-// The largest number of each row and, of its places, the first; a NaN counts as largest.
+// The largest number of each row and its first column; NaN counts as the largest.
 struct LargestTask : Task {
   const int64_t* num_rows;
   const float* x;  // [*num_rows, size]

@@ -1,9 +1,9 @@
 // Products with packed weights; see linear.h.
 //
-// A work item is a panel of outputs for a block of rows. The rows go over it in tiles whose sums fit
-// the registers. Few rows are one tile, which reads the panel as fast as memory gives it. With more
-// rows the panel is in the second-level cache: while one item is computed, the panel of the thread's
-// next one is fetched. A thread takes panels that lie one after the other.
+// A work item is a panel of outputs for a block of rows. Rows are computed in tiles whose sums fit into
+// registers. A few rows are one tile, which is bound by reading the panel from memory. With more rows,
+// the panel is in the second-level cache: while one item is computed, the panel of the thread's next
+// item is prefetched. A thread takes consecutive panels.
 #include "linear_finish.h"
 #include "linear_tile.h"
 #include "linear_tiles.h"
@@ -22,7 +22,7 @@ constexpr int64_t kBlockBytes = 512 << 10;
 constexpr int64_t kStretchSteps = 2048;  // of a panel, for the same reason
 constexpr int64_t kLinesPerStep = kStepBytes / 64;
 
-// A part of a panel, and what will be read after it.
+// A part of a panel, and the memory that is read after it.
 struct Stretch {
   const char* weights;
   int64_t first_input;
@@ -30,7 +30,7 @@ struct Stretch {
   const char* next;
 };
 
-// Few rows: one tile, which fetches a little ahead, or leaves that to the processor.
+// A few rows: one tile, which prefetches a little ahead, or leaves that to the processor.
 template <class Dot>
 void multiply_once(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
                    const Stretch& all, float* sums) {
@@ -47,7 +47,7 @@ void multiply_once(const typename Dot::Input* x, int64_t x_stride, int64_t num_r
   add(x + most, x_stride, rest, all.num_inputs - most, all.next, sums);
 }
 
-// Many rows: the first tiles fetch what comes next.
+// Many rows: the first tiles prefetch the next stretch.
 template <class Dot>
 void multiply_tiles(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
                     const Stretch& part, float* sums) {
@@ -65,7 +65,7 @@ void multiply_tiles(const typename Dot::Input* x, int64_t x_stride, int64_t num_
   }
 }
 
-// The rows of a block go over one panel.
+// Computes the rows of a block for one panel.
 template <class Dot>
 void multiply_panel(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
                     const char* panel, const char* next_panel, int64_t num_inputs, float* sums) {
@@ -119,7 +119,7 @@ void multiply_block(const LinearTask& task, int64_t first_row, int64_t num_rows,
           weights + next_panel * panel_bytes, task.in_features, sums);
 }
 
-// Blocks are of about the same size.
+// Divides rows into blocks of about equal size.
 template <class Dot>
 int64_t rows_per_block(int64_t num_rows, int64_t in_features) {
   int64_t most = kBlockBytes / (in_features * sizeof(typename Dot::Input));
@@ -167,7 +167,7 @@ PAGEWIRE_KERNEL pw_linear_bfloat16(LinearTask* task) {
   multiply<BFloat16Dot>(*task, Finish<BFloat16, BFloat16>());
 }
 
-// What the head gives: sums of bfloat16 products as they are.
+// For the LM head: sums of bfloat16 products are not rounded.
 PAGEWIRE_KERNEL pw_linear_bfloat16_float32(LinearTask* task) {
   multiply<BFloat16Dot>(*task, Finish<BFloat16, float>());
 }

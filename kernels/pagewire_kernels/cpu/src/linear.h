@@ -1,15 +1,15 @@
 // Linear layers: y = x W^T + b.
 //
-// A weight [out_features, in_features] is packed in panels of `kPanel` outputs, each with the same
-// step (see dot.h) of all its outputs side by side:
+// A weight [out_features, in_features] is packed in panels of `kPanel` outputs. In a panel, each step
+// (see dot.h) of all outputs is contiguous:
 //
 //   packed[out_features / kPanel][in_features / kInputsPerStep][kPanel] of 32 bits each
 //
-// both rounded up, with zeros where the weight has nothing. A panel is read from its beginning to
-// its end, and a step of it is two vector registers.
+// both rounded up and padded with zeros. A panel is read sequentially; a step of it is two vector
+// registers.
 //
-// Of a gated layer, y = activation(x G^T + b) * (x U^T + c) with G and U one after the other in the
-// weight, a panel's first register has outputs of G and its second the same ones of U.
+// For a gated layer, y = activation(x G^T + b) * (x U^T + c) with a weight of G, then U, the first
+// register of a panel has outputs of G and the second one the same outputs of U.
 #pragma once
 
 #include "activation.h"
@@ -23,7 +23,7 @@ constexpr int64_t kPanelVectors = 2;
 constexpr int64_t kPanel = kPanelVectors * kLanes;
 constexpr int64_t kStepBytes = kPanel * 4;
 
-// Of a weight in fewer bits; see quantized.h.
+// Parameters of a quantized weight; see quantized.h.
 struct Quantization {
   int64_t group_size;  // inputs that share a scale
   int64_t scale_bytes;  // of float32, of float16, or 1 of whole numbers of units
@@ -57,7 +57,7 @@ struct PackTask : Task {
   int64_t num_parts;  // 1, or 2 of a gated layer
 };
 
-// A weight in fewer bits, to be packed.
+// Packs a quantized weight.
 struct QuantizedPackTask : Task {
   const uint8_t* codes;  // [out_features, in_features], as they are packed
   const float* scales;  // [out_features, in_features / group_size]
@@ -71,7 +71,7 @@ struct QuantizedPackTask : Task {
   Quantization quantization;
 };
 
-// Which row of a weight is output `n` of a panel; negative where it has none.
+// The row of the weight that is output `n` of a panel; negative for padding.
 template <class AnyPackTask>
 inline int64_t row_of(const AnyPackTask& task, int64_t panel, int64_t n) {
   const int64_t width = kPanel / task.num_parts, size = task.out_features / task.num_parts;
@@ -79,7 +79,7 @@ inline int64_t row_of(const AnyPackTask& task, int64_t panel, int64_t n) {
   return in_part < size ? n / width * size + in_part : -1;
 }
 
-// Rows of a packed weight by token: an embedding whose table is also the head's weight.
+// Gathers rows of a packed weight by token: an embedding tied to the LM head.
 struct GatherTask : Task {
   const Batch* batch;  // tokens beyond the table give zeros
   const void* packed;

@@ -1,4 +1,4 @@
-// What becomes of a row's sums over a panel.
+// Conversion of the sums of a row and panel to outputs.
 #pragma once
 
 #include "linear.h"

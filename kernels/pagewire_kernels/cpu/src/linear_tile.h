@@ -1,14 +1,14 @@
-// The innermost loop of linear layers: some rows go over a stretch of a panel, with their sums in
-// registers.
+// The innermost loop of linear layers: products of a tile of rows with a stretch of a panel, with sums
+// in registers.
 #pragma once
 
 #include "linear.h"
 
 namespace pagewire {
 
-// A few rows are computed as fast as memory gives the weights one after the other, which the
-// processor fetches by itself then. More rows keep it from running ahead: their tiles fetch what
-// will be read so much later into the second-level cache. Measured on Zen 4.
+// With up to this many rows, products are bound by reading weights sequentially, which the hardware
+// prefetcher handles. With more rows it does not run ahead far enough, so their tiles prefetch weights
+// into the second-level cache. Measured on Zen 4.
 constexpr int kStreamedRows = 4;
 constexpr int64_t kFetchDistance = 8192;
 
@@ -27,7 +27,8 @@ inline int32_t load_half_step(const void* x) {
   return input;
 }
 
-// Where the rows of a tile are. Of two bases, since that many offsets from one base do not fit into registers.
+// The addresses of a tile's rows, relative to two bases: the offsets of all rows from one base would not
+// fit into registers.
 template <class Input, int kRows>
 struct TileRows {
   static constexpr int kHalf = (kRows + 1) / 2;
@@ -47,7 +48,7 @@ struct TileRows {
 
 #define PAGEWIRE_UNROLL _Pragma("GCC unroll 16")
 
-// Add one step's products to `kRows` rows' sums.
+// Adds the products of one step to the sums of `kRows` rows.
 template <class Dot, int kRows, int32_t (*kLoad)(const void*)>
 inline __attribute__((always_inline)) void add_step(
     const TileRows<typename Dot::Input, kRows>& rows, const char* weights,
@@ -64,7 +65,7 @@ inline __attribute__((always_inline)) void add_step(
   }
 }
 
-// Add `num_inputs` inputs' products to the sums of `kRows` rows, [kRows, kPanel], and fetch
+// Adds the products of `num_inputs` inputs to the sums of `kRows` rows, [kRows, kPanel], and prefetches
 // `kLines` cache lines of `fetched` at each step.
 template <class Dot, int kRows, int kLines>
 void add_tile(const typename Dot::Input* x, int64_t x_stride, const char* weights,

@@ -1,4 +1,4 @@
-// Rows of inputs over a panel (linear.h) in tiles, where the processor has them.
+// Products of rows with a panel (linear.h) by tiles, if the processor has them.
 #pragma once
 
 #include "linear_tile.h"
@@ -12,7 +12,7 @@ constexpr int64_t kPanelTileBytes = kTileUnits * kStepBytes;
 constexpr int64_t kStretchTiles = 8;  // of a panel, which stay in the first-level cache
 constexpr int64_t kSumBytes = kPanel * 4;
 
-// The last inputs, which fill no tile: with zeros after them and their weights.
+// The last inputs, which do not fill a tile: they and their weights are padded with zeros.
 template <TileProduct kProduct>
 void add_last_inputs(TileRegisters& tiles, const char* x, int64_t row_bytes, int64_t num_rows,
                      int64_t num_bytes, const char* weights, char* sums) {
@@ -30,8 +30,8 @@ void add_last_inputs(TileRegisters& tiles, const char* x, int64_t row_bytes, int
   }
 }
 
-// Add the products of rows with a panel to their sums, [num_rows, kPanel] of 32 bits each, and fetch
-// the panel that is read next. x: `row_bytes` from row to row, of which `num_bytes` are inputs.
+// Adds the products of rows with a panel to their sums, [num_rows, kPanel] of 32 bits each, and
+// prefetches the next panel. x: rows at a stride of `row_bytes`, with `num_bytes` of inputs each.
 template <TileProduct kProduct>
 void add_panel(TileRegisters& tiles, const char* x, int64_t row_bytes, int64_t num_rows,
                int64_t num_bytes, const char* panel, const char* next_panel, void* all_sums) {

@@ -7,7 +7,7 @@ namespace {
 
 float square_root(float x) { return __builtin_sqrtf(x); }
 
-// Adds x to the residual, if there is one; returns what is to be normalised.
+// Adds x to the residual, if there is one. Returns the numbers to normalize.
 template <class Number>
 const Number* add_to_residual(const NormTask& task, int64_t row) {
   const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
@@ -42,7 +42,7 @@ float variance_of(const Number* x, int64_t size, float mean) {
   Floats sum = zeros();
   for (int64_t i = 0; i < size; i += kLanes) {
     const Floats centred = subtract(load_some(x + i, size - i), broadcast(mean));
-    // What a register holds beyond the row's end is no part of it.
+    // Lanes beyond the end of the row must not contribute.
     const Floats within = size - i < kLanes ? first_lanes(centred, size - i) : centred;
     sum = multiply_add(within, within, sum);
   }

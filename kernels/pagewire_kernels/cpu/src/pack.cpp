@@ -1,4 +1,4 @@
-// Packing a weight, and reading rows out of a packed one; see linear.h.
+// Packing a weight, and gathering rows of a packed one; see linear.h.
 #include "linear.h"
 
 namespace pagewire {
@@ -6,7 +6,7 @@ namespace {
 
 constexpr int64_t kStepsAtOnce = 16;  // a cache line of each row
 
-// Outputs and inputs that the weight does not have are zeros.
+// Outputs and inputs beyond those of the weight are zeros.
 template <class Dot>
 void pack_panel(const PackTask& task, int64_t panel) {
   using Input = typename Dot::Input;

@@ -1,10 +1,10 @@
-// A list of kernels run one after the other by one team, without leaving it in between: starting
-// and ending a team for each would cost more than the smallest kernels take.
+// A list of kernels, run in order by one team of threads without returning in between: starting and
+// ending a team for each kernel would take longer than the smallest kernels do.
 //
-// A thread joins the step that the program is at, and leaves it when there is no item left to take.
-// The last one to leave takes the program on to the next step. So a step waits for those who work
-// on it, but not for a thread that never came, nor for long for one that another process keeps from
-// its core, where a kernel lets its work be taken over (share.h).
+// A thread joins the current step of the program, and leaves it when no item is left to take. The last
+// thread to leave advances the program to the next step. A step therefore waits for threads that work
+// on it, but not for threads that never joined; nor does it wait long for a thread that lost its core to
+// another process, if the kernel lets its work be taken over (share.h).
 #include "share.h"
 #include "team.h"
 
@@ -36,16 +36,16 @@ struct ProgramTask {
 
 constexpr int64_t kMaxThreads = 1 << 16;
 
-// Spinning costs nothing while all threads run. One that waits long, since another's core is taken
-// by a different process, should let that process run rather than burn its core.
+// Spinning costs nothing while all threads run. A thread that waits long, because another thread lost
+// its core to a different process, should yield its own core to that process.
 constexpr uint64_t kCyclesBeforeYield = 1 << 18;
 
-// One that waits for longer than items take begins another's again. A few microseconds are nothing
-// beside the time that a thread loses when it is kept from its core.
+// A thread that waits for longer than items take restarts the item of another thread. A few
+// microseconds are negligible compared with the time for which a thread loses its core.
 constexpr uint64_t kCyclesBeforeTakingOver = 1 << 14;
 
-// More than the step's items take, however long that is: restarting an item too early gains nothing,
-// and two threads that keep taking it from each other would never finish it.
+// Longer than the step's items take: restarting an item too early gains nothing, and two threads that
+// keep taking it from each other would never finish it.
 inline uint64_t patience(const ProgramStep& step) {
   return kCyclesBeforeTakingOver + 2 * __atomic_load_n(&step.item_cycles, __ATOMIC_RELAXED);
 }
@@ -60,7 +60,7 @@ inline void relax() {
 
 inline int64_t load(const int64_t& state) { return __atomic_load_n(&state, __ATOMIC_ACQUIRE); }
 
-// Joins the step the program is at; returns which, or the number of steps when all are done.
+// Joins the current step of the program. Returns its index, or the number of steps if all are done.
 int64_t join(ProgramTask& program) {
   int64_t state = load(program.state);
   while (state / kMaxThreads < program.num_steps) {
@@ -72,7 +72,7 @@ int64_t join(ProgramTask& program) {
   return state / kMaxThreads;
 }
 
-// Leaves step `i`, and takes the program on if nobody else is on it.
+// Leaves step `i`, and advances the program if no other thread works on it.
 void leave(ProgramTask& program, int64_t i) {
   int64_t state = load(program.state), after;
   do {
@@ -80,11 +80,11 @@ void leave(ProgramTask& program, int64_t i) {
     after = is_last ? (i + 1) * kMaxThreads : state - 1;
   } while (!__atomic_compare_exchange_n(&program.state, &state, after, true, __ATOMIC_ACQ_REL,
                                         __ATOMIC_ACQUIRE));
-  // For the program's next run; in this one nobody can join the step any more.
+  // For the next run of the program; in this one, no thread can join the step any more.
   if (after == (i + 1) * kMaxThreads) program.steps[i].task->next_item = 0;
 }
 
-// Works on a step that this thread has joined, until nothing is left to take.
+// Works on a step that this thread has joined, until no item is left.
 void work(ProgramTask& program, int64_t i, const Place& here) {
   program.steps[i].kernel(program.steps[i].task);
   if (here.own->get().at == At::kGone) {

@@ -1,5 +1,4 @@
-// Norm of each query and key head, rotary embedding and the store to the cache, in one pass; see
-// layers.h.
+// Norms of query and key heads, rotary embedding and the cache write, in one pass; see layers.h.
 #include "int8_head.h"
 #include "layers.h"
 #include "rows.h"
@@ -49,7 +48,7 @@ void rotate_head(float* head, int64_t half, const Number* cos, const Number* sin
   }
 }
 
-// Normalises `from`, if there is a weight, applies RoPE and stores the result in `to`.
+// Normalizes `from`, if there is a weight, applies RoPE, and stores the result in `to`.
 template <class Number>
 void norm_and_rotate(const RotateTask& task, int64_t position, const Number* from,
                    const void* weight, Number* to) {

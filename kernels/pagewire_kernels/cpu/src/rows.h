@@ -1,4 +1,4 @@
-// Going over a row of numbers a register at a time, the last one partly filled.
+// Processing a row of numbers one register at a time, of which the last one may be partly filled.
 #pragma once
 
 #include "team.h"
@@ -31,7 +31,7 @@ inline Floats first_lanes(Floats x, int64_t count) {
   return load_some(lanes, count);
 }
 
-// About as many numbers as a thread takes at a time.
+// The approximate number of elements that a thread takes at a time.
 constexpr int64_t kItemNumbers = 4096;
 
 inline int64_t rows_per_item(int64_t row_size) {

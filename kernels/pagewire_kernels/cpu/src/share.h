@@ -1,10 +1,10 @@
-// A thread's share of a step's items, which the other threads of a program may take from it.
+// The share of a step's items that a thread has, which the other threads of a program may take over.
 //
-// A thread takes runs of items, since memory gives more to one that reads on where it is. If the
-// system keeps it from its core in the middle of one, others take what it has not begun, and in the
-// end also the item that it is at: they compute that again. Whoever still has an item when its
-// result is ready may write it, and nobody else does, so a thread that comes back late finds its
-// share gone and changes nothing. What it has read meanwhile does not matter.
+// A thread takes runs of consecutive items, since sequential reads are faster. If it loses its core in
+// the middle of a run, other threads take the items that it has not started, and finally its current
+// item, which they compute again. Only the thread that holds an item when its result is ready may write
+// it. A thread that resumes late therefore finds its share gone, and writes nothing; what it has read
+// meanwhile does not matter.
 #pragma once
 
 #include "team.h"
@@ -13,13 +13,13 @@ namespace pagewire {
 
 enum class At : uint64_t { kNothing, kComputing, kWriting, kGone };
 
-// What one thread has: the items from `next` to `end` are not begun, and it is at the one before.
+// The items of one thread: those from `next` to `end` are not started, and `next - 1` is the current one.
 struct Holding {
   int64_t step, next, end;
   At at;
 };
 
-// `Holding` in one word, to be changed in one go.
+// `Holding` in one word, which is changed atomically.
 struct alignas(64) Share {
   static constexpr int kItemBits = 24, kStepBits = 14;
   static constexpr uint64_t kItemMask = (1 << kItemBits) - 1;
@@ -36,7 +36,7 @@ struct alignas(64) Share {
             int64_t(w >> (kItemBits + 2) & kItemMask), At(w & 3)};
   }
   void set(const Holding& h) { __atomic_store_n(&word, pack(h), __ATOMIC_RELEASE); }
-  // Whether nobody has changed it meanwhile.
+  // Changes it, unless another thread has changed it meanwhile; returns whether it did.
   bool change(const Holding& from, const Holding& to) {
     uint64_t expected = pack(from);
     return __atomic_compare_exchange_n(&word, &expected, pack(to), false, __ATOMIC_ACQ_REL,
@@ -44,7 +44,7 @@ struct alignas(64) Share {
   }
 };
 
-// The processor's clock, of about two ticks a nanosecond or more.
+// The processor's cycle counter, with about two or more ticks per nanosecond.
 inline uint64_t now() {
 #if defined(__aarch64__)
   uint64_t ticks, ticks_per_second;
@@ -56,7 +56,7 @@ inline uint64_t now() {
 #endif
 }
 
-// Where a thread is, in which program.
+// A thread's position in a program.
 struct Place {
   Share* shares;  // of all threads; null outside of programs
   int64_t num_shares;
@@ -70,14 +70,14 @@ inline Place& place() {
   return here;
 }
 
-// The items of a task, for one thread: take one, compute it, and write it only if it `may_write`.
+// The items of a task, for one thread, which takes one, computes it, and writes it only if `may_write`.
 class SharedItems {
  public:
   SharedItems(Task& task, int64_t num_items, int64_t num_threads)
       : task_(task), num_items_(num_items), num_threads_(num_threads), place_(place()),
         own_(place_.shares == nullptr ? alone_ : *place_.own) {}
 
-  // The next one; negative if there is none.
+  // Takes the next item; negative if there is none.
   int64_t take() {
     for (;;) {
       const Holding h = own_.get();
@@ -89,7 +89,7 @@ class SharedItems {
     }
   }
 
-  // Whether the item taken last is still this thread's.
+  // Whether this thread still holds the item that it took last.
   bool may_write() {
     if (place_.item_cycles != nullptr) {
       __atomic_store_n(place_.item_cycles, now() - began_, __ATOMIC_RELAXED);
@@ -101,7 +101,7 @@ class SharedItems {
     }
   }
 
-  // What it will take next, as far as is known.
+  // The item that this thread will take next, as far as is known.
   int64_t following(int64_t item) const {
     const Holding h = own_.get();
     return h.next < h.end ? h.next : item;
@@ -121,7 +121,7 @@ class SharedItems {
     return false;
   }
 
-  // Of what another thread has not begun, the later half.
+  // Takes the later half of the items that another thread has not started.
   bool take_half(Share& other) {
     for (;;) {
       const Holding h = other.get();
@@ -142,8 +142,8 @@ class SharedItems {
   uint64_t began_ = 0;
 };
 
-// Takes all that another thread has of the step, if it is computing something: what it is at is
-// begun again by this thread. Whether there is such a thread.
+// Takes over all items of a thread that is computing one: this thread starts that item again. Returns
+// whether there is such a thread.
 inline bool take_over(const Place& place) {
   for (int64_t i = 0; i < place.num_shares; ++i) {
     Share& other = place.shares[i];

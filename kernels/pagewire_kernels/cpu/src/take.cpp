@@ -1,4 +1,4 @@
-// Embedding rows, numbers in another order, and the argmax of logits: see layers.h.
+// Gathers of rows, reordered columns, and the argmax of logits; see layers.h.
 #include "layers.h"
 #include "rows.h"
 
@@ -7,7 +7,7 @@ namespace {
 
 constexpr int64_t kStretch = 64;  // numbers looked at together
 
-// The largest of a stretch, or of fewer; NaN if there is one.
+// The largest of up to `kStretch` numbers; NaN if there is one.
 inline float largest_of(const float* x, int64_t count) {
   float most[kStretch];
   int32_t broken = 0;
@@ -49,7 +49,7 @@ void take_row(const TakeTask& task, int64_t row) {
   }
 }
 
-// Number: an integer of as many bytes.
+// Number: an integer of the same size as the elements.
 template <class Number>
 void permute(PermuteTask& task) {
   for_each_row(task, *task.num_rows, task.size, [&](int64_t row) {

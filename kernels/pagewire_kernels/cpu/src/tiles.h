@@ -1,15 +1,14 @@
-// Products of tiles by AMX: up to 32 rows by 32 columns, 64 bytes of each row, which are 16 units of 32
-// bits, at a time. The other matrix has the same unit of all columns side by side.
+// Products of tiles by AMX: up to 32 rows by 32 columns, 64 bytes of each row (16 units of 32 bits) at a
+// time. In the other matrix, the same unit of all columns is contiguous.
 //
-// Tiles 0 to 3 have the sums, [2 of rows][2 of columns], 4 and 5 the rows, 6 and 7 the columns. A sum
-// is made of the same additions whatever the other rows are: of bfloat16, a tile adds
+// Tiles 0 to 3 hold the sums, [2 of rows][2 of columns], 4 and 5 the rows, 6 and 7 the columns. A sum
+// consists of the same additions whatever the other rows are: with bfloat16, a tile adds
 //
 //     (the sum of the first products of its 16 units) + (the sum of the second ones)
 //
-// to the sum, each a chain of fused multiply-adds, and takes numbers below the smallest normal one
-// for zero.
+// to the sum, each a chain of fused multiply-adds, and treats subnormal numbers as zero.
 //
-// The instructions are written as assembly, since GCC 12 does not know that its intrinsics for tiles
+// The instructions are written in assembly, since GCC 12 does not know that its intrinsics for tiles
 // read and write memory.
 #pragma once
 
@@ -39,7 +38,7 @@ inline void clear_tile() {
   asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
 }
 
-// What tiles are shaped like, for `ldtilecfg`.
+// The shapes of tiles, for `ldtilecfg`.
 struct TileShapes {
   void load() const { asm volatile("ldtilecfg %0" ::"m"(*this)); }
 
@@ -61,7 +60,7 @@ struct TileOperands {
   int64_t num_tiles;
 };
 
-// The calling thread's, which are released at the end.
+// The tile registers of the calling thread, which are released by the destructor.
 class TileRegisters {
  public:
   TileRegisters() = default;
@@ -72,7 +71,7 @@ class TileRegisters {
 
   static constexpr int64_t kMostRows = 2 * kTileRows;
 
-  // For up to `kMostRows` rows.
+  // Configures tiles for up to `kMostRows` rows.
   void configure(int64_t num_rows) {
     if (num_rows == num_rows_) return;
     num_rows_ = num_rows;
@@ -86,8 +85,8 @@ class TileRegisters {
     shapes.load();
   }
 
-  // Add the products of the configured rows with 32 columns to their sums, or begin these, and fetch
-  // `num_lines` cache lines of `fetched` with each tile. sums: `sum_bytes` from row to row.
+  // Adds the products of the configured rows with 32 columns to their sums, or starts these, and
+  // prefetches `num_lines` cache lines of `fetched` with each tile. sums: at a stride of `sum_bytes`.
   template <TileProduct kProduct, bool kIsFirst = false>
   void add(const TileOperands& from, char* sums, int64_t sum_bytes, const char* fetched = nullptr,
            int64_t num_lines = 0) const {

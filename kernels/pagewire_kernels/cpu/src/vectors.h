@@ -5,7 +5,7 @@
 //   Floats, Words, Mask      registers of float32, of 32-bit words, and of conditions
 //   kLanes                   numbers in a register
 //   first_of_pairs, second_of_pairs  each word's lower and upper bfloat16, as float32
-//   greater_of(a, b)         b where either is NaN
+//   greater_of(a, b)         b if either is NaN
 //   times_power_of_two(x, n) x * 2^n; n is whole and at least the smallest exponent of a normal number
 //   sum_lanes, greatest_lane  over lanes, always by the same tree: halves, quarters and so on
 //   store_past_caches        to an address aligned to the register's size; another thread may read
@@ -45,8 +45,8 @@ namespace pagewire {
 
 inline Floats widen(const float* from) { return load_floats(from); }
 
-// To the nearest, ties to even; a NaN stays one. The vector instructions that do the same also
-// take numbers below the smallest normal one for zero, so they are used for all or for none.
+// Rounds to nearest, ties to even; NaN stays NaN. The corresponding vector instructions also treat
+// subnormal numbers as zero, so they are used for all conversions or for none.
 inline BFloat16 round_to_bfloat16(float x) {
   uint32_t bits;
   memcpy(&bits, &x, 4);
@@ -67,9 +67,8 @@ inline void store_rounded(BFloat16* to, Floats x) {
 #endif
 }
 
-// e^x, within 2 ulp; 0 where it would be less than the least normal number; NaN stays NaN. Finite
-// for any x up to 88.37. e^x = 2^n * e^r with |r| <= ln(2) / 2; e^r by the polynomial of Cephes'
-// expf.
+// e^x, within 2 ulp; 0 if it would be subnormal; NaN stays NaN. Finite for x up to 88.37.
+// e^x = 2^n * e^r with |r| <= ln(2) / 2; e^r by the polynomial of expf in Cephes.
 inline Floats exp(Floats x) {
   const Floats n = round_to_whole(multiply(x, broadcast(1.4426950216293335f)));
   Floats r = multiply_add(n, broadcast(-0.693359375f), x);

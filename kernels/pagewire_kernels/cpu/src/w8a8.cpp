@@ -1,12 +1,12 @@
-// Products of rows of 8 bits with weights of 8 bits.
+// Products of 8-bit activations with 8-bit weights (W8A8).
 //
-// A row is rounded once, to whole numbers from -128 to 127 with a scale and a zero point of its own,
-// and stored with a header. Sums of products of 8 bits are exact in 32 bits, in any order: results
-// have the same bits in any batch and on any processor. They are
+// A row is quantized once, to integers from -128 to 127 with a scale and a zero point, and stored with a
+// header. Sums of 8-bit products are exact in 32 bits, in any order, so that results have the same bits
+// in any batch and on any processor. They are
 //
 //   y = (sum of (row - zero) * weight) * (scale of the row * scale of the output) + bias
 //
-// A weight is packed in panels as others are (linear.h), each of
+// A weight is packed in panels, like other weights (linear.h), each of
 //
 //   scales[kPanel]  float32
 //   sums[kPanel]    int32: of each output's weights, by which a row's zero is multiplied
@@ -30,7 +30,7 @@ constexpr int64_t kBlockBytes = 512 << 10;
 #endif
 constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache
 
-// How a row's numbers are stored, as instructions take them.
+// How the numbers of a row are stored, depending on the instructions.
 enum class Layout : int32_t {
   kSigned,    // int8
   kUnsigned,  // uint8, 128 more, for AVX512-VNNI
@@ -56,7 +56,7 @@ struct QuantizeRowsTask : Task {
   float zero_point;
 };
 
-// The sums of a register of outputs, for a word of four inputs at a time.
+// Sums of a register of outputs, for one word of four inputs at a time.
 #if defined(__aarch64__)
 constexpr Layout kLayout = Layout::kSigned;
 
@@ -98,7 +98,7 @@ inline Words multiply_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); 
 constexpr int kPairRows = 3;
 #endif
 
-// The instruction for bytes saturates sums of two products, so they are widened to 16 bits.
+// The instruction for bytes saturates sums of two products, so bytes are widened to 16 bits.
 struct PlainDot {
   static constexpr int kMaxRows = kPairRows;
   static constexpr int64_t kWordBytes = 8;
@@ -121,7 +121,8 @@ struct PlainDot {
 #endif
 
 #if defined(__AVX512F__)
-// In assembly: the processor is asked for the instruction, which this library may lack, at run time.
+// In assembly: whether the processor has the instruction is known only at run time, and the library is
+// compiled without it.
 struct VnniDot {
   static constexpr int kMaxRows = 12;
   static constexpr int64_t kWordBytes = 4;
@@ -187,7 +188,7 @@ struct Panel {
   const char* weights;
 };
 
-// What wraps around here is no larger than 32 bits in the end.
+// Intermediate results may wrap around; the final ones fit into 32 bits.
 inline void finish_sums(const Header& row, const Panel& panel, const int32_t* totals, float* y) {
   for (int64_t n = 0; n < kPanel; ++n) {
     const uint32_t zeros = static_cast<uint32_t>(row.zero) * static_cast<uint32_t>(panel.sums[n]);
@@ -294,8 +295,8 @@ void multiply_gated(LinearTask& task) {
   });
 }
 
-// The scale and the zero point of a row. If it has a number that is not finite, all that is computed
-// from it is NaN: its scale is.
+// The scale and the zero point of a row. If a number is not finite, the scale is NaN, and so are all
+// results of the row.
 template <class Number>
 void measure(const QuantizeRowsTask& task, const Number* x, float& scale, float& zero) {
   Floats most = zeros(), least = zeros(), faults = zeros();  // `least` is the negative of it
@@ -316,7 +317,7 @@ void measure(const QuantizeRowsTask& task, const Number* x, float& scale, float&
   scale += sum_lanes(faults);
 }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 template <class Number>
 void quantize_row(const QuantizeRowsTask& task, int64_t row) {
   const Number* x = static_cast<const Number*>(task.x) + row * task.x_stride;
@@ -360,7 +361,7 @@ void quantize_rows(QuantizeRowsTask& task) {
   for_each_row(task, *task.num_rows, task.size, [&](int64_t row) { quantize_row<Number>(task, row); });
 }
 
-// Outputs that the weight does not have are zeros.
+// Outputs beyond those of the weight are zeros.
 void pack_panel(const QuantizedPackTask& task, int64_t index) {
   const Panel panel(task.packed, index, task.in_features);
   memset(const_cast<float*>(panel.scales), 0, panel.num_words * kStepBytes + kPanel * 8);

@@ -1,4 +1,4 @@
-// What the vector layers for AVX2 and AVX-512 have in common.
+// The common parts of the vector layers for AVX2 and AVX-512.
 #pragma once
 
 // GCC 12 warns that its intrinsics' undefined operands are used uninitialized (GCC bug 105593).
@@ -12,7 +12,7 @@ namespace pagewire {
 
 inline void finish_stores_past_caches() { _mm_sfence(); }
 
-// Halves, quarters and so on, always the same tree.
+// Adds halves, quarters and so on, always in the same tree.
 
 inline float sum_lanes_of_8(__m256 a) {
   const __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
