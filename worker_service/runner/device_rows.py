@@ -1,14 +1,14 @@
 """Sequence state on the device, with the same rows as the host's `SequenceTable`.
 
-A step uploads only what changed since the last one, and kernels read its rows' entries. Token ids
-are not part of it, except each sequence's latest one, which the device sampled itself; all others
+A step uploads only the changes since the last one, and kernels gather the entries of its rows. Of a
+sequence's token ids, only the latest one is kept here, which the device sampled itself; all others
 are uploaded with the steps that compute them.
 
-CUDA graphs refer to these tensors, so they have a fixed size. A step with rows beyond it, or with
-more edits or occurrences than there is room for, is computed by the host: see `hold`.
+CUDA graphs refer to these tensors, so they have a fixed size. A step with rows beyond this size, or
+with more edits or occurrences than fit, is computed by the host; see `hold`.
 
-Occurrences of tokens, for penalties, are a dense row of the vocabulary, so that tokens sampled on
-the device are counted there, and the next step is launched before the host knows them.
+Occurrences of tokens, for penalties, are dense over the vocabulary, so that the device counts the
+tokens that it samples, and the next step can be launched before the host knows them.
 """
 
 from collections.abc import Iterable
@@ -43,10 +43,10 @@ FAILURES = {
 """Negative outcomes of sampling that fail the row's sequence."""
 
 MAX_EDITS = 1024
-"""Logit biases, suppressed tokens and bad words of a sequence."""
+"""Maximum number of logit biases, suppressed tokens and bad words of a sequence, together."""
 
 MAX_COUNT_BYTES = 2**30
-"""Memory for occurrences, four bytes per entry of the vocabulary and sequence."""
+"""Memory for occurrences, of four bytes per token of the vocabulary and sequence."""
 
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_AFFORDABLE_ROWS = 1024
@@ -59,8 +59,8 @@ _NO_ENTRIES = np.empty(0, np.int32)
 class DeviceRows:
     """Block tables, sampling parameters, latest tokens and their occurrences on the device.
 
-    One row more than sequences can have: `padding_row`, which has no blocks and belongs to the
-    rows that fill up a batch.
+    There is one more row than sequences can have: `padding_row`, which has no blocks, for the rows
+    that pad a batch.
     """
 
     def __init__(
@@ -71,7 +71,11 @@ class DeviceRows:
         device: torch.device,
         num_counted: int | None = None,
     ) -> None:
-        """num_counted: rows whose occurrences are kept; None: all."""
+        """Allocate all tensors.
+
+        num_rows, max_blocks: capacity in sequences and in blocks per sequence; num_counted: number
+        of rows whose occurrences are kept, None for all.
+        """
         self.padding_row = num_rows
         shape = (num_rows + 1, max_blocks)
         self.block_tables = torch.full(shape, NO_BLOCK, dtype=torch.int32, device=device)
@@ -90,20 +94,20 @@ class DeviceRows:
         self._new: list[int] = []
         self._changed: list[npt.NDArray[np.integer]] = []
         self._edited: list[int] = []
-        """Rows whose edits depend on tokens that have come since."""
+        """Rows whose edits depend on tokens that were sampled since."""
         self._miscounted: list[int] = []
-        """Rows whose occurrences the host knows better."""
+        """Rows whose occurrences on the device are outdated."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all tensors."""
+        """Bytes of all tensors."""
         tables = self.sampling
         return self.block_tables.nbytes + sum(
             getattr(tables, each.name).nbytes for each in fields(tables)
         )
 
     def hold(self, row_ids: Int64Array, table: SamplingTable) -> bool:
-        """Whether there is room for these rows and all of their edits and occurrences."""
+        """Whether these rows and all of their edits and occurrences fit."""
         if row_ids.max(initial=0) >= self.padding_row:
             return False
         found = _edits_of(row_ids.tolist(), table)
@@ -114,21 +118,21 @@ class DeviceRows:
         )
 
     def note_new(self, row_id: int) -> None:
-        """A sequence was added in this row: the device's entries for it are stale."""
+        """Note that a sequence was added in this row, whose entries on the device are stale."""
         if row_id < self.padding_row:
             self._new.append(row_id)
 
     def note_blocks(self, row_ids: Int64Array, indices: npt.NDArray[np.integer]) -> None:
-        """These entries of these rows' block tables have changed."""
+        """Note that these entries of the block tables of these rows have changed."""
         changed = np.stack([row_ids, indices], axis=1)
         self._changed.append(changed[row_ids < self.padding_row])
 
     def note_edits(self, row_ids: Int64Array) -> None:
-        """The edits of these rows have changed."""
+        """Note that the edits of these rows have changed."""
         self._edited.extend(row_ids.tolist())
 
     def note_tokens(self, row_ids: Int64Array) -> None:
-        """The host, and not the device, has chosen tokens of these rows."""
+        """Note that tokens of these rows were not sampled on the device."""
         self._miscounted.extend(row_ids[row_ids < self.padding_row].tolist())
 
     def forget(self) -> None:
@@ -137,8 +141,8 @@ class DeviceRows:
             noted.clear()
 
     def changes(self, table: SequenceTable) -> list[Column]:
-        """The changes noted since the last call, to be uploaded and passed to `apply`, with the
-        current values. Empty if there are none."""
+        """Return the current values of all entries that changed since the last call, to be uploaded
+        and passed to `apply`. Empty if nothing changed."""
         if not (self._new or self._changed or self._edited or self._miscounted):
             return []
         new = np.unique(np.array(self._new, np.int64))
@@ -184,22 +188,22 @@ class DeviceRows:
 
 
 def capacity(max_blocks: int, num_seqs: int = 1) -> int:
-    """The usual number of rows: enough for most loads while block tables stay small, and always for
-    `num_seqs` running sequences and as many that wait, since it cannot grow."""
+    """Return the default number of rows, which cannot grow: enough for most loads while block
+    tables stay small, and at least for `num_seqs` running sequences and as many waiting ones."""
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
     needed = 1 << (2 * num_seqs - 1).bit_length()
     return max(_MIN_ROWS, min(_MAX_AFFORDABLE_ROWS, affordable), needed)
 
 
 def _edits_of(row_ids: Iterable[int], table: SamplingTable) -> list[tuple[int, LogitEdits]]:
-    """Those rows that have edits, and these."""
+    """The rows that have edits, with these."""
     edits = table.edits
     return [(row_id, edits[row_id]) for row_id in row_ids if row_id in edits] if edits else []
 
 
 def _params_and_edits(row_ids: Int64Array, table: SequenceTable) -> list[Column]:
-    """Parameters, int64 [n, len(SamplingParam)] with float64 by its bits, and the edits: rows and
-    places [2, m], then by entry tokens, numbers by their bits and ends."""
+    """Return parameters, int64 [n, len(SamplingParam)] with the bits of float64, and the m edits of
+    these rows: rows and columns [2, m], tokens, the bits of values, and ends [m]."""
     sampling = table.sampling
     params = np.zeros((len(row_ids), len(SamplingParam)), np.int64)
     reals = params.view(np.float64)
@@ -227,8 +231,8 @@ def _params_and_edits(row_ids: Int64Array, table: SequenceTable) -> list[Column]
 
 
 def _occurrences(found: list[tuple[int, LogitEdits]], num_counted: int) -> list[Column]:
-    """The rows whose tokens are counted, then rows and tokens of their occurrences [2, m], and the
-    entries there."""
+    """Return the rows whose tokens are counted, rows and tokens of their occurrences [2, m], and
+    the entries of `SamplingTables.counts` there [m]."""
     counted = [
         (row_id, edits.occurrences)
         for row_id, edits in found

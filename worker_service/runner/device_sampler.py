@@ -1,8 +1,8 @@
-"""What a device does of a step beside the model: its inputs, and the tokens, which stay there.
+"""The parts of a step besides the model that run on the device: preparing inputs, and sampling.
 
-It makes the same choices as `worker_service.sampling`, with the kernels of `pagewire_kernels`.
-Nothing here waits for the device, so a step can be launched while the one before it is computed.
-The two may differ only in the rounding of sums of probabilities.
+Samples the same tokens as `worker_service.sampling`, up to the rounding of sums of probabilities,
+with the kernels of `pagewire_kernels`. Tokens stay on the device. Nothing here waits for the
+device, so that a step can be launched while the previous one is computed.
 """
 
 from typing import NamedTuple, Protocol
@@ -25,7 +25,8 @@ from worker_service.sampling.logprobs import MIN_WINDOW, window
 
 
 class StepKernels(Protocol):
-    """Kernels that a step needs beside the model's; `pagewire_kernels.reference` defines each."""
+    """The kernels of a step besides those of the model, as defined by the functions of the same
+    names in `pagewire_kernels.reference`."""
 
     def prepare(
         self,
@@ -35,11 +36,11 @@ class StepKernels(Protocol):
         block_size: int,
         max_blocks: int,
     ) -> PreparedInputs:
-        """A model's inputs from what the host sent and what the device has."""
+        """Combine the inputs sent by the host with tokens and block tables on the device."""
         ...
 
     def edit(self, logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
-        """Edit logits in place. Returns what `sample` needs to know of them as they were."""
+        """Edit logits in place. Returns whether they were finite before, for `sample`."""
         ...
 
     def sample(
@@ -50,16 +51,16 @@ class StepKernels(Protocol):
         tables: SamplingTables,
         outcome: Tensor,
     ) -> None:
-        """One token, or why there is none, per row into `outcome` and the tables."""
+        """Write one token or negative outcome per row to `outcome` and the tables."""
         ...
 
     def gather_logprobs(self, logits: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Log softmax of some tokens of each row, and the rank of the first."""
+        """Return the log softmax of some tokens of each row, and the rank of the first one."""
         ...
 
 
 def step_kernels(device: torch.device) -> StepKernels:
-    """The kernels of a device."""
+    """Select the kernels of a device: Triton kernels on GPUs, otherwise the reference."""
     if device.type == "cuda":
         from pagewire_kernels import triton as triton_kernels  # imports triton
 
@@ -68,21 +69,21 @@ def step_kernels(device: torch.device) -> StepKernels:
 
 
 class LogprobTensors(NamedTuple):
-    """Log probabilities of each row's own token and of its most probable ones, unordered."""
+    """Log probabilities of each row's sampled token and of its most probable ones, unordered."""
 
     token_ids: Tensor
-    """int64 [n, 1 + window]; the row's own first."""
+    """int64 [n, 1 + window], the sampled token first."""
 
     logprobs: Tensor
-    """float32, the same shape."""
+    """float32 [n, 1 + window]."""
 
     ranks: Tensor
-    """int32 [n]: rank of the row's own token."""
+    """int32 [n]: rank of the sampled token."""
 
 
 class CandidateTensors(NamedTuple):
-    """The most probable tokens of each row, most probable first, the lower id first among equals;
-    those excluded have minus infinity."""
+    """The most probable tokens of each row, most probable first, and the lower id first among
+    equals; excluded tokens have a log probability of minus infinity."""
 
     token_ids: Tensor
     """int64 [n, count]."""
@@ -92,7 +93,7 @@ class CandidateTensors(NamedTuple):
 
 
 class DeviceSampler:
-    """Prepares steps and samples on the device, for sequences in rows of the table."""
+    """Prepares inputs and samples on the device, for sequences in rows of `DeviceRows`."""
 
     def __init__(
         self, device_rows: DeviceRows, kernels: StepKernels, block_size: int, vocab_size: int
@@ -102,21 +103,21 @@ class DeviceSampler:
         self._kernels = kernels
         self._block_size = block_size
         self.no_masks = self.bitmask(1, vocab_size)
-        """The bitmask of a batch without constraints, which no row reads."""
+        """The bitmask of batches without constraints, which no row reads."""
 
     def bitmask(self, num_rows: int, vocab_size: int) -> Tensor:
-        """A bitmask for `SamplingRows`, all zeros."""
+        """Allocate a bitmask of zeros for `SamplingRows`."""
         shape = (num_rows, mask_width(vocab_size))
         return torch.zeros(shape, dtype=torch.int32, device=self._tables.params.device)
 
     def prepare(self, inputs: StepInputs, max_blocks: int) -> PreparedInputs:
-        """What the model takes. max_blocks: columns of its block tables."""
+        """Prepare the inputs of the model. max_blocks: columns of its block tables."""
         return self._kernels.prepare(
             inputs, self._tables.latest, self._block_tables, self._block_size, max_blocks
         )
 
     def sample(self, logits: Tensor, rows: SamplingRows, outcome: Tensor) -> None:
-        """One token or negative outcome per row into `outcome`, int64 [n], and the device's rows.
+        """Write one token or negative outcome per row to `outcome`, int64 [n], and to `DeviceRows`.
 
         logits: float32 [n, vocab_size], edited in place. Reads no host memory, so that it can be
         captured.
@@ -125,7 +126,11 @@ class DeviceSampler:
         self._kernels.sample(logits, sound, rows, self._tables, outcome)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:
-        """logits: float32 [n, vocab_size], unedited; tokens: int64 [n], failures among them."""
+        """Compute the log probabilities of tokens and of at least `num_top` most probable ones.
+
+        logits: float32 [n, vocab_size], unedited; tokens: int64 [n], which may contain negative
+        outcomes.
+        """
         ids = tokens.clamp_min(0).unsqueeze(1)
         if num_top > 0:
             _, top_ids = largest(logits, window(num_top, logits.shape[1]))
@@ -136,7 +141,7 @@ class DeviceSampler:
     def prompt_logprobs(
         self, logits: Tensor, tokens: Tensor, num_top: int, row_id: int
     ) -> LogprobTensors:
-        """As `logprobs`, of tokens of a row's prompt; the row fails unless all are finite."""
+        """As `logprobs`, for tokens of a row's prompt; the row fails unless all are finite."""
         found = self.logprobs(logits, tokens, num_top)
         is_finite = found.logprobs.isfinite()
         num_reported = min(1 + num_top, is_finite.shape[1])
@@ -145,7 +150,7 @@ class DeviceSampler:
         return found
 
     def candidates(self, logits: Tensor, rows: SamplingRows, count: int) -> CandidateTensors:
-        """The `count` most probable tokens of each row that its edits do not exclude.
+        """Find the `count` most probable tokens of each row that its edits do not exclude.
 
         logits: float32 [n, vocab_size], unedited. Edits apply to log probabilities.
         """
@@ -156,9 +161,8 @@ class DeviceSampler:
 
 
 def sample_padding(logits: Tensor, kernels: StepKernels) -> None:
-    """Do all that a step may do with logits, for rows of no sequence: every row is sampled and has
-    its log probabilities and those of other tokens reported, and one has candidates. Compiles the
-    kernels for it, and takes the memory.
+    """Run all operations that a step may apply to logits, for padding rows, to compile kernels and
+    to allocate memory: every row samples and reports log probabilities, and one has candidates.
 
     logits: float32 [n, vocab_size], which are overwritten.
     """
@@ -176,7 +180,8 @@ def sample_padding(logits: Tensor, kernels: StepKernels) -> None:
 
 
 def _order_of(values: Tensor) -> Tensor:
-    """int64 that order as float32 values do, and among equals the lower column above the higher."""
+    """int64 with the order of float32 values, and the lower column above the higher one among
+    equals."""
     bits = torch.where(values == 0.0, 0.0, values).view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     columns = torch.arange(values.shape[1] - 1, -1, -1, device=values.device)

@@ -1,4 +1,4 @@
-"""State on a device: rows of sequences, sampler and CUDA graphs, over one cache."""
+"""State on a device for one KV cache: rows of sequences, sampler and CUDA graphs."""
 
 import logging
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ def rows_for(
     num_rows: int | None = None,
     max_count_bytes: int = MAX_COUNT_BYTES,
 ) -> DeviceRows:
-    """Rows for `num_seqs` running sequences and others that wait.
+    """Allocate rows for `num_seqs` running sequences and for waiting ones.
 
-    num_rows: capacity in sequences; None takes the usual capacity.
+    num_rows: capacity in sequences; None for the default of `capacity`.
     """
     max_blocks = -(-model.max_model_len // block_size)
     num_rows = num_rows or capacity(max_blocks, num_seqs)
@@ -36,7 +36,7 @@ def rows_for(
 def state_bytes(
     model: Model, block_size: int, num_seqs: int, sizes: list[int], mixed: Sequence[int] = ()
 ) -> int:
-    """Memory of a `DeviceState`, but for its graphs' hidden states and activations."""
+    """Bytes of a `DeviceState`, without the hidden states and activations of its graphs."""
     device = torch.device("meta")
     rows = rows_for(model, block_size, num_seqs, device)
     if not sizes:
@@ -47,8 +47,8 @@ def state_bytes(
 
 
 class DeviceState:
-    """State that a device keeps from epoch to epoch, over one cache: the tensors by row, and the
-    sampler and the graphs that refer to them."""
+    """State that a device keeps across epochs, for one KV cache: the tensors by row, and the
+    sampler and graphs that refer to them."""
 
     def __init__(
         self,
@@ -63,13 +63,15 @@ class DeviceState:
         kernels: StepKernels | None = None,
         mixed: Sequence[int] = (),
     ) -> None:
-        """recorder: captures steps, decodes of these padded sizes and mixed batches of `mixed`
-        tokens; None captures none.
-        num_rows: capacity in sequences; None takes the usual capacity, with room for `num_seqs`
-        running ones and as many that wait.
-        max_count_bytes: memory for occurrences of tokens. kernels: None takes those of the device.
+        """Allocate the state, and capture graphs.
 
-        Raises CaptureFailed."""
+        recorder: captures graphs, None for no graphs; sizes: padded batch sizes of decodes; mixed:
+        padded numbers of tokens of mixed batches; num_rows: capacity in sequences, None for the
+        default, with room for `num_seqs` running and as many waiting ones; max_count_bytes: memory
+        for occurrences of tokens; kernels: None for those of the device.
+
+        Raises CaptureFailed, with the option to change.
+        """
         kv_cache, vocab_size = cache.device_cache, model.vocab_size
         device = kv_cache.device
         self.rows = rows_for(model, block_size, num_seqs, device, num_rows, max_count_bytes)
@@ -86,8 +88,8 @@ def _record(graphs: StepGraphs, recorder: GraphRecorder) -> None:
     try:
         graphs.record(recorder)
     except Exception as error:
-        # Out of memory, or a model of transformers that synchronises with the device in the
-        # middle of a step. Running eagerly would be several times slower without a notice.
+        # Out of memory, or a model of `transformers` that synchronizes with the device within a
+        # step. Running eagerly instead would be several times slower without any notice.
         logger.exception("capturing steps failed")
         raise CaptureFailed(_advice(error)) from error
 

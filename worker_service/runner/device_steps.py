@@ -1,16 +1,16 @@
-"""Steps of a GPU, which are launched without waiting for the device.
+"""Steps on a GPU, which are launched without waiting for the device.
 
-A launch sends what the plan changed, and the step's inputs, in one copy from pinned memory; what
-the device already has is gathered by row (`device_rows.py`). Sampled tokens stay on the device,
-where the next step finds them, and are copied to the host in the background (`in_flight_step.py`).
-A batch replays a CUDA graph where one was captured for its size (`cuda_graphs.py`): of decodes, or
-of decodes beside prompts. Large prefills, long ones, and prompts whose log probabilities are
-reported run eagerly. Sampling is part of the graph, whatever the parameters; it is eager for log
-probabilities and candidates, of sampled and of prompt tokens, which are copied to the host together
-with the tokens. Bitmasks of constraints take a copy of their own to the device, since they are
-computed while the forward pass runs.
+A launch sends the changes of the plan and the inputs of the step in one copy from pinned memory;
+state that is on the device already is gathered by row (`device_rows.py`). Sampled tokens stay on
+the device for the next step, and are copied to the host in the background (`in_flight_step.py`). A
+batch replays a CUDA graph if one was captured for its size (`cuda_graphs.py`): of decodes, or of
+decodes and chunks of prompts. Large prefills, prefills with a long context, and prompts whose log
+probabilities are reported run eagerly. Sampling is part of the graph, whatever the parameters; it
+is eager for rows with log probabilities or candidates, which are copied to the host together with
+the tokens. Bitmasks of constraints are sent in a separate copy, since they are computed while the
+forward pass runs.
 
-A launch waits for the host to know tokens only in these cases:
+A launch waits until the host knows tokens only in these cases:
 
 | a plan with | waits for |
 | --- | --- |
@@ -65,28 +65,28 @@ class HostSampling(NamedTuple):
     """[n]."""
 
     positions: Int64Array
-    """[n]: output tokens that each row's sequence has so far."""
+    """[n]: number of output tokens that the sequence of each row has so far."""
 
     mask_rows: Int64Array
     """[n]: as in `SamplingRows`."""
 
     with_logprobs: Int64Array
-    """[m]: which of the rows ask for log probabilities."""
+    """[m]: indices of the rows that request log probabilities."""
 
     num_top: Int32Array
-    """[m]: number of most probable tokens that each of them asks for."""
+    """[m]: number of most probable tokens that each of these rows requests."""
 
     with_candidates: Int64Array
-    """[k]: rows whose tokens the core chooses."""
+    """[k]: indices of the rows whose tokens the core chooses."""
 
     num_candidates: Int32Array
-    """[k]: among how many tokens."""
+    """[k]: number of candidates of each of these rows."""
 
     @classmethod
     def of(
         cls, row_ids: Int64Array, constrained: Int64Array, table: SequenceTable
     ) -> "HostSampling":
-        """constrained: which of the rows have a constraint."""
+        """Describe these rows. constrained: indices of the rows with a constraint."""
         mask_rows = np.full(len(row_ids), -1)
         mask_rows[constrained] = np.arange(len(constrained))
         num_top = table.sampling.num_logprobs[row_ids]
@@ -105,7 +105,7 @@ class HostSampling(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Host memory that holds what was sampled once the device is done."""
+    """Host memory that holds the outcome of sampling once the device is done."""
 
     numbers: Int64Array
     """[n]: a token or a negative outcome of each row."""
@@ -116,7 +116,7 @@ class Fetched(NamedTuple):
 
 
 class StepLaunch:
-    """One step's work: first `forward` or a replay, then `sample`; none waits for the device."""
+    """The launch of one step: `forward` or a replay, then `sample`. None waits for the device."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class StepLaunch:
         spans: Sequence[PromptSpan],
         prompt_targets: Int64Array,
     ) -> None:
-        """spans: of prompt tokens to report; prompt_targets: these tokens, one span's after the
-        other's."""
+        """spans: of prompt tokens whose log probabilities are reported; prompt_targets: the tokens
+        of all spans, concatenated."""
         self._model = model
         self._kv_cache = kv_cache
         self._device_rows = state.rows
@@ -147,13 +147,13 @@ class StepLaunch:
         self._hidden: Tensor | None = None
 
     def recorded_size(self, changes: list[Column]) -> int | None:
-        """The padded size at which a batch of decodes that all sample can be replayed, if any."""
+        """The padded size for which a batch of decodes that all sample can be replayed, if any."""
         if self._graphs is None or not self._graphs.have_room_for(self._columns(changes)):
             return None
         return self._graphs.size_for(len(self._sampling.row_ids))
 
     def recorded_tokens(self, inputs: HostInputs, changes: list[Column]) -> int | None:
-        """The padded number of tokens at which any batch can be replayed, if any."""
+        """The padded number of tokens for which any batch can be replayed, if any."""
         if self._graphs is None or len(self._spans):
             return None
         if not self._graphs.have_room_for(self._columns(changes)):
@@ -161,7 +161,8 @@ class StepLaunch:
         return self._graphs.mixed_size_for(inputs, len(self._sampling.row_ids))
 
     def forward(self, inputs: HostInputs, last_states: Int64Array, changes: list[Column]) -> None:
-        """Compute any batch eagerly. last_states: the hidden states from which its rows sample."""
+        """Compute any batch eagerly. last_states: indices of the hidden states that are sampled
+        from."""
         each = self._sampling
         columns = [
             inputs.token_ids,
@@ -200,7 +201,7 @@ class StepLaunch:
         self._logits = lambda: model.compute_logits(hidden.index_select(0, last))
 
     def replay(self, inputs: HostInputs, changes: list[Column], size: int) -> None:
-        """Compute a batch of decodes that all sample, with the graph of a padded size."""
+        """Compute a batch of decodes that all sample, by the graph of a padded size."""
         graphs, each = self._graphs, self._sampling
         assert graphs is not None, "recorded_size gave a size"
         columns = graphs.columns(inputs, each.positions, each.mask_rows, size)
@@ -210,7 +211,8 @@ class StepLaunch:
     def replay_mixed(
         self, inputs: HostInputs, last_states: Int64Array, changes: list[Column], num_tokens: int
     ) -> None:
-        """Compute any batch with the graph of a padded number of tokens; as `forward`."""
+        """Compute any batch by the graph of a padded number of tokens; arguments as for
+        `forward`."""
         graphs, each = self._graphs, self._sampling
         assert graphs is not None, "recorded_tokens gave a size"
         sampling = each.row_ids, each.positions, each.mask_rows
@@ -223,7 +225,8 @@ class StepLaunch:
     def _send(
         self, graphs: StepGraphs, columns: Int32Array, changes: list[Column], size: int
     ) -> None:
-        """Send a graph's inputs, and sample with the graph of a padded number of rows."""
+        """Send the inputs of a graph, and prepare to sample by the graph of a padded number of
+        rows."""
         sent = self._buffers.staging.send([columns, *self._columns(changes)], graphs.static_inputs)
         self._apply(sent[1:])
         num_rows = len(self._sampling.row_ids)
@@ -251,7 +254,7 @@ class StepLaunch:
         candidates: Sequence[Tensor] = ()
         if len(outcome):
             logits = self._logits()
-            # What is reported is of the unedited logits, which are edited in place below.
+            # Log probabilities and candidates need logits before they are edited in place below.
             raw = logits.index_select(0, with_logprobs) if len(with_logprobs) else None
             if len(with_candidates):
                 offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
@@ -285,14 +288,14 @@ class StepLaunch:
         )
 
     def _spans_and_targets(self) -> Iterator[tuple[PromptSpan, int]]:
-        """Each span, and where its tokens begin in `prompt_targets`."""
+        """Yield each span, and the index of its first token in `prompt_targets`."""
         at = 0
         for span in self._spans:
             yield span, at
             at += span.end - span.start
 
     def _prompt_pieces(self, span: PromptSpan, at: int) -> Iterator[LogprobTensors]:
-        """Log probabilities of a span's tokens."""
+        """Yield the log probabilities of a span's tokens, in pieces."""
         assert self._hidden is not None, "a step with prompts is computed eagerly"
         count = span.end - span.start
         hidden = self._hidden[span.first_state : span.first_state + count]
@@ -300,18 +303,18 @@ class StepLaunch:
             yield self._sampler.prompt_logprobs(*piece, span.num_top, span.row_id)
 
     def _columns(self, changes: list[Column]) -> list[Column]:
-        """What is sent after a step's inputs."""
+        """The columns that are sent after the inputs of a step."""
         each = self._sampling
         return [each.with_logprobs, each.with_candidates, self._prompt_targets, *changes]
 
     def _apply(self, sent: list[Tensor]) -> None:
-        """Take these columns, which are now on the device."""
+        """Apply these columns, which are on the device now."""
         self._reported = sent[:3]
         self._device_rows.apply(sent[3:])
 
 
 class DeviceSteps:
-    """Launches steps over one cache before the results of earlier ones are known."""
+    """Launches steps on one KV cache before the results of earlier ones are known."""
 
     def __init__(
         self,
@@ -320,7 +323,7 @@ class DeviceSteps:
         state: DeviceState,
         make_event: Callable[[], DeviceEvent] = CudaEvent,
     ) -> None:
-        """make_event: records an event in the device's queue of work."""
+        """make_event: records an event on the current stream."""
         self._model = model
         self._cache = cache
         self._state = state
@@ -328,7 +331,7 @@ class DeviceSteps:
         self._make_event = make_event
         self._last_finish = LastFinishTime()
         self._steps: deque[InFlightStep] = deque()
-        """Those whose buffers may still be written to or read."""
+        """Steps whose buffers may still be written to or read."""
         self._spare: list[StepBuffers] = []
         state.rows.forget()
 
@@ -337,7 +340,7 @@ class DeviceSteps:
         self._state.rows.forget()
 
     def admit(self, plan: StepPlan, sequences: SequenceState) -> None:
-        """Note what a plan has changed in the table, to be sent with the next step."""
+        """Note the changes that a plan made to the table, to be sent with the next step."""
         table = sequences.table
         for new in plan.new_sequences:
             self._state.rows.note_new(table.row_id(new.seq_id))
@@ -349,17 +352,17 @@ class DeviceSteps:
             self._state.rows.note_tokens(chosen)
 
     def note_sampled(self, row_ids: Int64Array) -> None:
-        """The host has sampled for these sequences."""
+        """Note that the host has sampled for these sequences."""
         self._state.rows.note_tokens(row_ids)
 
     def can_launch(self, rows: StepRows, table: SequenceTable) -> bool:
-        """Whether a step can be launched ahead; if not, the host computes it."""
+        """Whether a step can be launched here; if not, the host computes it."""
         return bool(rows.computes.any()) and self._state.rows.hold(rows.row_ids, table.sampling)
 
     def launch(
         self, plan: StepPlan, rows: StepRows, sequences: SequenceState, start: StepStart
     ) -> InFlightStep:
-        """Queue a step's work. Waits for the device only for tokens that edits and masks need."""
+        """Launch a step. Waits for the device only if edits or bitmasks need pending tokens."""
         table, pending = sequences.table, sequences.pending
         row_ids = rows.row_ids[rows.sampling]
         reading = _reading_last_tokens(row_ids, table)
@@ -424,7 +427,7 @@ class DeviceSteps:
         return step
 
     def _buffers(self, pending: PendingTokens) -> StepBuffers:
-        """Memory for one more in-flight step."""
+        """Host memory for one more in-flight step."""
         steps = self._steps
         while steps and steps[0].is_collected and not pending.contains(steps[0]):
             self._spare.append(steps.popleft().buffers)
@@ -432,7 +435,7 @@ class DeviceSteps:
 
 
 def _reading_last_tokens(row_ids: Int64Array, table: SequenceTable) -> Int64Array:
-    """The sequences whose tokens the host must know, since their edits depend on them."""
+    """The sequences whose edits depend on their last tokens, which the host must know."""
     edits = table.sampling.edits
     found = ((row_id, edits.get(row_id)) for row_id in (row_ids.tolist() if edits else ()))
     reading = [row_id for row_id, each in found if each is not None and each.reads_last_tokens]
@@ -440,13 +443,13 @@ def _reading_last_tokens(row_ids: Int64Array, table: SequenceTable) -> Int64Arra
 
 
 def _prompt_targets(spans: Sequence[PromptSpan], table: SequenceTable) -> Int64Array:
-    """The prompt tokens of these spans, one after the other."""
+    """The prompt tokens of these spans, concatenated."""
     parts = [table.token_ids[span.row_id, span.start : span.end] for span in spans]
     return np.concatenate([*parts, np.empty(0, np.int64)]).astype(np.int64)
 
 
 def _constrained(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
-    """Which of these rows have a constraint."""
+    """The indices of the rows with a constraint."""
     masks = sequences.masks
     rows = [] if masks is None else [row for row, _ in masks.constrained(row_ids)]
     return np.array(rows, np.int64)
@@ -455,8 +458,8 @@ def _constrained(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
 def _bitmask(
     row_ids: Int64Array, constrained: Int64Array, sequences: SequenceState
 ) -> Int32Array | None:
-    """The bitmask of these constrained rows. Waits for their pending tokens, while the device
-    computes the forward pass launched last."""
+    """Compute the bitmask of these constrained rows. Waits for their pending tokens, while the
+    device computes the forward pass launched last."""
     if sequences.masks is None or len(constrained) == 0:
         return None
     sequences.pending.resolve(row_ids[constrained])
