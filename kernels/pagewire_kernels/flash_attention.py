@@ -5,6 +5,7 @@ layout that these packages expect of a paged cache, so nothing is copied."""
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -23,6 +24,24 @@ PAGE_TOKENS = 256
 """FlashAttention 2 requires a multiple of this as tokens per block."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attend:
+    """The arguments of `reference.paged_attention` that at least one package supports."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    metadata: AttentionMetadata
+    scale: float
+    sliding_window: int | None
+    soft_cap: float | None
+    alibi_slopes: Tensor | None
+
+    def window(self, unbounded: tuple[int, int]) -> tuple[int, int]:
+        """The keys before and after a query's own that it sees. unbounded: without a window."""
+        return unbounded if self.sliding_window is None else (self.sliding_window - 1, 0)
+
+
 class FlashCall(Protocol):
     """The attention function of one package."""
 
@@ -31,19 +50,8 @@ class FlashCall(Protocol):
 
     abilities: Abilities
 
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
-        """Compute attention; arguments and result as for `reference.paged_attention`."""
+    def __call__(self, attend: Attend) -> Tensor:
+        """Compute attention. Returns query's shape and dtype."""
         ...
 
 
@@ -66,30 +74,20 @@ class FlashAttention3:
     def __init__(self, with_kvcache: Callable[..., Any]) -> None:
         self._with_kvcache = with_kvcache
 
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, attend: Attend) -> Tensor:
+        metadata = attend.metadata
         output: Tensor = self._with_kvcache(
-            query,
-            key_cache,
-            value_cache,
+            attend.query,
+            attend.key_cache,
+            attend.value_cache,
             cache_seqlens=metadata.context_lens,
             page_table=metadata.block_tables,
             cu_seqlens_q=metadata.query_start,
             max_seqlen_q=metadata.max_query_len,
-            softmax_scale=scale,
+            softmax_scale=attend.scale,
             causal=True,
-            window_size=_window(sliding_window, unbounded=(-1, -1)),
-            softcap=soft_cap or 0.0,
+            window_size=attend.window(unbounded=(-1, -1)),
+            softcap=attend.soft_cap or 0.0,
         )
         return output
 
@@ -117,37 +115,31 @@ class FlashAttention2:
         self._varlen = varlen
         self._with_kvcache = with_kvcache
 
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, attend: Attend) -> Tensor:
+        query, caches, metadata = (
+            attend.query,
+            (attend.key_cache, attend.value_cache),
+            attend.metadata,
+        )
+        slopes = attend.alibi_slopes
         shared = {
-            "softmax_scale": scale,
+            "softmax_scale": attend.scale,
             "causal": True,
-            "window_size": _window(sliding_window, unbounded=(-1, -1)),
-            "softcap": soft_cap or 0.0,
-            "alibi_slopes": None if alibi_slopes is None else alibi_slopes.float(),
+            "window_size": attend.window(unbounded=(-1, -1)),
+            "softcap": attend.soft_cap or 0.0,
+            "alibi_slopes": None if slopes is None else slopes.float(),
             "block_table": metadata.block_tables,
         }
         lengths = metadata.context_lens
         output: Tensor
         if metadata.max_query_len == 1 and len(query) == len(lengths):
             output = self._with_kvcache(
-                query.unsqueeze(1), key_cache, value_cache, cache_seqlens=lengths, **shared
+                query.unsqueeze(1), *caches, cache_seqlens=lengths, **shared
             )
             return output.squeeze(1)
         output = self._varlen(
             query,
-            key_cache,
-            value_cache,
+            *caches,
             metadata.query_start,
             torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0)),
             metadata.max_query_len,
@@ -179,29 +171,19 @@ class TorchVarlen:
     def __init__(self, varlen: Callable[..., Any]) -> None:
         self._varlen = varlen
 
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        metadata: AttentionMetadata,
-        *,
-        scale: float,
-        sliding_window: int | None,
-        soft_cap: float | None,
-        alibi_slopes: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, attend: Attend) -> Tensor:
+        metadata = attend.metadata
         output: Tensor = self._varlen(
-            query,
-            key_cache,
-            value_cache,
+            attend.query,
+            attend.key_cache,
+            attend.value_cache,
             metadata.query_start,
             None,
             metadata.max_query_len,
             metadata.max_context_len,
-            scale=scale,
-            window_size=_window(sliding_window, unbounded=(-1, 0)),
-            enable_gqa=query.shape[1] != key_cache.shape[2],
+            scale=attend.scale,
+            window_size=attend.window(unbounded=(-1, 0)),
+            enable_gqa=attend.query.shape[1] != attend.key_cache.shape[2],
             seqused_k=metadata.context_lens,
             block_table=metadata.block_tables,
         )
@@ -234,10 +216,6 @@ def import_if_whole(name: str) -> Any | None:
 def torch_has_block_tables() -> bool:
     """Whether torch's own function supports block tables."""
     return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
-
-
-def _window(sliding_window: int | None, unbounded: tuple[int, int]) -> tuple[int, int]:
-    return unbounded if sliding_window is None else (sliding_window - 1, 0)
 
 
 class FlashBackend:
@@ -300,14 +278,16 @@ class FlashBackend:
         block_size = key_cache.shape[1]
         _refuse(block_size % able.block_multiple != 0, f"blocks of {block_size} tokens")
         return self._call(
-            query if query.stride(-1) == 1 else query.contiguous(),
-            key_cache,
-            value_cache,
-            metadata,
-            scale=scale,
-            sliding_window=sliding_window,
-            soft_cap=soft_cap,
-            alibi_slopes=alibi_slopes,
+            Attend(
+                query=query if query.stride(-1) == 1 else query.contiguous(),
+                key_cache=key_cache,
+                value_cache=value_cache,
+                metadata=metadata,
+                scale=scale,
+                sliding_window=sliding_window,
+                soft_cap=soft_cap,
+                alibi_slopes=alibi_slopes,
+            )
         )
 
 
