@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader.gguf_file import Gguf, GgufTensor, open_gguf
+from worker_service.loader.quantized_formats import LazyTensor
 
 _CLASSES = {
     "llama": ("LlamaForCausalLM", "llama"),
@@ -123,9 +125,10 @@ class GgufTensors:
         """The names of all tensors."""
         return list(self.tensors)
 
-    def get_slice(self, name: str) -> "_Slice":
+    def get_slice(self, name: str) -> LazyTensor:
         """A tensor that is read when it is indexed."""
-        return _Slice(self, name)
+        tensor = self.tensors[name]
+        return LazyTensor(partial(self.get_tensor, name), list(tensor.shape), tensor.is_quantized)
 
     def get_tensor(self, name: str) -> Tensor:
         """Read a tensor, dequantized, with its rows in the order of `transformers`."""
@@ -147,22 +150,6 @@ class GgufTensors:
         if heads is None:
             return None
         return torch.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).flatten()
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    tensors: GgufTensors
-    name: str
-
-    @property
-    def is_quantized(self) -> bool:
-        return self.tensors.tensors[self.name].is_quantized
-
-    def get_shape(self) -> list[int]:
-        return list(self.tensors.tensors[self.name].shape)
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensors.get_tensor(self.name)[index]
 
 
 def gguf_tensors(file: Path) -> GgufTensors:

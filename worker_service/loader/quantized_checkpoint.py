@@ -9,7 +9,8 @@ needed. Errors in headers and in `quantization_config` are reported before a wei
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,10 @@ from worker_service.loader.quantized_formats import (
     Gptq,
     GptqV2,
     Int8,
+    LazyTensor,
     Nf4,
     Packed,
     Scheme,
-    Shape,
     StoredTensor,
     StoredWeight,
 )
@@ -295,13 +296,17 @@ def dense_names(
 
     Raises BadCheckpoint if a weight is stored both dense and quantized.
     """
-    hidden = {part.name for weight in weights.values() for part in weight.parts.values()}
-    files = {name: tensor.file for name, tensor in stored.items() if name not in hidden}
+    parts = _names_of_parts(weights)
+    files = {name: tensor.file for name, tensor in stored.items() if name not in parts}
     for name, weight in weights.items():
         if name in files:
             raise BadCheckpoint(f"{files[name]}: {name} is stored both dense and quantized")
         files[name] = weight.file
     return files
+
+
+def _names_of_parts(weights: Mapping[str, StoredWeight]) -> set[str]:
+    return {part.name for weight in weights.values() for part in weight.parts.values()}
 
 
 class QuantizedTensors:
@@ -322,15 +327,15 @@ class QuantizedTensors:
 
     def keys(self) -> list[str]:
         """Dense names of all tensors."""
-        hidden = {part.name for weight in self._weights.values() for part in weight.parts.values()}
-        plain = [name for name in self._tensors.keys() if name not in hidden]  # noqa: SIM118
+        parts = _names_of_parts(self._weights)
+        plain = [name for name in self._tensors.keys() if name not in parts]  # noqa: SIM118
         return plain + [name for name, weight in self._weights.items() if weight.file == self._file]
 
     def get_slice(self, name: str) -> Any:
         """A tensor that is read when it is indexed."""
         if name not in self._weights:
             return self._tensors.get_slice(name)
-        return _Slice(self, name, self._weights[name].shape)
+        return LazyTensor(partial(self.get_tensor, name), self._weights[name].shape, True)
 
     def get_tensor(self, name: str) -> Tensor:
         """Read a tensor; a quantized one is dequantized to float32. Raises UnsupportedModel if its
@@ -363,17 +368,3 @@ class QuantizedTensors:
         with self._open(part.file) if part.file != self._file else nullcontext() as other:
             tensor: Tensor = (other or self._tensors).get_tensor(part.name)
         return tensor.reshape(weight.shapes[suffix])
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    tensors: QuantizedTensors
-    name: str
-    shape: Shape
-    is_quantized = True
-
-    def get_shape(self) -> Shape:
-        return self.shape
-
-    def __getitem__(self, index: Any) -> Tensor:
-        return self.tensors.get_tensor(self.name)[index]

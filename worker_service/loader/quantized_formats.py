@@ -144,6 +144,24 @@ class StoredWeight(ABC):
         return scales
 
 
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A tensor that is read when it is indexed, with the methods of a slice of `safe_open`."""
+
+    read: Callable[[], Tensor]
+    """Reads the whole tensor, dequantized."""
+
+    shape: Shape
+    is_quantized: bool
+
+    def get_shape(self) -> Shape:
+        """The shape of the tensor."""
+        return self.shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.read()[index]
+
+
 def _significant(shape: Shape) -> Shape:
     return [size for size in shape if size != 1]
 
