@@ -18,12 +18,17 @@ NUM_DRAFTS = 5
 
 
 def make(
-    *, num_gpu_blocks: int = 64, num_cpu_blocks: int = 0, **changes: object
+    *,
+    num_gpu_blocks: int = 64,
+    num_cpu_blocks: int = 0,
+    max_model_len: int = 64,
+    **changes: object,
 ) -> tuple[CoreDriver, list[StepPlan]]:
     """A driver whose worker drafts, and all plans that it will have executed."""
     capacity = make_capacity(
         num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks,
+        max_model_len=max_model_len,
         num_speculative_tokens=NUM_DRAFTS,
     )
     defaults: dict[str, object] = {"max_num_batched_tokens": 64, "max_speculative_seqs": 8}
@@ -85,6 +90,21 @@ def test_no_row_goes_beyond_max_tokens() -> None:
         driver.run_until_idle()
         assert record.choices[0].finish_reason == "length"
         assert max(grants(plans)) <= max(0, max_tokens - 2)
+        driver.check_empty()
+
+
+@pytest.mark.parametrize("max_model_len", [64, 9])
+def test_no_block_is_reserved_beyond_the_end(max_model_len: int) -> None:
+    for max_tokens in range(1, 16):
+        num_tokens = min(3 + max_tokens, max_model_len) - 1  # of the last one, nothing is computed
+        num_blocks = -(-num_tokens // 4)
+        driver, plans = make(max_model_len=max_model_len, watermark=0.0)
+        record = driver.submit(prompt=[1, 2, 3], max_tokens=max_tokens)
+        driver.run_until_idle()
+        assert len(record.choices[0].tokens) == num_tokens + 1 - 3
+        tables = [len(plan.new_sequences[0].block_ids) for plan in plans if plan.new_sequences]
+        added = [index for plan in plans for index in plan.block_updates[1::3]]
+        assert max([*(count - 1 for count in tables), *added]) == num_blocks - 1
         driver.check_empty()
 
 
