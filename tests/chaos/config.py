@@ -42,6 +42,7 @@ class ChaosConfig:
     lease_s: float = 5.0
     """Longer than a worker may starve on a busy machine, so that only some leases end."""
     patience_s: float = 180.0
-    """Time without output after which a stream counts as hung."""
+    """Time without output after which a stream counts as hung; for answers that arrive whole, such
+    as those of beam searches, time after the last disturbance."""
     network: str = "auto"
     """namespaces, relays, or auto: namespaces where they are permitted."""

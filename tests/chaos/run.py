@@ -110,6 +110,7 @@ class _Run:
     async def _disturb(self) -> None:
         await self._monkeys.run()
         self._cluster.timeline.note("monkeys", "have done enough")
+        self._streams.is_disturbed = False
         async for _ in ticks(0.2):
             if self._streams.num_begun >= self._config.num_streams or self._monkeys.is_late:
                 break

@@ -24,7 +24,9 @@ class Progress:
     ask: Ask
     num_tokens: int
     at_s: int
-    """When it last received something, in seconds during which the harness was running."""
+    """When it last received something, on the clock that `Streams.now_s` returns for it."""
+    arrives_whole: bool = False
+    """Whether nothing is received before the answer is complete."""
 
     def add(self, num_tokens: int, now_s: int) -> None:
         """Note that something was received."""
@@ -68,11 +70,15 @@ class Streams:
         self.awake_s = 0
         """Seconds during which the harness was running: on an overloaded machine all processes
         starve, which is not a fault."""
+        self.calm_s = 0
+        """Of these, seconds in which nothing was disturbed any more."""
         self._asks = asks
         self._expected = expected
         self._timeline = timeline
         self._max_open = max_open
         self._numbers = count()
+        self.is_disturbed = True
+        """Whether processes may still be killed."""
         self._is_finishing = False
 
     @property
@@ -80,9 +86,20 @@ class Streams:
         """Streams that are open or have ended."""
         return self.tally.num_ended + len(self.open)
 
+    def now_s(self, progress: Progress) -> int:
+        """The time by which a stream's silence is measured.
+
+        A beam search or best_of whose worker or frontend is lost starts again from its prompt.
+        While losses follow each other faster than it can be computed it gets nowhere, and that is
+        no hang; so its time begins when they are over.
+        """
+        return self.calm_s if progress.arrives_whole else self.awake_s
+
     def finish(self) -> None:
-        """Begin no further streams; `run` returns when those that are open have ended."""
+        """Begin no further streams, since nothing is disturbed any more; `run` returns when those
+        that are open have ended."""
         self._is_finishing = True
+        self.is_disturbed = False
 
     async def run(self, frontends: Sequence[str]) -> None:
         """Open streams on clients that know all frontends, each client another one first."""
@@ -95,13 +112,19 @@ class Streams:
             number = next(self._numbers)
             read = WAYS.get(number % NUM_TURNS, Streams._read_to_end)
             at = number % len(self._asks)
-            progress = Progress(self._asks[at], 0, self.awake_s)
+            progress = Progress(self._asks[at], 0, 0, arrives_whole=self._arrives_whole(number))
+            progress.at_s = self.now_s(progress)
             self.open[f"stream-{number}"] = progress
             try:
                 await read(self, client, f"stream-{number}", at, progress)
             finally:
                 del self.open[f"stream-{number}"]
             self.tally.num_tokens += progress.num_tokens
+
+    def _arrives_whole(self, number: int) -> bool:
+        num_asks = BATCH_SIZE if WAYS.get(number % NUM_TURNS) is Streams._read_batch else 1
+        asks = [self._asks[(number + place) % len(self._asks)] for place in range(num_asks)]
+        return any(kind in ("beam search", "best_of") for ask in asks for kind in ask.kinds)
 
     async def _read_to_end(
         self, client: AsyncClient, name: str, at: int, progress: Progress
@@ -112,7 +135,7 @@ class Streams:
         try:
             async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
                 async for delta in stream:
-                    progress.add(len(delta.token_ids), self.awake_s)
+                    progress.add(len(delta.token_ids), self.now_s(progress))
                 outcome = stream.output
         except PagewireError as error:
             outcome = error
@@ -126,7 +149,7 @@ class Streams:
         try:
             async with aclosing(client.stream(ask.prompt, ask.params, request_id=name)) as stream:
                 async for delta in stream:
-                    progress.add(len(delta.token_ids), self.awake_s)
+                    progress.add(len(delta.token_ids), self.now_s(progress))
                     if progress.num_tokens > stays_for:
                         break
         except PagewireError as error:
@@ -144,7 +167,7 @@ class Streams:
         """Some requests on one stream of many."""
 
         def on_progress(batch: BatchProgress) -> None:
-            progress.add(0, self.awake_s)
+            progress.add(0, self.now_s(progress))
 
         numbers = [(at + place) % len(self._asks) for place in range(BATCH_SIZE)]
         asks = [self._asks[number] for number in numbers]
@@ -182,8 +205,9 @@ async def watch(streams: Streams, timeline: Timeline, patience_s: float) -> None
     """Return once a stream has received nothing for `patience_s`; it is added to the tally."""
     async for _ in ticks(1.0):
         streams.awake_s += 1
+        streams.calm_s += not streams.is_disturbed
         for name, progress in streams.open.items():
-            silent_s = streams.awake_s - progress.at_s
+            silent_s = streams.now_s(progress) - progress.at_s
             if silent_s > patience_s:
                 where = f"{name} {progress.ask}: nothing for {silent_s} s after"
                 streams.tally.hung.append(f"{where} {progress.num_tokens} tokens")

@@ -86,3 +86,19 @@ async def test_a_silent_stream_is_found_with_the_tokens_it_had() -> None:
     [hung] = streams.tally.hung
     assert hung.startswith("silent request 3 (greedy)")
     assert hung.endswith("nothing for 11 s after 17 tokens")
+
+
+async def test_an_answer_that_arrives_whole_is_silent_until_nothing_is_disturbed() -> None:
+    timeline = Timeline()
+    streams = Streams([], [], timeline, max_open=0)
+    streams.awake_s = 1000
+    ask = Ask(number=5, kinds=("beam search",), prompt="x", params=SamplingParams(beam_width=2))
+    streams.open["whole"] = Progress(ask, num_tokens=0, at_s=0, arrives_whole=True)
+    streams.open["other"] = Progress(ask, num_tokens=0, at_s=1000)
+    await watch(streams, timeline, patience_s=0.0)
+    assert [each.split()[0] for each in streams.tally.hung] == ["other"]
+    streams.tally.hung.clear()
+    del streams.open["other"]
+    streams.is_disturbed = False
+    await watch(streams, timeline, patience_s=0.0)
+    assert [each.split()[0] for each in streams.tally.hung] == ["whole"]
