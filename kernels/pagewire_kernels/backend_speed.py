@@ -1,7 +1,7 @@
-"""Speeds of attention backends on a device, measured at the first start and kept in a file.
+"""Speeds of attention backends on a device, measured at the first start and cached in a file.
 
-Which backend is fastest depends on the GPU, on the versions of packages and on the model's heads.
-Measuring takes some seconds, so that the results are kept for each of these, in JSON, in
+Which backend is fastest depends on the GPU, on the versions of packages and on the heads of the
+model. Measuring takes a few seconds, so the results are cached for each combination, as JSON, in
 `~/.cache/pagewire/attention_speed.json` (or below `XDG_CACHE_HOME`).
 """
 
@@ -28,25 +28,25 @@ logger = logging.getLogger(__name__)
 Operation = Callable[[], object]
 
 Measure = Callable[[AttentionBackend, torch.device, AttentionNeeds], float]
-"""Seconds that a backend takes for the attention of some steps."""
+"""Measures the seconds that a backend takes for the attention of some steps."""
 
 _CALLS_PER_GRAPH = 10
 
 _CLEARLY_FASTER = 0.95
-"""Share of the other's time from which on a difference is more than that of measurements."""
+"""Share of another backend's time below which the difference exceeds errors of measurement."""
 
 _PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "pagewire")
-"""On whose versions speeds depend."""
+"""Packages on whose versions speeds depend."""
 
 
 def median_seconds(
     operation: Operation, device: torch.device, *, repeats: int, capture: bool = True
 ) -> float:
-    """Seconds of one call, without what it costs to send it there: the median of `repeats`
+    """Return the seconds of one call without the time to launch it: the median of `repeats`
     measurements.
 
-    On a GPU a measurement is the replay of a CUDA graph of ten calls, between two events; without
-    `capture`, where an operation cannot be part of a graph, a call between two events.
+    On a GPU, a measurement is the replay of a CUDA graph of ten calls between two events; without
+    `capture`, for operations that cannot be captured, it is one call between two events.
     """
     for _ in range(2):
         operation()
@@ -90,8 +90,8 @@ def attention_seconds(
     chunk: int = 512,
     repeats: int = 9,
 ) -> float:
-    """Seconds of a layer's attention in two steps: decodes alone, and beside a chunk of a prompt.
-    All have the same context, in blocks that lie in no order."""
+    """Return the seconds of a layer's attention in two steps: of decodes, and of decodes and a
+    chunk of a prompt. All have the same context length, in randomly ordered blocks."""
     block_size = needs.block_size or backend.abilities.default_block_size
     blocks_per_seq = -(-context // block_size)
     num_blocks = (num_decodes + 1) * blocks_per_seq
@@ -127,7 +127,7 @@ def attention_seconds(
 
 
 def default_file() -> Path:
-    """Where speeds are kept."""
+    """The file in which speeds are cached."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / (
         "pagewire/attention_speed.json"
     )
@@ -140,10 +140,10 @@ def measured_seconds(
     file: Path,
     measure: Measure = attention_seconds,
 ) -> dict[str, float]:
-    """Seconds of each of some backends, by name: from the file, or measured now and written to it.
+    """Return the seconds of each backend by name, from the file, or measured now and written to it.
 
-    A backend that cannot be measured is left out, with a warning, and so is what is in a file that
-    cannot be read.
+    A backend that cannot be measured is left out, with a warning; a file that cannot be read is
+    ignored, with a warning.
     """
     shape = _shape_of(device, needs)
     table = _read(file)
@@ -153,7 +153,7 @@ def measured_seconds(
     for name in missing:
         try:
             seconds[name] = measure(backends[name], device, needs)
-        except Exception as error:  # whatever a compiler, driver or package raises here
+        except Exception as error:  # compilers, drivers and packages raise anything
             logger.warning("attention backend not measured name=%s error=%s", name, error)
     if device.type == "cuda" and torch.cuda.is_available():
         torch.cuda.empty_cache()  # of the measurements' caches
@@ -163,7 +163,8 @@ def measured_seconds(
 
 
 def _shape_of(device: torch.device, needs: AttentionNeeds) -> str:
-    """All that speeds depend on: device, packages, and the model's heads and features."""
+    """A key of everything on which speeds depend: device, packages, and the model's heads and
+    features."""
     has_device = device.type == "cuda" and torch.cuda.is_available()
     found = [torch.cuda.get_device_name(device) if has_device else device.type]
     for package in _PACKAGES:
@@ -173,7 +174,7 @@ def _shape_of(device: torch.device, needs: AttentionNeeds) -> str:
 
 
 def _read(file: Path) -> dict[str, dict[str, float]]:
-    """The file's content; empty if there is none, or it is not what `_write` writes."""
+    """The content of the file; empty if there is none, or if it is invalid."""
     try:
         content: Any = json.loads(file.read_text())
         return {
@@ -188,7 +189,7 @@ def _read(file: Path) -> dict[str, dict[str, float]]:
 
 
 def _write(file: Path, table: Mapping[str, Mapping[str, float]]) -> None:
-    """Replace the file, of which other workers may read or replace the former one meanwhile."""
+    """Replace the file atomically: other workers may read or replace it at the same time."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as target:
@@ -199,7 +200,7 @@ def _write(file: Path, table: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def fastest(names: Sequence[str], seconds: Mapping[str, float]) -> str:
-    """The fastest of these; an earlier one unless a later one is clearly faster."""
+    """Return the fastest of these; the first of them, unless a later one is clearly faster."""
     best = names[0]
     for name in names[1:]:
         if seconds.get(name, float("inf")) < _CLEARLY_FASTER * seconds.get(best, float("inf")):
