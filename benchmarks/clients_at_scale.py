@@ -199,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     results = {"tokens": args.tokens, "rows": rows}
     print_table(rows, "clients at scale", COLUMNS)
-    print(f"written to {save('clients_at_scale', results, load.cores, args.results)}")
+    save("clients_at_scale", results, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"resident memory over {num_finished} requests, {rate:.0f} a second"
     print_table(lines, title, COLUMNS, width=100)
     figures = {"requests": num_finished, "requests_per_s": round(rate), "processes": lines}
-    print(f"written to {save('endurance', figures, load.cores, args.results)}")
+    save("endurance", figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

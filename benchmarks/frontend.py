@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     load = ForeignLoad()
     rows = run(args)
     print_table(rows, "frontends streaming", width=180)
-    print(f"written to {save('frontend', {'rows': rows}, load.cores, args.results)}")
+    save("frontend", {"rows": rows}, load.cores, args.results)
 
 
 if __name__ == "__main__":

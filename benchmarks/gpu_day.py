@@ -99,14 +99,14 @@ STAGES: dict[int, Sequence[Part]] = {
         Part(
             name="kernels",
             limit_s=200,
-            command="benchmarks.kernels --device cuda --dtype bfloat16 --output {output}",
+            command="benchmarks.kernels --device cuda --dtype bfloat16 --results {output}",
             dry="--device cpu --dtype float32 --kernels 'gated activation' --repeats 1",
         ),
         *(
             Part(
                 name=f"tune_{kind}",
                 limit_s=130,
-                command=f"benchmarks.tune_attention --output {{output}} {flags}",
+                command=f"benchmarks.tune_attention --results {{output}} {flags}",
                 dry="--device cpu --sequences 2 --context 40 --heads 2 --kv-heads 1 --repeats 1"
                 " --most-launches 2" + (" --longest 200" if kind == "skewed" else ""),
             )
@@ -123,7 +123,7 @@ STAGES: dict[int, Sequence[Part]] = {
         Part(
             name="profile_steps",
             limit_s=170,
-            command="benchmarks.profile_steps --output {output}",
+            command="benchmarks.profile_steps --results {output}",
             dry=_TINY + " --sequences 4 --context 16 --chunk 8 --decode-steps 3 --kv-cache-gib 1",
         ),
     ),

@@ -7,13 +7,11 @@ Triton's launcher up to the call of the driver, which does nothing. The remainin
 the host to queue a step: if it exceeds the device's, it determines the time of a step.
 """
 
-import argparse
 import cProfile
 import pstats
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.tables import script_parser
 from pagewire_kernels.batch import AttentionMetadata, StepInputs
 from pagewire_kernels.select import Kernels
 from pagewire_kernels.triton import TritonBackend, TritonLayerKernels
@@ -134,13 +133,12 @@ def timed(step: Step, repeats: int) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--decodes", type=int, default=256)
     parser.add_argument("--chunk", type=int, default=512, help="prompt tokens of the step")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     driver.set_active(NoDevice())
     JITFunction._do_compile = lambda self, key, _signature, device, *_: self.device_caches[device][
@@ -164,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with cProfile.Profile() as found:
             timed(step, args.repeats)
         pstats.Stats(found).sort_stats("tottime").print_stats(30)
-    print(f"written to {save('host_time', figures, foreign.cores, args.output)}")
+    save("host_time", figures, foreign.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,14 @@ copying), what is bound by products to the best matrix product, and swaps to the
 is the floor; kernels whose data fits a cache may exceed it.
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from benchmarks.kernel_cases import Case, all_cases, setting
 from benchmarks.kernel_ceilings import KernelCeilings, measure_ceilings
-from benchmarks.machine import RESULTS, ForeignLoad, save
-from benchmarks.tables import print_table
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.tables import print_table, script_parser
 from pagewire_kernels.backend_speed import median_seconds
 
 Row = dict[str, object]
@@ -67,13 +65,12 @@ def _memory(case: Case, ceilings: KernelCeilings) -> tuple[str, float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["bfloat16", "float32"])
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument("--kernels", nargs="+", help="those with these names; default: all")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     load, device = ForeignLoad(), torch.device(args.device)
     dtypes = [DTYPES[name] for name in args.dtype]
@@ -94,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "copy_gb_per_s": round(ceilings.copy / 1e9, 1),
         "rows": rows,
     }
-    save("kernels_gpu" if is_gpu else "kernels", figures, load.cores, args.output)
+    save("kernels_gpu" if is_gpu else "kernels", figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,9 @@ def _own_seconds() -> float:
 
 def save(
     name: str, figures: Mapping[str, object], foreign_cores: float, folder: Path = RESULTS
-) -> Path:
-    """Write figures to `folder` as NAME.json, with the machine and its `ForeignLoad`."""
+) -> None:
+    """Write figures to `folder` as NAME.json, with the machine and its `ForeignLoad`; print the
+    path."""
     content = {
         "machine": describe(),
         "foreign_cores": foreign_cores,
@@ -99,4 +100,4 @@ def save(
     folder.mkdir(exist_ok=True, parents=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(content, indent=2) + "\n")
-    return path
+    print(f"written to {path}")

@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "seconds": args.seconds,
         "rows": rows,
     }
-    print(f"written to {save(name, figures, load.cores, args.results)}")
+    save(name, figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = [measure(num_seqs, args.steps) for num_seqs in args.running]
     print_table(rows, "medians of CPU time", width=140, cell=general)
     figures = {"steps": args.steps, "scrape_interval_s": SCRAPE_INTERVAL_S, "rows": rows}
-    print(f"written to {save('metrics_cost', figures, load.cores, args.results)}")
+    save("metrics_cost", figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

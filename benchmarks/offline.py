@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             show(content)
             name = args.name or result_name(content["shape"], dtype, args.device)
-            print(f"written to {save(name, content, load.cores, args.results)}")
+            save(name, content, load.cores, args.results)
 
 
 def patience_of(args: argparse.Namespace) -> Patience:

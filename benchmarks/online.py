@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     title = f"{figures['shape']}, {figures['dtype']}: Poisson arrivals"
     print_table(figures["rows"], title, COLUMNS)
     print(f"highest rate with 90 % good requests: {figures['highest_good_rate']}")
-    print(f"written to {save('online', figures, foreign_cores, args.results)}")
+    save("online", figures, foreign_cores, args.results)
 
 
 if __name__ == "__main__":

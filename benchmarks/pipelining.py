@@ -339,7 +339,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = asyncio.run(run(args))
     title = f"the device between steps of steady decoding, {args.running} sequences"
     print_table(rows, title, COLUMNS, width=140)
-    print(f"written to {save('pipelining', {'rows': rows}, load.cores, args.results)}")
+    save("pipelining", {"rows": rows}, load.cores, args.results)
 
 
 if __name__ == "__main__":

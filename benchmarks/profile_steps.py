@@ -22,9 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.engines.engine import Settings
 from benchmarks.engines.in_process import InProcess, described
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import ForeignLoad, save
 from benchmarks.model_shapes import SHAPES
 from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
+from benchmarks.tables import script_parser
 
 _MOST_OPERATIONS = 15
 """Maximum number of operations in a table, those that take longest."""
@@ -108,10 +109,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         steps.submit(args.sequences, args.context, 2 * (args.decode_steps + args.mixed_steps) + 64)
         while not all(steps.outputs.values()):
             steps.advance()
-        trace = args.output / "profile_decode.json.gz"
+        trace = args.results / "profile_decode.json.gz"
         figures["decode"] = steps.profiled(args.decode_steps, trace)
         steps.submit(args.mixed_steps, args.chunk, 2)
-        trace = args.output / "profile_mixed.json.gz"
+        trace = args.results / "profile_mixed.json.gz"
         figures["mixed"] = steps.profiled(args.mixed_steps, trace)
         while steps.advance():
             pass
@@ -121,7 +122,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Profile, print, and write the results."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
@@ -135,9 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--checkpoints", type=Path, default=Path(tempfile.gettempdir()) / "pagewire-checkpoints"
     )
-    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
-    args.output.mkdir(parents=True, exist_ok=True)
+    args.results.mkdir(parents=True, exist_ok=True)
     foreign = ForeignLoad()
     figures = run(args)
     for kind, found in figures.items():
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"    {us:10.1f} µs  {name[:100]}")
     about = {"shape": args.shape, "dtype": args.dtype, "sequences": args.sequences}
     about |= {"context": args.context, "chunk": args.chunk}
-    print(f"written to {save('profile_steps', about | figures, foreign.cores, args.output)}")
+    save("profile_steps", about | figures, foreign.cores, args.results)
 
 
 if __name__ == "__main__":

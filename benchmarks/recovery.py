@@ -216,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows += others(args.results / f"{name}.json", args.victims)
     rows.sort(key=lambda row: VICTIMS.index(str(row["victim"])))
     figures = {"streams": NUM_STREAMS, "budget_ms": round(1000 * BUDGET_S), "rows": rows}
-    print(f"written to {save(name, figures, load.cores, args.results)}")
+    save(name, figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -373,7 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures = figures_of(*asyncio.run(work))
     settings = {"seconds": args.seconds, "cycles": args.cycles, "streams": args.streams}
     show(figures)
-    print(f"written to {save('scaling_out', settings | figures, foreign.cores, args.results)}")
+    save("scaling_out", settings | figures, foreign.cores, args.results)
     if figures["num_failed"] or figures["num_different"] or figures["exit_codes"]:
         sys.exit(1)
 

@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(f"growth of a row's cost, at worst: {growth(rows)}")
     figures = {"vllm": version, "steps": settings.steps, "growth": growth(rows), "rows": rows}
-    print(f"written to {save('scheduler_overhead', figures, load.cores, args.results)}")
+    save("scheduler_overhead", figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

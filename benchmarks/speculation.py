@@ -243,8 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **runner,
         "rows": rows,
     }
-    path = save(f"speculation_{args.speculative}", figures, load.cores, args.results)
-    print(f"written to {path}")
+    save(f"speculation_{args.speculative}", figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(rows, "from launch to first token, and memory with the mixed workload")
     content = {"kv_cache_gib": args.kv_cache_gib, "rows": rows, "runs": runs}
     foreign_cores = max(start["foreign_cores"] for run in runs for start in run["starts"])
-    print(f"written to {save('startup', content, foreign_cores, args.results)}")
+    save("startup", content, foreign_cores, args.results)
 
 
 if __name__ == "__main__":

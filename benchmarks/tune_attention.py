@@ -6,18 +6,16 @@ Tries tiles of keys, warps, stages and splits around the choice of `choose_launc
 arguments of a launch, so that the best can be entered there.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice, product
-from pathlib import Path
 
 import torch
 
 from benchmarks.ceilings import measure
 from benchmarks.kernel_cases import BLOCK_TOKENS, HEAD_DIM, scattered_batch
-from benchmarks.machine import RESULTS, ForeignLoad, save
-from benchmarks.tables import print_table
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.tables import print_table, script_parser
 from pagewire_kernels.backend_speed import median_seconds
 from pagewire_kernels.triton import Launch, choose_launch, paged_attention
 
@@ -63,7 +61,7 @@ def timed(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print, the fastest first."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = script_parser(__doc__)
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--longest", type=int, help="context of one sequence; default: as others")
@@ -72,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--most-launches", type=int, help="the first of them; default: all")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     device, load = torch.device(args.device), ForeignLoad()
     lengths = [args.longest or args.context] + [args.context] * (args.sequences - 1)
@@ -96,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(rows, "launches of paged decode attention")
     figures = {"sequences": args.sequences, "context": args.context, "longest": lengths[0]}
     name = f"tune_attention_{'skewed' if args.longest else 'even'}"
-    print(f"written to {save(name, figures | {'launches': rows}, load.cores, args.output)}")
+    save(name, figures | {"launches": rows}, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print_table(messages, "plans and results: bytes, and CPU time in microseconds", width=180)
     print_table(round_trips, "round trips on a bidirectional stream", width=180)
     figures = {"budget_bytes": BUDGET_BYTES, "messages": messages, "round_trips": round_trips}
-    print(f"written to {save('wire', figures, load.cores, args.results)}")
+    save("wire", figures, load.cores, args.results)
 
 
 if __name__ == "__main__":
