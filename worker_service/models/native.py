@@ -139,7 +139,7 @@ class NativeModel(LoadableModule):
         self.num_layers = s.num_layers
         """Number of layers of all stages."""
         self._layer_range = layout.layer_range(s.num_layers)
-        layout.even_shard(s.num_heads, "attention heads")  # the most helpful error
+        layout.even_shard(s.num_heads, "attention heads")  # raises the first error
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
             num_kv_heads=layout.kv_head_shard(s.num_kv_heads).size,

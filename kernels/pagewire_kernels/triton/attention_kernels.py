@@ -499,7 +499,7 @@ def reduce_splits(
     maximum = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     output = tl.zeros([1, PADDED_DIM], tl.float32)
-    # A row without a sequence has row_at -1, and therefore no splits.
+    # cdiv of row_at + 1, because a row without a sequence has row_at -1 and must see no split.
     num_splits_seen = tl.cdiv(row_at + 1, split_tokens)
     if SPLIT_TOKENS > 0:
         for split in range(first_split, num_splits_seen):
