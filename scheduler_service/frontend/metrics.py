@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from prometheus_client.metrics_core import Metric as Family
 
@@ -186,10 +187,11 @@ OK, CANCELLED = "ok", "cancelled"
 """Outcomes of requests that got all their tokens, and of those whose clients disconnected; the
 outcome of any other is its status code."""
 
-FINISH_LABELS = {
+FINISH_LABELS: Mapping[int, Literal["stop", "length"]] = {
     inference_pb.FINISH_REASON_STOP: "stop",
     inference_pb.FINISH_REASON_LENGTH: "length",
 }
+"""Finish reasons as metrics and HTTP name them; a choice that continues has none."""
 
 
 class ModelCounts:

@@ -270,9 +270,8 @@ class RequestManager:
             if request.ByteSize() > CHECKED_INLINE_BYTES:
                 await asyncio.to_thread(validation.check_request, request)
             is_continued = request.attempt > 0 or len(request.resume) > 0
-            model = await self._models.resolve(
-                _model_name(request), tenant, is_continued=is_continued
-            )
+            name = validation.value_or(request, "model", None)
+            model = await self._models.resolve(name, tenant, is_continued=is_continued)
             stream.counts = self._metrics.model(model.info.name)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
@@ -322,7 +321,3 @@ def _check_takes_over(
 
 def _shutting_down() -> Unavailable:
     return Unavailable("the frontend is shutting down", reason="SHUTTING_DOWN")
-
-
-def _model_name(request: inference_pb.GenerateRequest) -> str | None:
-    return request.model if request.HasField("model") else None

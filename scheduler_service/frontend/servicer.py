@@ -150,9 +150,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         """Stream the core's snapshots until the client or the core disconnects."""
         tenant.check_operator()
         validation.check_limits(request)
-        watch = scheduler_pb.SchedulerServiceWatchStatusRequest(detail=request.detail)
-        if request.HasField("interval_ms"):
-            watch.interval_ms = request.interval_ms
+        watch = scheduler_pb.SchedulerServiceWatchStatusRequest(
+            detail=request.detail,
+            interval_ms=validation.value_or(request, "interval_ms", None),
+        )
         call = self._core.stub.WatchStatus(watch)
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
@@ -177,7 +178,7 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
 
     def _model(self, request: Any, tenant: Principal) -> FrontendModel:
         """The model that a request names; unlike a generation, this does not wait for one."""
-        return self._models.current(request.model if request.HasField("model") else None, tenant)
+        return self._models.current(validation.value_or(request, "model", None), tenant)
 
 
 async def _write_responses(stream: RequestStream, updated: asyncio.Event, context: Context) -> None:

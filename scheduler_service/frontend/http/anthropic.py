@@ -32,6 +32,7 @@ from scheduler_service.frontend.http.openai.sampling import (
 )
 from scheduler_service.frontend.http.openai.serving import (
     Envelope,
+    ResponseBuilder,
     TypedEventResponse,
     describe_answer,
     request_id_of,
@@ -303,8 +304,8 @@ def _required(block: Block, field: str, where: str) -> str:
     return value
 
 
-class MessagesBuilder:
-    """The answer as Anthropic's clients expect it; see `ResponseBuilder`."""
+class MessagesBuilder(ResponseBuilder):
+    """The answer as Anthropic's clients expect it."""
 
     def __init__(self, chat: ChatRequest, request_id: str, plan: ToolPlan) -> None:
         self._envelope = Envelope(chat, f"msg_{request_id}")
@@ -323,9 +324,10 @@ class MessagesBuilder:
         if response.HasField("started"):
             yield {"type": "message_start", "message": self._answer([])}
         for delta in response.choices:
-            for piece in self._pieces(delta):
+            for piece in self._message.take(delta):
                 yield from self._block_events(piece)
             if delta.finish_reason:
+                self._note_end(delta)
                 yield from self._close_block()
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
@@ -333,12 +335,6 @@ class MessagesBuilder:
         end = {"stop_reason": self._stop_reason, "stop_sequence": self._stop_sequence}
         yield {"type": "message_delta", "delta": end, "usage": self._usage()}
         yield {"type": "message_stop"}
-
-    def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Append the new part."""
-        self._envelope.take(index, response)
-        for delta in response.choices:
-            self._pieces(delta)
 
     def whole(self) -> MessagesAnswer:
         """The whole message."""
@@ -376,17 +372,13 @@ class MessagesBuilder:
             "output_tokens": usage["completion_tokens"],
         }
 
-    def _pieces(self, delta: inference_pb.ChoiceDelta) -> list[Delta]:
-        pieces = self._message.push(delta.text) if delta.text else []
-        if delta.finish_reason:
-            pieces += self._message.finish()
-            if delta.finish_reason == inference_pb.FINISH_REASON_LENGTH:
-                self._stop_reason = "max_tokens"
-            elif delta.HasField("stop_string"):
-                self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_string
-            else:
-                self._stop_reason = "tool_use" if self._message.has_calls else "end_turn"
-        return pieces
+    def _note_end(self, delta: inference_pb.ChoiceDelta) -> None:
+        if delta.finish_reason == inference_pb.FINISH_REASON_LENGTH:
+            self._stop_reason = "max_tokens"
+        elif delta.HasField("stop_string"):
+            self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_string
+        else:
+            self._stop_reason = "tool_use" if self._message.has_calls else "end_turn"
 
     def _block_events(self, piece: Delta) -> Iterator[dict[str, Any]]:
         if text := piece.get("content"):

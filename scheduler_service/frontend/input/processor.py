@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
@@ -22,6 +22,7 @@ from scheduler_service.errors import InvalidArgument, PromptTooLong, Unsupported
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.chat import chat_text, check_chat
 from scheduler_service.frontend.input.tokenizer import ModelTokenizer, TooManyTokens
+from scheduler_service.frontend.input.validation import value_or
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.output.stop_strings import StopStrings
 from scheduler_service.frontend.served_models import FrontendModel
@@ -137,8 +138,8 @@ def resolve_request(
     seed = params.seed if params.HasField("seed") else secrets.randbits(SEED_BITS)
     if params.stop:
         model.require_tokenizer("sampling_params.stop")
-    n = _or(params, "n", 1)
-    num_choices = _or(params, "best_of", n)
+    n = value_or(params, "n", 1)
+    num_choices = value_or(params, "best_of", n)
     return ResolvedRequest(
         submit=scheduler_pb.Submit(
             request_id=request_id,
@@ -155,11 +156,7 @@ def resolve_request(
             max_hold_ms=0 if params.stop else request.max_hold_ms,
             attempt=request.attempt,
             fingerprint=fingerprint(request),
-            num_speculative_tokens=(
-                request.num_speculative_tokens
-                if request.HasField("num_speculative_tokens")
-                else None
-            ),
+            num_speculative_tokens=value_or(request, "num_speculative_tokens", None),
         ),
         model=model,
         prompt_token_ids=prompt,
@@ -172,8 +169,8 @@ def resolve_request(
         reported_stop_token_ids=reported,
         stop=StopStrings(params.stop),
         include_stop=params.include_stop_in_output,
-        skip_special_tokens=_or(params, "skip_special_tokens", True),
-        num_logprobs=params.logprobs if params.HasField("logprobs") else None,
+        skip_special_tokens=value_or(params, "skip_special_tokens", True),
+        num_logprobs=value_or(params, "logprobs", None),
         wants_prompt_logprobs=params.HasField("prompt_logprobs"),
         resume=request.resume,
     )
@@ -222,7 +219,7 @@ def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -
     if kind == "token_ids":
         return _given_tokens(request.token_ids.ids, model, keep)
     if kind == "text":
-        adds = not request.HasField("add_special_tokens") or request.add_special_tokens
+        adds = value_or(request, "add_special_tokens", True)
         tokenizer = model.require_tokenizer("text prompt")
         tokens = _encode(tokenizer, request.text, model, keep, add_special_tokens=adds)
     else:
@@ -277,7 +274,7 @@ def check_prompt_length(num_tokens: int, model: FrontendModel, *, is_exact: bool
 def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
     """Maximum number of prompt tokens that leaves room for the output's max_tokens."""
     max_model_len = model.info.max_model_len
-    num_output = params.max_tokens if params.HasField("max_tokens") else 1
+    num_output = value_or(params, "max_tokens", 1)
     if num_output >= max_model_len:
         raise InvalidArgument(
             "sampling_params.max_tokens",
@@ -327,7 +324,7 @@ def _sampler_params(
     stop_token_ids: frozenset[int],
 ) -> sampling_pb2.SamplerParams:
     defaults = model.defaults.sampling
-    values: dict[str, Any] = {name: _or(params, name, defaults[name]) for name in defaults}
+    values: dict[str, Any] = {name: value_or(params, name, defaults[name]) for name in defaults}
     values["top_k"] = min(values["top_k"], model.info.vocab_size)
     if params.HasField("beam_search"):
         values |= validation.SAMPLING_ONLY | {"temperature": 0.0}
@@ -339,20 +336,18 @@ def _sampler_params(
         seed=seed,
         min_tokens=params.min_tokens,
         bad_words=_bad_words(params, model),
+        logprobs=value_or(params, "logprobs", None),
+        prompt_logprobs=value_or(params, "prompt_logprobs", None),
     )
     if params.HasField("structured_output"):
         sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids))
     elif params.min_tokens:
         sampler.suppressed_token_ids = to_column(sorted(stop_token_ids))
-    if params.HasField("logprobs"):
-        sampler.logprobs = params.logprobs
-    elif params.best_of > _or(params, "n", 1):
+    if not params.HasField("logprobs") and params.best_of > value_or(params, "n", 1):
         sampler.logprobs = 0  # candidates are ranked by their tokens' own
     if _searches(params):
         num_candidates = _num_candidates(params, len(stop_token_ids))
         sampler.num_candidates = min(num_candidates, model.info.vocab_size)
-    if params.HasField("prompt_logprobs"):
-        sampler.prompt_logprobs = params.prompt_logprobs
     return sampler
 
 
@@ -376,7 +371,7 @@ def _beam_search(params: sampling_pb2.SamplingParams) -> sampling_pb2.BeamSearch
     asked = params.beam_search
     return sampling_pb2.BeamSearch(
         width=asked.width,
-        length_penalty=_or(asked, "length_penalty", 1.0),
+        length_penalty=value_or(asked, "length_penalty", 1.0),
         early_stopping=asked.early_stopping or sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS,
     )
 
@@ -392,11 +387,6 @@ def _bad_words(
         for word in params.bad_words
         for token_ids in tokenizer.bad_word_sequences(word)
     ]
-
-
-def _or(message: Message, field: str, default: T) -> T:
-    """A field's value where it is present, else the default."""
-    return cast(T, getattr(message, field)) if message.HasField(field) else default
 
 
 async def tokenize(
@@ -443,7 +433,7 @@ def _tokenize(
             text = chat_text(request.chat, model)
             token_ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=most)
         else:
-            special = _or(request, "add_special_tokens", True)
+            special = value_or(request, "add_special_tokens", True)
             token_ids = tokenizer.encode(request.text, add_special_tokens=special, max_tokens=most)
     except TooManyTokens:
         field = "chat.messages" if request.HasField("chat") else "text"
@@ -463,6 +453,6 @@ def _detokenize(
     if number > most:
         raise InvalidArgument("token_ids", f"expected at most {most} token ids, got {number}")
     check_token_ids("token_ids", request.token_ids, model.info.vocab_size)
-    skip = _or(request, "skip_special_tokens", True)
+    skip = value_or(request, "skip_special_tokens", True)
     text = tokenizer.decode(request.token_ids, skip_special_tokens=skip)
     return inference_pb.DetokenizeResponse(text=text)

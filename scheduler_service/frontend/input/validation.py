@@ -6,6 +6,7 @@ an InvalidArgument that names the field by its path in the request.
 
 import math
 import re
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -29,6 +30,11 @@ MAX_STRUCTURED_BYTES = 262_144
 """Maximum size of a constraint, in bytes."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+def value_or(message: Message, field: str, default: Any) -> Any:
+    """A field's value if it is present, else the default."""
+    return getattr(message, field) if message.HasField(field) else default
 
 
 def check_request_id(request: inference_pb.GenerateRequest) -> None:
@@ -99,7 +105,7 @@ def _check_structured_output(params: sampling_pb2.SamplingParams) -> None:
 
 def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
     """Fields that are valid alone and contradict each other."""
-    n = params.n if params.HasField("n") else 1
+    n = value_or(params, "n", 1)
     if params.HasField("best_of"):
         _expect(params.best_of >= n, "sampling_params.best_of", f"expected at least n ({n})")
     if params.HasField("max_tokens"):
@@ -152,7 +158,7 @@ def _check_resume(request: inference_pb.GenerateRequest) -> None:
         "sampling_params.seed",
         "required with resume: send the seed from Started",
     )
-    n = params.n if params.HasField("n") else 1
+    n = value_or(params, "n", 1)
     seen: set[int] = set()
     for position, choice in enumerate(request.resume):
         path = f"resume[{position}]"

@@ -3,8 +3,9 @@
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from fastapi import Request
 from pydantic_core import to_json
@@ -43,18 +44,23 @@ _CONSTRAINT = re.compile(r"sampling_params\.(json_schema|regex|grammar|choice)\b
 DONE = b"data: [DONE]\n\n"
 
 
-class ResponseBuilder(Protocol):
+class ResponseBuilder(ABC):
     """Turns the responses of one call's requests, in order, into an endpoint's JSON or chunks."""
 
+    @abstractmethod
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
         """The stream's chunks for the next response of request `index`."""
 
+    @abstractmethod
     def last_chunks(self) -> Iterable[Any]:
         """The chunks after the last response."""
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Add the next response of request `index` to the whole answer."""
+        for _ in self.chunks(index, response):
+            pass
 
+    @abstractmethod
     def whole(self) -> Any:
         """The whole answer, after the last response."""
 
@@ -264,13 +270,6 @@ class Envelope:
         return {"usage": self.usage() if self._includes_usage_so_far else None}
 
 
-FINISH_REASONS: Mapping[int, Literal["stop", "length"] | None] = {
-    inference_pb.FINISH_REASON_UNSPECIFIED: None,
-    inference_pb.FINISH_REASON_STOP: "stop",
-    inference_pb.FINISH_REASON_LENGTH: "length",
-}
-
-
 def stop_reason(delta: inference_pb.ChoiceDelta) -> int | str | None:
     """vLLM's field: the stop string or token that ended the choice."""
     kind = delta.WhichOneof("stop_reason")
@@ -288,16 +287,13 @@ def make_request(
     """The request without its prompt. Raises InvalidArgument."""
     if body.stream_options is not None and not body.stream:
         raise InvalidArgument("stream_options", "requires stream")
-    request = inference_pb.GenerateRequest(sampling_params=params)
-    if body.model is not None:
-        request.model = body.model
-    if body.priority is not None:
-        request.priority = body.priority
-    if body.num_speculative_tokens is not None:
-        request.num_speculative_tokens = body.num_speculative_tokens
-    if not body.stream:
-        request.max_hold_ms = HOLD_MS
-    return request
+    return inference_pb.GenerateRequest(
+        sampling_params=params,
+        model=body.model,
+        priority=body.priority,
+        num_speculative_tokens=body.num_speculative_tokens,
+        max_hold_ms=None if body.stream else HOLD_MS,
+    )
 
 
 def streamed_or_whole(answer: type[Any], chunk: type[Any] | None = None) -> Any:

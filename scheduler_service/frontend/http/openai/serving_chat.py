@@ -38,9 +38,9 @@ from scheduler_service.frontend.http.openai.protocol import (
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
-    FINISH_REASONS,
     CompletionResponse,
     Envelope,
+    ResponseBuilder,
     chat_logprobs,
     make_request,
     prompt_logprobs,
@@ -62,6 +62,7 @@ from scheduler_service.frontend.http.tool_parsers.constrained import (
     required_schema,
 )
 from scheduler_service.frontend.http.tool_parsers.formats import ToolCallFormat, detect_format
+from scheduler_service.frontend.metrics import FINISH_LABELS
 from scheduler_service.frontend.structured_output.constraint import closed
 
 
@@ -147,6 +148,11 @@ class AssistantMessage:
         """Whether the model has called a function."""
         return bool(self._calls)
 
+    def take(self, delta: inference_pb.ChoiceDelta) -> list[Delta]:
+        """The pieces in a choice's next output; at its end, those that were held back, too."""
+        pieces = self.push(delta.text) if delta.text else []
+        return pieces + self.finish() if delta.finish_reason else pieces
+
     def push(self, text: str) -> list[Delta]:
         """The pieces in the next text."""
         if self._parser is None:
@@ -227,8 +233,8 @@ class _ChatChoice:
     end: ChoiceFields = field(default_factory=ChoiceFields)
 
 
-class ChatResponseBuilder:
-    """Answers to a conversation; see `ResponseBuilder`."""
+class ChatResponseBuilder(ResponseBuilder):
+    """Answers to a conversation."""
 
     def __init__(self, request: ChatRequest, request_id: str, plan: ToolPlan) -> None:
         self._request = request
@@ -269,11 +275,10 @@ class ChatResponseBuilder:
         self._take(index, response)
         for delta in response.choices:
             choice = self._choices[delta.index]
-            choice.message.push(delta.text)
+            choice.message.take(delta)
             choice.logprobs.extend(delta.logprobs)
             choice.token_ids.extend(delta.token_ids)
             if delta.finish_reason:
-                choice.message.finish()
                 choice.end = self._end(delta)
 
     def whole(self) -> ChatCompletion:
@@ -310,10 +315,7 @@ class ChatResponseBuilder:
 
     def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[ChatCompletionChunk]:
         """A chunk per piece of the message; the last one has the tokens and the end."""
-        message = self._choices[delta.index].message
-        pieces: list[Delta] = message.push(delta.text) if delta.text else []
-        if delta.finish_reason:
-            pieces += message.finish()
+        pieces = self._choices[delta.index].message.take(delta)
         rest: ChoiceFields = {}
         if delta.token_ids:
             rest = self._of_tokens(delta.logprobs, delta.token_ids)
@@ -338,7 +340,7 @@ class ChatResponseBuilder:
         return fields
 
     def _end(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
-        reason: FinishReason | None = FINISH_REASONS[delta.finish_reason]
+        reason: FinishReason | None = FINISH_LABELS.get(delta.finish_reason)
         has_calls = self._choices[delta.index].message.has_calls and not self._plan.is_named
         if reason == "stop" and has_calls:
             reason = "tool_calls"
@@ -373,37 +375,36 @@ def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
             raise InvalidArgument(
                 f"chat.messages[{index}].content", f"required in a message of role {message.role!r}"
             )
-    chat = inference_pb.Chat(messages=[_message(message) for message in body.messages])
-    if body.add_generation_prompt is not None:
-        chat.add_generation_prompt = body.add_generation_prompt
-    if body.continue_final_message is not None:
-        chat.continue_final_message = body.continue_final_message
-    if with_tools:
-        chat.tools.extend(_tool(tool) for tool in body.tools or ())
     variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
     if body.documents is not None:
         variables["documents"] = body.documents
     if body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-    if variables:
-        chat.template_arguments_json = json.dumps(variables)
-    return chat
+    return inference_pb.Chat(
+        messages=map(_message, body.messages),
+        tools=map(_tool, body.tools or ()) if with_tools else (),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        template_arguments_json=json.dumps(variables) if variables else None,
+    )
 
 
 def _message(body: ChatMessageBody) -> inference_pb.ChatMessage:
-    role = "system" if body.role == "developer" else body.role
-    message = inference_pb.ChatMessage(role=role, content=_text(body))
-    for name in ("name", "tool_call_id"):
-        value = getattr(body, name)
-        if value is not None:
-            setattr(message, name, value)
-    thoughts = body.reasoning if body.reasoning_content is None else body.reasoning_content
-    if thoughts is not None:
-        message.reasoning_content = thoughts
-    for call in body.tool_calls or ():
-        function = call.function
-        message.tool_calls.add(id=call.id, name=function.name, arguments_json=function.arguments)
-    return message
+    return inference_pb.ChatMessage(
+        role="system" if body.role == "developer" else body.role,
+        content=_text(body),
+        name=body.name,
+        tool_calls=[
+            inference_pb.ToolCall(
+                id=call.id, name=call.function.name, arguments_json=call.function.arguments
+            )
+            for call in body.tool_calls or ()
+        ],
+        tool_call_id=body.tool_call_id,
+        reasoning_content=(
+            body.reasoning if body.reasoning_content is None else body.reasoning_content
+        ),
+    )
 
 
 def _text(body: ChatMessageBody) -> str:
@@ -413,12 +414,12 @@ def _text(body: ChatMessageBody) -> str:
 
 
 def _tool(body: ToolBody) -> inference_pb.Tool:
-    tool = inference_pb.Tool(name=body.function.name)
-    if body.function.description is not None:
-        tool.description = body.function.description
-    if body.function.parameters is not None:
-        tool.parameters_json = json.dumps(body.function.parameters)
-    return tool
+    parameters = body.function.parameters
+    return inference_pb.Tool(
+        name=body.function.name,
+        description=body.function.description,
+        parameters_json=None if parameters is None else json.dumps(parameters),
+    )
 
 
 def chat_request_of(fields: Mapping[str, Any]) -> ChatRequest:

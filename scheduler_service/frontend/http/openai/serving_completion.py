@@ -24,10 +24,10 @@ from scheduler_service.frontend.http.openai.protocol import (
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
-    FINISH_REASONS,
     CompletionResponse,
     Envelope,
     LegacyLogprobs,
+    ResponseBuilder,
     make_request,
     prompt_logprobs,
     request_id_of,
@@ -35,6 +35,7 @@ from scheduler_service.frontend.http.openai.serving import (
     streamed_or_whole,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
+from scheduler_service.frontend.metrics import FINISH_LABELS
 
 
 @dataclass(slots=True)
@@ -46,8 +47,8 @@ class _Prompt:
     is_sent: bool = False
 
 
-class CompletionResponseBuilder:
-    """Text completions; see `ResponseBuilder`. Choice i of prompt p has the index p * n + i."""
+class CompletionResponseBuilder(ResponseBuilder):
+    """Text completions. Choice i of prompt p has the index p * n + i."""
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class CompletionResponseBuilder:
             return piece
         piece = self._piece(index)
         piece["text"] = delta.text
-        piece["finish_reason"] = FINISH_REASONS[delta.finish_reason]
+        piece["finish_reason"] = FINISH_LABELS.get(delta.finish_reason)
         piece["stop_reason"] = stop_reason(delta)
         if self._request.logprobs is not None:
             piece["logprobs"] = self._logprobs[index].write(delta.logprobs)

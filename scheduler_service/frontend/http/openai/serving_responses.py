@@ -32,6 +32,7 @@ from scheduler_service.frontend.http.openai.sampling import (
 )
 from scheduler_service.frontend.http.openai.serving import (
     Envelope,
+    ResponseBuilder,
     TypedEventResponse,
     describe_answer,
     request_id_of,
@@ -276,8 +277,8 @@ def _required(item: Item, field: str, where: str) -> Any:
     return value
 
 
-class ResponsesBuilder:
-    """The answer as items; see `ResponseBuilder`."""
+class ResponsesBuilder(ResponseBuilder):
+    """The answer as items."""
 
     def __init__(
         self, body: ResponsesRequest, chat: ChatRequest, request_id: str, plan: ToolPlan
@@ -301,10 +302,7 @@ class ResponsesBuilder:
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._answer("in_progress"))
         for delta in response.choices:
-            pieces = self._message.push(delta.text) if delta.text else []
-            if delta.finish_reason:
-                pieces += self._message.finish()
-            for piece in pieces:
+            for piece in self._message.take(delta):
                 yield from self._item_events(piece)
             if delta.finish_reason:
                 self._is_cut = delta.finish_reason == inference_pb.FINISH_REASON_LENGTH
@@ -314,11 +312,6 @@ class ResponsesBuilder:
         """The whole response."""
         answer = self.whole()
         yield self._event(f"response.{answer['status']}", response=answer)
-
-    def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Append the new part."""
-        for _ in self.chunks(index, response):
-            pass
 
     def whole(self) -> ResponsesAnswer:
         """The whole response."""
