@@ -144,8 +144,8 @@ class BeamSearch:
         self.is_done = not continuing or self._is_decided()
 
     def limit(self, max_tokens: int) -> None:
-        """Limit the number of output tokens; a search that has reached it ends with its present
-        beams."""
+        """Limit the number of output tokens; a search that has reached the limit ends with its
+        current beams."""
         self.max_tokens = max_tokens
         if self.has_begun and self.num_tokens >= max_tokens:
             self._keep(self.beams)
@@ -238,8 +238,8 @@ class Continuation(Generic[Seq]):
 class BeamGroup(Generic[Seq]):
     """The sequences that hold a request's beams, the best first.
 
-    All that concerns one step (`source_of`, `continuations`, candidates) is forgotten when the
-    group leaves the batch: the tokens it has are known by then, candidates are computed again.
+    The state of one step (`source_of`, `continuations`, candidates) is dropped when the group
+    leaves the batch: all its tokens are known by then, and the candidates are recomputed.
     """
 
     def __init__(self, search: BeamSearch, sequences: Sequence[Seq]) -> None:

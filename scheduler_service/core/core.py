@@ -116,12 +116,11 @@ class SchedulerCore:
     # Requests.
 
     def submit(self, request: Request, now: float) -> None:
-        """Queue a request; it shows in its frontend's outbox as accepted. If it is a later try at
-        a live one, that one ends.
+        """Queue a request, and report it to its frontend as accepted. A later attempt at a live
+        request ends the earlier one.
 
         Raises InvalidArgument, DuplicateRequest, RequestTakenOver, UnknownModel, PromptTooLong,
-        TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; the request is then as if
-        it had never been.
+        TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; nothing has changed then.
         """
         seq_group, former = self._admission.admit(request, now)
         if former is not None:
@@ -159,8 +158,8 @@ class SchedulerCore:
         self._end(seq_group, ABORTED, RequestAborted("the request was aborted"), now)
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
-        """A choice ended by a stop string, `num_tokens` of its tokens count. No effect if it has
-        ended meanwhile, nor on a beam search, which has no stop strings."""
+        """End a choice at a stop string; only its first `num_tokens` output tokens count. No effect
+        on a choice that has ended meanwhile, or on a beam search, which has no stop strings."""
         seq = self._registry.find_sequence(frontend_id, handle)
         if seq is None or seq.status.is_finished or seq.seq_group.is_lockstep:
             return
@@ -329,7 +328,7 @@ class SchedulerCore:
                 self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 
     def _fail_stranded(self, seq_groups: list[SequenceGroup], now: float) -> None:
-        """End requests for which no worker group is large enough, nor expected to be."""
+        """End requests that no worker group, present or expected back, is large enough for."""
         for seq_group in seq_groups:
             tokens = seq_group.outgrown_tokens
             error = GenerationFailed(
@@ -345,7 +344,8 @@ class SchedulerCore:
             self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
 
     def _blame(self, computed: Iterable[SequenceGroup], now: float) -> None:
-        """A worker died that was computing these: one of them may be the cause."""
+        """Count a worker's death against the requests that it was computing: one may be the
+        cause."""
         for seq_group in poison.blamed(computed, self._config):
             error = poison.count_loss(seq_group, self._config)
             if error is not None:
@@ -375,10 +375,10 @@ class SchedulerCore:
             if seq_group.num_unfinished == 0:
                 self._fleet.models[seq_group.request.model].discard(seq_group)
                 self._close(seq_group, now)
-        self._fleet.wake(seq_group.request.model)  # what it has left may be for others
+        self._fleet.wake(seq_group.request.model)  # others may use what it held
 
     def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
-        """Close the groups that have ended in schedulers; whether there are any."""
+        """Close the groups that have ended in schedulers; return whether there were any."""
         ended = [seq_group for scheduler in schedulers for seq_group in scheduler.take_ended()]
         for seq_group in ended:
             self._close(seq_group, now)
@@ -392,7 +392,7 @@ class SchedulerCore:
         self._inspector.note_end(seq_group, to_us(now))
         self._settle_accounts(seq_group)
         self._deadlines.forget(seq_group)
-        self._registry.remove(seq_group, to_us(now))  # last: it has no sequences any more
+        self._registry.remove(seq_group, to_us(now))  # last: this clears its sequences
         self._num_finished += 1
 
     def _settle_accounts(self, seq_group: SequenceGroup) -> None:

@@ -24,15 +24,15 @@ from scheduler_service.core.tenants import TenantUsage
 
 @dataclass(slots=True, eq=False)
 class RoutingState:
-    """The router's state of a request that is in no worker group."""
+    """The router's notes on a request that is in no worker group."""
 
     awaits: str | None = None
     """Id of the worker group whose capacity is reserved for it."""
     until_us: int | None = None
     """End of its wait for a worker group although another one has capacity."""
     refusals: dict[str, int] = field(default_factory=dict)
-    """Ids of worker groups that had no room for it, and their `num_changes` at that time: they are
-    not asked again before that number, or the request, has changed."""
+    """Worker groups that had no room for it, by id, with their `num_changes` at that time. They are
+    asked again only after that number, or the request, has changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -277,7 +277,7 @@ class Sequence:
         self.num_drafts = 0
 
     def finish(self, status: SequenceStatus) -> None:
-        """End; it must not be in the batch."""
+        """Set a final status; the sequence must not be in the batch."""
         assert status.is_finished
         assert self.status in (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
         self.status = status
@@ -393,8 +393,8 @@ class SequenceGroup:
         return self.max_known_tokens > self.num_prompt_tokens
 
     def is_inexact_in(self, capacity: WorkerGroupCapacity) -> bool:
-        """Whether its next tokens may differ in this worker group from those of an undisturbed run,
-        because another arithmetic computed the ones before."""
+        """Whether its next tokens on this worker group may differ from those of an undisturbed run,
+        because its earlier tokens were computed with another arithmetic."""
         return self.has_output and self.arithmetic not in ("", capacity.arithmetic)
 
     def enter(self, capacity: WorkerGroupCapacity) -> bool:
@@ -406,8 +406,8 @@ class SequenceGroup:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether another worker's death would fail it, and it has not passed the point that it had
-        reached at the last one. It is then computed without other suspects."""
+        """Whether one more worker's death would fail it, and it has not yet passed the point that
+        it had reached when the last worker died. It is then computed without other suspects."""
         return self.suspect_length > 0 and self.suspect_length > min(
             seq.num_known for seq in self.active()
         )
@@ -455,7 +455,7 @@ class SequenceGroup:
         """End one of its sequences, which must not be running."""
         seq.finish(status)
         self.num_unfinished -= 1
-        self.routing.refusals.clear()  # its other sequences may find room
+        self.routing.refusals.clear()  # the router asks again: its other sequences may find room
 
     def waiting(self) -> list[Sequence]:
         """Its sequences that are waiting for a place in a batch."""

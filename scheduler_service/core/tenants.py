@@ -42,7 +42,7 @@ class Tenants:
     def __init__(
         self, default: TenantConfig, named: Mapping[str, TenantConfig], *, isolate: bool = True
     ) -> None:
-        """isolate: whether workers are to know them apart."""
+        """`isolate`: whether workers keep the KV blocks of tenants apart."""
         self._default = default
         self._named = named
         self._isolate = isolate

@@ -1,4 +1,5 @@
-"""Runs the pure core on an event loop: passes it the time, wakes it, and delivers its outputs.
+"""Runs the pure core on an event loop: passes it the time, wakes worker groups, and delivers its
+outputs.
 
 All calls into the core happen on the loop's thread, so the core needs no lock. `follow_up` comes
 after them: it wakes worker groups, hands each frontend its outputs and sets the timer for the next
@@ -81,7 +82,7 @@ class CoreDriver:
             self.follow_up(*self._work)  # any may have work now
 
     def is_drained(self, group_id: str) -> bool:
-        """Whether a group has no work left, or no steps are planned for it."""
+        """Whether a group is gone, or is draining and has no work left."""
         return group_id not in self._work or self.core.is_drained(group_id)
 
     async def wait_idle(self) -> None:
@@ -96,8 +97,9 @@ class CoreDriver:
             self._alarm.cancel()
 
     def follow_up(self, *group_ids: str) -> None:
-        """After calls into the core: wake these worker groups and those that the core names, as
-        there may be a plan for them, deliver outputs, and set the timer for the next deadline."""
+        """Complete calls into the core: wake these worker groups, and those that the core names,
+        because it may have a plan for them; deliver outputs; set the timer for the next
+        deadline."""
         for group_id in (*group_ids, *self.core.take_woken()):
             work = self._work.get(group_id)
             if work is not None:

@@ -28,4 +28,4 @@ class CannotServe(Exception):
 
 
 class WorkerTakenOver(Exception):
-    """Another core plans for the worker."""
+    """Another core has taken over the worker."""

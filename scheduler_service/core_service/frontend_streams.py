@@ -188,8 +188,8 @@ class FrontendStreams:
         return len(self._streams)
 
     def announce_models(self, models: list[model_pb2.ModelInfo]) -> None:
-        """Announce to every frontend, now and when it attaches, which models can be served, and
-        which were served before."""
+        """Announce the models that can be served, and those that were served before, to every
+        frontend: now, and to later ones when they attach."""
         known = set(self._models.known_models)
         for model in models:
             known.update((model.name, *model.aliases))

@@ -129,8 +129,8 @@ class CoreService:
         self._close_core()
 
     async def failed(self) -> None:
-        """Wait until a background task fails, and raise its error: without it frontends would not
-        be notified of models."""
+        """Wait until a background task fails, and raise its error: without these tasks, frontends
+        would not be notified of models."""
         await until_failure(self._background)
 
     async def finish_requests(self, grace_period_s: float) -> None:

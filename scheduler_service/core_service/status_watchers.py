@@ -1,9 +1,9 @@
 """Statuses for `WatchStatus`: snapshots that all watchers share, within a share of the loop's time.
 
 A status with the blocks of many worker groups takes milliseconds to make and is megabytes long. So
-one is made for all watchers that want the same detail, and together they may cost `LOOP_SHARE` of
-the core's loop: the processor time of each snapshot and each write is measured, and the next
-snapshot waits until the share covers what has been spent. Every watcher receives each snapshot at
+watchers that want the same detail share one, and all watchers together may use `LOOP_SHARE` of the
+loop's time: the processor time of each snapshot and each write is measured, and the next snapshot
+waits until the share covers what has been spent. Every watcher receives each snapshot at
 most once; its interval is the shortest time between two.
 """
 

@@ -31,10 +31,10 @@ LOOP_DELAY_SHARE = 0.1
 class StepStream:
     """One `ExecuteSteps` stream to each rank of one worker group, fenced by their epoch.
 
-    All ranks get the same plans. One samples and returns results; the results of the others say
-    only that they are in step, and a rank that is not ends the stream of all. The core gives plans
-    ahead of the results, so that plan n+1 is at the workers before result n is back; where it gives
-    several at once, they go in one message, and so do their results.
+    All ranks get the same plans. One rank samples and returns results. The results of the others
+    only confirm the step number, and a wrong number ends the stream of all ranks. The core plans
+    ahead of the results, so that plan n+1 is at the workers before result n is back. Plans that it
+    makes together are sent in one message, and their results return in one.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class StepStream:
                 for call in self._calls:
                     await self._write(call, request)
             await work.wait()
-        # At once: until then the core may give it a request again that no other group can hold.
+        # Now, because until then the core may route a request back that no other group can hold.
         self._driver.remove_worker_group(self._group_id)
 
     def _next_request(self) -> worker_pb.ExecuteStepsRequest | None:
-        """The next plan, and those that may go with it."""
+        """The next plan, and those that are sent together with it."""
         plan = self._next_plan()
         if plan is None:
             return None
@@ -140,7 +140,7 @@ class StepStream:
         raise SessionFailed("the worker ended the stream")
 
     def _receive(self, message: plan_pb2.StepResult, sent_us: int) -> None:
-        """Apply a result that was received with the one sent at `sent_us` on the worker's clock."""
+        """Apply a result of a message that was sent at `sent_us` on the worker's clock."""
         if message.epoch < self._epoch:
             logger.warning(
                 "stale result dropped group_id=%s epoch=%d step_id=%d",
@@ -185,7 +185,7 @@ class StepStream:
             self._sent.clear()
             if self._watch.overdue_at is None:
                 await self._sent.wait()
-            # A step that starts meanwhile is not overdue before this time has passed.
+            # A step that starts during the wait cannot be overdue before the wait ends.
             await asyncio.sleep(min(self._left_s(), self._least_limit_s))
             if self._left_s() > 0:
                 continue

@@ -1,14 +1,14 @@
 """The time limit of a step, from the durations of the steps before it.
 
 A step takes a + b * (tokens computed) + c * (pairs of a token and one that it attends to), where a,
-b and c are the worker's own: unknown, but none is below zero. The averages of measured steps keep
-to it too. So whatever a, b and c are, a step takes at most as many times the average as it has
-times the average's tokens, or pairs, whichever is more. That bound holds by the average of decodes
-as by the average of prefills, and the lesser of the two is used: decodes wait for memory and
-prefills for arithmetic, so neither predicts the other well.
+b and c are properties of the worker: unknown, but not negative. The averages over measured steps
+obey the same formula. So whatever a, b and c are, a step that has at most k times the tokens and k
+times the pairs of the average step takes at most k times as long (k at least 1). The bound is
+computed from the average of decodes and from the average of prefills, and the lower one is used:
+decodes are bound by memory and prefills by arithmetic, so neither predicts the other well.
 
 A limit is that bound times a generous factor, and never below a floor. The first steps of a size
-may compile kernels or record graphs: they have a higher floor and do not count for the averages.
+may compile kernels or record graphs: they have a higher floor and are left out of the averages.
 """
 
 from collections import Counter, deque
@@ -70,7 +70,8 @@ class _Average:
 
 
 class StepTimes:
-    """Durations of one worker group's steps so far, and the limit for the next that follows."""
+    """Durations of one worker group's steps so far, and the time limit that follows from them for
+    the next step."""
 
     def __init__(self, timeout: StepTimeout) -> None:
         self._timeout = timeout
@@ -104,8 +105,8 @@ class StepTimes:
 class StepWatch:
     """The open steps of one stream to a group's ranks, and when the oldest is overdue.
 
-    A step is worked on from when it was sent, or from when the one before it was done. It is done
-    when every rank has answered it.
+    A step's duration counts from the time at which it was sent, or the previous step was done,
+    whichever is later. It is done when every rank has answered it.
     """
 
     def __init__(self, times: StepTimes, num_ranks: int) -> None:
@@ -137,11 +138,11 @@ class StepWatch:
             self._begin(now)
 
     def answered(self, rank: int, now: float) -> list[float]:
-        """Record that a rank has answered its oldest step in flight. Returns the durations of the
-        steps that this completes, in seconds.
+        """Record that a rank has answered its oldest step in flight; return the durations in
+        seconds of the steps that this completes.
 
-        A result that waited for others has a `now` of before; it is taken for no earlier than the
-        answer before it, which the core may have read late.
+        `now` is in the past for a result that waited to be sent with others; it counts as no
+        earlier than the previous answer, which the core may have read late.
         """
         now = max(now, self._since)
         self._num_answers[rank] += 1

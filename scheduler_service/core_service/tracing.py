@@ -70,7 +70,7 @@ def events(request: TracedRequest) -> Iterator[Event]:
     for event, now_us, value in request.entries:
         name = EVENTS.get(event)
         if event is RequestEvent.PLACED:
-            # After very many placements the first ones share an entry.
+            # After very many placements the first ones share an entry of the timeline.
             group_id = request.placements[min(value, len(request.placements) - 1)]
             yield "placed", now_us / 1e6, {"pagewire.group": group_id}
         elif name is not None:

@@ -47,8 +47,8 @@ class Worker:
         """Directives to send. A stream takes one message at a time, so all pass through here."""
 
     def dismiss(self, stop_reason: str | None) -> None:
-        """End the stream, and with a reason the process, too. No effect the second time: ranks of
-        a drained group leave one by one."""
+        """End the stream, and also the process if there is a reason. Only the first call has an
+        effect: the ranks of a drained group leave one by one."""
         if self.dismissed.is_set():
             return
         self.stop_reason = stop_reason
@@ -77,7 +77,8 @@ class WorkerGroup:
         self._changed = asyncio.Event()
         """Set, and replaced by a new event, when a rank joins or leaves."""
         self._is_stepping = False
-        """Whether some rank's stream runs, or has run, the session of the ranks as they are."""
+        """Whether the stream of some rank runs, or has run, the session of the present set of
+        ranks."""
         self._session_lock = asyncio.Lock()
 
     @property
@@ -137,7 +138,8 @@ class WorkerGroup:
         return min(worker.last_heartbeat for worker in self.workers)
 
     def why_refused(self, registration: pb.WorkerRegistration) -> str | None:
-        """The reason why a rank cannot join, or None; a worker that it would replace is ignored."""
+        """The reason why a rank cannot join, or None; does not count a worker that it would
+        replace."""
         rank, world_size = registration.rank, max(1, registration.world_size)
         others = [worker for worker in self.workers if worker.registration.rank != rank]
         if rank >= world_size:
@@ -184,7 +186,7 @@ class WorkerGroup:
                 self._dismiss_all("drained")
 
     def drain(self) -> None:
-        """Take nothing new; stop the ranks once running requests have moved or finished."""
+        """Accept no new requests; stop the ranks once running requests have moved or finished."""
         self.is_draining = True
         for worker in self.workers:
             worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
@@ -195,10 +197,10 @@ class WorkerGroup:
         self._dismiss_all("drained")  # nothing runs here
 
     async def step(self) -> None:
-        """Run on each rank's stream: once all ranks are there, one of them steps for all.
-
-        Only one even if several register in the same turn of the loop: a group that has hung too
-        often would otherwise be used again by the next of them.
+        """Run the group's session, or wait for it to end. Each rank's stream calls this; once all
+        ranks are registered, one of the calls runs the session for all. It is only one even if
+        several ranks register in the same turn of the loop: otherwise the next one would use a
+        group again that has hung too often.
         """
         changed = self._changed
         if self.is_whole:

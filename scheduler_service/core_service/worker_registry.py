@@ -38,7 +38,7 @@ MAX_LOSSES = 32
 """Losses kept for status pages."""
 
 LAST_WRITE_TIMEOUT_S = 1.0
-"""How long a last message to a worker, which may no longer read, may take."""
+"""Time limit for the last message to a worker, which may no longer read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class WorkerRegistry:
         return iter([self._groups[group_id] for group_id in sorted(self._groups)])
 
     def served_models(self) -> list[model_pb2.ModelInfo]:
-        """Models that can be served now, by name, with the greatest length and the aliases of all
-        groups: the core places a request where it fits."""
+        """Models that can be served now, by name, each with the greatest length of its groups,
+        because the core places a request where it fits, and the aliases of all of them."""
         models: dict[str, model_pb2.ModelInfo] = {}
         for group in self:
             model = group.registration.model
@@ -97,7 +97,7 @@ class WorkerRegistry:
             merged.CopyFrom(longest)
             merged.aliases[:] = dict.fromkeys((*known.aliases, *model.aliases))
         names = set(models)
-        for name in sorted(models):  # each alias is one model's
+        for name in sorted(models):  # an alias belongs to one model
             aliases = [alias for alias in models[name].aliases if alias not in names]
             models[name].aliases[:] = aliases
             names.update(aliases)
@@ -179,7 +179,8 @@ class WorkerRegistry:
         return registration
 
     def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
-        """The reason why a worker cannot join, or None; one that it would replace is ignored."""
+        """The reason why a worker cannot join, or None; does not count a worker that it would
+        replace."""
         group = self._groups.get(registration.group_id) or self._make_group(registration)
         return group.why_refused(registration) or self._why_model_differs(registration)
 

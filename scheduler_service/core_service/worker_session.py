@@ -4,8 +4,8 @@
        ▲                                                                │
        └────────── a greater epoch, after a pause ◀─── broken, or a step overdue
 
-Most groups are one worker. Several ranks get identical calls: each makes as many blocks as the rank
-with the fewest profiled, under the same epoch, and each gets the same plans.
+Most groups are one worker. Several ranks get identical calls: each allocates the lowest number of
+blocks that any rank has profiled, under the same epoch, and each gets the same plans.
 
 While the workers' leases hold, the session reconnects; when one ends, the session is cancelled.
 Either way the group's sequences return to the core's queue at once. Two things end a session for
@@ -55,7 +55,7 @@ MAX_EPOCH = 2**63
 MIN_PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
 STABLE_AFTER_S = 30.0
-"""A stream that lasted this long was healthy: the pauses after it start short again."""
+"""A stream that lasted this long was healthy, so the pauses between attempts start short again."""
 
 
 Response = TypeVar("Response")
@@ -100,7 +100,7 @@ class WorkerSession:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the group takes nothing new."""
+        """Whether the group accepts no new requests."""
         return self._draining.is_set()
 
     @property
@@ -114,7 +114,7 @@ class WorkerSession:
         return self._num_former_steps + (self._stream.num_steps if self._stream else 0)
 
     def drain(self) -> None:
-        """Take nothing new; `run` returns when the group has no requests left."""
+        """Accept no new requests; `run` returns when the group has no requests left."""
         self._draining.set()
         if self._stream is not None:
             self._stream.drain()
@@ -141,7 +141,8 @@ class WorkerSession:
         """One attempt, from connecting to drained; returns why it failed, or None."""
         self._set_state(status_pb2.WORKER_STATE_STARTING)
         try:
-            # With new connections: one that was cut off may look alive for a long time.
+            # Over new connections, because a connection that was cut off may look alive for a long
+            # time.
             async with AsyncExitStack() as stack:
                 stubs = [
                     await stack.enter_async_context(self._dial(rank.address))
@@ -223,7 +224,7 @@ class WorkerSession:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
-        # A worker will not have more memory later.
+        # A retry would not help: a worker will not have more memory later.
         with _final(grpc.StatusCode.RESOURCE_EXHAUSTED):
             found = await run_all(
                 *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)

@@ -27,19 +27,20 @@ for stop strings and keeps what was not read yet. `RequestStream` merges that in
 whenever its reader is ready for one. If only the best of all candidates are wanted, it holds
 everything back until all have ended.
 
-A frontend owns the open client streams and nothing else that would be missed. Its promises:
+A frontend owns the open client streams, and no state that outlives them. Its promises:
 
 - **To clients.** Text is never taken back and never half a character. A stream ends with OK only
   after every choice's finish reason and the usage; everything else is an error with details.
   Cancelling, a deadline or an abort reaches the core at once, whether or not the client reads. A
   slow reader costs no more memory than its tokens.
-- **To the core.** Requests come complete and in range. At most one message is in flight, with all
-  that there was to send when it left. What the core does not know after a loss is submitted again
-  with its generated tokens, so that a request's tokens are the same as without the loss.
+- **To the core.** Requests come complete and in range. At most one message is in flight; the next
+  one carries everything that was added meanwhile. What the core does not know after a loss is
+  submitted again with its generated tokens, so that a request's tokens are the same as without the
+  loss.
 - **To operators.** NOT_SERVING until a model can be served. On SIGTERM no new request is accepted,
   open ones may finish within the grace period, the rest end as UNAVAILABLE.
 
 The event loop does everything but the checks and the text work of large requests, which run in
 threads and hold the interpreter's lock for a few milliseconds at a time; messages that could not
-be parsed as quickly are refused unparsed. Nothing here knows blocks or workers.
+be parsed as quickly are refused unparsed. No module here knows about blocks or workers.
 """

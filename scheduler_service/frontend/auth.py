@@ -74,7 +74,7 @@ class Authentication(Protocol):
     """Identifies callers by their credentials."""
 
     asks_for_key: bool
-    """Whether a caller must bring a key."""
+    """Whether a caller must present a key."""
 
     def authenticate(self, authorization: str | None) -> Principal:
         """The tenant of a call with these credentials; None stands for a call without any.
@@ -126,7 +126,7 @@ class ApiKeys:
         self._clock = clock
 
     def authenticate(self, authorization: str | None) -> Principal:
-        """The tenant of the key that a call brings; raises Unauthenticated."""
+        """The tenant of the key that a call presents; raises Unauthenticated."""
         if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
             raise Unauthenticated(
                 "no API key: send the metadata `authorization: Bearer KEY`", reason="NO_API_KEY"

@@ -170,8 +170,8 @@ class CoreClient:
         frontend_id: str,
         on_models: Callable[[Iterable[model_pb2.ModelInfo], Iterable[str]], None],
     ) -> None:
-        """`on_models` gets the models that can be served, which are none while the core is away,
-        and the names of all that the core knows."""
+        """`on_models` is called with the models that can be served, none while the core is away,
+        and with the names of all models that the core knows."""
         self._core = core
         self._frontend_id = frontend_id
         self._on_models = on_models
@@ -187,7 +187,8 @@ class CoreClient:
         self._outgoing = SendBuffer()
         self._failures = LogThrottle()
         self._is_first_wait = True
-        """Whether the core was never reached nor reported missing: services start in any order."""
+        """Whether the core was neither reached nor reported missing yet: services start in any
+        order."""
 
     # Called for requests.
 
@@ -319,7 +320,8 @@ class CoreClient:
                 self._fail(request, _error_of(failed, request))
 
     def _deliver(self, message: scheduler_pb.SchedulerMessage) -> Iterable[RequestStream]:
-        """Pass everything to its choice or request; the requests that got something, in order."""
+        """Deliver each output to its choice or request; return the requests that got any, in
+        order."""
         touched: dict[RequestStream, None] = {}
         token_ids = from_column(message.token_ids, "token_ids")
         handles = from_column(message.token_handles, "token_handles")

@@ -25,7 +25,8 @@ from service_common.prometheus import (
 MODEL = ("model_name",)
 TENANT = ("tenant", "priority")
 
-# Seconds. Finer than a factor of two where goals are set: percentiles are read off these.
+# Seconds. Narrower than a factor of two in the range of latency goals, since percentiles are
+# estimated from these.
 FIRST_TOKEN_BOUNDS = (
     *(0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
@@ -108,7 +109,7 @@ TOKEN_GAP = histogram(
     MODEL,
 )
 
-# Each is observed once per request, when it has ended well.
+# Each is observed once per request, when the request has completed.
 TIME_PER_OUTPUT_TOKEN = histogram(
     "vllm:request_time_per_output_token_seconds",
     "Seconds per output token, from a request's first token to its last.",

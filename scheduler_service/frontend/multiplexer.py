@@ -51,8 +51,9 @@ class _OpenRequests:
         self._streams[number] = stream
 
     def take(self) -> tuple[int, RequestStream, inference_pb.GenerateResponse | None] | None:
-        """The next response of the request that has waited longest, or None in its place when the
-        request has failed, which its last responses precede. None if nothing is new."""
+        """The number and the stream of the request that has waited longest, and its next response,
+        or None in place of the response when the request has failed; its last responses come before
+        that. None if nothing is new."""
         while self._updated:
             number = next(iter(self._updated))
             del self._updated[number]

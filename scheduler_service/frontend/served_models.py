@@ -38,7 +38,7 @@ class GenerationDefaults:
 def _is_number(value: Any) -> bool:
     if isinstance(value, bool):
         return False
-    # An integer may be too large to be asked whether it is finite.
+    # math.isfinite raises OverflowError for large integers.
     return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
 
 

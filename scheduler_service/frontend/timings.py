@@ -46,7 +46,8 @@ class Stopwatch:
     _lost_at: float | None = None
 
     def submitted(self) -> None:
-        """The request is sent to a core, which measures its time from the arrival there."""
+        """Record that the request was sent to a core, which measures its time from the arrival
+        there."""
         now = time.monotonic()
         if self._lost_at is not None:
             self.recovery_s += now - self._lost_at
@@ -54,11 +55,11 @@ class Stopwatch:
         self._submitted_at, self._accepted = now, False
 
     def accepted(self) -> None:
-        """The core has accepted the request."""
+        """Record that the core has accepted the request."""
         self._accepted = True
 
     def lost(self) -> None:
-        """The core to which the request was sent is lost, or does not accept it yet."""
+        """Record that the core to which the request was sent is lost, or does not accept it yet."""
         if self._submitted_at is None:
             return
         self._lost_at = time.monotonic()

@@ -88,8 +88,8 @@ def _why_not_here(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pa
             "prompt", f"token ids must be below the model's {capacity.vocab_size}"
         )
     error = None
-    # The worker group that held a continued request may not have returned yet, unless that was
-    # waited for. One with output fails with another error then.
+    # A continued request may wait for the worker group that held it, so it is not too long until
+    # that wait is over. If it has output, it then fails with another error.
     if not request.is_continued or (seq_group.outgrown_tokens and not request.generated):
         error = _why_too_long(seq_group, capacity)
     return error or _why_tenant_cannot(seq_group, capacity)
@@ -104,7 +104,8 @@ def _why_too_long(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pa
             f"{capacity.max_model_len}",
             details=details,
         )
-    # A sequence's last token is never computed, so one that ends now needs no more than it has.
+    # A sequence's last token is never computed: one that ends with its next token needs no slots
+    # beyond those of its known tokens.
     num_tokens = seq_group.max_known_tokens if seq_group.num_unfinished else 0
     if num_tokens > capacity.num_cache_tokens:
         return PromptTooLong(
@@ -179,7 +180,7 @@ def check_queue(
     throughputs: Iterable[QueueThroughput],
     config: SchedulerConfig,
 ) -> None:
-    """Raise QueueFull if no more may wait in all queues together."""
+    """Raise QueueFull if the queues hold as many requests or tokens as they may in total."""
     num_waiting = sum(map(len, queues))
     num_waiting_tokens = sum(queue.num_tokens for queue in queues)
     if num_waiting == 0:

@@ -95,8 +95,8 @@ def _least_us(
     left_us: float,
     wait_us: float = 0.0,
 ) -> float:
-    """Lower bound of the time that a request takes. Whether other requests may compute its prompt
-    is considered only if it would otherwise take longer than `left_us`: this is linear in their
+    """Lower bound of the time that a request takes. Looks for other requests that may compute its
+    prompt only if it would otherwise take longer than `left_us`, as the search is linear in their
     number."""
     least_us = wait_us + _own_us(seq_group, model)
     if least_us <= left_us:
@@ -109,8 +109,8 @@ def _least_us(
 
 
 def _own_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
-    """The time that a request needs on the fastest worker group for it. If it has begun or
-    `is_cached`, its prompt may be cached, and is not counted."""
+    """The time that a request needs on the worker group that is fastest for it. The prompt of a
+    request that has begun, or `is_cached`, is not counted."""
     is_cached = is_cached or seq_group.has_begun
     costs = (
         _own_us_on(s, seq_group, is_cached) for s in model.schedulers if seq_group.fits(s.capacity)

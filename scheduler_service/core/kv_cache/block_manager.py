@@ -216,8 +216,8 @@ class BlockManager:
                     pool.forget(block)
 
     def free(self, seq_id: int) -> None:
-        """Release a sequence's blocks. Blocks with keys can be found until they are reused: the
-        least recently used first, and those of one sequence from its end."""
+        """Release a sequence's blocks. Blocks with keys can be found until they are reused, the
+        least recently used first, and a sequence's last block before its first."""
         self.gpu_pool.release(self._tables.pop(seq_id))
 
     # Swapping.
@@ -258,7 +258,7 @@ class BlockManager:
         """Whether these swapped-out sequences can be swapped in together, each with one more block
         to grow into unless the device is empty.
 
-        Never NEVER: they were on the device together.
+        Returns OK or LATER, since they were on the device together before.
         """
         num_blocks = self.host.num_blocks_of(seq_ids)
         kept = self._watermark_blocks + len(seq_ids) if self._tables else 0

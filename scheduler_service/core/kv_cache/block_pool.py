@@ -16,10 +16,10 @@ BlockKey = bytes
 class CachedBlocks:
     """Blocks whose contents have a key, whether in use or free.
 
-    Free ones wait in the order in which they came free, to be found again or else to be evicted,
-    the longest unused first.
+    Free ones are kept in the order in which they were freed, until they are found again or evicted;
+    the least recently used is evicted first.
 
-    Invariant: keys and blocks belong to each other one to one, and every free block has a key.
+    Invariant: keys and blocks correspond one to one, and every free block has a key.
     """
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ class PrefixCache:
     def __init__(
         self, blocks: BlockManager, *, enabled: bool = True, isolate_tenants: bool = False
     ) -> None:
-        """enabled: if not, nothing is found, and every sequence is computed on its own."""
+        """`enabled`: if False, nothing is found, and every sequence is computed in full."""
         self._enabled = enabled
         self._blocks = blocks
         self._block_size = blocks.block_size

@@ -28,14 +28,14 @@ class _Account:
 
 
 class Fair(Policy):
-    """Next is the tenant that has had the least service: the Virtual Token Counter of Sheng et al.,
+    """The tenant with the least service is next: the Virtual Token Counter of Sheng et al.,
     "Fairness in Serving Large Language Models", OSDI 2024, algorithm 2, with weights.
 
     A prompt is charged in whole when a worker group takes its request, cached tokens included;
     output tokens as the results come in. A charge is divided by the tenant's weight. A tenant that
     comes back to the queue is lifted to the least service of those that wait, or if none does, of
-    the last that waited: what it did not ask for is not owed to it. Among equals the one whose turn
-    is longest ago is next.
+    the last that waited: it has no claim to service that it did not request. Among tenants with
+    equal service, the least recently served is next.
 
     The bound: while two tenants have requests waiting, and neither is held up by its own limits,
     their services (cost / weight) grow by amounts that differ by at most 2U, for U = max(L, 2M)
@@ -46,8 +46,8 @@ class Fair(Policy):
     steps late, changes nothing: tokens in flight are among the M. Recomputing after a preemption is
     not charged; the bound is about tokens that tenants get, not about work.
 
-    The rank is the arrival: when memory runs out, what came last is preempted. It has the least to
-    compute again, and the counters do not charge that, so its tenant is not served less for it.
+    The rank is the arrival: when memory runs out, the latest request is preempted. It has the least
+    to recompute, and recomputation is not charged to its tenant.
     """
 
     preempts = True
@@ -80,9 +80,10 @@ class Fair(Policy):
     def yielding(
         self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:
-        """The last of the tenant with the most places in the batch for its weight, as long as it
-        keeps at least as many as the group's tenant then has. So a flood that fills the batch
-        does not make others wait for its end, and none is preempted in return."""
+        """The latest requests of the tenant with the most places in the batch for its weight, as
+        long as it keeps at least as many for its weight as the waiting group's tenant gets. So a
+        tenant that floods the batch does not make others wait, and nothing is preempted in
+        return."""
         running: dict[TenantUsage, list[SequenceGroup]] = {}
         for other in others:
             if other.num_running:
@@ -134,8 +135,8 @@ class Fair(Policy):
         return account
 
     def _forget_idle(self, least: float) -> None:
-        """Drop accounts of tenants without requests that would be lifted anyway; looked for when
-        they may have become the most part."""
+        """Drop accounts of tenants without requests that would be lifted anyway. Runs only when
+        most accounts may be such, so that its cost is constant per request."""
         if len(self._accounts) > 2 * len(self._tenants) + _NUM_IDLE_KEPT:
             self._accounts = {
                 name: account

@@ -34,7 +34,7 @@ class LostWorkerGroup:
 
     capacity: WorkerGroupCapacity
     expected_until_us: float
-    """When it is given up; may be infinite."""
+    """Time at which it is given up; may be infinite."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,8 +59,8 @@ class ServedModel:
     lost: list[LostWorkerGroup] = field(default_factory=list)
     """Worker groups that were lost and not replaced, the first to be given up first."""
     former_until_us: dict[SequenceGroup, float] = field(default_factory=dict)
-    """Of the requests here that a former core accepted, and that fit no present worker group: until
-    when each waits for one that only that core knew."""
+    """Requests that a former core accepted and that fit no present worker group, and the time until
+    which each waits for a worker group that only the former core knew."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups for which the queue was sorted, and whether they were draining."""
     _equivalent: list[EquivalentWorkerGroups] = field(default_factory=list)
@@ -129,9 +129,10 @@ class ServedModel:
         return True
 
     def _give_up_former(self, seq_group: SequenceGroup) -> None:
-        """What a former core accepted, and fits no worker group, counts as too large for them all,
-        unless all are away, which may return with other capacities. One that fits lost groups waits
-        as long as any of them is expected."""
+        """Stop waiting for a worker group that only a former core knew. A request that fits a lost
+        worker group keeps waiting as long as that group is expected back; any other request counts
+        as too large for all groups, unless none is present: they may return with other
+        capacities."""
         del self.former_until_us[seq_group]
         fitting = [lost for lost in self.lost if seq_group.fits(lost.capacity)]
         if fitting:
@@ -292,14 +293,15 @@ class ServedModel:
         return too_late
 
     def _set_aside(self, unfit: list[SequenceGroup], now_us: int) -> None:
-        """Let requests that fit no worker group hold up no others."""
+        """Move requests that fit no worker group out of the queue, where they would block
+        others."""
         for seq_group in unfit:
             self.waiting.discard(seq_group)
             self.unschedulable.add(seq_group)
             if seq_group.request.is_continued:
                 self.former_until_us.setdefault(seq_group, now_us + self.max_lost_us)
         for seq_group in [each for each in self.former_until_us if each not in self.unschedulable]:
-            del self.former_until_us[seq_group]  # there is a worker group now that it fits
+            del self.former_until_us[seq_group]  # it fits a worker group that has joined
 
     def wake(self) -> None:
         """Wake every worker group whose pipeline has room. Whichever plans first places all waiting

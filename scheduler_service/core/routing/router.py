@@ -234,7 +234,7 @@ class RoutingRound:
         policy: Policy,
         router: Router,
     ) -> None:
-        """`equivalent`: `schedulers`, those together to which the same requests may go."""
+        """`equivalent`: the same schedulers, in sets to which the same requests may go."""
         self._waiting = waiting
         self._schedulers = schedulers
         self._equivalent = equivalent

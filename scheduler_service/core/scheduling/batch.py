@@ -47,7 +47,8 @@ class Batch:
         self._block_updates += (seq_id, update.index, update.block)
 
     def copy_block(self, source: int, target: int) -> None:
-        """Copy a shared block for a sequence that the worker gets to know with the copy."""
+        """Copy a shared block for a sequence that this plan introduces, with the copy in its
+        table."""
         self._copy += (source, target)
 
     def append_token(self, seq_id: int, token: int) -> None:
@@ -89,12 +90,12 @@ class Batch:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it for a worker to do. Rows are not all: blocks may have to
-        be on the device before the first of them."""
+        """Whether the worker has nothing to do. A batch without rows may still move blocks, which
+        have to be on the device before the first row."""
         return not (self.rows or self.swap_out or self.swap_in)
 
     def to_plan(self, step_id: int, forget_seq_ids: list[int]) -> tuple[StepPlan, InFlightStep]:
-        """The plan, and what its result will be read against."""
+        """The plan, and the in-flight step that its result will be matched with."""
         plan = StepPlan(
             step_id=step_id,
             forget_seq_ids=forget_seq_ids,
@@ -138,8 +139,8 @@ class Batch:
         )
 
     def _in_batch_order(self) -> list[NewSequence]:
-        """The new sequences in their rows' order, which beams and those that have come back from
-        the host need not have been added in."""
+        """The new sequences in the order of their rows. Beams, and sequences that were swapped in,
+        may have been added in another order."""
         if self._appended_tokens or self._lockstep_rows:
             places = {seq_id: row for row, seq_id in enumerate(self.seq_ids)}
             self._new_sequences.sort(key=lambda new: places[new.seq_id])
@@ -147,7 +148,7 @@ class Batch:
 
 
 def make_new_sequence(seq: Sequence, block_ids: list[int]) -> NewSequence:
-    """All that a worker must know of a sequence that has `num_computed` tokens in its blocks."""
+    """The introduction of a sequence, whose blocks hold its first `num_computed` tokens."""
     seq_group = seq.seq_group
     return NewSequence(
         seq_id=seq.seq_id,

@@ -122,8 +122,8 @@ class BeamScheduler:
         self._running.enter(seq, idle, now_us)
 
     def may_prefill(self, seq: Sequence) -> bool:
-        """Whether a beam that is computed again may get a row: not before the blocks that it shares
-        are computed."""
+        """Whether a beam that is recomputed may get a row: only once the blocks that it shares are
+        computed."""
         source = _beams(seq.seq_group).source_of.get(seq)
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return False
@@ -134,8 +134,8 @@ class BeamScheduler:
     # One token for each beam.
 
     def add_rows(self, seq_group: SequenceGroup, batch: Batch, preemption: Preemption) -> bool:
-        """Add a row for each beam, if they are due, once in a batch. Returns False if they can
-        never continue here."""
+        """Add a row for each beam if they are due; a second call for the same batch has no effect.
+        Returns False if the beams can never continue here."""
         if seq_group in batch.beam_groups:
             return True
         batch.beam_groups.add(seq_group)
@@ -154,8 +154,9 @@ class BeamScheduler:
         return True
 
     def _add_rows(self, beams: BeamGroup[Sequence], batch: Batch) -> None:
-        """Of the beams that share a last block, the last to append keeps it. So forks append first:
-        their tables are sent as a whole, without updates."""
+        """Add the rows. Forks append first: of the beams that share a last block, the last to
+        append keeps the block and the others copy it, and a fork's table is sent as a whole
+        anyway."""
         continued = {child.seq: child for child in beams.continuations}
         forks = [child for child in beams.continuations if child.parent is not None]
         tables = {child.seq: self._fork_table(child.seq, batch) for child in forks}

@@ -26,7 +26,7 @@ class CapacityEstimate:
 
 
 class CapacityProbe:
-    """Questions about one worker group; none changes anything but a memo of an answer."""
+    """Questions about one worker group. They change nothing but a cached answer."""
 
     def __init__(self, state: WorkerGroupState, policy: Policy) -> None:
         self._state = state

@@ -62,8 +62,8 @@ class Departures:
             self.end_seq_group(seq_group, SequenceStatus.FINISHED_ERROR, now_us)
 
     def end_full(self, seq_group: SequenceGroup) -> None:
-        """End choices of a group that is in no queue yet, if they have all the tokens that they can
-        have on this worker group."""
+        """End those choices of a group, which is in no queue yet, that already have the maximum of
+        tokens on this worker group."""
         for seq in list(seq_group.unfinished()):
             if len(seq.output_token_ids) >= seq.max_output_tokens:
                 finish_choice(seq, None)
@@ -94,12 +94,12 @@ class Departures:
         running = self._state.running
         for seq in seq_group.running():
             self._state.prefixes.note_departure(seq)
-            if seq.status is SequenceStatus.RUNNING:  # not if it left with the one it forks from
+            if seq.status is SequenceStatus.RUNNING:  # a fork leaves with its parent
                 running.vacate(seq, now_us)
         for seq in seq_group.swapped():
             running.release_swapped(seq)
             seq.preempt()
-        running.drop_ended()  # before it runs elsewhere
+        running.drop_ended()  # else it would count as running here, too, once it runs elsewhere
         seq_group.clock.recover(now_us)
         seq_group.note(RequestEvent.MOVED, now_us)
         self._migrating[seq_group] = None

@@ -139,8 +139,8 @@ class Pipeline:
         return max(1, min(self._max_together, int(most_us / step_us)))
 
     def is_full(self, num_together: int) -> bool:
-        """Whether as many steps are in flight as may be: those whose results return together, and
-        one to continue with."""
+        """Whether the maximum of steps is in flight: those whose results return together, and one
+        for the worker to continue with."""
         depth = self._depth if num_together == 1 else max(self._depth, num_together + 1)
         return len(self._steps) >= depth
 

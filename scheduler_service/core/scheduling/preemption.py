@@ -131,7 +131,7 @@ class Preemption:
         if any(seq.live_forks() for seq in sequences):
             return False  # a beam search that has not started
         if any(seq.num_drafts for seq in sequences):
-            return False  # how many of its blocks will have been written is not known
+            return False  # it is unknown how many of its blocks will be written
         seq_ids = [seq.seq_id for seq in sequences]
         if self._blocks.can_swap_out(seq_ids) is not AllocStatus.OK:
             return False
@@ -179,12 +179,12 @@ class Preemption:
             seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
             swapped = seq_group.swapped()
             batch.swap_in += self._running.swap_in(seq_group, batch.now_us)
-            for seq in swapped:  # beams may have results on the way from before; they do not count
+            for seq in swapped:  # late results of beams are ignored
                 seq.rejoin(self._state.pipeline.next_step_id)
 
     def _can_swap_in(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
-            return False  # the worker must be sent all their tokens
+            return False  # the worker will need all their tokens
         if self._running.num_places + len(sequences) > self._state.config.max_num_seqs:
             return False
         return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK

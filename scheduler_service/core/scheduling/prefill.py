@@ -117,7 +117,7 @@ class PrefillScheduler:
     def _admit_sequence(self, seq: Sequence, forks: list[Sequence], batch: Batch) -> AllocStatus:
         """Admit a sequence and those that will fork from it."""
         if any(other.num_in_flight for other in (seq, *forks)):
-            return AllocStatus.LATER  # its tokens must be known to be sent again
+            return AllocStatus.LATER  # its tokens are sent again, so all must be known
         if self._running.num_places + 1 + len(forks) > self._config.max_num_seqs:
             return AllocStatus.LATER
         found = self._prefixes.find(seq)

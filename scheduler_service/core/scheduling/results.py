@@ -24,7 +24,7 @@ FinishedSequences = list[tuple[Sequence, SequenceStatus]]
 
 
 def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, FinishedSequences]:
-    """Append and deliver sampled tokens; how many, and the sequences that end by them.
+    """Append and deliver sampled tokens; return their number and the sequences that they end.
 
     Tokens of sequences that ended while the step was in flight are dropped. A preempted
     sequence's tokens count: its KV was intact when they were sampled.
@@ -112,7 +112,7 @@ def deliver_logprobs(seq: Sequence, logprobs: RowLogprobs) -> None:
 
 
 def first_token(logprobs: RowLogprobs) -> int:
-    """The sampled token that they are of."""
+    """The sampled token that the log probabilities are of."""
     return int.from_bytes(logprobs.token_ids[:_ENTRY_BYTES], "little")
 
 

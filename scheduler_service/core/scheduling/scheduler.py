@@ -76,7 +76,7 @@ class Scheduler:
     def take(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group that was routed here."""
         self.seq_groups[seq_group] = None
-        if self._policy.preempts:  # it may yield to requests that had no room here
+        if self._policy.preempts:  # it may be preempted for requests that had no room here
             self.num_changes += 1
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
         self._state.totals.num_inexact_recoveries += seq_group.enter(self.capacity)
@@ -127,8 +127,9 @@ class Scheduler:
         return self._departures.take_moved()
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
-        """Called when the worker is lost. Returns all groups, to start again with the tokens that
-        they have, and those that it was computing. Nothing may be scheduled here afterwards."""
+        """Release everything: the worker is lost. Returns all groups, which start again with the
+        tokens that they have, and those groups that the worker was computing. Nothing may be
+        scheduled here afterwards."""
         computing = {seq.seq_group for seq in self._pipeline.open_rows()} & self.seq_groups.keys()
         self._state.waiting.take_all()
         self._state.preempting.take_all()
@@ -217,7 +218,7 @@ class Scheduler:
     # One step.
 
     def schedule(self, now_us: int, *, is_awaited: bool) -> StepPlan | None:
-        """The next step's plan; None if there is nothing to do, or too much is in flight.
+        """The next step's plan; None if there is nothing to do, or the pipeline is full.
 
         Sequences that have outgrown the cache have no row in it; call `take_outgrown` afterwards.
         """

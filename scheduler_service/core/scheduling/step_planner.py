@@ -43,7 +43,7 @@ class StepPlanner:
         self._preemption.introduce_landed(batch)
         self._admit_first(batch)
         self._prefill.continue_prompts(batch)
-        if not batch.has_preempted:  # otherwise running sequences are short of memory
+        if not batch.has_preempted:  # a preemption means that running sequences are short of memory
             self._preemption.swap_in(batch)
         if not state.running.swapped:
             self._prefill.admit(state.waiting, batch)
@@ -84,8 +84,8 @@ class StepPlanner:
         batch.budget -= len(batch.rows) + sum(batch.lookahead)
 
     def _num_drafts(self, batch: Batch) -> int:
-        """The most drafts of a row in this step: none in a large batch, which would rather have
-        more sequences."""
+        """The most drafts of a row in this step: none in a large batch, where more sequences are a
+        better use of the time."""
         most = self._state.capacity.num_speculative_tokens
         num_rows = len(self._running.decoding)
         if not most or not 0 < num_rows <= self._state.config.max_speculative_seqs:

@@ -67,7 +67,7 @@ class RunningSet:
             insort(self.prefilling, seq, key=_order)
 
     def begin_decoding(self, seq: Sequence) -> None:
-        """Add a sequence whose prompt is computed, or that has forked from such a one."""
+        """Add a sequence whose prompt is computed, or that was forked from such a sequence."""
         insort(self.decoding, seq, key=_order)
 
     def swap_in(self, seq_group: SequenceGroup, now_us: int) -> list[int]:
@@ -113,7 +113,7 @@ class RunningSet:
         if self.prefilling or self.arriving:
             return 0
         if self.num_changes != self._num_changes_at_patience:
-            # Sequences that have ended are in the list until the next plan.
+            # Sequences that have ended stay in the list until the next plan.
             seq_groups = {seq.seq_group for seq in self.decoding if seq.status is RUNNING}
             self._patience_us = min((seq_group.patience_us for seq_group in seq_groups), default=0)
             self._num_changes_at_patience = self.num_changes
@@ -274,7 +274,7 @@ class WorkerGroupState:
         self.preempting = WaitingQueue()
         """The waiting group, if any, that preempts others here; it has not run here yet."""
         self.seq_groups: dict[SequenceGroup, None] = {}
-        """All groups of this worker group, in the order in which they came."""
+        """All groups of this worker group, in order of arrival."""
 
     @property
     def num_sequences(self) -> int:

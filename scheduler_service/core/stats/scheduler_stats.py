@@ -128,7 +128,7 @@ class WorkerGroupSnapshot:
     block_size: int
     max_num_seqs: int
     us_per_decode_step: float
-    """0 if unknown, as the next."""
+    """0 if unknown; so is the next field."""
     us_per_prefill_token: float
     plan_us: int
     """Planning that the worker waited for. This and the next three add up to the time since the

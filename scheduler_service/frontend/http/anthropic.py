@@ -1,6 +1,6 @@
 """Anthropic's API: `/v1/messages` and `/v1/messages/count_tokens`, with text and tools.
 
-A call becomes the chat completion that asks for the same; its pieces become Anthropic's blocks.
+A call is converted to the equivalent chat completion, whose pieces become Anthropic's blocks.
 """
 
 import json
@@ -121,7 +121,7 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks is its own decision."""
+    """Accepted and ignored: the model itself decides whether it thinks."""
 
     type: Literal["disabled", "adaptive"]
 
@@ -207,7 +207,7 @@ class MessagesError(BaseModel):
 
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
-    """The chat completion that asks for the same. Raises InvalidArgument."""
+    """The equivalent chat completion. Raises InvalidArgument."""
     system = _text(body.system, "system")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, turn in enumerate(body.messages):
@@ -286,7 +286,7 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
 
 
 def _text(content: str | list[Block] | None, where: str) -> str:
-    """A text, or blocks that may only be text."""
+    """The text of a string, or of blocks, which must all be text."""
     if content is None or isinstance(content, str):
         return content or ""
     for index, block in enumerate(content):
@@ -414,7 +414,7 @@ class MessagesBuilder(ResponseBuilder):
 
 
 def error_of(code: int, body: dict[str, Any]) -> dict[str, Any]:
-    """An error in OpenAI's shape in Anthropic's."""
+    """Convert an error from OpenAI's shape to Anthropic's."""
     error = body["error"]
     kind = ERROR_TYPES.get(code, error["type"])
     return {"type": "error", "error": {"type": kind, "message": error["message"]}}

@@ -45,7 +45,7 @@ SCHEMAS: Sequence[type[Any]] = (
 """Bodies that FastAPI does not know, because it neither parses requests nor writes streams."""
 
 _NEVER_USED = ("HTTPValidationError", "ValidationError")
-"""Bodies of FastAPI's answer 422 to malformed requests, which is never given."""
+"""Schemas of FastAPI's 422 answer, which this application never gives."""
 
 KEY = "key"
 KEY_SCHEME = {

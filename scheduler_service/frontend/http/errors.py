@@ -65,7 +65,7 @@ OPENAI_CODES = {
 """OpenAI's codes by our reason, where they differ."""
 
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1000, 200
-"""Bounds of an error's texts, which repeat an invalid name that may be as long as a body."""
+"""Bounds of an error's texts, which may quote an invalid name as long as a body."""
 
 MAX_VALUE_CHARS = 40
 
@@ -179,7 +179,7 @@ def error_response(error: Exception) -> JSONResponse:
     if code == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if code == 504:
-        headers["x-should-retry"] = "false"  # or OpenAI's clients begin again, twice
+        headers["x-should-retry"] = "false"  # OpenAI's clients would retry twice
     return JSONResponse(error_body(error), status_code=code, headers=headers)
 
 
@@ -238,7 +238,7 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     first = _most_specific(_of_closest_form(error.errors()))
     loc = first["loc"]
     if loc[:1] == ("response_format",):
-        loc = loc[:1] + loc[2:]  # next comes the type of format, which is not a field
+        loc = loc[:1] + loc[2:]  # the format's type, which is not a field, follows
     path = [part for part in loc if part not in _NO_FIELDS]
     if not path and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
         return _invalid_body("expected a JSON object as body")
@@ -283,8 +283,8 @@ def _invalid_body(message: str) -> JSONResponse:
 
 
 def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
-    """The errors of the type with the fewest, of a body that may have several types, without the
-    type's name in their paths."""
+    """The errors of a body. If it may have several types: those for the type with the fewest
+    errors, without the type's name in their paths."""
     by_form: dict[str, list[Any]] = {}
     for each in errors:
         form, *path = each["loc"] or ("",)
@@ -295,8 +295,8 @@ def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:
-    """The most specific of the first field's errors: where several types are allowed, a wrong value
-    of one of them, or the wrong type that lies deepest."""
+    """The most specific error of the first field. Where several types are allowed, that is an
+    invalid value of one of them, or otherwise the type error that lies deepest."""
     field = errors[0]["loc"][:1]
     return max(
         (each for each in errors if each["loc"][:1] == field),

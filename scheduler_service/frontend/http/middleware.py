@@ -1,4 +1,4 @@
-"""The surroundings of every endpoint: its services, its caller, and ASGI middleware for
+"""What endpoints have in common: the services that they use, their caller, and ASGI middleware for
 authentication, limits of request bodies, and the client's trace context."""
 
 import asyncio

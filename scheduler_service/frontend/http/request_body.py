@@ -91,7 +91,7 @@ def parse_large(body: bytes, adapter: TypeAdapter[T]) -> T:
 def check_counts(body: bytes) -> None:
     """Raise InvalidBody for a body that holds too many values or strings."""
     if _num_values(body) <= MAX_VALUES and body.count(b'"') <= 2 * MAX_STRINGS:
-        return  # even if all that looks like structure is structure
+        return  # even if no bracket, comma or quote is part of a text
     body = _without_escapes(body)
     num_strings = body.count(b'"') // 2
     if num_strings > MAX_STRINGS:

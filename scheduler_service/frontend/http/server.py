@@ -30,8 +30,8 @@ HEAD_TIMEOUT_S = 20.0
 """Time limit from the connection, or from a request's first byte, to the end of its head."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""Time limit from the TCP connection to the end of the TLS handshake, before which it is not a
-connection. asyncio's default is a minute."""
+"""Time limit from the TCP connection to the end of the TLS handshake; until then the client does
+not count as connected. asyncio's default is a minute."""
 
 TLS_SHUTDOWN_TIMEOUT_S = 5.0
 """Time limit for a client to confirm the end of a TLS connection; asyncio's is half a minute."""
@@ -96,15 +96,15 @@ def limited(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
-            self.cycle.more_body = False  # also of a request that was refused
+            self.cycle.more_body = False  # even if the request was refused
             self._num_bytes = 0
 
         def _is_answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete
 
         def _max_bytes(self) -> int:
-            """More for a body, also for the rest of a refused one: its sender should read the
-            answer."""
+            """The limit of what is being read. It is higher for a body, including the rest of a
+            refused one, so that its sender reads the answer."""
             is_body = self.cycle is not None and self.cycle.more_body
             return 2 * MAX_PUBLIC_MESSAGE_BYTES if is_body else MAX_HEAD_BYTES
 

@@ -20,8 +20,8 @@ prompt: the template's own words may contain the same text. No character has thi
 
 
 def check_chat(chat: inference_pb.Chat) -> None:
-    """Raise InvalidArgument unless each turn of a conversation, which is within the limits that the
-    protos declare, has a role, and its JSON texts are JSON objects."""
+    """Raise InvalidArgument unless each turn of a conversation has a role and its JSON texts are
+    JSON objects. The conversation must be within the limits that the protos declare."""
     num_containers = sum(text.count("{") + text.count("[") for text in _json_texts(chat))
     if num_containers > MAX_JSON_CONTAINERS:
         raise InvalidArgument(

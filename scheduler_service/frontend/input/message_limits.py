@@ -26,7 +26,7 @@ _HIGH_BYTES = bytes(range(128, 256))
 """All bytes of a varint but its last."""
 
 Table: TypeAlias = "dict[int, tuple[str, Table | None, bool]]"
-"""A field's name, the fields of its messages, and whether it holds integers, by its number."""
+"""By field number: a field's name, the fields of its messages, and whether it holds integers."""
 
 
 def check_message(data: bytes, descriptor: Descriptor) -> None:

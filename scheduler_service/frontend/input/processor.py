@@ -42,7 +42,7 @@ def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
     reduced.ClearField("priority")
     reduced.ClearField("max_hold_ms")
     reduced.ClearField("num_speculative_tokens")
-    reduced.ClearField("model")  # absent or named; the core compares which it is
+    reduced.ClearField("model")  # may be absent; the core compares the models
     reduced.sampling_params.ClearField("seed")
     if not reduced.sampling_params.ByteSize():  # present only for the seed, if at all
         reduced.ClearField("sampling_params")
@@ -344,7 +344,7 @@ def _sampler_params(
     elif params.min_tokens:
         sampler.suppressed_token_ids = to_column(sorted(stop_token_ids))
     if not params.HasField("logprobs") and params.best_of > value_or(params, "n", 1):
-        sampler.logprobs = 0  # candidates are ranked by their tokens' own
+        sampler.logprobs = 0  # candidates are ranked by the log probabilities of their tokens
     if _searches(params):
         num_candidates = _num_candidates(params, len(stop_token_ids))
         sampler.num_candidates = min(num_candidates, model.info.vocab_size)

@@ -22,10 +22,11 @@ from scheduler_service.frontend.input.chat_template import ChatTemplate
 from scheduler_service.frontend.output.detokenizer import Detokenizer, DetokenizerFactory
 
 PIECE_CHARS = 1 << 16
-"""Texts up to this length are encoded at once; longer ones are looked at in pieces of it first."""
+"""Texts up to this length are encoded at once; the tokens of longer ones are counted in pieces of
+this length first."""
 
 CUT_TOKENS = 32
-"""Tokens that a cut through a text may change, at most: words that it separates."""
+"""Maximum number of tokens that change where a text is cut, because the cut separates a word."""
 
 
 class TooManyTokens(Exception):

@@ -73,7 +73,7 @@ class ChoiceStream:
     # From the core.
 
     def receive_finish(self, finished: scheduler_pb.ChoiceFinished) -> None:
-        """The core has ended the choice."""
+        """Record that the core has ended the choice."""
         token = finished.stop_token_id if finished.HasField("stop_token_id") else None
         reported = token if token in self._request.reported_stop_token_ids else None
         self._received_finish = Finish(finished.reason, stop_token_id=reported)
@@ -351,7 +351,7 @@ class RequestStream:
         self._on_update = on_update
         self._request: ResolvedRequest | None = None
         self._returned: list[ChoiceStream] = []
-        """The choices that the client gets, in its order; none while they are not known yet."""
+        """The choices that the client gets, in its order; empty until they are known."""
         self._prompt_logprobs: PromptLogprobs | None = None
         self.is_accepted = False
         """Whether a core has ever accepted it."""
@@ -395,7 +395,7 @@ class RequestStream:
         self._request, self.choices = request, choices
 
     def client_field(self, field: str) -> str:
-        """The client's path of a field that the core refuses."""
+        """The path, in the client's request, of a field that the core refuses."""
         if field == "num_choices" and self._request is not None:
             field = "best_of" if self._request.is_ranked else "n"
         is_sampling = field.partition(".")[0] in SamplingParams.DESCRIPTOR.fields_by_name
@@ -420,7 +420,7 @@ class RequestStream:
     # From the core.
 
     def receive_accepted(self) -> None:
-        """The core has accepted the request."""
+        """Record that the core has accepted the request."""
         self.stopwatch.accepted()
         if not self.is_accepted:
             self.is_accepted = self.was_accepted = True
@@ -432,7 +432,7 @@ class RequestStream:
             self._prompt_logprobs.receive(update)
 
     def advance(self) -> Iterable[ChoiceStream]:
-        """Detokenize the tokens received; the choices that a stop string has just ended."""
+        """Detokenize the tokens received; return the choices that a stop string has just ended."""
         began = time.perf_counter()
         stopped = []
         num_tokens = num_choices = 0
@@ -466,7 +466,7 @@ class RequestStream:
             counts.token_gap.observe(gap_s * num_choices / num_tokens, num_tokens)
 
     def receive_finished(self, finished: scheduler_pb.RequestFinished) -> None:
-        """All choices have ended."""
+        """Record that all choices have ended."""
         self.has_ended_at_core = True
         if any(choice.finish is None for choice in self.choices):
             self.fail(GenerationFailed("the request ended before all of its choices had"))

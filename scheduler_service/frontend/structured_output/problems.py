@@ -250,7 +250,7 @@ def _find_in_choice(choices: Sequence[str]) -> str | None:
 
 
 def _compile(grammar: str) -> str | None:
-    """The complaint of the compiler, or of the parser about a text's first bytes, or None."""
+    """The error message of the compiler, or of the parser about a text's first bytes, or None."""
     tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=lark.LIMITS)
     if not matcher.is_error() and any(matcher.compute_bitmask()) and not matcher.is_error():
@@ -260,7 +260,7 @@ def _compile(grammar: str) -> str | None:
 
 
 def _parse_start(matcher: LLMatcher) -> str | None:
-    """The parser's complaint about the first bytes of a text that matches."""
+    """The parser's error message about the first bytes of a text that matches."""
     for _ in range(PARSED_BYTES):
         mask = matcher.compute_bitmask()
         byte = next((b for b in _PREFERRED if mask[b >> 3] >> (b & 7) & 1), None)

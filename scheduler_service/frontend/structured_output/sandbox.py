@@ -104,7 +104,7 @@ def _run_child(writer: int, kind: str, texts: list[str]) -> None:
     """Answer into the pipe, within limits; does not return."""
     try:
         _limit_memory()
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # a compiler's last words
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the output of a compiler that crashes
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
         problem = find_problem(kind, texts)
         os.write(writer, json.dumps({"problem": problem}).encode())

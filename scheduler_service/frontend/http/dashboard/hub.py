@@ -153,7 +153,7 @@ class Hub:
         except TimeoutError:
             self._lost = "the scheduler core is silent"
         except asyncio.CancelledError:
-            # A call ends so, too, when its channel is closed for one with newer certificates.
+            # A call also ends like this when its channel is replaced because of newer certificates.
             if (task := asyncio.current_task()) is None or task.cancelling():
                 raise
             self._lost = "the scheduler core cannot be reached"

@@ -86,7 +86,7 @@ class Series:
         ]
 
     def _before(self, seconds: float) -> pb.EngineStatus:
-        """The newest status that is at least so old, or else the oldest."""
+        """The newest status that is at least this old, or else the oldest."""
         now = self._recent[-1].uptime_s
         old = [s for s in self._recent if now - s.uptime_s >= seconds - 0.01]
         return old[-1] if old else self._recent[0]
@@ -105,8 +105,8 @@ class Series:
 def percentile(
     counts: Sequence[int], share: float, first_bound: float, growth: float
 ) -> float | None:
-    """The value below which a share of what a histogram counts lies, in the bounds' unit; as exact
-    as a bucket is narrow. None of nothing."""
+    """The value below which this share of a histogram's observations lies, in the unit of its
+    bounds and with the precision of its buckets. None without observations."""
     rank = share * sum(counts)
     if not rank:
         return None

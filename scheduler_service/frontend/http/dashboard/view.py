@@ -157,7 +157,7 @@ def merge_patch(old: Facts, new: Facts) -> Facts:
 
 
 def runs(old: Column, new: Column) -> list[int]:
-    """`new` as the runs of equal values at which it differs from `old`, which is as long."""
+    """The runs of equal values at which `new` differs from `old`, which has the same length."""
     changed = np.flatnonzero(old != new)
     if not len(changed):
         return []
@@ -170,8 +170,8 @@ def runs(old: Column, new: Column) -> list[int]:
 
 
 def splice(old: bytes, new: bytes) -> list[int]:
-    """`new` as how many entries it has in common with `old`, and those that follow; both are
-    columns of little-endian int32."""
+    """The number of first entries that `new` shares with `old`, and the entries of `new` after
+    them; both are columns of little-endian int32."""
     if new.startswith(old):
         keep = len(old) // 4  # a table mostly grows
     else:

@@ -83,7 +83,7 @@ PromptLogprobsBody = list[dict[str, PromptLogprob] | None]
 
 
 class PromptTokensDetails(TypedDict):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: Annotated[int, Field(description="Found in the prefix cache.")]
 

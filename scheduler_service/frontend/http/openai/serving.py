@@ -256,7 +256,8 @@ class Envelope:
         return fields
 
     def end_fields(self) -> ChunkUsage | None:
-        """What was requested of them for a stream's last chunk; None without either."""
+        """The usage and timings for a stream's last chunk, as far as they were requested; None if
+        neither was."""
         whole = self.whole_fields()
         fields: ChunkUsage = {"usage": whole["usage"]} if self.includes_usage else {}
         if "timings" in whole:

@@ -369,7 +369,7 @@ PART_SEPARATOR = "\n"
 
 
 def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
-    """The conversation, without tools unless the model is to know them. Raises InvalidArgument."""
+    """The conversation, with or without its tools. Raises InvalidArgument."""
     for index, message in enumerate(body.messages):
         if message.content is None and message.role != "assistant":
             raise InvalidArgument(

@@ -242,8 +242,8 @@ def generate_requests(
 
 
 def _check_room(num_prompts: int, common: inference_pb.GenerateRequest) -> None:
-    """Each prompt's request has all that they have in common, so a short body could take up much
-    memory. Raises InvalidArgument."""
+    """Limit the number of prompts: the request of each repeats the common parameters, so a short
+    body could take up much memory. Raises InvalidArgument."""
     params, size = common.sampling_params, max(1, common.ByteSize())
     num_choices = max(1, params.n, params.best_of, params.beam_search.width)
     most = min(MAX_PROMPTS, MAX_CHOICES // num_choices, MAX_PUBLIC_MESSAGE_BYTES // size)
@@ -256,8 +256,8 @@ def _check_room(num_prompts: int, common: inference_pb.GenerateRequest) -> None:
 
 
 def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:
-    """The sampling parameters. A prompt's log probabilities alone still take one token, as a
-    request without output is none; it is dropped. Raises InvalidArgument."""
+    """The sampling parameters. A call for nothing but the prompt's log probabilities generates one
+    token, the least that the core allows, which is dropped. Raises InvalidArgument."""
     params = sampling_params(body)
     if body.max_tokens == 0 and not body.echo:
         raise InvalidArgument("max_tokens", "expected at least 1 without echo, got 0")
@@ -286,7 +286,8 @@ def _prompt_text(services: HttpServices, body: CompletionRequest, tenant: Princi
     prompts = _prompts(body)
 
     def text_of(index: int, started: inference_pb.Started) -> str:
-        """The prompt as the client wrote it, or as the tokens taken of it read."""
+        """The prompt as the client wrote it, or, if it may be truncated, the text of the tokens
+        that were kept."""
         prompt = prompts[index]
         if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
             return prompt

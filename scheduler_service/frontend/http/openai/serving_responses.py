@@ -1,6 +1,6 @@
 """`/v1/responses`, with text and function tools; no response is stored.
 
-A call becomes the chat completion that asks for the same; its pieces become items.
+A call is converted to the equivalent chat completion, whose pieces become items.
 """
 
 from collections.abc import Iterator
@@ -202,7 +202,7 @@ class ResponsesAnswer(TypedDict):
 
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """The chat completion that asks for the same. Raises InvalidArgument."""
+    """The equivalent chat completion. Raises InvalidArgument."""
     messages: list[dict[str, Any]] = []
     if body.instructions:
         messages.append({"role": "system", "content": body.instructions})

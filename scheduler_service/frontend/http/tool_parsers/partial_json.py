@@ -33,7 +33,7 @@ class JsonValue:
 
     @property
     def text(self) -> str:
-        """All that was taken, without the space before it."""
+        """All characters taken, without leading space."""
         return "".join(self._chars)
 
     @property
@@ -43,7 +43,7 @@ class JsonValue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing but space has come."""
+        """Whether nothing but space was taken."""
         return not self._chars
 
     @property
@@ -101,7 +101,7 @@ class JsonCall:
         self._value = JsonValue()
         self._arguments: JsonValue | None = None
         self._is_arguments = False
-        """Whether the present key's value is them."""
+        """Whether the present key's value is the arguments."""
         self._num_sent = 0
         self._name: str | None = None
 
@@ -179,7 +179,7 @@ class JsonCall:
         return events
 
     def _end_value(self) -> list[Event]:
-        """A key's value is whole."""
+        """Handle the end of a key's value."""
         key, value = _parsed(self._key.text), self._value
         self._key, self._value, self._state = JsonValue(), JsonValue(), _State.KEY
         if self._is_arguments:
@@ -195,7 +195,8 @@ class JsonCall:
         return [CallStart(name), *(self._send(self._arguments) if self._arguments else [])]
 
     def _stream(self, char: str) -> list[Event]:
-        """Pass the arguments on; those that are a text with JSON in it wait for their end."""
+        """Pass the arguments on as they come; those that are a string with JSON in it, at their
+        end."""
         if not self._is_arguments or self._name is None:
             return []
         if self._value.is_empty or self._value.is_text:
