@@ -39,8 +39,9 @@ template <class Dot>
 constexpr int kFewRows = Dot::kRegisterRows;
 #endif
 
+// Inlined, since GCC may remove calls of a function that does nothing but fetch.
 template <int64_t kBytes>
-inline void fetch_ahead(const char* from) {
+inline __attribute__((always_inline)) void fetch_ahead(const char* from) {
   _Pragma("GCC unroll 16") for (int64_t at = 0; at < kBytes; at += 64) {
     __builtin_prefetch(from + kFetchedBytes + at, 0, 3);
   }
@@ -133,6 +134,9 @@ inline __attribute__((always_inline)) void add_group(
   const char* first = block.inputs + row * block.row_bytes + g * num_inputs * kTurnedBytes;
   TileRows<char, kRows> inputs(first, block.row_bytes);
   const char* codes = group.codes;
+  if constexpr (!std::is_same_v<Source, Unpacked<Dot>>) {
+    for (const char* at = group.scales.numbers; at < codes; at += 64) fetch_ahead<64>(at);
+  }
   for (int64_t i = 0; i < num_inputs; i += Source::kInputs) {
     if constexpr (!std::is_same_v<Source, Unpacked<Dot>>) {
       fetch_ahead<Source::kBytes>(codes);
@@ -189,9 +193,11 @@ using MultiplyPanel = void (*)(const Block<Dot>& block, const GroupLayout<Codes>
 template <class Dot, class Codes, int kRows>
 void multiply_few(const Block<Dot>& block, const GroupLayout<Codes>& layout, const Quantization& q,
                   const char* panel, const ByteTable& table, float* sums) {
-  layout.for_each_group(panel, [&](int64_t g, const Group& group) {
+  // A call for each group would cost as much as a tenth of a small group's products.
+  const auto add = [&](int64_t g, const Group& group) __attribute__((always_inline)) {
     add_group<Dot, Packed<Dot, Codes>, kRows>(block, 0, g, q.group_size, group, table, sums);
-  });
+  };
+  layout.for_each_group(panel, add);
 }
 
 template <class Dot, int kRows>
