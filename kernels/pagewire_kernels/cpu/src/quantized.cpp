@@ -227,17 +227,29 @@ void multiply_many(const Block<Dot>& block, const GroupLayout<Codes>& layout, co
 }
 
 #if defined(PAGEWIRE_HAS_TILES)
+// The scales and offsets of a group's outputs, read once for all rows of a block.
+struct GroupNumbers {
+  GroupNumbers() = default;
+  explicit GroupNumbers(const Group& group) : has_offsets(group.offsets.numbers != nullptr) {
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      scales[v] = group.scales.load(v * kLanes);
+      offsets[v] = has_offsets ? group.offsets.load(v * kLanes) : zeros();
+    }
+  }
+
+  Floats scales[kPanelVectors], offsets[kPanelVectors];
+  bool has_offsets;
+};
+
 // Scale a group's sums of some rows and add them to the rows', [num_rows, kPanel].
-template <class Dot>
-inline void add_sums(const GroupTiles<Dot>& tiles, const char* sums, const Group& group,
-                     const typename Dot::Inputs* rows, int64_t num_rows, float* kept) {
-  const bool has_offsets = group.offsets.numbers != nullptr;
-  for (int64_t v = 0; v < kPanelVectors; ++v) {
-    const Floats scale = group.scales.load(v * kLanes);
-    const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
-    for (int64_t r = 0; r < num_rows; ++r) {
+template <class Dot, bool kHasOffsets>
+void add_sums(const GroupTiles<Dot>& tiles, const char* sums, const GroupNumbers& numbers,
+              const typename Dot::Inputs* rows, int64_t num_rows, float* kept) {
+  for (int64_t r = 0; r < num_rows; ++r, kept += kPanel) {
+    _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
       const Floats total = Dot::total(tiles.load(sums, v, r), rows[r]);
-      add_scaled(total, scale, has_offsets, offset, rows[r].sum, kept + r * kPanel + v * kLanes);
+      add_scaled(total, numbers.scales[v], kHasOffsets, numbers.offsets[v], rows[r].sum,
+                 kept + v * kLanes);
     }
   }
 }
@@ -257,34 +269,34 @@ void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layo
   const auto less_zero = [zero](Words bytes) { return _mm512_sub_epi8(bytes, zero); };
   alignas(64) char codes[2][kMaxGroup * kPanel], sums[2][Tiles::kSumsBytes];
   const char* inputs = block.inputs;
+  GroupNumbers numbers[4];  // of group `g` at g % 4: those of three groups are needed at a time
   struct Product {
-    Group group;
     int64_t g, row;
   } last{};
   int64_t num_products = 0;
+  const auto add = q.has_offsets ? add_sums<Dot, true> : add_sums<Dot, false>;
   const auto add_last = [&] {
     if (num_products == 0) return;
     const int64_t left = block.num_rows - last.row;
-    add_sums<Dot>(tiles, sums[(num_products - 1) % 2], last.group,
-                  block.groups + last.g * block.num_rows + last.row,
-                  left < tile_rows ? left : tile_rows, kept + last.row * kPanel);
+    add(tiles, sums[(num_products - 1) % 2], numbers[last.g % 4],
+        block.groups + last.g * block.num_rows + last.row, left < tile_rows ? left : tile_rows,
+        kept + last.row * kPanel);
   };
-  const auto multiply_group = [&](int64_t g, const Group& group) {
+  const auto multiply_group = [&](int64_t g) {
     for (int64_t row = 0; row < block.num_rows; row += tile_rows) {
       tiles.multiply(inputs, codes[g % 2], sums[num_products % 2]);
       inputs += Tiles::kDigits * tile_rows * q.group_size;
       add_last();
-      last = {group, g, row};
+      last = {g, row};
       ++num_products;
     }
   };
-  Group before{};
   layout.for_each_group(panel, [&](int64_t g, const Group& group) {
     unpack_group<Dot, Codes>(group.codes, q.group_size, table, less_zero, codes[g % 2]);
-    if (g > 0) multiply_group(g - 1, before);
-    before = group;
+    numbers[g % 4] = GroupNumbers(group);
+    if (g > 0) multiply_group(g - 1);
   });
-  multiply_group(layout.num_groups - 1, before);
+  multiply_group(layout.num_groups - 1);
   add_last();
 }
 #endif
