@@ -470,5 +470,6 @@ def _build_through_transformers(
             dummy_weights=config.load_format == "dummy",
             trust_remote_code=config.trust_remote_code,
             tensors=checkpoint.tensors(files),
+            source=checkpoint.files[0] if len(checkpoint.files) == 1 else model_dir,
             reader=reader,
         )

@@ -134,7 +134,22 @@ def test_misshapen_tensors_of_models_of_transformers_are_named(tmp_path: Path) -
     path = make_checkpoint("olmo2", tmp_path)
     name = "model.layers.0.self_attn.k_proj.weight"
     _edit_weights(path, lambda tensors: tensors.update({name: torch.zeros(3, 4)}))
-    with pytest.raises(BadCheckpoint, match=rf"misshapen tensors: .*{name}.*3, 4.*32, 64"):
+    where = re.escape(f"{path / 'model.safetensors'}: weights do not fit Olmo2ForCausalLM")
+    with pytest.raises(
+        BadCheckpoint, match=rf"^{where}: misshapen tensors: .*{name}.*3, 4.*32, 64"
+    ):
+        _load(path)
+
+
+def test_the_folder_of_a_model_of_transformers_in_several_files_is_named(tmp_path: Path) -> None:
+    path = make_checkpoint("olmo2", tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    missing, *others = sorted(tensors)
+    (path / "model.safetensors").unlink()
+    for part, names in enumerate((others[::2], others[1::2])):
+        save_file({name: tensors[name] for name in names}, path / f"part-{part}.safetensors")
+    where = re.escape(f"{path}: weights do not fit Olmo2ForCausalLM: missing tensors: {missing}")
+    with pytest.raises(BadCheckpoint, match=f"^{where}$"):
         _load(path)
 
 
@@ -153,11 +168,12 @@ def test_a_missing_or_misshapen_tensor_of_an_expert_is_named(
     whole = load_file(path / "model.safetensors")[name]
     _edit_weights(path, lambda tensors: tensors.update({name: whole[1:].clone()}))
     found, expected = [whole.shape[0] - 1, whole.shape[1]], list(whole.shape)
+    where = re.escape(f"{path / 'model.safetensors'}: weights do not fit ")
     message = f"misshapen tensors: {name} is {found}, expected {expected}"
-    with pytest.raises(BadCheckpoint, match=re.escape(message)):
+    with pytest.raises(BadCheckpoint, match=f"^{where}.*{re.escape(message)}"):
         _load(path)
     _edit_weights(path, lambda tensors: tensors.pop(name))
-    with pytest.raises(BadCheckpoint, match=rf"missing tensors: {re.escape(name)}$"):
+    with pytest.raises(BadCheckpoint, match=rf"^{where}.*missing tensors: {re.escape(name)}$"):
         _load(path)
 
 

@@ -129,13 +129,15 @@ def build_transformers_model(
     dummy_weights: bool,
     trust_remote_code: bool,
     tensors: Mapping[str, Any],
+    source: Path,
     reader: Callable[[Mapping[str, str]], AbstractContextManager[Read]],
 ) -> TransformersModel:
     """Build the model in `model_dir` through `transformers`.
 
     hf_config: content of `config.json`; max_model_len: None for the model's own limit; tensors:
-    slices with the methods of those of `safe_open`, by name; reader: opens the checkpoint for
-    reading one tensor at a time, given the formats to which tensors will be quantized, by name.
+    slices with the methods of those of `safe_open`, by name; source: their file or folder, named
+    in errors; reader: opens the checkpoint for reading one tensor at a time, given the formats to
+    which tensors will be quantized, by name.
 
     Raises UnsupportedModel, naming the feature, if paged attention does not support it;
     BadCheckpoint or InvalidOption.
@@ -153,7 +155,7 @@ def build_transformers_model(
     if dummy_weights:
         causal_lm = _make_dummy(config, context, trust_remote_code)
     else:
-        causal_lm = _load(type(outline), model_dir, config, context, packing, tensors)
+        causal_lm = _load(type(outline), source, config, context, packing, tensors)
     causal_lm = causal_lm.eval().to(context.device)
     with reader(packing.roundings()) as read:
         packing.fill(causal_lm, read)
@@ -192,14 +194,14 @@ def _model_len(asked: int | None, config: Any) -> int:
 
 def _load(
     model_class: Any,
-    model_dir: Path,
+    source: Path,
     config: Any,
     context: ModelContext,
     packing: Packing,
     tensors: Mapping[str, Any],
 ) -> Any:
     """Load the model without the weights that `packing` takes."""
-    left = packing.plan(tensors)
+    left = packing.plan(tensors, source)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
@@ -220,7 +222,7 @@ def _load(
             ignore_mismatched_sizes=True,  # they are reported below, by name
         )
     except (RuntimeError, OSError) as error:
-        raise BadCheckpoint(f"{model_dir} cannot be loaded: {error}") from error
+        raise BadCheckpoint(f"{source} cannot be loaded: {error}") from error
     # GPTQ tools add all-zero biases to layers without one.
     biases = {name for name in tensors if name.endswith(".bias")}
     unexpected = [
@@ -235,7 +237,9 @@ def _load(
         f"{kind}: {', '.join(sorted(map(str, names)))}" for kind, names in faults.items() if names
     ]
     if found:
-        raise BadCheckpoint(f"weights do not fit {type(causal_lm).__name__}: {'; '.join(found)}")
+        raise BadCheckpoint(
+            f"{source}: weights do not fit {type(causal_lm).__name__}: {'; '.join(found)}"
+        )
     return causal_lm
 
 

@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -182,17 +183,17 @@ class Packing:
         self._dequantized: set[str] = set()
         self.tables: Tables = {}
 
-    def plan(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def plan(self, tensors: Mapping[str, Any], source: Path) -> dict[str, Any]:
         """Choose the tensors that are packed while loading. Returns those left to `transformers`.
 
-        tensors: slices with the methods of those of `safe_open`, by name. Raises BadCheckpoint if a
-        tensor of an expert is missing or has another shape; errors of `transformers` do not name
-        it.
+        tensors: slices with the methods of those of `safe_open`, by name; source: their file or
+        folder. Raises BadCheckpoint if a tensor of an expert is missing or has another shape;
+        errors of `transformers` do not name it.
         """
         quantized = {n: t for n, t in tensors.items() if getattr(t, "is_quantized", False)}
         self._sizes = {name: prod(tensor.get_shape()) for name, tensor in quantized.items()}
         sources = self._sources(tensors)
-        self._check_experts(tensors, sources)
+        self._check_experts(tensors, sources, source)
         if not has_quantized_products(self._context.dtype, self._context.device):
             sources = {}
         for target, (operations, columns) in sources.items():
@@ -215,7 +216,7 @@ class Packing:
         self._dequantized = self._sizes.keys() & left.keys()
         return left
 
-    def _check_experts(self, tensors: Mapping[str, Any], sources: Sources) -> None:
+    def _check_experts(self, tensors: Mapping[str, Any], sources: Sources, source: Path) -> None:
         """Raise BadCheckpoint, naming tensors of experts that are missing or of other shapes."""
         missing, misshapen = [], []
         for target, (operations, columns) in sources.items():
@@ -241,7 +242,7 @@ class Packing:
         found = [f"{kind}: {', '.join(of[:_MAX_NAMES])}" for kind, of in faults.items() if of]
         if found:
             architecture = type(self._outline).__name__
-            raise BadCheckpoint(f"weights do not fit {architecture}: {'; '.join(found)}")
+            raise BadCheckpoint(f"{source}: weights do not fit {architecture}: {'; '.join(found)}")
 
     def _sources(self, tensors: Mapping[str, Any]) -> Sources:
         """The tensors from which `transformers` makes each parameter."""
