@@ -242,9 +242,17 @@ class ProcessGroups:
             total = total + part
         return total.to(partial.dtype)
 
-    def gather_columns(self, part: Tensor) -> Tensor:
-        """[n, width] of each rank of this stage, concatenated by columns."""
-        return torch.cat(self._gather(part.contiguous()), dim=1)
+    def gather_columns(self, part: Tensor) -> Tensor | None:
+        """[n, width] of each rank of this stage, concatenated by columns on its first rank, which
+        samples; None on the others."""
+        part, is_first = part.contiguous(), self._layout.tensor_rank == 0
+        num_parts = self._layout.tensor_parallel_size if is_first else 0
+        parts = [torch.empty_like(part) for _ in range(num_parts)]
+        options = distributed.GatherOptions()
+        options.rootRank = 0
+        work = self._stage.gather([parts] if is_first else [], [part], options)
+        self._finish(Transfer(work, part, self._broken))
+        return torch.cat(parts, dim=1) if is_first else None
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send hidden states to the next stage."""
@@ -340,12 +348,17 @@ class Communicator:
         return self.groups.sum(partial)
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """[n, width] of each rank of this stage, concatenated by columns on every rank."""
-        if self.layout.tensor_parallel_size == 1:
+        """[n, width] of each rank of this stage, concatenated by columns on the rank that samples.
+        The others, which do not read them, get zeros."""
+        size = self.layout.tensor_parallel_size
+        if size == 1:
             return part
         if self.groups is None:
-            return part.repeat(1, self.layout.tensor_parallel_size)
-        return self.groups.gather_columns(part)
+            return part.repeat(1, size)
+        gathered = self.groups.gather_columns(part)
+        if gathered is None:
+            return part.new_zeros((len(part), size * part.shape[1]))
+        return gathered
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send hidden states to the next stage, without waiting until it receives them."""

@@ -534,7 +534,8 @@ class VocabHead(Linear):
         return WeightTarget(name, table, shard=self.shard, keep=keep, rounding=rounding)
 
     def forward(self, rows: Tensor) -> Tensor:
-        """rows: [num_rows, size]; returns float32 [num_rows, vocab_size] on every rank."""
+        """rows: [num_rows, size]; returns float32 [num_rows, vocab_size] on the rank that samples,
+        and zeros on those that share its layers."""
         logits = self.multiply(rows, None, torch.float32)
         if self.shard.is_whole:
             return logits

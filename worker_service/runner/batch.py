@@ -25,6 +25,7 @@ from torch import Tensor
 from pagewire_kernels.batch import AttentionMetadata
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
+from worker_service.pinned_memory import upload
 from worker_service.plan import RowErrorReason, StepPlan
 from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
 from worker_service.sampling.sampler import SamplingBatch
@@ -322,16 +323,16 @@ class ForwardInputs:
 
 
 def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device) -> ForwardInputs:
-    """Copy the inputs to the device; on a GPU this synchronises."""
+    """Copy the inputs to the device, without waiting for it."""
     block_tables = table.block_tables[inputs.row_ids, : inputs.max_blocks]
     return ForwardInputs(
-        token_ids=torch.from_numpy(inputs.token_ids).to(device),
-        positions=torch.from_numpy(inputs.positions).to(device),
+        token_ids=upload(inputs.token_ids, device),
+        positions=upload(inputs.positions, device),
         metadata=AttentionMetadata(
-            query_start=torch.from_numpy(inputs.query_start.astype(np.int32)).to(device),
-            context_lens=torch.from_numpy(inputs.context_lens.astype(np.int32)).to(device),
-            block_tables=torch.from_numpy(block_tables).to(device),
-            slot_mapping=torch.from_numpy(inputs.slot_mapping).to(device),
+            query_start=upload(inputs.query_start.astype(np.int32), device),
+            context_lens=upload(inputs.context_lens.astype(np.int32), device),
+            block_tables=upload(block_tables, device),
+            slot_mapping=upload(inputs.slot_mapping, device),
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,

@@ -4,12 +4,12 @@ recorded program."""
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pagewire_kernels.interface import Computed, HeadOutput
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import ComputesLogits, Model
+from worker_service.pinned_memory import upload
 from worker_service.runner.batch import (
     DecodeInputs,
     ForwardInputs,
@@ -45,7 +45,7 @@ class ForwardPass:
 
 
 class HostForward:
-    """Runs a model over one cache. Inputs are built on the host, which waits for the device."""
+    """Runs a model over one cache. Inputs are built on the host."""
 
     def __init__(self, model: Model, kv_cache: Tensor) -> None:
         self._model = model
@@ -117,4 +117,4 @@ class HostForward:
         return self._model.compute_logits(hidden)
 
     def _index(self, rows: Int64Array) -> Tensor:
-        return torch.from_numpy(rows).to(self._device)
+        return upload(rows, self._device)

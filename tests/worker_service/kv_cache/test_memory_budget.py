@@ -35,7 +35,7 @@ def test_budgets_are_filled_with_whole_blocks() -> None:
 
 
 def test_a_budget_below_one_block_is_an_error_with_numbers() -> None:
-    with pytest.raises(OutOfMemory, match="a KV block of 128 bytes in a budget of 127 bytes"):
+    with pytest.raises(OutOfMemory, match="no room for one KV block of 128 bytes in 127 bytes"):
         profile(CacheConfig(kv_cache_memory=127))
 
 
