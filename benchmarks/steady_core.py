@@ -187,5 +187,6 @@ def _answer(plan: StepPlan) -> bytes:
         rows = enumerate(compress(plan.lookahead, samples), start=plan.step_id)
         message.num_sampled = bytes(1 + place % (1 + most) for place, most in rows)
         num_tokens = sum(message.num_sampled)
+        message.num_drafts = bytes(compress(plan.lookahead, samples))
     message.token_ids = TOKEN_ID.to_bytes(4, "little") * num_tokens
     return message.SerializeToString()
