@@ -87,7 +87,9 @@ def test_two_stages_keep_drafts_and_every_bit_also_when_one_is_killed(
         disturbed = _generate_killing(drafting_stub, launcher, victims=[0], request=request)
     assert together.choices == disturbed.choices == alone.choices
     assert together.timings is not None
-    assert 0 < together.timings.num_accepted_drafts <= together.timings.num_drafts
+    accepted, drafted = together.timings.num_accepted_drafts, together.timings.num_drafts
+    assert 0 < accepted <= drafted
+    assert speculative == "draft" or accepted < drafted, "only the model itself is always right"
 
 
 def _generate_killing(

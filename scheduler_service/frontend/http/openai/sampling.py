@@ -320,6 +320,8 @@ def _set_structured_output(params: sampling_pb2.SamplingParams, fields: Sampling
         if kind == "choice":
             params.choice.choices.extend(value)
             params.choice.SetInParent()
+        elif kind == "json_schema":
+            params.json_schema = _schema_text(value, is_open=_is_open(fields))
         else:
             setattr(params, kind, value)
 
@@ -334,11 +336,11 @@ def _constraints(fields: SamplingFields) -> list[tuple[str, str, Any]]:
     own = fields.structured_outputs or StructuredOutputs.model_validate({})
     rows = [
         ("response_format", "json_schema", _format_schema(fields)),
-        ("guided_json", "json_schema", _closed_text(fields.guided_json)),
+        ("guided_json", "json_schema", fields.guided_json),
         ("guided_regex", "regex", fields.guided_regex),
         ("guided_choice", "choice", fields.guided_choice),
         ("guided_grammar", "grammar", fields.guided_grammar),
-        ("structured_outputs.json", "json_schema", _closed_text(own.json_)),
+        ("structured_outputs.json", "json_schema", own.json_),
         ("structured_outputs.regex", "regex", own.regex),
         ("structured_outputs.choice", "choice", own.choice),
         ("structured_outputs.grammar", "grammar", own.grammar),
@@ -347,20 +349,24 @@ def _constraints(fields: SamplingFields) -> list[tuple[str, str, Any]]:
     return [row for row in rows if row[2] is not None]
 
 
-def _format_schema(fields: SamplingFields) -> str | None:
+def _format_schema(fields: SamplingFields) -> Any:
     wanted = fields.response_format
-    if not isinstance(wanted, JsonSchemaFormat):
-        return ANY_OBJECT if isinstance(wanted, JsonObjectFormat) else None
-    schema = wanted.json_schema
-    return json.dumps(schema.schema_) if schema.strict is False else _closed_text(schema.schema_)
+    if isinstance(wanted, JsonSchemaFormat):
+        return wanted.json_schema.schema_
+    return ANY_OBJECT if isinstance(wanted, JsonObjectFormat) else None
 
 
-def _closed_text(schema: Any) -> str | None:
-    """A schema, which is JSON text or its value, as text, with its objects closed."""
-    if schema is None:
-        return None
-    try:
-        value = json.loads(schema) if isinstance(schema, str) else schema
-        return json.dumps(closed(value))
-    except (ValueError, RecursionError):
-        return str(schema)  # the check of constraints says what is wrong with it
+def _is_open(fields: SamplingFields) -> bool:
+    wanted = fields.response_format
+    return isinstance(wanted, JsonSchemaFormat) and wanted.json_schema.strict is False
+
+
+def _schema_text(schema: Any, *, is_open: bool) -> str:
+    """A schema, which is JSON text or its value, as text, with its objects closed unless they are
+    to stay open."""
+    if isinstance(schema, str):
+        try:
+            return json.dumps(closed(json.loads(schema)))
+        except (ValueError, RecursionError):
+            return schema  # the check of constraints says what is wrong with it
+    return json.dumps(schema if is_open else closed(schema))
