@@ -132,5 +132,5 @@ def test_the_device_is_idle_where_no_operation_runs() -> None:
 
 def test_the_payload_has_what_the_services_declare_and_not_what_the_machine_has() -> None:
     names = {gpu_payload.name_of(each) for each in gpu_payload.requirements()}
-    assert names >= {"fastapi", "llguidance", "grpcio-status", "rich", "gguf"}
+    assert names >= {"fastapi", "llguidance", "grpcio-health-checking", "rich", "gguf"}
     assert not names & {"torch", "protobuf", "grpcio", "numpy", "transformers"}
