@@ -35,7 +35,16 @@ _CALLS_PER_GRAPH = 10
 _CLEARLY_FASTER = 0.95
 """Share of another backend's time below which the difference exceeds errors of measurement."""
 
-_PACKAGES = ("torch", "triton", "flash-attn", "flash-attn-3", "pagewire")
+_PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn",
+    "flash-attn-3",
+    "vllm",
+    "vllm-flash-attn",
+    "flashinfer-python",
+    "pagewire",
+)
 """Packages on whose versions speeds depend."""
 
 

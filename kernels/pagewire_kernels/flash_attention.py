@@ -3,11 +3,15 @@
 The layer views of a block-major cache, `[num_blocks, block_size, num_kv_heads, head_dim]`, have the
 layout that these packages expect of a paged cache, so nothing is copied."""
 
+import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -149,6 +153,48 @@ class FlashAttention2:
         return output
 
 
+class VllmFlashAttention:
+    """FlashAttention 2 or 3 as vLLM ships it, in its own wheel or as package `vllm_flash_attn`.
+
+    One function computes ragged queries over blocks of a multiple of 16 tokens, for both versions,
+    and takes context lengths as they are.
+    """
+
+    def __init__(self, varlen: Callable[..., Any], fa_version: int) -> None:
+        self.version = f"vllm flash-attn {fa_version}"
+        self.abilities = Abilities(
+            devices=("cuda",),
+            dtypes=HALVES,
+            sinks=False,
+            alibi=fa_version == 2,
+            max_head_dim=256,
+            head_dim_multiple=8,
+            block_multiple=16,
+        )
+        self._varlen = varlen
+        self._fa_version = fa_version
+
+    def __call__(self, attend: Attend) -> Tensor:
+        metadata, slopes = attend.metadata, attend.alibi_slopes
+        output: Tensor = self._varlen(
+            attend.query,
+            attend.key_cache,
+            attend.value_cache,
+            max_seqlen_q=metadata.max_query_len,
+            cu_seqlens_q=metadata.query_start,
+            max_seqlen_k=metadata.max_context_len,
+            seqused_k=metadata.context_lens,
+            softmax_scale=attend.scale,
+            causal=True,
+            window_size=attend.window(unbounded=(-1, -1)),
+            softcap=attend.soft_cap or 0.0,
+            alibi_slopes=None if slopes is None else slopes.float(),
+            block_table=metadata.block_tables,
+            fa_version=self._fa_version,
+        )
+        return output
+
+
 class TorchVarlen:
     """`torch.nn.attention.varlen.varlen_attn`, which supports block tables from torch 2.12 on.
 
@@ -196,10 +242,48 @@ def installed_calls(device: torch.device) -> Iterator[FlashCall]:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if capability[0] == 9 and (package := import_if_whole("flash_attn_interface")):
         yield FlashAttention3(package.flash_attn_with_kvcache)
+    if capability >= (8, 0):
+        yield from vllm_calls(import_vllm_flash_attn(), is_hopper=capability[0] == 9)
     if capability >= (8, 0) and (package := import_if_whole("flash_attn")):
         yield FlashAttention2(package.flash_attn_varlen_func, package.flash_attn_with_kvcache)
     if capability >= (8, 0) and torch_has_block_tables():
         yield TorchVarlen(import_module("torch.nn.attention.varlen").varlen_attn)
+
+
+def vllm_calls(interface: Any | None, *, is_hopper: bool) -> Iterator[FlashCall]:
+    """Yield the versions that vLLM's module, if installed, has been built with, fastest first."""
+    varlen = getattr(interface, "flash_attn_varlen_func", None)
+    if varlen is None:
+        return
+    if not {"seqused_k", "block_table", "fa_version"} <= {*inspect.signature(varlen).parameters}:
+        logger.warning("vllm_flash_attn is too old: it has no context lengths beside block tables")
+        return
+    if is_hopper and getattr(interface, "FA3_AVAILABLE", False):
+        yield VllmFlashAttention(varlen, 3)
+    if getattr(interface, "FA2_AVAILABLE", False):
+        yield VllmFlashAttention(varlen, 2)
+
+
+_INTERFACE = "flash_attn_interface"
+
+
+def import_vllm_flash_attn() -> Any | None:
+    """Import the FlashAttention of vLLM's wheel, or else of package `vllm_flash_attn`; None if
+    neither is installed, or if it was built for another version of torch.
+
+    Importing `vllm.vllm_flash_attn` would import all of vLLM, which takes many seconds and changes
+    the process's settings, so its folder is imported as a package of another name.
+    """
+    found = find_spec("vllm")  # does not import it
+    for root in (found and found.submodule_search_locations) or ():
+        folder = Path(root) / "vllm_flash_attn"
+        if (folder / f"{_INTERFACE}.py").exists():
+            package = ModuleType("pagewire_vllm_flash_attn")
+            package.__path__ = [str(folder)]
+            sys.modules[package.__name__] = package
+            return import_if_whole(f"{package.__name__}.{_INTERFACE}")
+    package_spec = find_spec("vllm_flash_attn")
+    return import_if_whole(f"vllm_flash_attn.{_INTERFACE}") if package_spec else None
 
 
 def import_if_whole(name: str) -> Any | None:

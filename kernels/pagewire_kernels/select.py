@@ -131,8 +131,9 @@ def candidates(
 ) -> Iterator[AttentionBackend]:
     """Yield the backends available on this machine, best first; only those called `name` if given.
 
-    On a GPU whose speeds were not measured, FlashAttention 3 precedes the Triton kernels, and
-    version 2 follows them, because its blocks of 256 tokens waste memory and share fewer prefixes.
+    On a GPU whose speeds were not measured, packages of FlashAttention that take blocks of 16
+    tokens precede the Triton kernels, and the others follow them, because blocks of 256 tokens
+    waste memory and share fewer prefixes.
     """
     for known, make in _order(device, batch_invariant):
         if name is None or known == name:
@@ -145,9 +146,9 @@ def _order(
     if device.type == "cpu":
         yield "cpu", _cpu
     elif device.type == "cuda":
-        yield "flash", partial(_flash, device, any_block_size=True)
+        yield "flash", partial(_flash, device, small_blocks=True)
         yield "triton", partial(_triton, batch_invariant)
-        yield "flash", partial(_flash, device, any_block_size=False)
+        yield "flash", partial(_flash, device, small_blocks=False)
     yield "reference", _reference
 
 
@@ -166,14 +167,14 @@ def _triton(batch_invariant: bool) -> Iterator[AttentionBackend]:
         yield TritonBackend(batch_invariant=batch_invariant)
 
 
-def _flash(device: torch.device, *, any_block_size: bool) -> Iterator[AttentionBackend]:
+def _flash(device: torch.device, *, small_blocks: bool) -> Iterator[AttentionBackend]:
     if find_spec("triton") is None:  # a Triton kernel writes to the cache
         return
     from pagewire_kernels.flash_attention import FlashBackend, installed_calls
     from pagewire_kernels.triton import write_rows
 
     for call in installed_calls(device):
-        if (call.abilities.block_multiple == 1) == any_block_size:
+        if (call.abilities.block_multiple <= 16) == small_blocks:
             yield FlashBackend(call, write_rows)
 
 

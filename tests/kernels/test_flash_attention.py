@@ -1,5 +1,6 @@
 """The `flash` backend: what it passes to each package, and the packages themselves on a GPU."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from pagewire_kernels.flash_attention import (
     FlashBackend,
     FlashCall,
     TorchVarlen,
+    VllmFlashAttention,
     import_if_whole,
+    import_vllm_flash_attn,
+    vllm_calls,
 )
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.self_check import self_check
@@ -25,6 +29,8 @@ CALLS: dict[str, FlashCall] = {
         fake_flash.flash_attn_varlen_func, fake_flash.flash_attn_with_kvcache_2
     ),
     "version 3": FlashAttention3(fake_flash.flash_attn_with_kvcache_3),
+    "vllm 2": VllmFlashAttention(fake_flash.flash_attn_varlen_func_of_vllm, 2),
+    "vllm 3": VllmFlashAttention(fake_flash.flash_attn_varlen_func_of_vllm, 3),
     "torch": TorchVarlen(fake_flash.varlen_attn),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -34,7 +40,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "cap": {"soft_cap": 2.0},
     "alibi": {"alibi_slopes": torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.bfloat16)},
 }
-UNABLE = {("version 3", "alibi"), ("torch", "alibi"), ("torch", "cap")}
+UNABLE = {("version 3", "alibi"), ("vllm 3", "alibi"), ("torch", "alibi"), ("torch", "cap")}
 
 LENGTHS = [300, 1, 12]
 PARTS = {
@@ -139,3 +145,73 @@ def test_a_package_built_for_another_torch_is_as_good_as_none(
     whole = import_if_whole("whole_flash")
     assert whole is not None
     assert whole.answer == 1
+
+
+VLLM_INTERFACE = """
+from . import _vllm_fa3_C
+FA2_AVAILABLE, FA3_AVAILABLE = {available}
+def flash_attn_varlen_func(q, k, v, seqused_k=None, block_table=None, fa_version=2):
+    return _vllm_fa3_C.answer
+"""
+
+
+@pytest.fixture
+def vllm_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A wheel of vLLM that cannot be imported as a whole, without its FlashAttention."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [each for each in sys.modules if each.startswith("pagewire_vllm_flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)
+    folder = tmp_path / "vllm/vllm_flash_attn"
+    folder.mkdir(parents=True)
+    for each in (folder.parent, folder):
+        (each / "__init__.py").write_text("raise AssertionError('imports all of vLLM')")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("available", "is_hopper", "versions"),
+    [
+        ("True, True", True, [3, 2]),
+        ("True, True", False, [2]),
+        ("False, True", True, [3]),
+        ("False, False", True, []),
+    ],
+)
+def test_the_package_in_vllms_wheel_is_found_without_importing_vllm(
+    vllm_folder: Path, available: str, is_hopper: bool, versions: list[int]
+) -> None:
+    (vllm_folder / "flash_attn_interface.py").write_text(VLLM_INTERFACE.format(available=available))
+    (vllm_folder / "_vllm_fa3_C.py").write_text("answer = 42")
+    interface = import_vllm_flash_attn()
+    assert interface is not None
+    assert interface.flash_attn_varlen_func(1, 2, 3) == 42
+    calls = [*vllm_calls(interface, is_hopper=is_hopper)]
+    assert [each.version for each in calls] == [f"vllm flash-attn {each}" for each in versions]
+    assert "vllm" not in sys.modules
+
+
+def test_a_vllm_without_flash_attention_is_as_good_as_none(
+    vllm_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert import_vllm_flash_attn() is None
+    (vllm_folder / "flash_attn_interface.py").write_text("raise ImportError('built for torch 2')")
+    assert import_vllm_flash_attn() is None
+    assert "built for torch 2" in caplog.text
+    assert not [*vllm_calls(None, is_hopper=True)]
+
+
+def test_vllms_package_of_its_own_is_found_and_an_old_one_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "vllm_flash_attn"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "flash_attn_interface.py").write_text(
+        "FA2_AVAILABLE = True\ndef flash_attn_varlen_func(q, k, v, cu_seqlens_k): ..."
+    )
+    interface = import_vllm_flash_attn()
+    assert interface is not None
+    assert interface.__name__ == "vllm_flash_attn.flash_attn_interface"
+    assert not [*vllm_calls(interface, is_hopper=True)]
+    assert "vllm_flash_attn is too old" in caplog.text

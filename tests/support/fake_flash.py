@@ -4,6 +4,7 @@ Their parameters are those of the packages and their meaning is what their docum
 that what our calls pass is proved without them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -124,6 +125,56 @@ def flash_attn_with_kvcache_3(
         causal=causal,
         window_size=window_size,
         softcap=softcap,
+    )
+
+
+def flash_attn_varlen_func_of_vllm(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    q_v: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    fa_version: int = 2,
+) -> Tensor:
+    assert block_table is not None
+    assert seqused_k is not None
+    assert window_size is not None
+    assert k.shape[1] % 16 == 0
+    assert fa_version == 2 or alibi_slopes is None
+    left, right = window_size
+    return _attend(
+        q,
+        k,
+        v,
+        query_start=cu_seqlens_q,
+        lengths=seqused_k,
+        tables=block_table,
+        longest=(max_seqlen_q, max_seqlen_k),
+        scale=softmax_scale,
+        causal=causal,
+        window_size=(left, right),
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
     )
 
 
