@@ -102,7 +102,7 @@ class SimulationConfig:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8")
-ATTENTION_BACKENDS = ("flash", "triton", "cpu", "reference")
+ATTENTION_BACKENDS = ("flash", "flashinfer", "triton", "cpu", "reference")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +134,7 @@ class ModelConfig:
     """Maximum number of tokens of prompt and output together."""
 
     attention_backend: str | None = None
-    """flash, triton, cpu or reference."""
+    """flash, flashinfer, triton, cpu or reference."""
 
     batch_invariant: bool = False
     """Make tokens independent of the rest of the batch on a GPU, too; slower."""

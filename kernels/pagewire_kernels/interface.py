@@ -161,6 +161,9 @@ class Abilities:
     alibi: bool = True
     batch_invariant: bool = False
 
+    head_dims: tuple[int, ...] | None = None
+    """None for all."""
+
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
 
@@ -178,6 +181,9 @@ class Abilities:
             yield "has no fp8 cache (--kv-cache-dtype)"
         if needs.cache_dtype == torch.int8 and not self.int8_cache:
             yield "has no int8 cache (--kv-cache-dtype)"
+        if self.head_dims is not None and needs.head_dim not in self.head_dims:
+            sizes = ", ".join(map(str, self.head_dims))
+            yield f"takes heads of {sizes} elements, not {needs.head_dim}"
         if self.max_head_dim is not None and needs.head_dim > self.max_head_dim:
             yield f"takes heads of at most {self.max_head_dim} elements, not {needs.head_dim}"
         if needs.head_dim % self.head_dim_multiple:

@@ -20,7 +20,8 @@ from pagewire_kernels.self_check import check_products, self_check
 logger = logging.getLogger(__name__)
 
 
-BACKEND_NAMES = ("flash", "triton", "cpu", "reference")
+BACKEND_NAMES = ("flash", "flashinfer", "triton", "cpu", "reference")
+_GPU_NAMES = ("flash", "flashinfer", "triton")
 
 Check = Callable[[AttentionBackend, torch.device, AttentionNeeds], None]
 
@@ -50,7 +51,7 @@ def select_backend(
         raise ValueError(f"attention backend: expected one of {expected}, got {name!r}")
     if name == "cpu" and device.type != "cpu":
         raise ValueError(f"attention backend 'cpu' does not run on device {device}")
-    if name in ("flash", "triton") and device.type != "cuda":
+    if name in _GPU_NAMES and device.type != "cuda":
         raise ValueError(f"attention backend {name!r} does not run on device {device}")
     speeds = None
     if by_speed and device.type == "cuda":
@@ -132,8 +133,8 @@ def candidates(
     """Yield the backends available on this machine, best first; only those called `name` if given.
 
     On a GPU whose speeds were not measured, packages of FlashAttention that take blocks of 16
-    tokens precede the Triton kernels, and the others follow them, because blocks of 256 tokens
-    waste memory and share fewer prefixes.
+    tokens precede the Triton kernels. The others follow them: FlashInfer, because mixed batches are
+    not captured, and packages whose blocks of 256 tokens waste memory and share fewer prefixes.
     """
     for known, make in _order(device, batch_invariant):
         if name is None or known == name:
@@ -148,6 +149,7 @@ def _order(
     elif device.type == "cuda":
         yield "flash", partial(_flash, device, small_blocks=True)
         yield "triton", partial(_triton, batch_invariant)
+        yield "flashinfer", partial(_flashinfer, device)
         yield "flash", partial(_flash, device, small_blocks=False)
     yield "reference", _reference
 
@@ -176,6 +178,17 @@ def _flash(device: torch.device, *, small_blocks: bool) -> Iterator[AttentionBac
     for call in installed_calls(device):
         if (call.abilities.block_multiple <= 16) == small_blocks:
             yield FlashBackend(call, write_rows)
+
+
+def _flashinfer(device: torch.device) -> Iterator[AttentionBackend]:
+    if find_spec("triton") is None:  # a Triton kernel writes to the cache
+        return
+    from pagewire_kernels.flashinfer import FlashInferBackend, installed_flashinfer
+    from pagewire_kernels.triton import write_rows
+
+    package = installed_flashinfer(device)
+    if package is not None:
+        yield FlashInferBackend(package, write_rows)
 
 
 def _reference() -> Iterator[AttentionBackend]:
@@ -260,7 +273,7 @@ def layer_kernels(
     backend: AttentionBackend, device: torch.device, dtype: torch.dtype
 ) -> LayerKernels:
     """Return the fastest layer kernels of the device; plain torch for the reference backend."""
-    if backend.name in ("triton", "flash"):
+    if backend.name in _GPU_NAMES:
         from pagewire_kernels.triton import TritonLayerKernels  # imports triton
 
         return TritonLayerKernels()

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from io import BytesIO
 from pathlib import Path
 from shutil import which
@@ -68,6 +69,17 @@ def test_only_workers_have_torch() -> None:
     assert scheduler.count("/requirements/scheduler.txt") == 1
     assert "/requirements/worker.txt" not in scheduler
     assert "torch" not in (ROOT / "deploy/docker/constraints.txt").read_text()
+
+
+def test_an_argument_selects_attention_kernels_among_the_extras() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    arguments = [value for name, value in stages()["worker-cuda"] if name == "ARG"]
+    assert 'ATTENTION=""' in arguments, "none by default"
+    (command,) = (value for _, value in stages()["worker-cuda"] if 'case "${ATTENTION}"' in value)
+    for name in ("flashinfer", "flash-attn"):
+        assert name in extras["optional-dependencies"]
+        assert f"{name}) pip install" in command
+        assert f"-r /requirements/{name}.txt" in command
 
 
 def pins() -> dict[str, str]:

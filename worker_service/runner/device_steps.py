@@ -31,7 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, SamplingRows, StepInputs, mask_width
+from pagewire_kernels.batch import (
+    AttentionMetadata,
+    SamplingRows,
+    StepInputs,
+    mask_width,
+)
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
@@ -190,6 +195,7 @@ class StepLaunch:
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,
+            host_lengths=inputs.host_lengths(),
         )
         hidden = self._model.forward(
             prepared.token_ids, prepared.positions, self._kv_cache, metadata
@@ -206,7 +212,7 @@ class StepLaunch:
         assert graphs is not None, "recorded_size gave a size"
         columns = graphs.columns(inputs, each.positions, each.mask_rows, size)
         self._send(graphs, columns, changes, size)
-        graphs.replay_forward(size)
+        graphs.replay_forward(size, inputs.context_lens)
 
     def replay_mixed(
         self, inputs: HostInputs, last_states: Int64Array, changes: list[Column], num_tokens: int

@@ -89,6 +89,9 @@ class Profiler:
 _WAITING_BACKENDS = ("reference",)
 """Attention backends that synchronise with the device in the middle of a step."""
 
+_DECODE_GRAPH_BACKENDS = ("flashinfer",)
+"""Attention backends whose graphs of decodes only can be captured."""
+
 
 class ModelExecutor:
     """Implements `worker_service.engine.executor.Executor` with torch."""
@@ -290,7 +293,8 @@ class ModelExecutor:
 
     def _mixed_sizes(self) -> list[int]:
         """Padded numbers of tokens of the mixed batches to record."""
-        if not self._uses_cuda_graphs:
+        backend = self.loaded.config.attention_backend
+        if not self._uses_cuda_graphs or backend in _DECODE_GRAPH_BACKENDS:
             return []
         return mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens))
 

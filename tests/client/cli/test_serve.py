@@ -149,7 +149,11 @@ def test_memory_that_cannot_be_had_ends_serve_with_what_to_choose(tmp_path: Path
     ("flag", "value", "words"),
     [
         ("--dtype", "float8", "dtype: expected one of auto, float32, bfloat16, float16"),
-        ("--attention-backend", "x", "attention_backend: expected one of flash, triton, cpu"),
+        (
+            "--attention-backend",
+            "x",
+            "attention_backend: expected one of flash, flashinfer, triton, cpu",
+        ),
         ("--kv-cache-memory", "4XB", "Invalid value for '--kv-cache-memory'"),
         ("--model", "/no/such/model", "/no/such/model: no such directory or file"),
         ("--policy", "lifo", "Invalid value for '--policy'"),
