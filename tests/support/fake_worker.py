@@ -186,6 +186,7 @@ class FakeWorker(WorkerServiceServicer):
         self.address = ""
         self.advertise: str | None = None
         """The address to register, when it is not the real one."""
+        self.num_infos = 0
         self.num_profiles = 0
         self.busy_us = 0
         """What it says of itself when it is asked."""
@@ -245,21 +246,24 @@ class FakeWorker(WorkerServiceServicer):
         """Keep results back until `may_answer` is set."""
         self.may_answer.clear()
 
+    def registration(self, *, last_epoch: int = 0) -> scheduler_service_pb2.WorkerRegistration:
+        """What it tells the core of itself."""
+        return scheduler_service_pb2.WorkerRegistration(
+            worker_id=self.worker_id,
+            group_id=self.group_id,
+            rank=self.rank,
+            world_size=self.world_size,
+            samples=self.samples,
+            address=self.advertise or self.address,
+            model=self.model,
+            last_epoch=last_epoch,
+            version="test",
+        )
+
     async def _register(self, core_address: str, last_epoch: int) -> None:
         async with grpc.aio.insecure_channel(core_address) as channel:
             call = SchedulerServiceStub(channel).RegisterWorker(wait_for_ready=True)
-            registration = scheduler_service_pb2.WorkerRegistration(
-                worker_id=self.worker_id,
-                group_id=self.group_id,
-                rank=self.rank,
-                world_size=self.world_size,
-                samples=self.samples,
-                address=self.advertise or self.address,
-                model=self.model,
-                last_epoch=last_epoch,
-                version="test",
-            )
-            await self._beat(call, registration)
+            await self._beat(call, self.registration(last_epoch=last_epoch))
             beating = asyncio.create_task(self._keep_beating(call))
             try:
                 async for response in call:
@@ -290,6 +294,7 @@ class FakeWorker(WorkerServiceServicer):
     async def GetInfo(
         self, request: worker_service_pb2.GetInfoRequest, context: Any
     ) -> worker_service_pb2.GetInfoResponse:
+        self.num_infos += 1
         return worker_service_pb2.GetInfoResponse(
             worker_id=self.worker_id,
             model=self.model,

@@ -1,6 +1,8 @@
 """Workers whose heartbeats go on while their steps do not come back."""
 
+import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -133,6 +135,53 @@ async def test_of_several_ranks_the_one_that_stays_busy_is_asked_to_stop(
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 5)
     assert ranks[0].directives == ["serve"]
+
+
+class RegistrationStream:
+    """The core's side of a worker's registration stream, whose first message is already there."""
+
+    def __init__(self, registration: pb.WorkerRegistration) -> None:
+        self._unread = [registration]
+        self.directives: list[str | None] = []
+
+    async def read(self) -> pb.RegisterWorkerRequest:
+        if not self._unread:
+            await asyncio.Event().wait()
+        heartbeat = pb.WorkerHeartbeat(registration=self._unread.pop(), state=READY)
+        return pb.RegisterWorkerRequest(heartbeat=heartbeat)
+
+    async def write(self, response: pb.RegisterWorkerResponse) -> None:
+        self.directives.append(response.directive.WhichOneof("directive"))
+
+
+async def test_a_hung_group_whose_ranks_registered_in_one_turn_waits_for_a_rank_to_register_again(
+    service: CoreService, fleet: Fleet
+) -> None:
+    ranks = [FakeWorker(f"rank-{n}", group_id="g", rank=n, world_size=2) for n in (0, 1)]
+    for worker in ranks:
+        await worker.listen()
+    streams: list[Any] = [RegistrationStream(worker.registration()) for worker in ranks]
+    # Both are read, and their ranks added, before the loop runs anything that either starts.
+    serving = [asyncio.create_task(service.registry.serve(None, stream)) for stream in streams]
+    await until(lambda: states(service) == {"g": READY}, "the group is whole")
+    ranks[1].hold_results()
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2, 3], max_tokens=5)
+        await until(lambda: ranks[1].plans, "it has a plan")
+        ranks[1].busy_us = int(MAX_HANGS * LIMIT_S * 1e6)
+        await until(lambda: streams[1].directives == ["serve", "stop"], "it was asked to stop")
+        num_infos = [worker.num_infos for worker in ranks]
+        await frontend.submit(2, [7], max_tokens=3)
+        await until(lambda: 2 in frontend.accepted, "the core has answered another message")
+        assert states(service) == {"g": HUNG}
+        assert [worker.num_infos for worker in ranks] == num_infos, "no one connects to it"
+        await ranks[1].kill()
+        await fleet.start(FakeWorker("new", group_id="g", rank=1, world_size=2))
+        await frontend.wait_finished(1, 2)
+        assert frontend.tokens[1] == counted(3, 5)
+    for task in serving:
+        task.cancel()
+    await ranks[0].kill()
 
 
 async def test_a_worker_that_reads_no_plans_holds_up_nobody_else(

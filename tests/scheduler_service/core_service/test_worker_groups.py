@@ -1,16 +1,10 @@
 """Groups of several ranks: whole or not at all, the same plans to each, one that samples."""
 
-import asyncio
-from typing import cast
-
 import pytest
 
 from pagewire.v1 import scheduler_service_pb2 as pb
-from pagewire.v1 import status_pb2
-from scheduler_service.core_service.errors import GroupHung
 from scheduler_service.core_service.service import CoreService
-from scheduler_service.core_service.worker_group import Worker, WorkerGroup
-from scheduler_service.core_service.worker_session import WorkerSession
+from scheduler_service.core_service.worker_group import Worker
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
 from tests.support.fake_worker import FakeWorker, counted
@@ -202,42 +196,3 @@ async def test_a_draining_group_that_loses_a_rank_is_drained(
         await fleet.start(FakeWorker("elsewhere"))
         await frontend.wait_finished(1)
         assert frontend.tokens[1] == counted(3, 60)
-
-
-class HungSession:
-    """A session whose steps have hung too often."""
-
-    state, epoch, num_steps, has_stream = status_pb2.WORKER_STATE_READY, 1, 0, True
-
-    async def run(self) -> None:
-        raise GroupHung("its steps hung", [])
-
-
-async def test_a_hung_group_whose_ranks_registered_together_waits_for_one_to_register_again() -> (
-    None
-):
-    sessions: list[HungSession] = []
-
-    def make_session(_: object) -> WorkerSession:
-        sessions.append(HungSession())
-        return cast(WorkerSession, sessions[-1])
-
-    ranks = [
-        pb.WorkerRegistration(worker_id=f"rank-{number}", group_id=GROUP, rank=number, world_size=2)
-        for number in (0, 1)
-    ]
-    group = WorkerGroup(ranks[0], make_session)
-    for registration in ranks:
-        group.join(Worker(registration, 0.0))
-    async with asyncio.TaskGroup() as tasks:
-        stepping = [tasks.create_task(group.step()) for _ in ranks]
-        await until(lambda: group.is_hung, "the group has hung")
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert len(sessions) == 1
-        assert group.state == status_pb2.WORKER_STATE_HUNG
-        group.join(Worker(ranks[1], 0.0))
-        stepping.append(tasks.create_task(group.step()))
-        await until(lambda: len(sessions) == 2, "it is used again")
-        for task in stepping:
-            task.cancel()
