@@ -149,7 +149,8 @@ async def _run(config: WorkerConfig) -> None:
 
 
 def _executor_of(config: WorkerConfig) -> "Executor":
-    """The plans' executor, imported here because a simulation needs no torch."""
+    """The plans' executor, imported here because a simulation needs no torch. Raises WorkerError if
+    the model cannot be loaded and that can be found before anything is listened on."""
     from worker_service.config import DEFAULT_BLOCK_SIZE, SimulationConfig
 
     model = config.model
@@ -158,9 +159,10 @@ def _executor_of(config: WorkerConfig) -> "Executor":
 
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         return SimulatedExecutor(model, block_size, max_drafts=config.runner.max_drafts)
-    from worker_service.loader import load_model
+    from worker_service.loader import check_model, load_model
     from worker_service.runner.model_executor import ModelExecutor, Profiler
 
+    check_model(model, config.cache)
     profiler = Profiler(Path(config.profile_dir))
     store, rendezvous = config.group.store_address, None
     if store is not None:

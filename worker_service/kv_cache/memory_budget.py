@@ -97,7 +97,7 @@ def profile_blocks(
         run_batch(model, block_size, device, 2, _WARM_UP_TOKENS, sample)
         budget = _cpu_budget(model, config, block_size, block_bytes, max_num_seqs, num_ranks)
         swap_space = config.swap_space or 0
-    _require_host_memory(device, budget, swap_space, cache, held_bytes)
+    require_host_memory(device, budget, swap_space, cache, held_bytes)
     num_gpu_blocks = budget // block_bytes
     if num_gpu_blocks < 1:
         raise OutOfMemory(
@@ -114,13 +114,18 @@ def profile_blocks(
     return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // swapped_bytes)
 
 
-def _require_host_memory(
+def require_host_memory(
     device: torch.device,
     budget: int,
     swap_space: int,
-    cache: CacheEngine | None,
-    held_bytes: int,
+    cache: CacheEngine | None = None,
+    held_bytes: int = 0,
 ) -> None:
+    """Raise OutOfMemory if the host has less memory than blocks would take.
+
+    budget: bytes of a device's blocks, which are the host's on a CPU; swap_space: bytes of swapped
+    blocks; cache: the present cache, which the new one will replace, with `held_bytes` on a CPU.
+    """
     wanted = {"swap_space": swap_space}
     held = 0 if cache is None else cache.host_cache.nbytes
     if device.type == "cpu":

@@ -3,6 +3,7 @@
 | file | holds |
 | --- | --- |
 | `load.py` | `load_model`: finds the model, selects kernels, builds it, fills it, and tries it |
+| | `check_model`: what can be found wrong without doing so |
 | `eagle_head.py` | loading a draft head, which is checked against its target |
 | `model_files.py` | a directory, the hub or the embedded model; assets for frontends; fingerprint |
 | `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |
@@ -17,6 +18,6 @@
 """
 
 from worker_service.loader.eagle_head import load_eagle_head
-from worker_service.loader.load import LoadedModel, load_draft_model, load_model
+from worker_service.loader.load import LoadedModel, check_model, load_draft_model, load_model
 
-__all__ = ["LoadedModel", "load_draft_model", "load_eagle_head", "load_model"]
+__all__ = ["LoadedModel", "check_model", "load_draft_model", "load_eagle_head", "load_model"]

@@ -17,10 +17,11 @@ import torch
 
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_kernels
-from worker_service.config import CacheConfig, ModelConfig
+from worker_service.config import CacheConfig, ModelConfig, local_model
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
+from worker_service.kv_cache.memory_budget import require_host_memory
 from worker_service.loader.device import (
     freed_memory_returns,
     initialize_vector_math,
@@ -33,6 +34,7 @@ from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import (
     fingerprint,
     read_config,
+    resolve_config,
     resolve_model,
     special_tokens,
 )
@@ -50,7 +52,12 @@ from worker_service.loader.weights import (
 from worker_service.models.interface import Model, ModelContext
 from worker_service.models.linear import cpu_arithmetic, has_quantized_products
 from worker_service.models.native import NativeModel
-from worker_service.models.registry import NATIVE_MODELS, build_native_model
+from worker_service.models.registry import (
+    NATIVE_MODELS,
+    build_native_model,
+    limit_model_len,
+    native_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -208,6 +215,48 @@ def _packs_with_triton(
     return False
 
 
+def _device_of(config: ModelConfig, cache: CacheConfig) -> torch.device:
+    """The device to load the model on. Raises InvalidOption for options that exclude it."""
+    is_alone = config.layout.world_size == 1
+    device = resolve_device(config.device, config.local_rank, is_alone=is_alone)
+    require_cache_dtype(cache.kv_cache_dtype, device, config.attention_backend)
+    if config.batch_invariant and device.type == "cuda" and not is_alone:
+        raise InvalidOption(
+            "batch_invariant: expected one rank on GPUs, since several add up their partial sums in"
+            f" an order that depends on the number of rows, got {config.layout.world_size}"
+        )
+    if config.quantization_cache is not None and not is_alone:
+        raise InvalidOption(
+            "quantization_cache: expected one rank, since several round their own shards, got"
+            f" {config.layout.world_size}"
+        )
+    return device
+
+
+def check_model(config: ModelConfig, cache: CacheConfig) -> None:
+    """Raise the error of `load_model` if options, `config.json` or headers of weights show it, and
+    OutOfMemory if its cache is larger than the memory.
+
+    Takes milliseconds, unless the model is on the hub and not in its cache: then its `config.json`
+    is downloaded. Passing does not mean that the model can be loaded.
+    """
+    device = _device_of(config, cache)
+    require_host_memory(device, cache.kv_cache_memory or 0, cache.swap_space or 0)
+    model_dir = resolve_config(config.model, config.revision)
+    if model_dir is None:
+        return
+    hf_config = read_config(model_dir)
+    schemes = read_schemes(model_dir / "config.json", hf_config)
+    settings = native_settings(hf_config)
+    if settings is None:
+        _refuse_ranks(config.layout, hf_config)
+    else:
+        settings.require_shards(config.layout)
+        limit_model_len(config.max_model_len, settings.max_model_len)
+    if config.load_format != "dummy" and local_model(config.model) is not None:
+        open_checkpoint(model_dir, schemes)
+
+
 def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
     """Load the model that `config` names onto its device, ready to run.
 
@@ -216,22 +265,10 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     Raises a `WorkerError` that names the invalid option, or the file and tensor at fault.
     """
     started = time.monotonic()
-    is_alone = config.layout.world_size == 1
-    device = resolve_device(config.device, config.local_rank, is_alone=is_alone)
     cache = cache or CacheConfig()
-    require_cache_dtype(cache.kv_cache_dtype, device, config.attention_backend)
-    if config.batch_invariant and device.type == "cuda" and config.layout.world_size > 1:
-        raise InvalidOption(
-            "batch_invariant: expected one rank on GPUs, since several add up their partial sums in"
-            f" an order that depends on the number of rows, got {config.layout.world_size}"
-        )
+    device = _device_of(config, cache)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches there, whatever device its tensors are on
-    if config.quantization_cache is not None and not is_alone:
-        raise InvalidOption(
-            "quantization_cache: expected one rank, since several round their own shards, got"
-            f" {config.layout.world_size}"
-        )
     initialize_vector_math()
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
@@ -249,7 +286,9 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         batch_invariant=config.batch_invariant,
     )
     # Ranks must choose alike, which measurements might not make them do.
-    kernels = choose_kernels(device, needs, config.attention_backend, by_speed=is_alone)
+    kernels = choose_kernels(
+        device, needs, config.attention_backend, by_speed=config.layout.world_size == 1
+    )
     if any(scheme.activations for _, scheme in schemes) and not has_quantized_products(
         dtype, device
     ):

@@ -8,6 +8,7 @@ import logging
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +35,62 @@ def resolve_model(model: str, revision: str | None = None, *, weights: bool = Tr
         return _EMBEDDED_DIR
     if (found := local_model(model)) is not None:
         return found
-    if not _may_be_hub_id(model):
-        raise ModelNotFound(
-            f"{model}: no such directory or file, and not a hub id of the form owner/name"
-        )
+    _require_hub_id(model)
     return _download(model, revision, weights)
 
 
-def _may_be_hub_id(model: str) -> bool:
+def resolve_config(model: str, revision: str | None = None) -> Path | None:
+    """Like `resolve_model`, but of a model of the hub only `config.json` is downloaded.
+
+    None if the model is in the hub's local cache, which may be older than the hub, or if it has no
+    such file.
+    """
+    if model == EMBEDDED or local_model(model) is not None:
+        return resolve_model(model)
+    _require_hub_id(model)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    if try_to_load_from_cache(model, "config.json", revision=revision) is not None:
+        return None
+    with _hub_errors(model):
+        try:
+            return Path(hf_hub_download(model, "config.json", revision=revision)).parent
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            return None
+
+
+def _require_hub_id(model: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
     try:
         validate_repo_id(model)
     except HFValidationError:
-        return False
-    return True
+        raise ModelNotFound(
+            f"{model}: no such directory or file, and not a hub id of the form owner/name"
+        ) from None
 
 
 def _download(model: str, revision: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
     logger.info("looking for the model on the hub model=%s revision=%s", model, revision)
+    with _hub_errors(model):
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+
+
+@contextmanager
+def _hub_errors(model: str) -> Iterator[None]:
+    """Turn errors of the hub's library into ModelNotFound."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     tried = f"{model}: no such directory or file, and the Hugging Face hub"
     try:
-        path = snapshot_download(model, revision=revision, allow_patterns=patterns)
+        yield
     except LocalEntryNotFoundError as error:
         raise ModelNotFound(
             f"{tried} could not be reached, nor is it in the local cache"
@@ -69,7 +99,6 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
         raise ModelNotFound(f"{tried} refused it: {_first_line(error)}") from error
     except OSError as error:
         raise ModelNotFound(f"{tried} could not be used: {_first_line(error)}") from error
-    return Path(path)
 
 
 def _first_line(error: Exception) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
+from worker_service.distributed.layout import Layout
 from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
 from worker_service.models.layers import LayerNorm, PagedAttention, RMSNorm, norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
@@ -42,6 +43,12 @@ class ModelSettings:
 
     norm_eps: float
     tie_word_embeddings: bool
+
+    def require_shards(self, layout: Layout) -> None:
+        """Raise InvalidOption unless the ranks can share the model."""
+        layout.layer_range(self.num_layers)
+        layout.even_shard(self.num_heads, "attention heads")
+        layout.kv_head_shard(self.num_kv_heads)
 
 
 class DecoderLayer(nn.Module, ABC):
@@ -138,8 +145,8 @@ class NativeModel(LoadableModule):
         self._is_tied = s.tie_word_embeddings
         self.num_layers = s.num_layers
         """Number of layers of all stages."""
+        s.require_shards(layout)
         self._layer_range = layout.layer_range(s.num_layers)
-        layout.even_shard(s.num_heads, "attention heads")  # raises the first error
         self.kv_cache_spec = KVCacheSpec(
             num_layers=len(self._layer_range),
             num_kv_heads=layout.kv_head_shard(s.num_kv_heads).size,

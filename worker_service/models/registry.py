@@ -25,6 +25,24 @@ NATIVE_MODELS: dict[str, tuple[ReadSettings, Callable[..., NativeModel]]] = {
 """Native models by the class name in `config.json`."""
 
 
+def native_settings(config: Mapping[str, Any]) -> ModelSettings | None:
+    """The settings of a native model; None if there is none for it.
+
+    config: content of `config.json`. Raises BadCheckpoint if a key is missing.
+    """
+    architecture = (config.get("architectures") or [""])[0]
+    if architecture not in NATIVE_MODELS:
+        return None
+    read_settings, _ = NATIVE_MODELS[architecture]
+    try:
+        settings = read_settings(config)
+    except KeyError as error:
+        raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
+    if settings is None or settings.activation not in ACTIVATIONS:
+        return None
+    return settings
+
+
 def build_native_model(
     config: Mapping[str, Any],
     max_model_len: int | None,
@@ -36,18 +54,12 @@ def build_native_model(
     config: content of `config.json`; max_model_len: None for the model's own limit. Raises
     BadCheckpoint if a key is missing, InvalidOption if `max_model_len` exceeds the limit.
     """
-    architecture = (config.get("architectures") or [""])[0]
-    if architecture not in NATIVE_MODELS:
+    settings = native_settings(config)
+    if settings is None:
         return None
-    read_settings, model = NATIVE_MODELS[architecture]
-    try:
-        settings = read_settings(config)
-        if settings is None or settings.activation not in ACTIVATIONS:
-            return None
-        length = limit_model_len(max_model_len, settings.max_model_len)
-        return model(settings, length, context, kernels)
-    except KeyError as error:
-        raise BadCheckpoint(f"config.json: {architecture} needs the key {error}") from error
+    _, model = NATIVE_MODELS[config["architectures"][0]]
+    length = limit_model_len(max_model_len, settings.max_model_len)
+    return model(settings, length, context, kernels)
 
 
 def limit_model_len(asked: int | None, limit: int) -> int:

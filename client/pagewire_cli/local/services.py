@@ -116,9 +116,10 @@ class LocalServices:
     def start(self, timeout_s: float | None = None) -> None:
         """Start all, and wait until every frontend serves.
 
-        Their output is shown once all of them listen, which each does when it has checked its
-        flags: nothing else is printed above an error in those. Raises LocalServiceError with a
-        service's last output if one fails, or after the timeout; nothing is left running then.
+        Their output is shown once all of them listen, which each does when it has checked its flags
+        and the model's files: nothing else is printed above an error in those. Raises
+        LocalServiceError with a service's last output if one fails, or after the timeout; nothing
+        is left running then.
         """
         try:
             self._require_free()

@@ -130,9 +130,8 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_pat
     (tmp_path / "config.json").write_text("{")
     done = subprocess.run(**command("serve", "--model", str(tmp_path)), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 1
-    *said, last = done.stderr.splitlines()
-    assert last.startswith(f"error: {tmp_path}/config.json cannot be read as JSON")
-    assert not any("cannot be read" in line or "Traceback" in line for line in said)
+    [line] = done.stderr.splitlines()
+    assert line.startswith(f"error: {tmp_path}/config.json cannot be read as JSON")
 
 
 def test_memory_that_cannot_be_had_ends_serve_with_what_to_choose(tmp_path: Path) -> None:
@@ -158,6 +157,7 @@ def test_memory_that_cannot_be_had_ends_serve_with_what_to_choose(tmp_path: Path
         ("--model", "/no/such/model", "/no/such/model: no such directory or file"),
         ("--policy", "lifo", "Invalid value for '--policy'"),
         ("--max-num-seqs", "0", "max_num_seqs must be at least 1, is 0"),
+        ("--max-model-len", "9999", "max_model_len: the model's limit is 1024, got 9999"),
         ("--api-keys", "/no/such/file", "api_keys: cannot read /no/such/file"),
     ],
 )

@@ -11,15 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
-from worker_service.config import ModelConfig
+from worker_service.config import CacheConfig, ModelConfig
+from worker_service.distributed.layout import Layout
 from worker_service.errors import (
     BadCheckpoint,
     InvalidOption,
     ModelNotFound,
+    OutOfMemory,
     UnsupportedModel,
     WorkerError,
 )
-from worker_service.loader import load_model
+from worker_service.loader import check_model, load_model
 
 Tensors = dict[str, torch.Tensor]
 
@@ -32,6 +34,17 @@ def llama(tmp_path: Path) -> Path:
 
 def _load(path: Path, **options: object) -> None:
     load_model(ModelConfig(model=str(path), device="cpu", **options))  # type: ignore[arg-type]
+
+
+def _refuse(path: Path, **options: object) -> None:
+    """Raise the error with which the model is refused, before anything is loaded, too."""
+    config = ModelConfig(model=str(path), device="cpu", **options)  # type: ignore[arg-type]
+    with pytest.raises(WorkerError) as early:
+        check_model(config, CacheConfig())
+    with pytest.raises(WorkerError) as late:
+        load_model(config)
+    assert repr(early.value) == repr(late.value)
+    raise early.value
 
 
 def _edit_weights(path: Path, edit: Callable[[Tensors], object]) -> None:
@@ -49,17 +62,17 @@ def _edit_config(path: Path, **changes: object) -> None:
 
 def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=f"{tmp_path}/nothing: no such directory or file"):
-        _load(tmp_path / "nothing")
+        _refuse(tmp_path / "nothing")
 
 
 def test_a_file_in_place_of_a_directory_is_named(llama: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json is a file; expected"):
-        _load(llama / "config.json")
+        _refuse(llama / "config.json")
 
 
 def test_a_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"holds no config\.json"):
-        _load(tmp_path)
+        _refuse(tmp_path)
 
 
 def test_the_error_for_an_unreachable_hub_names_what_was_tried(
@@ -70,7 +83,7 @@ def test_the_error_for_an_unreachable_hub_names_what_was_tried(
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ModelNotFound) as caught:
-        _load(Path("someone/some-model"))
+        _refuse(Path("someone/some-model"))
     assert str(caught.value).startswith(
         "someone/some-model: no such directory or file, and the Hugging"
     )
@@ -80,19 +93,19 @@ def test_the_error_for_an_unreachable_hub_names_what_was_tried(
 def test_a_configuration_that_is_no_json_is_named(llama: Path) -> None:
     (llama / "config.json").write_text("{")
     with pytest.raises(BadCheckpoint, match=r"config\.json cannot be read as JSON"):
-        _load(llama)
+        _refuse(llama)
 
 
 def test_a_configuration_without_an_architecture_is_refused(llama: Path) -> None:
     _edit_config(llama, architectures=None)
     with pytest.raises(BadCheckpoint, match="names no architecture"):
-        _load(llama)
+        _refuse(llama)
 
 
 def test_a_missing_key_of_the_configuration_is_named(llama: Path) -> None:
     _edit_config(llama, intermediate_size=None)
     with pytest.raises(BadCheckpoint, match="LlamaForCausalLM needs the key 'intermediate_size'"):
-        _load(llama)
+        _refuse(llama)
 
 
 @pytest.mark.parametrize("kept", [3, 50, 4000, 100_000])
@@ -100,13 +113,13 @@ def test_a_truncated_file_is_named(llama: Path, kept: int) -> None:
     file = llama / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors is truncated or damaged"):
-        _load(llama)
+        _refuse(llama)
 
 
 def test_a_file_of_garbage_is_named(llama: Path) -> None:
     (llama / "model.safetensors").write_bytes(bytes(range(256)) * 100)
     with pytest.raises(BadCheckpoint, match=r"model\.safetensors is truncated or damaged"):
-        _load(llama)
+        _refuse(llama)
 
 
 def test_missing_unexpected_and_misshapen_tensors_are_named(llama: Path) -> None:
@@ -188,20 +201,20 @@ def test_many_names_are_cut_short(llama: Path) -> None:
 def test_pickled_weights_are_refused(llama: Path) -> None:
     (llama / "model.safetensors").rename(llama / "pytorch_model.bin")
     with pytest.raises(BadCheckpoint, match=r"only pickled weights \(pytorch_model\.bin\)"):
-        _load(llama)
+        _refuse(llama)
 
 
 def test_a_checkpoint_without_weights_is_refused(llama: Path) -> None:
     (llama / "model.safetensors").unlink()
     with pytest.raises(BadCheckpoint, match=r"holds no \*\.safetensors file"):
-        _load(llama)
+        _refuse(llama)
 
 
 def test_a_shard_that_the_index_names_must_be_there(llama: Path) -> None:
     index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
     (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(BadCheckpoint, match=r"names missing files: model-00001-of-00002"):
-        _load(llama)
+        _refuse(llama)
 
 
 def test_the_transformers_backend_names_faults_as_well(tmp_path: Path) -> None:
@@ -222,7 +235,6 @@ def test_the_transformers_backend_names_faults_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_model_len": 100_000}, "max_model_len: the model's limit is 256, got 100000"),
         ({"threads": 0}, "threads: expected at least 1, got 0"),
         ({"max_model_len": 0}, "max_model_len: expected at least 1, got 0"),
         ({"dtype": "float8"}, "dtype: expected one of auto, float32, bfloat16, float16"),
@@ -239,6 +251,51 @@ def test_a_wrong_option_is_named(options: dict[str, object], message: str) -> No
     arguments = {"model": str(checkpoint("llama")), "device": "cpu"} | options
     with pytest.raises(InvalidOption, match=message):
         load_model(ModelConfig(**arguments))  # type: ignore[arg-type]
+
+
+def test_a_length_beyond_the_models_is_refused() -> None:
+    with pytest.raises(InvalidOption, match=r"max_model_len: the model's limit is 256, got 257"):
+        _refuse(checkpoint("llama"), max_model_len=257)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "message"),
+    [
+        ("llama", {"tensor_parallel_size": 5}, "5 ranks cannot share the model's 4 attention"),
+        ("llama", {"pipeline_parallel_size": 9}, "expected at most 2, the model's layers, got 9"),
+        ("olmo2", {"tensor_parallel_size": 2}, "expected 1 for Olmo2ForCausalLM, got 2"),
+    ],
+)
+def test_ranks_that_cannot_share_a_model_are_refused(
+    family: str, layout: dict[str, int], message: str
+) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        _refuse(checkpoint(family), layout=Layout(**layout))
+
+
+def test_a_cache_beyond_the_memory_is_refused_before_anything_is_loaded() -> None:
+    config = ModelConfig(model=str(checkpoint("llama")), device="cpu")
+    with pytest.raises(OutOfMemory, match=r"kv_cache_memory: 1048576\.0 GiB are more than the"):
+        check_model(config, CacheConfig(kv_cache_memory=2**50))
+
+
+def test_a_model_in_the_hubs_cache_is_checked_when_it_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The cached files may be older than those of the hub."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--someone--some-model"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs/main").write_text("abc")
+    (cached / "snapshots/abc").mkdir(parents=True)
+    (cached / "snapshots/abc/config.json").write_text("{")
+    config = ModelConfig(model="someone/some-model", device="cpu")
+    check_model(config, CacheConfig())
+    with pytest.raises(BadCheckpoint, match=r"config\.json cannot be read as JSON"):
+        load_model(config)
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
