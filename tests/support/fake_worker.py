@@ -247,7 +247,7 @@ class FakeWorker(WorkerServiceServicer):
         self.may_answer.clear()
 
     def registration(self, *, last_epoch: int = 0) -> scheduler_service_pb2.WorkerRegistration:
-        """What it tells the core of itself."""
+        """Its registration message."""
         return scheduler_service_pb2.WorkerRegistration(
             worker_id=self.worker_id,
             group_id=self.group_id,
