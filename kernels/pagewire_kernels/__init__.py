@@ -19,6 +19,7 @@ table maps its positions to blocks; `AttentionMetadata` describes the batch of a
                    recorded as one program
     triton/        Triton kernels for CUDA devices
     flash_attention.py  FlashAttention over the paged cache, if one of its packages is installed
+    flashinfer.py       FlashInfer over the paged cache, if it is installed
 
 Every backend guarantees that the result of a query row depends, up to rounding, only on that row
 and on the KV of its sequence: not on whether it is computed by a prefill, a chunk of one or a
