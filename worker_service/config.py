@@ -262,7 +262,7 @@ MAX_SPECULATIVE_TOKENS = 255
 class RunnerConfig:
     """How steps are computed."""
 
-    # Not with several ranks, whose steps wait for each other on the host, nor with attention that
+    # Not with stages of a pipeline, which wait for each other on the host, nor with attention that
     # waits for the device.
     cuda_graphs: bool = True
     """On a GPU, capture steps as CUDA graphs at start and replay them."""

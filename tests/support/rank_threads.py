@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
-from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, execute
-from tests.support.runners import AllDrafts
+from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, launch
+from tests.support.runners import AllDrafts, HostEvent, LateEvent
 from tests.support.vocabularies import grammars
 from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
@@ -24,6 +24,9 @@ from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import ModelFacts
 from worker_service.loader import LoadedModel, load_model
 from worker_service.models.interface import Model
+from worker_service.runner.cuda_graphs import GraphRecorder, Replay
+from worker_service.runner.device_state import DeviceState
+from worker_service.runner.in_flight_step import DeviceEvent
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 
@@ -50,6 +53,36 @@ class Executor(ModelExecutor):
         return replace(facts, structured_output=True)
 
 
+class AheadExecutor(Executor):
+    """Launches steps ahead and replays them, as on a GPU. The sampling rank's device is as early as
+    can be, the others' as late."""
+
+    num_recorded = 0
+    """Steps recorded so far."""
+
+    @property
+    def state(self) -> DeviceState:
+        """What the device keeps of this epoch."""
+        assert self._state is not None
+        return self._state
+
+    @property
+    def _has_device_steps(self) -> bool:
+        return True
+
+    def _make_recorder(self) -> GraphRecorder:
+        return self
+
+    def record(self, work: Callable[[], None]) -> Replay:
+        """Do the work once; replays do it again."""
+        self.num_recorded += 1
+        work()
+        return work
+
+    def _make_event(self) -> DeviceEvent:
+        return HostEvent() if self.loaded.communicator.layout.samples else LateEvent()
+
+
 class RankThread:
     """One rank; its executor is used on its thread only, but for `interrupt`."""
 
@@ -61,6 +94,7 @@ class RankThread:
         port: int,
         wrap: Wrap,
         runner: RunnerConfig,
+        executor: type[Executor],
     ) -> None:
         self.layout = layout
         config = ModelConfig(
@@ -72,7 +106,7 @@ class RankThread:
             loaded = load_model(config, cache)
             return replace(loaded, model=wrap(loaded.model, layout))
 
-        self.executor = Executor(
+        self.executor = executor(
             cache,
             Profiler(Path(".")),
             load,
@@ -93,8 +127,12 @@ class RankThread:
 
     def execute(self, plan: bytes) -> StepResult:
         """On its thread: a plan's result, both as they travel."""
+        return self.launch(plan)()
+
+    def launch(self, plan: bytes) -> Callable[[], StepResult]:
+        """On its thread: launch a plan; what is returned may be called elsewhere for its result."""
         assert self.runner is not None
-        return execute(self.runner, plan)
+        return launch(self.runner, plan)
 
 
 class RankThreads:
@@ -109,6 +147,7 @@ class RankThreads:
         block_size: int = 4,
         wrap: Wrap = lambda model, layout: model,
         runner: RunnerConfig = NO_SPECULATION,
+        executor: type[Executor] = Executor,
     ) -> None:
         """wrap: what a rank is to have in place of its model."""
         port = free_port()
@@ -124,6 +163,7 @@ class RankThreads:
                 port,
                 wrap,
                 runner,
+                executor,
             )
             for rank in range(tensor_parallel_size * pipeline_parallel_size)
         ]
@@ -142,6 +182,10 @@ class RankThreads:
     def send(self, plan: bytes) -> "list[Future[StepResult]]":
         """Each rank's result to come, by rank."""
         return [rank.run(lambda r=rank: r.execute(plan)) for rank in self.ranks]
+
+    def launch(self, plan: bytes) -> "list[Future[Callable[[], StepResult]]]":
+        """Each rank's step to come, by rank, to be called for its result."""
+        return [rank.run(lambda r=rank: r.launch(plan)) for rank in self.ranks]
 
     def close(self) -> None:
         """Part the ranks, and end their threads."""
@@ -180,13 +224,13 @@ class ParallelWorker(InProcessWorker):
 
     def send(self, plan: bytes) -> Callable[[], StepResult]:
         """Hand a plan to all ranks; what is returned waits for the sampling rank's result."""
-        results = self._group.send(plan)
+        steps = self._group.launch(plan)
         sampler = self._group.ranks[0].layout.sampler
 
         def result() -> StepResult:
-            for rank, other in enumerate(results):
-                assert rank == sampler or not other.done() or other.result().token_ids == []
-            sampled = results[sampler].result()
+            for rank, other in enumerate(steps):
+                assert rank == sampler or not other.done() or other.result()().token_ids == []
+            sampled = steps[sampler].result()()
             self.num_kept += sum(count - 1 for count in sampled.num_sampled or ())
             return sampled
 
@@ -206,12 +250,14 @@ class ParallelEngine(InProcessEngine):
         num_cpu_blocks: int = 0,
         config: SchedulerConfig | None = None,
         runner: RunnerConfig = NO_SPECULATION,
+        executor: type[Executor] = Executor,
     ) -> None:
         self.group = RankThreads(
             model,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
             runner=runner,
+            executor=executor,
         )
         self.reset(
             num_gpu_blocks=num_gpu_blocks,

@@ -11,7 +11,12 @@ belong to no global state. Rank 0 hosts a small store at a fixed address for as 
 for every epoch the ranks meet there under the epoch's number, so that a group can start again with
 a replaced rank while the others keep their weights. `stage` joins the ranks that share layers; a
 `stage-link` joins two ranks of consecutive stages; `everyone` joins all ranks, always over gloo,
-and carries sampled tokens.
+and carries tokens that are sampled on the host. Those sampled on a GPU are broadcast within its
+stage, by NCCL.
+
+NCCL's collectives are queued on the current stream, where they can be captured in CUDA graphs. Such
+graphs refer to the communicator of their epoch, so they are captured again for the next one, and
+are destroyed before the group is closed: NCCL does not free a communicator before.
 
 Sums. Between CPUs the partial sums are gathered and added in the order of the ranks, so that a
 row's result never depends on its position in a batch; gloo's own all-reduce adds an element's parts
@@ -107,16 +112,25 @@ class EpochRendezvous:
         self._layout = layout
         self._local_host = local_host
 
-    def wait_for_all(self) -> None:
-        """Return once every rank has arrived. Raises GroupBroken."""
+    def wait_for_all(self, settings: str = "") -> None:
+        """Return once every rank has arrived. Raises GroupBroken, also if one has other settings.
+
+        settings: those on which the order or the size of collectives depends.
+        """
         names = [f"rank-{rank}" for rank in range(self._layout.world_size)]
         until = time.monotonic() + _MEET_TIMEOUT_S
         try:
-            self._store.set(names[self._layout.rank], "here")
+            self._store.set(names[self._layout.rank], settings)
             while not self._store.check(names):
                 if self.cancelled.is_set() or time.monotonic() > until:
                     raise GroupBroken("not all ranks of the group have joined")
                 time.sleep(_POLL_S)
+            for name in names:
+                if (other := self._store.get(name).decode()) != settings:
+                    raise GroupBroken(
+                        f"start all ranks with the same flags: {name} has {other}, rank-"
+                        f"{self._layout.rank} has {settings}"
+                    )
         except RuntimeError as error:
             raise GroupBroken(f"lost rank 0: {str(error).splitlines()[0]}") from None
 
@@ -215,6 +229,7 @@ class ProcessGroups:
     def __init__(self, layout: Layout, meeting: EpochRendezvous, device: torch.device) -> None:
         """Create the groups with the other ranks; raises GroupBroken if one is missing."""
         self._on_gpu = device.type == "cuda"
+        self._interrupted = False
         self._broken = meeting.cancelled
         self._layout = layout
         self._sends: deque[Transfer] = deque()
@@ -234,7 +249,8 @@ class ProcessGroups:
         """The sum over the ranks of this stage."""
         partial = partial.contiguous()
         if self._on_gpu:
-            self._stage.allreduce(partial).wait()
+            options = self._options(distributed.AllreduceOptions)
+            self._finish(self._stage.allreduce([partial], options), partial)
             return partial
         parts = self._gather(partial)
         total = parts[0].float()
@@ -248,21 +264,26 @@ class ProcessGroups:
         part, is_first = part.contiguous(), self._layout.tensor_rank == 0
         num_parts = self._layout.tensor_parallel_size if is_first else 0
         parts = [torch.empty_like(part) for _ in range(num_parts)]
-        options = distributed.GatherOptions()
+        options = self._options(distributed.GatherOptions)
         options.rootRank = 0
-        work = self._stage.gather([parts] if is_first else [], [part], options)
-        self._finish(Transfer(work, part, self._broken))
+        self._finish(self._stage.gather([parts] if is_first else [], [part], options), part)
         return torch.cat(parts, dim=1) if is_first else None
+
+    def share_in_stage(self, numbers: Tensor) -> None:
+        """Broadcast from the first rank of this stage to the others, in place."""
+        options = self._options(distributed.BroadcastOptions)
+        options.rootRank = 0
+        self._finish(self._stage.broadcast([numbers], options), numbers)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send hidden states to the next stage."""
         while self._sends and (self._sends[0].is_done or len(self._sends) >= _MAX_SENDS):
-            self._finish(self._sends.popleft())
+            self._await(self._sends.popleft())
         self._sends.append(self._broadcast(self._to_next, hidden.contiguous(), root=0))
 
     def receive(self, hidden: Tensor) -> Tensor:
         """Fill `hidden` with the hidden states of the previous stage."""
-        self._finish(self._broadcast(self._from_previous, hidden, root=0))
+        self._await(self._broadcast(self._from_previous, hidden, root=0))
         return hidden
 
     def share_with_all(self, numbers: Tensor) -> Transfer:
@@ -271,19 +292,21 @@ class ProcessGroups:
 
     def check(self) -> None:
         """Raises GroupBroken after an interruption: results of GPUs are invalid then."""
-        if self._broken.is_set():
+        if self._interrupted:
             raise GroupBroken(_INTERRUPTED)
 
     def interrupt(self) -> None:
         """Make running and later waits raise GroupBroken. May be called on any thread."""
+        self._interrupted = True
         self._broken.set()
         if self._on_gpu:
             for group in self._groups():
-                group.abort()
+                # Kernels end at once, but the call returns only when no graph refers to the group.
+                threading.Thread(target=group.abort, daemon=True).start()
 
     def close(self) -> None:
         """Close the groups; collectives of other ranks that wait for this one then fail."""
-        self.interrupt()
+        self._broken.set()
         self._sends.clear()
         for transfer in self._broadcasts:
             transfer.drop()
@@ -291,7 +314,8 @@ class ProcessGroups:
         self._stage = self._everyone = self._from_previous = self._to_next = None
         threads = []
         while groups:
-            threads.append(threading.Thread(target=_release, args=([groups.pop()],), daemon=True))
+            arguments = [groups.pop()], self._on_gpu
+            threads.append(threading.Thread(target=_release, args=arguments, daemon=True))
             threads[-1].start()
         # A running collective delays the end of its group; on gloo until a peer or the timeout ends
         # it. Usually none is running, and the threads have ended before the process does.
@@ -305,11 +329,22 @@ class ProcessGroups:
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in range(self._layout.tensor_parallel_size)]
-        self._finish(Transfer(self._stage.allgather([parts], [part]), part, self._broken))
+        self._finish(self._stage.allgather([parts], [part]), part)
         return parts
 
-    def _finish(self, transfer: Transfer) -> None:
-        """Wait for a collective; on a GPU the device waits, not this thread."""
+    def _options(self, kind: Any) -> Any:
+        """Options of a collective, which is queued on the current stream of a GPU."""
+        options = kind()
+        options.asyncOp = not self._on_gpu
+        return options
+
+    def _finish(self, work: Any, tensor: Tensor) -> None:
+        """Wait for a collective; on a GPU the device waits, not this thread. work: None if it is
+        part of the current stream."""
+        if work is not None:
+            self._await(Transfer(work, tensor, self._broken))
+
+    def _await(self, transfer: Transfer) -> None:
         if self._on_gpu:
             transfer.work.wait()
         else:
@@ -321,7 +356,9 @@ class ProcessGroups:
         return transfer
 
 
-def _release(group: list[Any]) -> None:
+def _release(group: list[Any], aborts: bool) -> None:
+    if aborts:
+        group[0].abort()
     group.clear()
 
 
@@ -347,18 +384,26 @@ class Communicator:
             return partial
         return self.groups.sum(partial)
 
-    def gather_columns(self, part: Tensor) -> Tensor:
-        """[n, width] of each rank of this stage, concatenated by columns on the rank that samples.
-        The others, which do not read them, get zeros."""
+    def gather_columns(self, part: Tensor, total: int) -> Tensor:
+        """[n, width] of each rank of this stage, concatenated by columns on the rank that samples;
+        the first `total` columns. The others, which do not read them, get zeros that take no
+        memory."""
         size = self.layout.tensor_parallel_size
         if size == 1:
             return part
         if self.groups is None:
-            return part.repeat(1, size)
-        gathered = self.groups.gather_columns(part)
+            gathered: Tensor | None = part.repeat(1, size)
+        else:
+            gathered = self.groups.gather_columns(part)
         if gathered is None:
-            return part.new_zeros((len(part), size * part.shape[1]))
-        return gathered
+            return part.new_zeros(()).expand(len(part), total)
+        return gathered[:, :total].contiguous()
+
+    def share_in_stage(self, numbers: Tensor) -> None:
+        """Broadcast from the first rank of this stage to the others, in place. On a GPU neither
+        waits for it."""
+        if self.groups is not None and self.layout.tensor_parallel_size > 1:
+            self.groups.share_in_stage(numbers)
 
     def send_hidden(self, hidden: Tensor) -> None:
         """Send hidden states to the next stage, without waiting until it receives them."""
@@ -376,12 +421,15 @@ class Communicator:
         columns = torch.arange(1, len(like) + 1, device=like.device)
         return torch.sin((token_ids + 7 * positions + 1).unsqueeze(1) * columns).to(like.dtype)
 
-    def join(self, rendezvous: Rendezvous, epoch: int, device: torch.device) -> None:
-        """Join the other ranks for an epoch. Raises GroupBroken unless all of them do."""
+    def join(
+        self, rendezvous: Rendezvous, epoch: int, device: torch.device, settings: str = ""
+    ) -> None:
+        """Join the other ranks for an epoch. Raises GroupBroken unless all of them do, with the
+        same settings; see `EpochRendezvous.wait_for_all`."""
         self.leave()
         cancelled = self._cancelled = threading.Event()
         meeting = rendezvous.meet(epoch, cancelled)
-        meeting.wait_for_all()
+        meeting.wait_for_all(settings)
         self.groups = ProcessGroups(self.layout, meeting, device)
 
     def interrupt(self) -> None:

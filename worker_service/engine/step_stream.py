@@ -117,7 +117,7 @@ class StepStream:
             result = step.collect()
         except Exception as error:
             self._has_failed = True
-            failure = _failure(plan, error)
+            failure = error if isinstance(error, WorkerError) else _failure(plan, error)
             self._thread.post(lambda: self._end(failure))
         else:
             self._held.append(result)

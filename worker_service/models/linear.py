@@ -540,4 +540,4 @@ class VocabHead(Linear):
         if self.shard.is_whole:
             return logits
         # Only the last ranks' rows are padded, so the padding is at the end.
-        return self._communicator.gather_columns(logits)[:, : self.shard.total].contiguous()
+        return self._communicator.gather_columns(logits, self.shard.total)

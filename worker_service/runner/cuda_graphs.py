@@ -413,4 +413,8 @@ class StepGraphs:
         torch.index_select(hidden, 0, given.last_states, out=self._states(hidden))
 
     def _sample(self, size: int) -> None:
-        self._sampler.sample(self.logits(size), self.rows(size, size), self.outcome[:size])
+        rows, outcome = self.rows(size, size), self.outcome[:size]
+        logits = self.logits(size)
+        if self._sampler.samples:
+            self._sampler.sample(logits, rows, outcome)
+        self._sampler.share(rows, outcome)

@@ -13,12 +13,14 @@ from torch import Tensor
 from pagewire_kernels import reference
 from pagewire_kernels.batch import (
     NON_FINITE,
+    NOT_SAMPLED,
     PreparedInputs,
     SamplingRows,
     SamplingTables,
     StepInputs,
     mask_width,
 )
+from worker_service.distributed.communicator import Communicator
 from worker_service.runner.device_rows import DeviceRows
 from worker_service.sampling.draw import largest
 from worker_service.sampling.logprobs import MIN_WINDOW, window
@@ -93,17 +95,31 @@ class CandidateTensors(NamedTuple):
 
 
 class DeviceSampler:
-    """Prepares inputs and samples on the device, for sequences in rows of `DeviceRows`."""
+    """Prepares inputs and samples on the device, for sequences in rows of `DeviceRows`.
+
+    Of several ranks, one samples, and the others receive what it sampled, on their devices."""
 
     def __init__(
-        self, device_rows: DeviceRows, kernels: StepKernels, block_size: int, vocab_size: int
+        self,
+        device_rows: DeviceRows,
+        kernels: StepKernels,
+        block_size: int,
+        vocab_size: int,
+        communicator: Communicator | None = None,
     ) -> None:
+        """communicator: of the ranks that share the model; None for one rank."""
+        self._communicator = communicator
         self._block_tables = device_rows.block_tables
         self._tables = device_rows.sampling
         self._kernels = kernels
         self._block_size = block_size
         self.no_masks = self.bitmask(1, vocab_size)
         """The bitmask of batches without constraints, which no row reads."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank samples."""
+        return self._communicator is None or self._communicator.layout.samples
 
     def bitmask(self, num_rows: int, vocab_size: int) -> Tensor:
         """Allocate a bitmask of zeros for `SamplingRows`."""
@@ -124,6 +140,25 @@ class DeviceSampler:
         """
         sound = self._kernels.edit(logits, rows, self._tables)
         self._kernels.sample(logits, sound, rows, self._tables, outcome)
+
+    def share(self, rows: SamplingRows, outcome: Tensor) -> None:
+        """Give the other ranks the outcome of a step, or receive it.
+
+        outcome: int64, of `rows` and then of rows that only report on their prompts.
+        """
+        if self._communicator is None:
+            return
+        self._communicator.share_in_stage(outcome)
+        if not self.samples:
+            row_ids, sampled = rows.row_ids.long(), outcome[: len(rows.row_ids)]
+            before = self._tables.latest.index_select(0, row_ids)
+            latest = torch.where(sampled == NOT_SAMPLED, before, sampled)
+            self._tables.latest.index_copy_(0, row_ids, latest)
+
+    def failures(self, row_ids: Tensor) -> Tensor:
+        """int64 [n]: NON_FINITE for rows that have failed, otherwise NOT_SAMPLED."""
+        latest = self._tables.latest.index_select(0, row_ids)
+        return torch.where(latest < 0, latest, NOT_SAMPLED)
 
     def logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> LogprobTensors:
         """Compute the log probabilities of tokens and of at least `num_top` most probable ones.

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
+from worker_service.distributed.communicator import Communicator
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
@@ -62,13 +63,15 @@ class DeviceState:
         max_count_bytes: int = MAX_COUNT_BYTES,
         kernels: StepKernels | None = None,
         mixed: Sequence[int] = (),
+        communicator: Communicator | None = None,
     ) -> None:
         """Allocate the state, and capture graphs.
 
         recorder: captures graphs, None for no graphs; sizes: padded batch sizes of decodes; mixed:
         padded numbers of tokens of mixed batches; num_rows: capacity in sequences, None for the
         default, with room for `num_seqs` running and as many waiting ones; max_count_bytes: memory
-        for occurrences of tokens; kernels: None for those of the device.
+        for occurrences of tokens; kernels: None for those of the device; communicator: of the ranks
+        that share the model, which have joined and capture the same graphs, None for one rank.
 
         Raises CaptureFailed, with the option to change.
         """
@@ -76,7 +79,7 @@ class DeviceState:
         device = kv_cache.device
         self.rows = rows_for(model, block_size, num_seqs, device, num_rows, max_count_bytes)
         kernels = kernels or step_kernels(device)
-        self.sampler = DeviceSampler(self.rows, kernels, block_size, vocab_size)
+        self.sampler = DeviceSampler(self.rows, kernels, block_size, vocab_size, communicator)
         self.graphs: StepGraphs | None = None
         if recorder is not None and sizes:
             self.graphs = StepGraphs(model, kv_cache, self.rows, self.sampler, sizes, mixed)

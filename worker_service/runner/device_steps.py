@@ -10,6 +10,11 @@ is eager for rows with log probabilities or candidates, which are copied to the 
 the tokens. Bitmasks of constraints are sent in a separate copy, since they are computed while the
 forward pass runs.
 
+Ranks that share the layers of a model launch the same steps, in the same form, because each of
+their collectives takes part of a batch's shape. One of them samples; the others receive the tokens
+on their devices, in the graph if the step is replayed, and their hosts learn them later as that of
+a single GPU does.
+
 A launch waits until the host knows tokens only in these cases:
 
 | a plan with | waits for |
@@ -113,7 +118,8 @@ class Fetched(NamedTuple):
     """Host memory that holds the outcome of sampling once the device is done."""
 
     numbers: Int64Array
-    """[n]: a token or a negative outcome of each row."""
+    """[n]: a token or a negative outcome of each row that samples, then those of the rows that only
+    report on their prompts."""
 
     logprobs: FetchedLogprobs | None = None
     candidates: FetchedCandidates | None = None
@@ -132,9 +138,10 @@ class StepLaunch:
         sampling: HostSampling,
         spans: Sequence[PromptSpan],
         prompt_targets: Int64Array,
+        reporting: Int64Array,
     ) -> None:
         """spans: of prompt tokens whose log probabilities are reported; prompt_targets: the tokens
-        of all spans, concatenated."""
+        of all spans, concatenated; reporting: row ids of the spans' rows that do not sample."""
         self._model = model
         self._kv_cache = kv_cache
         self._device_rows = state.rows
@@ -144,8 +151,9 @@ class StepLaunch:
         self._sampling = sampling
         self._spans = spans
         self._prompt_targets = prompt_targets
+        self._reporting = reporting
         self._reported: list[Tensor] = []
-        """`with_logprobs`, `with_candidates` and `prompt_targets` on the device."""
+        """`with_logprobs`, `with_candidates`, `prompt_targets` and `reporting` on the device."""
         self._replayed_size = 0
         self._rows: SamplingRows | None = None
         self._logits: Callable[[], Tensor] | None = None
@@ -252,14 +260,16 @@ class StepLaunch:
             if len(each.row_ids):
                 self._graphs.replay_sampling(self._replayed_size)
             return Fetched(self._buffers.fetch([self._graphs.outcome[: len(each.row_ids)]])[0])
-        with_logprobs, with_candidates, _ = self._reported
+        with_logprobs, with_candidates, _, reporting = self._reported
         # A row whose prompt has an invalid log probability has failed before it samples.
         prompts = [[*self._prompt_pieces(span, at)] for span, at in self._spans_and_targets()]
-        outcome = torch.empty(len(each.row_ids), dtype=torch.int64, device=with_logprobs.device)
+        num_rows, num_numbers = len(each.row_ids), len(each.row_ids) + len(reporting)
+        numbers = torch.empty(num_numbers, dtype=torch.int64, device=reporting.device)
+        outcome = numbers[:num_rows]
         logprobs: Sequence[Tensor] = ()
         candidates: Sequence[Tensor] = ()
-        if len(outcome):
-            logits = self._logits()
+        logits = self._logits() if num_rows else None
+        if logits is not None and self._sampler.samples:
             # Log probabilities and candidates need logits before they are edited in place below.
             raw = logits.index_select(0, with_logprobs) if len(with_logprobs) else None
             if len(with_candidates):
@@ -269,8 +279,12 @@ class StepLaunch:
             if raw is not None:
                 chosen = outcome.index_select(0, with_logprobs)
                 logprobs = self._sampler.logprobs(raw, chosen, int(each.num_top.max()))
+        if len(reporting) and self._sampler.samples:
+            numbers[num_rows:] = self._sampler.failures(reporting)
+        if num_numbers:
+            self._sampler.share(rows, numbers)
         of_prompts = (tensor for pieces in prompts for piece in pieces for tensor in piece)
-        fetched = iter(self._buffers.fetch([outcome, *logprobs, *candidates, *of_prompts]))
+        fetched = iter(self._buffers.fetch([numbers, *logprobs, *candidates, *of_prompts]))
         return Fetched(
             next(fetched),
             FetchedLogprobs(
@@ -290,6 +304,7 @@ class StepLaunch:
             [
                 FetchedPrompt(span, [[*islice(fetched, len(piece))] for piece in pieces])
                 for span, pieces in zip(self._spans, prompts, strict=True)
+                if pieces
             ],
         )
 
@@ -301,22 +316,25 @@ class StepLaunch:
             at += span.end - span.start
 
     def _prompt_pieces(self, span: PromptSpan, at: int) -> Iterator[LogprobTensors]:
-        """Yield the log probabilities of a span's tokens, in pieces."""
+        """Yield the log probabilities of a span's tokens, in pieces; none unless this rank
+        samples."""
         assert self._hidden is not None, "a step with prompts is computed eagerly"
         count = span.end - span.start
         hidden = self._hidden[span.first_state : span.first_state + count]
         for piece in prompt_logits(self._model, hidden, self._reported[2][at : at + count]):
-            yield self._sampler.prompt_logprobs(*piece, span.num_top, span.row_id)
+            if self._sampler.samples:
+                yield self._sampler.prompt_logprobs(*piece, span.num_top, span.row_id)
 
     def _columns(self, changes: list[Column]) -> list[Column]:
         """The columns that are sent after the inputs of a step."""
         each = self._sampling
-        return [each.with_logprobs, each.with_candidates, self._prompt_targets, *changes]
+        reports = each.with_logprobs, each.with_candidates, self._prompt_targets, self._reporting
+        return [*reports, *changes]
 
     def _apply(self, sent: list[Tensor]) -> None:
         """Apply these columns, which are on the device now."""
-        self._reported = sent[:3]
-        self._device_rows.apply(sent[3:])
+        self._reported, changes = sent[:4], sent[4:]
+        self._device_rows.apply(changes)
 
 
 class DeviceSteps:
@@ -328,13 +346,16 @@ class DeviceSteps:
         cache: CacheEngine,
         state: DeviceState,
         make_event: Callable[[], DeviceEvent] = CudaEvent,
+        check: Callable[[], None] | None = None,
     ) -> None:
-        """make_event: records an event on the current stream."""
+        """make_event: records an event on the current stream; check: raises GroupBroken if the
+        ranks that share the model were interrupted, None for one rank."""
         self._model = model
         self._cache = cache
         self._state = state
         self._device = cache.device_cache.device
         self._make_event = make_event
+        self._check = check
         self._last_finish = LastFinishTime()
         self._steps: deque[InFlightStep] = deque()
         """Steps whose buffers may still be written to or read."""
@@ -344,6 +365,13 @@ class DeviceSteps:
     def forget_all(self) -> None:
         """Forget all sequences; steps in flight may still be collected."""
         self._state.rows.forget()
+
+    def finish(self) -> None:
+        """Wait until the device has done what was launched, or was interrupted, and destroy the
+        graphs, before the ranks that share the model part."""
+        if self._steps:
+            self._steps[-1].end.wait()
+        self._state.graphs = None
 
     def admit(self, plan: StepPlan, sequences: SequenceState) -> None:
         """Note the changes that a plan made to the table, to be sent with the next step."""
@@ -376,10 +404,11 @@ class DeviceSteps:
         self._state.rows.note_edits(reading)
         constrained = _constrained(row_ids, sequences)
         sampling = HostSampling.of(row_ids, constrained, table)
+        spans = [*prompt_spans(rows, table)]
+        reporting = np.setdiff1d([span.row for span in spans], rows.sampling).astype(np.int64)
         buffers = self._buffers(pending)
         begin = self._make_event()
         kv_cache = self._cache.device_cache
-        spans = [*prompt_spans(rows, table)]
         launch = StepLaunch(
             self._model,
             kv_cache,
@@ -388,6 +417,7 @@ class DeviceSteps:
             sampling,
             spans,
             _prompt_targets(spans, table),
+            rows.row_ids[reporting],
         )
         inputs = lay_out(rows.row_ids[rows.computes], rows.num_tokens[rows.computes], table)
         changes = self._state.rows.changes(table)
@@ -405,9 +435,9 @@ class DeviceSteps:
             else:
                 launch.replay_mixed(inputs, last_states, changes, num_tokens)
         computed = self._make_event()
-        fetched = launch.sample(_bitmask(row_ids, constrained, sequences))
+        samples = self._state.sampler.samples
+        fetched = launch.sample(_bitmask(row_ids, constrained, sequences, samples))
         rows.advance(table)
-        reporting = np.setdiff1d([span.row for span in spans], rows.sampling).astype(np.int64)
         step = InFlightStep(
             plan=plan,
             rows=np.concatenate([rows.sampling, reporting]),
@@ -423,6 +453,8 @@ class DeviceSteps:
             start=start,
             cache_device_us=self._cache.timer(),
             last_finish=self._last_finish,
+            samples=samples,
+            check=self._check,
         )
         positions = table.expect_tokens(row_ids)
         if len(reporting):
@@ -462,13 +494,15 @@ def _constrained(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
 
 
 def _bitmask(
-    row_ids: Int64Array, constrained: Int64Array, sequences: SequenceState
+    row_ids: Int64Array, constrained: Int64Array, sequences: SequenceState, samples: bool
 ) -> Int32Array | None:
-    """Compute the bitmask of these constrained rows. Waits for their pending tokens, while the
-    device computes the forward pass launched last."""
+    """Compute the bitmask of these constrained rows, if this rank samples. All ranks wait for the
+    rows' pending tokens, while the device computes the forward pass launched last."""
     if sequences.masks is None or len(constrained) == 0:
         return None
     sequences.pending.resolve(row_ids[constrained])
+    if not samples:
+        return None
     bitmask = np.zeros((len(constrained), mask_width(sequences.table.vocab_size)), np.int32)
     if rows := sequences.constrained_rows(row_ids):
         masked = sequences.masks.compute(rows)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import NON_FINITE, NOT_SAMPLED
+from pagewire_kernels.batch import NOT_SAMPLED
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.cpu_cores import num_usable_cores
 from worker_service.pinned_memory import Column, Staging
@@ -30,7 +30,7 @@ from worker_service.plan import (
 )
 from worker_service.runner.batch import PromptSpan
 from worker_service.runner.device_rows import FAILURES
-from worker_service.runner.step_outcome import StepOutcome, StepStart
+from worker_service.runner.step_outcome import StepOutcome, StepStart, nothing_sampled
 from worker_service.sampling.logprobs import of_prompt, table_of
 from worker_service.sampling.sampler import NO_TOKEN
 
@@ -198,7 +198,7 @@ class InFlightStep:
     """Rows of the plan whose sequences were known to have failed."""
 
     numbers: Int64Array
-    """[num_sampling]: a token, one of `FAILURES` or NOT_SAMPLED each, once `end` is reached."""
+    """[n]: a token, one of `FAILURES` or NOT_SAMPLED each, once `end` is reached."""
 
     logprobs: FetchedLogprobs | None
     candidates: FetchedCandidates | None
@@ -212,6 +212,12 @@ class InFlightStep:
     """Microseconds that the cache operations have taken the device."""
 
     last_finish: LastFinishTime
+    samples: bool = True
+    """Whether this rank samples; the results of the others have no tokens."""
+
+    check: Callable[[], None] | None = None
+    """Raises GroupBroken if ranks were interrupted, so that what the device computed is invalid."""
+
     is_collected: bool = False
 
     @property
@@ -220,19 +226,19 @@ class InFlightStep:
         return self.end.is_reached
 
     def wait(self) -> Int64Array:
-        """[n, 1]: a token or negative outcome per row, once the device is done."""
+        """[n, 1]: a token or negative outcome per row, once the device is done. Raises
+        GroupBroken."""
         self.end.wait()
-        numbers = np.full(len(self.rows), NOT_SAMPLED)
-        numbers[: len(self.numbers)] = self.numbers
-        # A row that samples has failed on the device already; see `StepLaunch.sample`.
-        if len(numbers) > len(self.numbers):
-            failed = [each.span.row for each in self.prompts if each.entry() is None]
-            numbers[np.isin(self.rows, failed)] = NON_FINITE
-        return numbers[:, np.newaxis]
+        if self.check is not None:
+            self.check()
+        return self.numbers[:, np.newaxis].copy()
 
     def collect(self) -> StepResult:
-        """Return the step's result, once the device is done."""
+        """Return the step's result, once the device is done. Raises GroupBroken."""
         numbers = self.wait()[:, 0]
+        if not self.samples:
+            self.is_collected = True
+            return nothing_sampled(self.plan, self._timings())
         outcome = StepOutcome.of_failed(len(self.plan.seq_ids), self.errors)
         outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
         for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts
-from worker_service.errors import DeviceLost, InvalidOption, OutOfOrder
+from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import profile_blocks
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
@@ -22,13 +22,19 @@ from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import CudaGraphRecorder, graph_sizes, mixed_sizes
+from worker_service.runner.cuda_graphs import (
+    CudaGraphRecorder,
+    GraphRecorder,
+    graph_sizes,
+    mixed_sizes,
+)
 from worker_service.runner.device_sampler import sample_padding, step_kernels
 from worker_service.runner.device_state import DeviceState, state_bytes
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Drafter, NgramDrafter
 from worker_service.runner.eagle_drafter import EagleDrafter
+from worker_service.runner.in_flight_step import CudaEvent, DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.speculation import DraftLengths
 from worker_service.runner.suffix_drafter import SuffixDrafter
@@ -120,7 +126,7 @@ class ModelExecutor:
         """None where the model's tokenizer cannot give its tokens' texts."""
         self._cache: CacheEngine | None = None
         self._state: DeviceState | None = None
-        """State on the device; only on a GPU of one rank."""
+        """State on the device; only on a GPU, unless stages of a pipeline share the model."""
         self._max_num_seqs = self._runner.max_graph_batch_size
         self._max_num_batched_tokens = self._runner.max_graph_tokens
         self._state_num_seqs = 0
@@ -190,7 +196,9 @@ class ModelExecutor:
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> ModelRunner:
         """A runner over the present caches if they have these sizes, else over new ones."""
         if self._rendezvous is not None:
-            self.loaded.communicator.join(self._rendezvous, epoch, self._device)
+            self._state = None  # its graphs use the communicator of an epoch
+            communicator, settings = self.loaded.communicator, self._group_settings()
+            communicator.join(self._rendezvous, epoch, self._device, settings)
         if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
             # Free the old caches first, as both would not fit. Moves that are still running would
             # write to memory that is in use again by then.
@@ -217,6 +225,14 @@ class ModelExecutor:
             max_drafts=self._runner.max_drafts,
         )
 
+    def _group_settings(self) -> str:
+        """What ranks must have in common to launch the same collectives."""
+        if not self._has_device_steps:
+            return ""
+        largest = [max(sizes, default=0) for sizes in (self._graph_sizes(), self._mixed_sizes())]
+        graphs = "max_graph_batch_size={} max_graph_tokens={}".format(*largest)
+        return f"max_num_seqs={self._max_num_seqs} {graphs}"
+
     def _make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Drafter | None:
         """On the rank that samples; the others receive its drafts."""
         if not self.loaded.communicator.layout.samples:
@@ -241,14 +257,15 @@ class ModelExecutor:
         return DraftModel(self._draft, self._draft_cache.device_cache)
 
     def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
-        """Launches steps ahead on a GPU of one rank; None elsewhere."""
+        """Launches steps ahead on a GPU; None elsewhere."""
         if not self._has_device_steps:
             return None
         if self._state is None or self._state_num_seqs < self._max_num_seqs:
             self._state = None
             self._state = self._make_state(cache)
             self._state_num_seqs = self._max_num_seqs
-        return DeviceSteps(self.loaded.model, cache, self._state)
+        check = None if self._rendezvous is None else self.loaded.communicator.joined.check
+        return DeviceSteps(self.loaded.model, cache, self._state, self._make_event, check)
 
     def _state_bytes(self) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
@@ -261,21 +278,33 @@ class ModelExecutor:
         return state_bytes(*model, self._max_num_seqs, sizes, mixed) - held
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
-        sizes = self._graph_sizes()
-        recorder = CudaGraphRecorder(self._device) if sizes else None
-        return DeviceState(
-            self.loaded.model,
-            cache,
-            self.loaded.block_size,
-            recorder,
-            sizes,
-            num_seqs=self._max_num_seqs,
-            mixed=self._mixed_sizes(),
-        )
+        sizes, communicator = self._graph_sizes(), self.loaded.communicator
+        try:
+            return DeviceState(
+                self.loaded.model,
+                cache,
+                self.loaded.block_size,
+                self._make_recorder() if sizes else None,
+                sizes,
+                num_seqs=self._max_num_seqs,
+                mixed=self._mixed_sizes(),
+                communicator=None if self._rendezvous is None else communicator,
+            )
+        except CaptureFailed:
+            if self._rendezvous is not None:
+                communicator.joined.check()  # another rank may have been the reason
+            raise
+
+    def _make_recorder(self) -> GraphRecorder:
+        return CudaGraphRecorder(self._device)
+
+    def _make_event(self) -> DeviceEvent:
+        return CudaEvent()
 
     @property
     def _has_device_steps(self) -> bool:
-        return self._rendezvous is None and self._device.type != "cpu"
+        has_stages = self.loaded.communicator.layout.pipeline_parallel_size > 1
+        return self._device.type != "cpu" and not has_stages
 
     @property
     def _uses_cuda_graphs(self) -> bool:

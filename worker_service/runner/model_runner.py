@@ -9,7 +9,8 @@ differs between workers is supplied to it:
 | sampling | on the host | on the device | on the host of one rank |
 | tokens | known at once | pending until the device is done | broadcast; pending elsewhere |
 
-On a GPU, the host computes the few steps that `DeviceSteps` cannot launch.
+A rank on a GPU that shares layers, but is no stage of a pipeline, works as one GPU does; its device
+receives the tokens. On a GPU, the host computes the few steps that `DeviceSteps` cannot launch.
 """
 
 from collections.abc import Iterable
@@ -49,7 +50,7 @@ from worker_service.runner.speculation import (
     kept_drafts,
     take_next_drafts,
 )
-from worker_service.runner.step_outcome import StepOutcome, StepStart
+from worker_service.runner.step_outcome import StepOutcome, StepStart, nothing_sampled
 from worker_service.sampling.logprobs import prompt_logprobs
 from worker_service.sampling.sampler import NO_TOKEN, Largest, sample
 from worker_service.structured.masks import MaskedRows
@@ -104,6 +105,8 @@ class ModelRunner:
             self._drafter.forget_all()
         if self._device is not None:
             self._device.forget_all()
+            if self._ranks.layout.world_size > 1:
+                self._device.finish()
         self._ranks.leave()
 
     def _no_sequences(self) -> SequenceState:
@@ -123,6 +126,7 @@ class ModelRunner:
         Raises InvalidPlan, as every rank does, after which the state of the sequences may be half
         the plan's: the caller resets the runner. Raises GroupBroken if another rank is lost.
         """
+        self._ranks.check()
         self._sequences.pending.resolve_available()
         start = self._begin(plan)
         if self._device is None:
@@ -134,6 +138,7 @@ class ModelRunner:
         self._sequences.pending.resolve_all()
         start = start.later(monotonic_us() - waiting_since_us)
         result = self._compute(plan, start)
+        self._sequences.pending.resolve_all()  # sampled by another rank, and not on the device
         self._device.note_sampled(rows.row_ids)
         return FinishedStep(result)
 
@@ -177,10 +182,7 @@ class ModelRunner:
         )
         if self._ranks.layout.samples:
             return outcome.result(plan, timings)
-        nothing = np.empty(0, np.int32)
-        return StepResult(
-            epoch=plan.epoch, step_id=plan.step_id, token_ids=nothing, timings=timings
-        )
+        return nothing_sampled(plan, timings)
 
     def _compute_part(self, plan: StepPlan) -> StepOutcome:
         """Compute the plan's rows, and sample if this rank does."""

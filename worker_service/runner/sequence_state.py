@@ -10,6 +10,10 @@ There are two kinds of outcomes: an in-flight step of a GPU (`in_flight_step.py`
 in which the sampling rank broadcasts its tokens (`RankOutcomes`). Since only one rank samples,
 ranks cannot disagree. The others wait for a row's token only when they compute that row again, so
 that the first stage of a pipeline can continue with other rows.
+
+When a step resolves depends on the speed of a device or of other ranks. So it changes nothing that
+a later batch depends on: a failed row remains in the batches, in which it fails again, until a plan
+needs its sequence's tokens. Ranks therefore compute the same batches, as their collectives require.
 """
 
 from collections import deque
@@ -62,12 +66,24 @@ class _PendingStep(NamedTuple):
     """[n]: where in its sequence each row's placeholder stands, or NO_PLACEHOLDER."""
 
 
+class _WithoutToken(NamedTuple):
+    """A row for which a step has brought no token."""
+
+    row_id: int
+    number: int
+    """One of `FAILURES`, or NOT_SAMPLED."""
+
+    has_placeholder: bool
+
+
 class PendingTokens:
     """The steps of one epoch whose tokens are not yet in the table. Used on the model thread."""
 
     def __init__(self, table: SequenceTable) -> None:
         self._table = table
         self._steps: deque[_PendingStep] = deque()
+        self._without_token: list[_WithoutToken] = []
+        """Rows of resolved steps that have no token, which the table does not know yet."""
 
     def add(self, outcome: Outcome, row_ids: Int64Array, positions: Int64Array) -> None:
         """Add a launched step, whose placeholders are in the table. Takes over the arrays."""
@@ -78,27 +94,45 @@ class PendingTokens:
         return any(step.outcome is outcome for step in self._steps)
 
     def resolve_available(self) -> None:
-        """Resolve the steps that are done, without waiting."""
+        """Resolve the steps that are done, without waiting. The table only receives tokens."""
         while self._steps and self._steps[0].outcome.is_available:
             self._resolve_next()
 
     def resolve(self, row_ids: Int64Array) -> None:
-        """Wait until no token of these sequences is pending."""
-        if not self._steps or len(row_ids) == 0:
+        """Wait until no token of these sequences is pending, and record their failures."""
+        if len(row_ids) == 0:
             return
         needed = [i for i, step in enumerate(self._steps) if np.isin(step.row_ids, row_ids).any()]
         for _ in range(needed[-1] + 1 if needed else 0):
             self._resolve_next()
+        if self._without_token:
+            self._record(set(row_ids.tolist()))
 
     def resolve_all(self) -> None:
-        """Wait until no token is pending."""
+        """Wait until no token is pending, and record all failures."""
         while self._steps:
             self._resolve_next()
+        self._record({each.row_id for each in self._without_token})
 
     def forget(self, row_ids: Int64Array) -> None:
         """Discard the tokens that are pending for these sequences, when they arrive."""
         for step in self._steps:
             step.row_ids[np.isin(step.row_ids, row_ids)] = _FORGOTTEN
+        if self._without_token:
+            gone = set(row_ids.tolist())
+            self._without_token = [each for each in self._without_token if each.row_id not in gone]
+
+    def _record(self, row_ids: set[int]) -> None:
+        """Take back the placeholders of these rows that have no token, and record failures."""
+        found, self._without_token = self._without_token, []
+        for each in found:
+            if each.row_id not in row_ids:
+                self._without_token.append(each)
+                continue
+            if each.has_placeholder:
+                self._table.take_back(each.row_id)
+            if each.number in FAILURES:
+                self._table.fail(each.row_id, FAILURES[each.number])
 
     def _resolve_next(self) -> None:
         outcome, row_ids, positions = self._steps.popleft()
@@ -112,11 +146,9 @@ class PendingTokens:
             self._table.append_kept(int(row_ids[index]), kept)
             self._table.next_drafts[int(row_ids[index])] = drafts.astype(np.int32)
         for index in np.flatnonzero(is_known & (numbers < 0)).tolist():
+            has_placeholder = bool(positions[index] != NO_PLACEHOLDER)
             row_id, number = int(row_ids[index]), int(numbers[index])
-            if positions[index] != NO_PLACEHOLDER:
-                self._table.take_back(row_id)
-            if number in FAILURES:
-                self._table.fail(row_id, FAILURES[number])
+            self._without_token.append(_WithoutToken(row_id, number, has_placeholder))
 
 
 class _Broadcast:

@@ -34,6 +34,12 @@ class StepStart(NamedTuple):
         return StepStart(*(time_us + by_us for time_us in self))
 
 
+def nothing_sampled(plan: StepPlan, timings: StepTimings) -> StepResult:
+    """The result of a rank that does not sample."""
+    token_ids = np.empty(0, np.int32)
+    return StepResult(epoch=plan.epoch, step_id=plan.step_id, token_ids=token_ids, timings=timings)
+
+
 @dataclass(kw_only=True, slots=True)
 class StepOutcome:
     """The outcome of a step so far, by row of the plan."""
