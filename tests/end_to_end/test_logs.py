@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pagewire_client import Client, SamplingParams, errors
@@ -23,9 +24,33 @@ def lines(service: Service) -> list[dict[str, Any]]:
     return found
 
 
+def send_secrets(url: str) -> None:
+    """Send the secret over HTTP, in requests that are answered and in others that are refused."""
+    said = [{"role": "user", "content": SECRET}]
+    schema = {"type": "object", "properties": {SECRET: {"enum": [SECRET]}}}
+    chats: list[tuple[int, dict[str, Any]]] = [
+        (200, {"stop": SECRET, "response_format": {"type": "json_object"}}),
+        (200, {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}),
+        (400, {"temperature": SECRET}),
+        (400, {SECRET: 1}),
+        (400, {"guided_regex": f"({SECRET}"}),
+        (400, {"chat_template": SECRET}),
+        (404, {"model": SECRET}),
+    ]
+    with httpx.Client(base_url=url, timeout=60) as client:
+        for status, fields in chats:
+            body = {"model": "embedded", "messages": said, "max_tokens": 3} | fields
+            assert client.post("/v1/chat/completions", json=body).status_code == status, fields
+        assert client.post("/v1/completions", content=f'{{"{SECRET}').status_code == 400
+        assert client.get(f"/{SECRET}").status_code == 404
+
+
 def test_a_request_can_be_followed_and_its_words_cannot(tmp_path: Path) -> None:
     with Cluster(
-        tmp_path, worker_flags=JSON_LOGS, core_flags=JSON_LOGS, frontend_flags=JSON_LOGS
+        tmp_path,
+        worker_flags=JSON_LOGS,
+        core_flags=JSON_LOGS,
+        frontend_flags=(*JSON_LOGS, "--http", "127.0.0.1:0"),
     ) as cluster:
         cluster.start()
         with Client(cluster.frontend_address()) as client:
@@ -33,6 +58,8 @@ def test_a_request_can_be_followed_and_its_words_cannot(tmp_path: Path) -> None:
             output = client.generate(SECRET, params, request_id="to-be-followed")
             with pytest.raises(errors.InvalidArgument):
                 client.generate([10**9], params, request_id="refused")
+        (http,) = (line["http"] for line in lines(cluster.frontends[0]) if "http" in line)
+        send_secrets(f"http://{http}")
 
         def ended(request_id: str) -> list[dict[str, Any]]:
             return [

@@ -235,6 +235,35 @@ async def test_requests_that_are_sent_ahead_are_answered_in_their_order() -> Non
     assert [int(count or 0) > 1000 for count in counts] == [False, True, True, False]
 
 
+AMBIGUOUS = [
+    b"content-length: 2\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"content-length: 2\r\ncontent-length: 3\r\n\r\n{} ",
+    b"content-length: 2, 2\r\n\r\n{}",
+    b"content-length: +2\r\n\r\n{}",
+    b"content-length: 0x2\r\n\r\n{}",
+    b"content-length : 2\r\n\r\n{}",
+    b"content-length: 2\r\n 9\r\n\r\n{}",
+    b"transfer-encoding: chunked, identity\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"transfer-encoding: xchunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"transfer-encoding : chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked\r\n\r\n2 \r\n{}\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n",
+    b"transfer-encoding: chunked\r\n\r\n2\n{}\n0\n\n",
+]
+"""Heads and bodies whose end two servers may find in different places."""
+
+
+async def test_what_follows_a_body_of_uncertain_length_is_not_another_request() -> None:
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    hidden = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    async with http_served() as served:
+        for rest in AMBIGUOUS:
+            told = await raw(served.frontend, head + rest + hidden)
+            assert re.findall(rb"HTTP/1.1 (\d+)", told) in ([], [b"400"]), rest
+
+
 TRAILERS = [b"a: b\r\n" * server.MAX_HEAD_BYTES, b"a: " + b"b" * 4 * server.MAX_HEAD_BYTES]
 
 
