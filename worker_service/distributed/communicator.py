@@ -18,9 +18,10 @@ NCCL's collectives are queued on the current stream, where they can be captured 
 graphs refer to the communicator of their epoch, so they are captured again for the next one, and
 are destroyed before the group is closed: NCCL does not free a communicator before.
 
-Sums. Between CPUs the partial sums are gathered and added in the order of the ranks, so that a
-row's result never depends on its position in a batch; gloo's own all-reduce adds an element's parts
-in an order that depends on its position. Between GPUs it is NCCL's all-reduce.
+Sums. Between CPUs, and between GPUs with `--batch-invariant`, the partial sums are gathered and
+added in the order of the ranks, so that a row's result never depends on its position in a batch;
+gloo's and NCCL's own all-reduce add an element's parts in an order that depends on its position and
+on the size of the batch. Otherwise GPUs use NCCL's all-reduce, which transfers less.
 
 gloo cannot abort a collective: one that waits for a silent peer ends with its timeout. So waits are
 sliced, `interrupt` ends them from any thread, and a daemon thread waits for a collective that is
@@ -43,6 +44,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     ProcessGroupGloo,
     TCPStore,
 )
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from service_common.errors import CannotListen
 from worker_service.address import TcpAddress, local_host_towards
@@ -226,9 +228,19 @@ class Transfer:
 class ProcessGroups:
     """The process groups of one epoch. Used on one thread, except for `interrupt`."""
 
-    def __init__(self, layout: Layout, meeting: EpochRendezvous, device: torch.device) -> None:
-        """Create the groups with the other ranks; raises GroupBroken if one is missing."""
+    def __init__(
+        self,
+        layout: Layout,
+        meeting: EpochRendezvous,
+        device: torch.device,
+        *,
+        sums_in_order: bool = False,
+    ) -> None:
+        """Create the groups with the other ranks; raises GroupBroken if one is missing.
+
+        sums_in_order: add partial sums in the order of the ranks on GPUs, too."""
         self._on_gpu = device.type == "cuda"
+        self._sums_in_order = sums_in_order or not self._on_gpu
         self._interrupted = False
         self._broken = meeting.cancelled
         self._layout = layout
@@ -248,7 +260,7 @@ class ProcessGroups:
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over the ranks of this stage."""
         partial = partial.contiguous()
-        if self._on_gpu:
+        if not self._sums_in_order:
             options = self._options(distributed.AllreduceOptions)
             self._finish(self._stage.allreduce([partial], options), partial)
             return partial
@@ -329,7 +341,8 @@ class ProcessGroups:
 
     def _gather(self, part: Tensor) -> list[Tensor]:
         parts = [torch.empty_like(part) for _ in range(self._layout.tensor_parallel_size)]
-        self._finish(self._stage.allgather([parts], [part]), part)
+        options = self._options(AllgatherOptions)
+        self._finish(self._stage.allgather([parts], [part], options), part)
         return parts
 
     def _options(self, kind: Any) -> Any:
@@ -365,8 +378,10 @@ def _release(group: list[Any], aborts: bool) -> None:
 class Communicator:
     """This rank's layout, and its process groups while it has joined the others."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, *, sums_in_order: bool = False) -> None:
+        """sums_in_order: see `ProcessGroups`."""
         self.layout = layout
+        self._sums_in_order = sums_in_order
         self.groups: ProcessGroups | None = None
         self._cancelled = threading.Event()
         """Interrupts the rendezvous of the present epoch, even before that begins."""
@@ -430,7 +445,7 @@ class Communicator:
         cancelled = self._cancelled = threading.Event()
         meeting = rendezvous.meet(epoch, cancelled)
         meeting.wait_for_all(settings)
-        self.groups = ProcessGroups(self.layout, meeting, device)
+        self.groups = ProcessGroups(self.layout, meeting, device, sums_in_order=self._sums_in_order)
 
     def interrupt(self) -> None:
         """Make waits for other ranks raise GroupBroken. May be called on any thread."""

@@ -220,11 +220,6 @@ def _device_of(config: ModelConfig, cache: CacheConfig) -> torch.device:
     is_alone = config.layout.world_size == 1
     device = resolve_device(config.device, config.local_rank, is_alone=is_alone)
     require_cache_dtype(cache.kv_cache_dtype, device, config.attention_backend)
-    if config.batch_invariant and device.type == "cuda" and not is_alone:
-        raise InvalidOption(
-            "batch_invariant: expected one rank on GPUs, since several add up their partial sums in"
-            f" an order that depends on the number of rows, got {config.layout.world_size}"
-        )
     if config.quantization_cache is not None and not is_alone:
         raise InvalidOption(
             "quantization_cache: expected one rank, since several round their own shards, got"
@@ -307,7 +302,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         packs_with_triton=_packs_with_triton(
             config, dtype, device, kernels, is_quantized=is_quantized
         ),
-        communicator=Communicator(config.layout),
+        communicator=Communicator(config.layout, sums_in_order=config.batch_invariant),
     )
     with freed_memory_returns():
         model = _build(config, hf_config, model_dir, schemes, context, kernels)

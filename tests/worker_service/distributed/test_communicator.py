@@ -1,13 +1,26 @@
 """What ranks exchange within a stage."""
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 
 from tests.support.rank_threads import free_port
+from tests.support.runners import EagerRecorder
 from worker_service.address import TcpAddress
-from worker_service.distributed.communicator import Communicator, Rendezvous
+from worker_service.distributed.communicator import (
+    Communicator,
+    EpochRendezvous,
+    ProcessGroups,
+    Rendezvous,
+)
 from worker_service.distributed.layout import Layout
+from worker_service.errors import GroupBroken
+from worker_service.runner.cuda_graphs import CudaGraphRecorder, Replay
 
 CPU = torch.device("cpu")
 
@@ -44,3 +57,104 @@ def test_a_rank_alone_repeats_its_own_columns() -> None:
     assert torch.equal(Communicator(Layout()).gather_columns(part, 3), part)
     alone = Communicator(Layout(tensor_parallel_size=2)).gather_columns(part, 5)
     assert torch.equal(alone, part.repeat(1, 2)[:, :5])
+
+
+class GlooMeeting(EpochRendezvous):
+    """Lets ranks that believe that they are on GPUs communicate on CPUs."""
+
+    def device_process_group(self, name: str, ranks: Any) -> Any:
+        return self.process_group(name, ranks)
+
+
+class GlooRendezvous(Rendezvous):
+    """Where they meet."""
+
+    def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
+        return GlooMeeting(self._store(f"epoch-{epoch}"), self._layout, "127.0.0.1", cancelled)
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_partial_sums_are_added_in_the_order_of_ranks(name: str) -> None:
+    """In any other order, 1 would vanish."""
+    parts = torch.tensor([1e8, -1e8, 1.0]).view(3, 1, 1).repeat(1, 5, 7)
+    layouts = [Layout(tensor_parallel_size=3, rank=rank) for rank in range(3)]
+    address = TcpAddress("127.0.0.1", free_port())
+    meetings = [GlooRendezvous(address, layout) for layout in layouts]
+    meetings[0].open()
+
+    def total(rank: int) -> torch.Tensor:
+        communicator = Communicator(layouts[rank], sums_in_order=True)
+        communicator.join(meetings[rank], 1, torch.device(name))
+        try:
+            return communicator.sum(parts[rank])
+        finally:
+            communicator.sum(parts[rank])  # no rank leaves before all have their sums
+            communicator.leave()
+
+    with ThreadPoolExecutor(3) as threads:
+        assert all(each.equal(torch.ones(5, 7)) for each in threads.map(total, range(3)))
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""A GPU has a group of one rank here, which NCCL serves as it does larger ones."""
+
+
+@contextmanager
+def rank_alone(device: torch.device, *, sums_in_order: bool = False) -> Iterator[ProcessGroups]:
+    """The process groups of one rank that has met itself."""
+    rendezvous = Rendezvous(TcpAddress("127.0.0.1", free_port()), Layout())
+    rendezvous.open()
+    meeting = rendezvous.meet(1, threading.Event())
+    meeting.wait_for_all()
+    groups = ProcessGroups(Layout(), meeting, device, sums_in_order=sums_in_order)
+    try:
+        yield groups
+    finally:
+        groups.close()
+
+
+def recorded_step(groups: ProcessGroups, device: torch.device) -> tuple[Replay, torch.Tensor]:
+    """What ranks exchange in a step, recorded; and its input, to which it is added."""
+    numbers = torch.ones(4, 2, device=device)
+
+    def exchange() -> None:
+        gathered = groups.gather_columns(groups.sum(numbers.clone()))
+        assert gathered is not None
+        groups.share_in_stage(gathered)
+        numbers.add_(gathered)
+
+    recorder = CudaGraphRecorder(device) if device.type == "cuda" else EagerRecorder()
+    replay = recorder.record(exchange)
+    numbers.fill_(1)
+    return replay, numbers
+
+
+@pytest.mark.parametrize("sums_in_order", [False, True])
+@pytest.mark.parametrize("name", DEVICES)
+def test_what_ranks_exchange_can_be_recorded(name: str, sums_in_order: bool) -> None:
+    device = torch.device(name)
+    with rank_alone(device, sums_in_order=sums_in_order) as groups:
+        replay, numbers = recorded_step(groups, device)
+        for _ in range(3):
+            replay()
+        assert numbers.tolist() == [[8.0, 8.0]] * 4
+        groups.check()
+        del replay  # NCCL frees a communicator only when no graph refers to it
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_an_interruption_does_not_wait_for_recordings(name: str) -> None:
+    device = torch.device(name)
+    with rank_alone(device) as groups:
+        replay, _ = recorded_step(groups, device)
+        groups.interrupt()
+        with pytest.raises(GroupBroken, match="interrupted"):
+            groups.check()
+        del replay
+
+
+def test_closing_is_no_interruption() -> None:
+    """What a device has computed before is valid."""
+    with rank_alone(CPU) as groups:
+        pass
+    groups.check()
