@@ -187,7 +187,7 @@ class SchedulerCore:
         if self._fleet.next_given_up_us < inf:
             for model in self._fleet.give_up_lost(to_us(now)):
                 self._refuse_hopeless(model, now)
-                self._fail_stranded(model.stranded(), now)
+                self._fail_stranded(model, now)
 
     def next_deadline(self) -> float | None:
         """When `expire` is due, at the latest; None if nothing is timed."""
@@ -216,7 +216,7 @@ class SchedulerCore:
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             may_retry = model.settle_outgrown(scheduler, to_us(now))
             may_retry |= self._close_ended(changed, now)
-            self._fail_stranded(model.stranded(), now)
+            self._fail_stranded(model, now)
         return plan
 
     def newest_work(self, worker_group_id: str) -> StepWork:
@@ -327,13 +327,16 @@ class SchedulerCore:
             if error is not None:
                 self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 
-    def _fail_stranded(self, seq_groups: list[SequenceGroup], now: float) -> None:
+    def _fail_stranded(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
-        for seq_group in seq_groups:
-            tokens = seq_group.outgrown_tokens
+        for seq_group in model.stranded():
+            caches = [each.num_cache_tokens for each in model.capacities()]
+            too_small = [each for each in caches if each < seq_group.max_known_tokens]
+            tokens = max(seq_group.outgrown_tokens, *too_small, 0)
             error = GenerationFailed(
                 f"the request has outgrown the KV cache of {tokens} tokens, and no worker group "
-                f"with a larger one joined within {self._config.max_outgrown_wait_s:g} s",
+                "with a larger one is there or expected back; lost ones are waited for "
+                f"{self._config.max_outgrown_wait_s:g} s",
                 reason="KV_CACHE_TOO_SMALL",
                 details={
                     "num_tokens": seq_group.max_known_tokens,

@@ -132,12 +132,27 @@ def test_what_has_died_is_waited_for_no_longer_than_is_configured() -> None:
     driver.expire(0.2)
     driver.collect()
     assert reason(moved) == "KV_CACHE_TOO_SMALL"
-    assert "no worker group with a larger one joined within 30 s" in str(moved.error)
+    assert "lost ones are waited for 30 s" in str(moved.error)
     driver.check_empty()
     late = under_way(driver)
     driver.run_until_idle()
     assert reason(late) == "KV_CACHE_TOO_SMALL", "it is not waited for again"
     assert driver.core.next_deadline() is None
+
+
+def test_the_error_names_the_largest_cache_that_is_too_small() -> None:
+    driver = make_driver()
+    record = under_way(driver)
+    add(driver, "large")
+    while len(record.choices[0].tokens) < 10:
+        for group_id in ("small", "large"):
+            driver.schedule(group_id)
+            driver.deliver(group_id)
+        driver.collect()
+    driver.lose_worker_group("large")
+    add(driver, "middle", num_gpu_blocks=SMALL + 1)
+    driver.run_until_idle()
+    assert "has outgrown the KV cache of 20 tokens" in str(record.error)
 
 
 @pytest.mark.parametrize("num_sizes", [1, 2])
@@ -275,7 +290,7 @@ def test_a_new_request_waits_no_longer_than_the_lost_worker_group_is_expected() 
 
 
 def test_what_a_drained_worker_group_leaves_behind_is_not_stranded() -> None:
-    driver = make_driver(max_outgrown_wait_s=30.0)
+    driver = make_driver()
     record = under_way(driver)
     add(driver, "large")
     while driver.core.snapshot().num_running == 0 or not driver.links["large"].results:
