@@ -123,6 +123,10 @@ class SchedulerConfig:
     """Share no KV blocks between tenants, so that none can find, or infer from response times, what
     others have sent. Without names of tenants there is only one."""
 
+    lets_equals_overtake: bool = False
+    """Let a request preempt others although an equal one that arrived earlier waits in the same
+    worker group. Set only by recordings of format versions 1 and 2, whose cores allowed it."""
+
     max_worker_losses: int = 3
     """Fail a request that was running at this many losses of workers, since it may be their
     cause."""

@@ -23,6 +23,7 @@ SCHEDULER = ConfigFlags(
     SchedulerConfig,
     max_outgrown_wait_s="max_outgrown_wait",
     queue_retry_delay_s=None,
+    lets_equals_overtake=None,
     default_tenant=None,
     tenants=None,
 )

@@ -1,6 +1,6 @@
 """The contents of a recording: a header, then an entry per input to the core, each a line of JSON.
 
-    {"format":"pagewire recording","format_version":2,"software_version":"0.1.0",…,"config":{…}}
+    {"format":"pagewire recording","format_version":3,"software_version":"0.1.0",…,"config":{…}}
     {"do":"add_worker_group","capacity":{"worker_group_id":"g0",…},"now":815.2}
     {"do":"submit","request":{…},"now":815.9}
     {"do":"schedule","worker_group_id":"g0","now":815.9,"chain":"6d2f…"}
@@ -11,8 +11,14 @@
 declares. Then comes the outcome: `raised`, the class and the message of an error, or `chain`, if
 the method returned a plan or outputs. Plans have one chain and outputs another; each value is the
 hash of the one before it and of what was returned, so that equal values mean that everything so far
-was equal. Errors in outputs are hashed by class, as messages may be reworded; format version 1
-hashed their messages as well.
+was equal. Errors in outputs are hashed by class, as messages may be reworded.
+
+Recordings of all format versions replay:
+
+- Version 3 came with a rule: a request preempts no other while an equal one that arrived earlier
+  waits in the same worker group. Cores that recorded versions 1 and 2 did not follow it, and their
+  recordings replay without it (`SchedulerConfig.lets_equals_overtake`).
+- Version 1 hashed the messages of errors in outputs as well.
 """
 
 import base64
@@ -30,8 +36,8 @@ from scheduler_service.replay.codec import Codec, Unreadable
 from service_common.version import VERSION
 
 FORMAT = "pagewire recording"
-FORMAT_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 
 INPUTS = (
     "add_worker_group",
@@ -150,9 +156,10 @@ def decode_header(codec: Codec, data: Any) -> Header:
             f"format version {data.get('format_version')!r} is unknown: this software "
             f"({VERSION}) reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
-    if isinstance(config := data.get("config"), dict):
-        # Recordings of version 0.1.0, which waited for lost worker groups without a limit.
-        data = data | {"config": {"max_outgrown_wait_s": None} | config}
+    if isinstance(config := data.get("config"), dict) and data["format_version"] < 3:
+        # Their cores had these rules, if no field says otherwise.
+        former = {"max_outgrown_wait_s": None, "lets_equals_overtake": True}
+        data = data | {"config": former | config}
     header: Header = codec.decode(Header, data)
     return header
 

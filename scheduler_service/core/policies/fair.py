@@ -77,6 +77,10 @@ class Fair(Policy):
         account = self._account(head.tenant)
         return account.service, account.last_turn
 
+    def precedes(self, waiting: SequenceGroup, seq_group: SequenceGroup) -> bool:
+        """As for any policy, but only within a tenant: others are ordered by their service."""
+        return waiting.tenant is seq_group.tenant and super().precedes(waiting, seq_group)
+
     def yielding(
         self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:

@@ -48,6 +48,11 @@ class Policy(ABC):
         decrease while the group is the head."""
         return head.rank
 
+    def precedes(self, waiting: SequenceGroup, seq_group: SequenceGroup) -> bool:
+        """Whether a group that waits in a worker group must start before `seq_group`, which is not
+        there yet, may preempt others there."""
+        return waiting.rank < seq_group.rank
+
     def yielding(
         self, seq_group: SequenceGroup, others: Iterable[SequenceGroup]
     ) -> Iterator[SequenceGroup]:

@@ -97,9 +97,16 @@ class CapacityProbe:
         return has_room or self.can_preempt_for(seq_group)
 
     def can_preempt_for(self, seq_group: SequenceGroup) -> bool:
-        """Whether the group would have capacity here now by preempting running or waiting
-        groups."""
-        if self._state.preempting or not seq_group.fits(self._state.capacity):
+        """Whether the group would have capacity here now by preempting running or waiting groups.
+        False while a group that must start before it waits here: that one is to get the places and
+        blocks."""
+        state = self._state
+        if state.preempting or not seq_group.fits(state.capacity):
+            return False
+        waiting = chain(state.waiting, state.running.swapped)
+        if not self._config.lets_equals_overtake and any(
+            self._policy.precedes(other, seq_group) for other in waiting
+        ):
             return False
         return self.find_victims(seq_group) is not None
 

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -86,6 +87,46 @@ def test_a_recording_of_format_version_1_comes_out_again() -> None:
     assert (summary.num_inputs, summary.num_requests, summary.num_plans) == (1585, 71, 329)
     assert summary.num_outputs > 0
     assert summary.are_outputs_incomparable, "its hashes of failures depend on their messages"
+
+
+def overtaking_equals(*, lets_equals_overtake: bool) -> Recording:
+    """Of two equal requests, the first waits for a token of the batch when the second arrives."""
+    recorder = Recorder()
+    config = SchedulerConfig(
+        policy=PolicyName.PRIORITY,
+        max_num_seqs=3,
+        max_num_batched_tokens=4,
+        lets_equals_overtake=lets_equals_overtake,
+    )
+    driver = CoreDriver(config, recorder.make_core)
+    driver.add_worker_group(make_capacity())
+    for num_tokens, priority in ((4, 5), (6, 5), (3, 1), (2, 1)):
+        driver.submit(prompt=[num_tokens] * num_tokens, max_tokens=9, priority=priority)
+        driver.schedule("g0")
+        driver.deliver("g0")
+    driver.run_until_idle()
+    return recorder.recordings[0]
+
+
+@pytest.mark.parametrize(("format_version", "is_exact"), [(1, True), (2, True), (3, False)])
+def test_a_recording_of_a_former_format_comes_out_under_the_former_rule_of_preemption(
+    format_version: int, is_exact: bool
+) -> None:
+    def make_former(header: dict[str, Any]) -> None:
+        header["format_version"] = format_version
+        del header["config"]["lets_equals_overtake"]
+
+    recording = overtaking_equals(lets_equals_overtake=True)
+    recording.change(0, make_former)
+    assert recording.replay().is_exact is is_exact
+
+
+def test_the_former_rule_of_preemption_is_in_force_only_if_the_header_says_so() -> None:
+    recording = overtaking_equals(lets_equals_overtake=False)
+    assert recording.header().format_version == 3
+    assert recording.replay().is_exact
+    recording.change(0, lambda header: header["config"].update(lets_equals_overtake=True))
+    assert not recording.replay().is_exact
 
 
 def test_reworded_messages_of_errors_are_no_difference() -> None:

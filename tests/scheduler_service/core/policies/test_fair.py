@@ -11,7 +11,7 @@ from scheduler_service.core import PolicyName, TenantConfig
 from scheduler_service.core.policies.fair import Fair
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
-from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 from tests.support.tenants import make_group
 
 
@@ -189,3 +189,27 @@ def test_a_flood_is_not_served_before_a_newcomer() -> None:
         driver.deliver("g0")
         driver.collect()
     assert sum(record.finished is not None for record in flood) == 1
+
+
+@pytest.mark.parametrize("tenant", ["calm", "flood"])
+def test_only_a_tenants_own_request_that_waits_there_keeps_a_later_one_from_preempting(
+    tenant: str,
+) -> None:
+    driver = make_driver(policy=PolicyName.FAIR, max_num_seqs=3, max_num_batched_tokens=4)
+    for prompt in ([1] * 4, [2] * 6):
+        driver.submit(prompt=prompt, max_tokens=9, tenant="flood")
+        driver.schedule("g0")
+        driver.deliver("g0")
+    driver.submit(prompt=[3] * 3, max_tokens=9, tenant=tenant)
+    plan = driver.schedule("g0")
+    assert plan is not None
+    assert not plan.new_sequences, "it has the last place, but no token of this step is left"
+    driver.deliver("g0")
+    driver.submit(prompt=[4] * 2, max_tokens=9, tenant="calm")
+    plan = driver.schedule("g0")
+    assert plan is not None
+    expected = [3] * 3 if tenant == "calm" else [4] * 2
+    assert plan.new_sequences[0].token_ids == expected
+    driver.deliver("g0")
+    driver.run_until_idle()
+    driver.check_empty()

@@ -69,3 +69,40 @@ def test_what_goes_ahead_of_one_that_waits_leaves_nothing_behind() -> None:
     assert num_groups() < before + 3
     driver.run_until_idle()
     driver.check_empty()
+
+
+def new_prompts(driver: CoreDriver) -> list[list[int]]:
+    """Plan and execute a step; the prompts of the sequences that start in it."""
+    plan = driver.schedule("g0")
+    assert plan is not None
+    driver.deliver("g0")
+    return [new.token_ids for new in plan.new_sequences]
+
+
+def test_one_that_may_preempt_does_not_take_the_place_of_an_equal_one_that_waits_there() -> None:
+    driver = make_driver(policy=PolicyName.PRIORITY, max_num_seqs=3, max_num_batched_tokens=4)
+    driver.submit(prompt=[1] * 4, max_tokens=9, priority=5)
+    assert new_prompts(driver)
+    driver.submit(prompt=[2] * 6, max_tokens=9, priority=5)
+    assert new_prompts(driver)
+    driver.submit(prompt=[3] * 3, max_tokens=9, priority=1)
+    assert not new_prompts(driver), "it has the last place, but no token of this step is left"
+    driver.submit(prompt=[4] * 2, max_tokens=9, priority=1)
+    assert new_prompts(driver) == [[3] * 3]
+    assert driver.core.snapshot().num_preemptions == 0
+    driver.run_until_idle()
+    driver.check_empty()
+
+
+def test_a_more_urgent_one_preempts_although_others_wait_there() -> None:
+    driver = make_driver(policy=PolicyName.PRIORITY, max_num_seqs=3, max_num_batched_tokens=4)
+    driver.submit(prompt=[1] * 4, max_tokens=9, priority=5)
+    assert new_prompts(driver)
+    driver.submit(prompt=[2] * 6, max_tokens=9, priority=5)
+    assert new_prompts(driver)
+    driver.submit(prompt=[3] * 3, max_tokens=9, priority=1)
+    assert not new_prompts(driver)
+    driver.submit(prompt=[4] * 2, max_tokens=9, priority=0)
+    assert new_prompts(driver)[0] == [4] * 2
+    driver.run_until_idle()
+    driver.check_empty()
