@@ -72,10 +72,11 @@ def _modules(target: str) -> list[tuple[str, list[str]]]:
 
 def _run_without(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     sources = ":".join(str(ROOT / folder) for folder in ("", "kernels", "client", "protos"))
+    of_pytest = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
     return subprocess.run(
         [sys.executable, "-c", WITHOUT + code, ",".join(ABSENT), *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": sources, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env=os.environ | {"PYTHONPATH": sources} | of_pytest,
         capture_output=True,
         text=True,
     )
