@@ -10,7 +10,8 @@ CONTRACT := ../tests/protos/contract.binpb
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 NATIVE := kernels/pagewire_kernels/cpu
 # Folders of tests marked `gpu`, which run without the services' dependencies.
-GPU_TESTS := tests/kernels/gpu tests/worker_service/models/test_layers.py tests/worker_service/runner/device
+GPU_TESTS := tests/kernels/gpu tests/worker_service/distributed/test_communicator.py \
+  tests/worker_service/models/test_layers.py tests/worker_service/runner/device
 SOURCES := PYTHONPATH=.:kernels:client:protos
 # Engines to compare with, if they are installed; docs/benchmarks.md explains how to install them.
 WHEEL_TOOLS := build/wheel-tools
