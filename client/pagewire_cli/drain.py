@@ -26,7 +26,7 @@ def drain(
     wait: Annotated[bool, typer.Option("--wait", help="Return when the group is gone.")] = False,
     timeout: Annotated[
         float | None,
-        typer.Option(help="With --wait, seconds to wait.", show_default="none"),
+        typer.Option(help="With --wait, seconds to wait; no limit by default."),
     ] = None,
 ) -> None:
     """Take a worker group out of service: its requests move to other groups, then its workers stop.

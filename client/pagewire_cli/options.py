@@ -133,7 +133,7 @@ class Connection:
     """How to reach a deployment."""
 
     address: list[str] = field(default_factory=lambda: [DEFAULT_ADDRESS])
-    """HOST:PORT or unix:PATH of a frontend; several to fail over between."""
+    """HOST:PORT or unix:PATH of a frontend; repeat it for others to fail over to."""
     api_key: str | None = None
     """Sent with each call. Other users of this machine cannot read the variable."""
     tls: bool = False

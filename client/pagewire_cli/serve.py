@@ -32,9 +32,9 @@ class Deployment:
     http: str = DEFAULT_HTTP_ADDRESS
     """Address of the OpenAI-compatible HTTP API, shared by all frontends."""
     host: str | None = None
-    """Its host, in place of that of --http."""
+    """Host of the HTTP API, in place of the one in --http."""
     port: int | None = None
-    """Its port, in place of that of --http."""
+    """Port of the HTTP API, in place of the one in --http."""
     api_key: str | None = None
     """The one key that clients must send. Other users of this machine cannot read the variable.
     For keys of several tenants see --api-keys."""

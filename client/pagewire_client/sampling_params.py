@@ -48,7 +48,7 @@ class SamplingParams:
     top_k: int | None = None
     """Sample from the N most probable tokens; 0 and -1 mean all."""
     min_p: float | None = None
-    """Sample from tokens at least this times as probable as the most probable one."""
+    """Sample from tokens whose probability is at least this share of the largest."""
     repetition_penalty: float | None = None
     """Above 1 makes tokens of prompt and output less probable."""
     presence_penalty: float | None = None

@@ -49,7 +49,7 @@ FLAGS = (
         "worker",
         "Name by which clients ask for the model; repeat it for further names.",
     ),
-    Flag("device", str, "worker", "auto, cpu or cuda."),
+    Flag("device", str, "worker", "auto, cpu, cuda or cuda:N."),
     Flag("dtype", str, "worker", "auto, float32, bfloat16 or float16."),
     Flag("max_model_len", int, "worker", "Most tokens of prompt and output together."),
     Flag("block_size", int, "worker", "Tokens per KV block."),
