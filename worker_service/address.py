@@ -57,7 +57,10 @@ def advertised(listening: Address, core: Address | None) -> Address:
 
 
 def local_host_towards(peer: TcpAddress) -> str:
-    """This host's address on the route to a peer; sends nothing."""
+    """This host's address on the route to a peer; sends nothing.
+
+    Raises InvalidOption if the peer's name cannot be resolved, or if there is no route to it.
+    """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             peer.host, peer.port, type=socket.SOCK_DGRAM
@@ -66,6 +69,8 @@ def local_host_towards(peer: TcpAddress) -> str:
             probe.connect(target)
             host: str = probe.getsockname()[0]
             return host
+    except socket.gaierror as error:
+        raise InvalidOption(f"{peer.host} cannot be resolved: {error.strerror or error}") from None
     except OSError as error:
         reason = f"no route to the core at {peer}: {error.strerror or error}"
         raise InvalidOption(f"advertise: expected an address, since there is {reason}") from None
