@@ -83,7 +83,8 @@ STAGES: dict[int, Sequence[Part]] = {
             name="test_gpu",
             limit_s=310,
             command=f"{_PYTEST} --junitxml={{output}}/test_gpu.xml tests/kernels/gpu"
-            " tests/worker_service/models/test_layers.py tests/worker_service/runner/device",
+            " tests/worker_service/models/test_layers.py tests/worker_service/runner/device"
+            " tests/worker_service/distributed/test_communicator.py",
             dry="-m 'not gpu' -k 'refused and kernels'",
         ),
         Part(
