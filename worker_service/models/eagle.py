@@ -139,7 +139,8 @@ class EagleHead(LoadableModule):
         hidden states for the tokens at `positions`; positions, slot_mapping: int64 [num_rows].
         """
         inputs, _ = self._inputs(token_ids, hidden)
-        self.layer.write_kv(inputs, positions, kv_cache, slot_mapping)
+        caches = self.layer.attention.cache(kv_cache)
+        self.layer.write_kv(inputs, positions, caches, slot_mapping)
 
     def forward(
         self,

@@ -96,8 +96,9 @@ class GPTLayer(DecoderLayer):
 
     def _attention(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         query, key, value = self.qkv(x).unflatten(1, self._heads_shape).unbind(1)
-        self._paged.write(key, value, kv_cache, metadata)
-        return self.output(self._paged.attend(query, kv_cache, metadata))
+        caches = self._paged.cache(kv_cache)
+        self._paged.write(key, value, caches, metadata)
+        return self.output(self._paged.attend(query, caches, metadata))
 
     def _mlp(self, x: Tensor) -> Tensor:
         return self.down(self._kernels.activate(self.up(x), self._activation))

@@ -84,27 +84,31 @@ class PagedAttention:
     def cache(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
         each."""
-        return kv_cache[:, self._layer, 0], kv_cache[:, self._layer, 1]
+        keys, values = kv_cache.select(1, self._layer).unbind(1)
+        return keys, values
 
     def write(
-        self, key: Tensor, value: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+        self, key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], metadata: AttentionMetadata
     ) -> None:
-        """Write new keys and values to the cache: [num_tokens, num_kv_heads, head_dim] each."""
+        """Write new keys and values to the cache: [num_tokens, num_kv_heads, head_dim] each.
+        caches: as returned by `cache`."""
         self._backend.write_kv(
             key,
             value,
-            *self.cache(kv_cache),
+            *caches,
             metadata.slot_mapping,
             key_scale=self.key_scale,
             value_scale=self.value_scale,
         )
 
-    def attend(self, query: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Attend over the cache. query: [num_tokens, num_heads, head_dim]. Returns [num_tokens,
-        num_heads * head_dim]."""
+    def attend(
+        self, query: Tensor, caches: tuple[Tensor, Tensor], metadata: AttentionMetadata
+    ) -> Tensor:
+        """Attend over the cache. query: [num_tokens, num_heads, head_dim]; caches: as returned by
+        `cache`. Returns [num_tokens, num_heads * head_dim]."""
         output = self._backend.paged_attention(
             query,
-            *self.cache(kv_cache),
+            *caches,
             metadata,
             scale=self._scale,
             sliding_window=self._sliding_window,

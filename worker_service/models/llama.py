@@ -112,21 +112,22 @@ class LlamaLayer(DecoderLayer):
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Add the attention output for `x` to `residual`, then return the output of the MLP."""
-        x = self.write_kv(x, positions, kv_cache, metadata.slot_mapping)
-        x = self.output(self.attention.attend(x, kv_cache, metadata))
+        caches = self.attention.cache(kv_cache)
+        x = self.write_kv(x, positions, caches, metadata.slot_mapping)
+        x = self.output(self.attention.attend(x, caches, metadata))
         return self.down(self.gate_up(self.mlp_norm(residual, x)))
 
     def write_kv(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+        self, x: Tensor, positions: Tensor, caches: tuple[Tensor, Tensor], slot_mapping: Tensor
     ) -> Tensor:
-        """Write the keys and values of rows to the cache. Returns their queries."""
-        heads = self.qkv(x).unflatten(1, (-1, self._head_dim))
-        query, key, value = heads.split(self._num_heads, dim=1)
+        """Write the keys and values of rows to the layer's caches. Returns their queries."""
+        heads = self.qkv(x).view(len(x), -1, self._head_dim)
+        query, key, value = heads.split_with_sizes(self._num_heads, 1)
         self._kernels.rotate_and_write_kv(
             query,
             key,
             value,
-            *self.attention.cache(kv_cache),
+            *caches,
             slot_mapping,
             positions,
             self._rotary.cos,

@@ -9,10 +9,10 @@ The sizes of tiles and splits are arguments of the launch; see `Launch`. They we
 sizes of registers and shared memory, not from measurements.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -176,113 +176,109 @@ def paged_attention(
     `batch_invariant`. Raises TypeError or ValueError for tensors of unsupported dtypes, shapes or
     strides.
     """
-    num_tokens, num_heads = query.shape[:2]
-    num_kv_heads, head_dim = key_cache.shape[2:]
-    output = query.new_empty((num_tokens, num_heads, head_dim))
+    num_tokens, num_heads, head_dim = query.shape
+    output = query.new_empty(query.shape)
     if num_tokens == 0:
         return output
     sinks = None if sinks is None else _per_head("sinks", sinks, num_heads)
     alibi_slopes = None if alibi_slopes is None else _per_head("slopes", alibi_slopes, num_heads)
-    # The layers of a step have equal layouts, so checks and launches are computed for the first.
-    given = layouts(query, key_cache, value_cache), launch, batch_invariant
-    if given not in metadata.plans:
+    # Most layers of a step have equal layouts and features, so checks and the arguments of launches
+    # are computed for the first of them.
+    features = {
+        "HAS_WINDOW": sliding_window is not None,
+        "HAS_SINKS": sinks is not None,
+        "HAS_CAP": soft_cap is not None,
+        "HAS_ALIBI": alibi_slopes is not None,
+    }
+    given = (
+        layouts(query, key_cache, value_cache),
+        tuple(features.values()),
+        launch,
+        batch_invariant,
+    )
+    prepared = metadata.plans.get(given)
+    if prepared is None:
         _check(query, key_cache, value_cache, metadata)
-        metadata.plans[given] = [
-            *_prepared(query, key_cache, metadata, launch, batch_invariant=batch_invariant)
+        prepared = metadata.plans[given] = [
+            *_prepared(
+                query,
+                (key_cache, value_cache),
+                metadata,
+                launch,
+                features,
+                batch_invariant=batch_invariant,
+            )
         ]
-    has_features = {"HAS_WINDOW": sliding_window is not None, "HAS_SINKS": sinks is not None}
-    for each in metadata.plans[given]:
-        part, launch, plan = each.part, each.launch, each.plan
-        shared = each.shared | has_features
-        partial_output = query.new_empty(each.partial_shape, dtype=torch.float32)
-        partial_sums = query.new_empty((*each.partial_shape[:-1], 2), dtype=torch.float32)
-        attend[each.grid](
+    sinks = output if sinks is None else sinks
+    alibi_slopes = output if alibi_slopes is None else alibi_slopes
+    for each in prepared:
+        each.attend(
             output,
-            partial_output,
-            partial_sums,
+            *each.partials,
             query,
             key_cache,
             value_cache,
-            part.query_start,
-            part.context_lens,
+            *each.lengths,
             metadata.block_tables,
-            plan,
-            output if sinks is None else sinks,
-            output if alibi_slopes is None else alibi_slopes,
-            part.first_seq,
-            part.num_seqs,
-            part.num_tokens,
-            launch.num_splits,
+            each.plan,
+            sinks,
+            alibi_slopes,
+            *each.counts,
             scale * key_scale,
             soft_cap or 1.0,
             sliding_window or 0,
             value_scale,
-            query.stride(0),
-            query.stride(1),
-            output.stride(0),
-            *key_cache.stride()[:3],
-            *value_cache.stride()[:3],
-            metadata.block_tables.stride(0),
-            HAS_CAP=soft_cap is not None,
-            HAS_ALIBI=alibi_slopes is not None,
-            IS_SPLIT=each.is_split,
-            BLOCK_SIZE=key_cache.shape[1],
-            NUM_KV_HEADS=num_kv_heads,
-            GROUP=num_heads // num_kv_heads,
-            TILE_TOKENS=each.tile_tokens,
-            TILE_ROWS=launch.tile_rows,
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
-            **shared,
+            *each.strides,
+            **each.options,
         )
-        if each.is_split:
-            reduce_splits[(part.num_seqs if part.is_decode else part.num_tokens, num_heads)](
+        if each.reduce is not None:
+            each.reduce(
                 output,
-                partial_output,
-                partial_sums,
-                part.query_start,
-                part.context_lens,
-                plan,
-                output if sinks is None else sinks,
-                part.first_seq,
-                part.num_seqs,
-                part.num_tokens,
-                launch.num_splits,
+                *each.partials,
+                *each.lengths,
+                each.plan,
+                sinks,
+                *each.counts,
                 sliding_window or 0,
                 value_scale,
-                output.stride(0),
-                num_warps=1,
-                **shared,
+                num_heads * head_dim,
+                **each.reduce_options,
             )
     return output
 
 
 class _Prepared(NamedTuple):
-    """A launch that is the same for all layers of a step."""
+    """The launches for a part of a batch: what is the same for all layers of a step."""
 
-    part: Part
-    launch: Launch
-    tile_tokens: int
-    grid: tuple[int, int]
+    attend: Callable[..., Any]
+    """The kernel with its grid."""
+    reduce: Callable[..., Any] | None
+    """The same of `reduce_splits`, if the part is split."""
+    partials: tuple[Tensor, Tensor]
+    """Output and sums of splits, which one layer after another overwrites."""
+    lengths: tuple[Tensor, Tensor]
+    """Query starts and context lengths."""
     plan: Tensor
     """The output of `plan_splits`; any tensor if splits are not planned by length."""
-    is_split: bool
-    partial_shape: tuple[int, ...]
-    shared: dict[str, int | bool]
-    """Constants that both kernels take."""
+    counts: tuple[int, int, int, int]
+    """First sequence, sequences, tokens, splits."""
+    strides: tuple[int, ...]
+    options: dict[str, int | bool]
+    reduce_options: dict[str, int | bool]
 
 
 def _prepared(
     query: Tensor,
-    key_cache: Tensor,
+    caches: tuple[Tensor, Tensor],
     metadata: AttentionMetadata,
     launch: Launch | None,
+    features: dict[str, bool],
     *,
     batch_invariant: bool,
 ) -> Iterator[_Prepared]:
-    """Yield the launches of the parts of a batch."""
+    """Yield the launches of the parts of a batch. features: constants of `attend`."""
     num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = key_cache.shape[2]
+    block_size, num_kv_heads = caches[0].shape[1:3]
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     whole = _whole(metadata, num_tokens)
@@ -306,22 +302,50 @@ def _prepared(
             partial_shape = (chosen.num_planned, num_heads, padded_dim)
         elif chosen.num_splits > 1:
             partial_shape = (chosen.num_splits, part.num_tokens, num_heads, padded_dim)
+        is_split = is_planned or chosen.num_splits > 1
+        num_rows = part.num_seqs if part.is_decode else part.num_tokens
+        shared: dict[str, int | bool] = {
+            "IS_DECODE": part.is_decode,
+            "IS_PLANNED": is_planned,
+            "SPLIT_TOKENS": chosen.split_tokens,
+            "HEAD_DIM": head_dim,
+            "PADDED_DIM": padded_dim,
+            "TILE_KEYS": chosen.tile_keys,
+            "enable_fp_fusion": chosen.split_tokens == 0,
+        }
         yield _Prepared(
-            part=part,
-            launch=chosen,
-            tile_tokens=tile_tokens,
-            grid=(num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits),
+            attend=attend[(num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits)],
+            reduce=reduce_splits[(num_rows, num_heads)] if is_split else None,
+            partials=(
+                query.new_empty(partial_shape, dtype=torch.float32),
+                query.new_empty((*partial_shape[:-1], 2), dtype=torch.float32),
+            ),
+            lengths=(part.query_start, part.context_lens),
             plan=_plan(part, chosen) if is_planned else part.context_lens,
-            is_split=is_planned or chosen.num_splits > 1,
-            partial_shape=partial_shape,
-            shared={
-                "IS_DECODE": part.is_decode,
-                "IS_PLANNED": is_planned,
-                "SPLIT_TOKENS": chosen.split_tokens,
-                "HEAD_DIM": head_dim,
-                "PADDED_DIM": padded_dim,
-                "TILE_KEYS": chosen.tile_keys,
-                "enable_fp_fusion": chosen.split_tokens == 0,
+            counts=(part.first_seq, part.num_seqs, part.num_tokens, chosen.num_splits),
+            strides=(
+                *query.stride()[:2],
+                num_heads * head_dim,
+                *(stride for cache in caches for stride in cache.stride()[:3]),
+                metadata.block_tables.stride(0),
+            ),
+            options={
+                **shared,
+                **features,
+                "IS_SPLIT": is_split,
+                "BLOCK_SIZE": block_size,
+                "NUM_KV_HEADS": num_kv_heads,
+                "GROUP": group,
+                "TILE_TOKENS": tile_tokens,
+                "TILE_ROWS": chosen.tile_rows,
+                "num_warps": chosen.num_warps,
+                "num_stages": chosen.num_stages,
+            },
+            reduce_options={
+                **shared,
+                "HAS_WINDOW": features["HAS_WINDOW"],
+                "HAS_SINKS": features["HAS_SINKS"],
+                "num_warps": 1,
             },
         )
 

@@ -1,6 +1,7 @@
 """Argument checks: a kernel would silently misread tensors of other dtypes, shapes or strides."""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,23 +14,45 @@ FP8_MAX = 448.0
 
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
 
-_MAX_PASSED = 4096
-"""Steps have many different numbers of rows, so the set is emptied at this size."""
+Derived = TypeVar("Derived")
 
-_passed: set[tuple[Callable[..., None], Layouts]] = set()
+_MAX_DERIVED = 4096
+"""Steps have many different numbers of rows, so the table is emptied at this size."""
+
+_derived: dict[tuple[Callable[..., Any], Layouts], Any] = {}
 
 
-def check_once(check: Callable[..., None], *tensors: Tensor | None) -> None:
-    """Call `check` with the tensors, unless tensors of the same layouts have passed it before.
+class LayoutLaunch(NamedTuple):
+    """The arguments of a launch that follow from the layouts of its tensors."""
 
-    The layers of a step have equal layouts, and on the host checks take longer than launches.
+    run: Callable[..., Any]
+    """A kernel with its grid."""
+
+    strides: tuple[int, ...]
+    """The positional arguments after all others."""
+
+    options: dict[str, Any]
+    """Constants of the kernel, and options of its compilation."""
+
+
+def derived(derive: Callable[..., Derived], *tensors: Tensor | None) -> Derived:
+    """Return `derive(*tensors)`, or what it returned for other tensors of the same layouts.
+
+    The layers of a step have equal layouts, and on the host checking them and choosing the
+    arguments of a launch takes longer than the launch. A function that raises is called again. Code
+    that is compiled runs without the host's checks, and its shapes are symbols.
     """
-    given = check, layouts(*tensors)
-    if given not in _passed:
-        check(*tensors)
-        if len(_passed) >= _MAX_PASSED:
-            _passed.clear()
-        _passed.add(given)
+    if torch.compiler.is_compiling():
+        return derive(*tensors)
+    given = derive, layouts(*tensors)
+    try:
+        found: Derived = _derived[given]
+    except KeyError:
+        found = derive(*tensors)
+        if len(_derived) >= _MAX_DERIVED:
+            _derived.clear()
+        _derived[given] = found
+    return found
 
 
 def layouts(*tensors: Tensor | None) -> Layouts:

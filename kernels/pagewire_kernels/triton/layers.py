@@ -5,13 +5,20 @@ separate addition; one program computes a row, which it holds in registers. An a
 or two elements and writes one.
 """
 
-from functools import cache
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.triton.checks import FLOATS, check_once, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.checks import (
+    FLOATS,
+    LayoutLaunch,
+    derived,
+    expect,
+    expect_dtype,
+    expect_rows,
+)
 
 MAX_SIZE = 32768
 """The longest row that fits into a program's registers, in elements."""
@@ -89,19 +96,11 @@ def _layer_norm(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
     """x / rms(x) * weight, after adding x to the residual if given; as `reference.rms_norm`."""
-    check_once(_check_norm, x, weight, None, residual)
+    launch = derived(_rms_norm_launch, x, weight, residual)
     output = x.new_empty(x.shape)
-    if x.shape[0]:
-        _rms_norm[(x.shape[0],)](
-            output,
-            x,
-            x if residual is None else residual,
-            weight,
-            eps,
-            *_row_strides(output, x, residual),
-            HAS_RESIDUAL=residual is not None,
-            **_tiling(x.shape[1]),
-        )
+    if launch is not None:
+        added = x if residual is None else residual
+        launch.run(output, x, added, weight, eps, *launch.strides, **launch.options)
     return output
 
 
@@ -113,29 +112,57 @@ def layer_norm(
     residual: Tensor | None = None,
 ) -> Tensor:
     """(x - mean) / deviation * weight + bias; as `reference.layer_norm`."""
-    check_once(_check_layer_norm, x, weight, bias, residual)
+    launch = derived(_layer_norm_launch, x, weight, bias, residual)
     output = x.new_empty(x.shape)
-    if x.shape[0]:
-        _layer_norm[(x.shape[0],)](
+    if launch is not None:
+        launch.run(
             output,
             x,
             x if residual is None else residual,
             x if weight is None else weight,
             x if bias is None else bias,
             eps,
-            *_row_strides(output, x, residual),
-            HAS_RESIDUAL=residual is not None,
-            IS_AFFINE=weight is not None,
-            **_tiling(x.shape[1]),
+            *launch.strides,
+            **launch.options,
         )
     return output
 
 
-def _check_layer_norm(
+def _rms_norm_launch(x: Tensor, weight: Tensor, residual: Tensor | None) -> LayoutLaunch | None:
+    _check_norm(x, weight, None, residual)
+    return _norm_launch(_rms_norm, x, weight, residual)
+
+
+def _layer_norm_launch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> None:
+) -> LayoutLaunch | None:
     expect((weight is None) == (bias is None), "weight and bias: expected both or neither")
     _check_norm(x, weight, bias, residual)
+    return _norm_launch(_layer_norm, x, weight, residual, IS_AFFINE=weight is not None)
+
+
+def _norm_launch(
+    kernel: Any, x: Tensor, weight: Tensor | None, residual: Tensor | None, **options: bool
+) -> LayoutLaunch | None:
+    """The launch of a norm; None if there are no rows."""
+    num_rows, size = x.shape
+    if num_rows == 0:
+        return None
+    if weight is not None:  # a number also in compiled code, where the shape of x is symbols
+        size = weight.shape[0]
+    tile = triton.next_power_of_2(size)
+    return LayoutLaunch(
+        kernel[(num_rows,)],
+        (size, x.stride(0), (x if residual is None else residual).stride(0)),
+        {
+            "HAS_RESIDUAL": residual is not None,
+            "SIZE": size,
+            "TILE": tile,
+            "num_warps": min(16, max(1, tile // 512)),
+            "enable_fp_fusion": False,
+            **options,
+        },
+    )
 
 
 def _check_norm(
@@ -151,21 +178,6 @@ def _check_norm(
     if residual is not None:
         expect_dtype("residual", residual, x.dtype)
         expect_rows("residual", residual, *x.shape)
-
-
-def _row_strides(output: Tensor, x: Tensor, residual: Tensor | None) -> tuple[int, int, int]:
-    return output.stride(0), x.stride(0), (x if residual is None else residual).stride(0)
-
-
-@cache
-def _tiling(size: int) -> dict[str, int | bool]:
-    tile = triton.next_power_of_2(size)
-    return {
-        "SIZE": size,
-        "TILE": tile,
-        "num_warps": min(16, max(1, tile // 512)),
-        "enable_fp_fusion": False,
-    }
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
@@ -230,22 +242,11 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up; as `reference.act_and_mul`."""
-    num_rows, width = gate_up.shape
     _check_activation(activation)
-    check_once(_check_gate_up, gate_up)
-    output = gate_up.new_empty((num_rows, width // 2))
-    if output.numel() == 0:
-        return output
-    _act_and_mul[(num_rows, -(-width // 2 // _TILE))](
-        output,
-        gate_up,
-        gate_up.stride(0),
-        SIZE=width // 2,
-        ACTIVATION=activation,
-        TILE=_TILE,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
+    launch = derived(_act_and_mul_launch, gate_up)
+    output = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+    if launch is not None:
+        launch.run(output, gate_up, *launch.strides, ACTIVATION=activation, **launch.options)
     return output
 
 
@@ -255,10 +256,18 @@ def _check_activation(activation: str) -> None:
         raise ValueError(f"activation: expected one of {expected}, got {activation!r}")
 
 
-def _check_gate_up(gate_up: Tensor) -> None:
+def _act_and_mul_launch(gate_up: Tensor) -> LayoutLaunch | None:
     _check_rows("gate_up", gate_up)
-    width = gate_up.shape[1]
+    num_rows, width = gate_up.shape
     expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
+    if gate_up.numel() == 0:
+        return None
+    size = width // 2
+    return LayoutLaunch(
+        _act_and_mul[(num_rows, triton.cdiv(size, _TILE))],
+        (gate_up.stride(0),),
+        {"SIZE": size, "TILE": _TILE, "num_warps": 4, "enable_fp_fusion": False},
+    )
 
 
 def _check_rows(name: str, rows: Tensor) -> None:

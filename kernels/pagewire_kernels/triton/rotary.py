@@ -4,8 +4,6 @@ Bound by memory bandwidth: queries, keys and values are read once and written on
 kernels, norm, rotation and cache write would read and write queries twice and keys three times.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -14,7 +12,8 @@ from torch import Tensor
 from pagewire_kernels.triton.checks import (
     FLOATS,
     FP8,
-    check_once,
+    LayoutLaunch,
+    derived,
     expect,
     expect_cache,
     expect_dtype,
@@ -209,56 +208,68 @@ def rotate_and_write_kv(
 ) -> None:
     """Apply norms and RoPE to `query` in place; write normed and RoPE'd keys, and values, to the
     cache; as `reference.rotate_and_write_kv`."""
+    rows = query, key, value, key_cache, value_cache, slot_mapping, positions, cos, sin
+    launch = derived(_launch, *rows, query_norm, key_norm)
+    if launch is not None:
+        launch.run(
+            *rows,
+            query if query_norm is None else query_norm,
+            key if key_norm is None else key_norm,
+            eps,
+            key_scale,
+            value_scale,
+            *launch.strides,
+            **launch.options,
+        )
+
+
+def _launch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+) -> LayoutLaunch | None:
     rows = query, key, value, key_cache, value_cache, slot_mapping
-    check_once(_check, *rows, positions, cos, sin, query_norm, key_norm)
+    _check(*rows, positions, cos, sin, query_norm, key_norm)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    num_tokens, num_heads = query.shape[:2]
+    (num_tokens, num_heads), half = query.shape[:2], cos.shape[1]
     if num_tokens == 0:
-        return
-    num_tiles = -(-num_heads // _TILE_HEADS) - (-num_kv_heads // _TILE_HEADS)
-    _rotate_and_write[(num_tokens, num_tiles)](
-        query,
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slot_mapping,
-        positions,
-        cos,
-        sin,
-        query if query_norm is None else query_norm,
-        key if key_norm is None else key_norm,
-        eps,
-        key_scale,
-        value_scale,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        cos.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        BLOCK_SIZE=block_size,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        **_tiling(head_dim, cos.shape[1]),
-        HAS_QUERY_NORM=query_norm is not None,
-        HAS_KEY_NORM=key_norm is not None,
-        IS_FP8=key_cache.dtype == FP8,
-        TILE_HEADS=_TILE_HEADS,
-        num_warps=2,  # 8 elements per thread of half a head of 128: loads of 16 bytes
-        enable_fp_fusion=False,
+        return None
+    num_tiles = triton.cdiv(num_heads, _TILE_HEADS) + triton.cdiv(num_kv_heads, _TILE_HEADS)
+    return LayoutLaunch(
+        _rotate_and_write[(num_tokens, num_tiles)],
+        (
+            *query.stride()[:2],
+            *key.stride()[:2],
+            *value.stride()[:2],
+            cos.stride(0),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+        ),
+        {
+            "BLOCK_SIZE": block_size,
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "HALF": half,
+            "PADDED_DIM": triton.next_power_of_2(head_dim),
+            "PADDED_HALF": triton.next_power_of_2(half),
+            "PADDED_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
+            "HAS_QUERY_NORM": query_norm is not None,
+            "HAS_KEY_NORM": key_norm is not None,
+            "IS_FP8": key_cache.dtype == FP8,
+            "TILE_HEADS": _TILE_HEADS,
+            "num_warps": 2,  # 8 elements per thread of half a head of 128: loads of 16 bytes
+            "enable_fp_fusion": False,
+        },
     )
-
-
-@cache
-def _tiling(head_dim: int, half: int) -> dict[str, int]:
-    return {
-        "HEAD_DIM": head_dim,
-        "HALF": half,
-        "PADDED_DIM": triton.next_power_of_2(head_dim),
-        "PADDED_HALF": triton.next_power_of_2(half),
-        "PADDED_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
-    }
 
 
 def _check(

@@ -363,6 +363,19 @@ def test_layers_of_a_step_share_the_plan_of_its_splits() -> None:
     assert replace(metadata, max_context_len=60).plans == {}
 
 
+def test_layers_of_a_step_may_have_different_features() -> None:
+    sequences = PagedSequences(Shape(), LENGTHS)
+    _written(sequences)
+    metadata = on_device(sequences.metadata(DECODES))
+    query = sequences.rows(sequences.queries, DECODES).to(DEVICE)
+    cache = sequences.cache.to(DEVICE)
+    options: dict[str, Any]
+    for options in ({}, {"sliding_window": 9}, {"sliding_window": 4}, {"soft_cap": 2.0}, {}):
+        caches = cache[:, 1, 0], cache[:, 1, 1]
+        output = paged_attention(query, *caches, metadata, scale=0.3, **options)
+        assert_agrees(output, _expected(sequences, DECODES, scale=0.3, **options))
+
+
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_the_backend_writes_and_attends(batch_invariant: bool) -> None:
     sequences = PagedSequences(Shape(), [33, 9])
