@@ -10,7 +10,7 @@ from pagewire_kernels.cpu.program import count_address, launch, new_rows
 from pagewire_kernels.cpu.tasks import int64s
 from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 
-_HEADER_BYTES, _MOST_LANES, _MOST_NUMBER_BYTES = 64, 16, 2
+_HEADER_BYTES, _MOST_LANES = 64, 16
 _MAX_INPUTS = 1 << 16
 """Sums of more products may overflow 32 bits."""
 
@@ -49,7 +49,9 @@ def quantize_rows(library: Library, rows: Tensor, activations: Int8Activations) 
     ...], of which each row has a header and then its codes.
     """
     num_rows, size = rows.shape
-    num_bytes = -(-size // _MOST_LANES) * _MOST_LANES * _MOST_NUMBER_BYTES
+    vnni = has_vnni(library)
+    number_bytes = 1 if vnni or library.instruction_set == "neon" else 2
+    num_bytes = -(-size // _MOST_LANES) * _MOST_LANES * number_bytes
     y = new_rows(num_rows, _HEADER_BYTES + num_bytes, torch.uint8)
     task = QuantizeRowsTask(
         num_rows=count_address(num_rows),
@@ -59,7 +61,7 @@ def quantize_rows(library: Library, rows: Tensor, activations: Int8Activations) 
         y_stride=y.stride(0),
         size=size,
         is_symmetric=activations.symmetric,
-        has_vnni=has_vnni(library),
+        has_vnni=vnni,
         scale=activations.scale or 0.0,
         zero_point=activations.zero_point,
     )

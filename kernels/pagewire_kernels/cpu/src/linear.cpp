@@ -90,6 +90,7 @@ template <class Dot>
 struct PanelProduct {
   void operator()(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
                   const char* panel, const char* next_panel, int64_t num_inputs, float* sums) {
+    memset(sums, 0, num_rows * kPanel * sizeof(float));
     multiply_panel<Dot>(x, x_stride, num_rows, panel, next_panel, num_inputs, sums);
   }
 };
@@ -99,7 +100,7 @@ template <>
 struct PanelProduct<BFloat16Dot> {
   void operator()(const BFloat16* x, int64_t x_stride, int64_t num_rows, const char* panel,
                   const char* next_panel, int64_t num_inputs, float* sums) {
-    add_panel<TileProduct::kBFloat16>(tiles, reinterpret_cast<const char*>(x), x_stride * 2,
+    sum_panel<TileProduct::kBFloat16>(tiles, reinterpret_cast<const char*>(x), x_stride * 2,
                                       num_rows, num_inputs * 2, panel, next_panel, sums);
   }
 
@@ -111,7 +112,6 @@ struct PanelProduct<BFloat16Dot> {
 template <class Dot>
 void multiply_block(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t panel,
                     int64_t next_panel, PanelProduct<Dot>& product, float* sums) {
-  memset(sums, 0, num_rows * kPanel * sizeof(float));
   const int64_t panel_bytes = divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes;
   const auto* x = static_cast<const typename Dot::Input*>(task.x) + first_row * task.x_stride;
   const auto* weights = static_cast<const char*>(task.weight);

@@ -30,10 +30,10 @@ void add_last_inputs(TileRegisters& tiles, const char* x, int64_t row_bytes, int
   }
 }
 
-// Adds the products of rows with a panel to their sums, [num_rows, kPanel] of 32 bits each, and
-// prefetches the next panel. x: rows at a stride of `row_bytes`, with `num_bytes` of inputs each.
+// Sums the products of rows with a panel, [num_rows, kPanel] of 32 bits each, and prefetches the next
+// panel. x: rows at a stride of `row_bytes`, with `num_bytes` of inputs each.
 template <TileProduct kProduct>
-void add_panel(TileRegisters& tiles, const char* x, int64_t row_bytes, int64_t num_rows,
+void sum_panel(TileRegisters& tiles, const char* x, int64_t row_bytes, int64_t num_rows,
                int64_t num_bytes, const char* panel, const char* next_panel, void* all_sums) {
   char* const sums = static_cast<char*>(all_sums);
   const int64_t num_tiles = num_bytes / kTileBytes;
@@ -50,10 +50,17 @@ void add_panel(TileRegisters& tiles, const char* x, int64_t row_bytes, int64_t n
       const char* fetched =
           is_read_once ? weights + kFetchDistance : next + g * num_lines * count * 64;
       tiles.configure(end - row);
-      tiles.add<kProduct>({x + row * row_bytes + tile * kTileBytes, row_bytes, weights, kStepBytes, count},
-                          sums + row * kSumBytes, kSumBytes, fetched, num_lines);
+      const TileOperands from = {x + row * row_bytes + tile * kTileBytes, row_bytes, weights,
+                                 kStepBytes, count};
+      char* const to = sums + row * kSumBytes;
+      if (tile == 0) {
+        tiles.add<kProduct, true>(from, to, kSumBytes, fetched, num_lines);
+      } else {
+        tiles.add<kProduct>(from, to, kSumBytes, fetched, num_lines);
+      }
     }
   }
+  if (num_tiles == 0) memset(sums, 0, num_rows * kSumBytes);
   if (num_bytes % kTileBytes) {
     add_last_inputs<kProduct>(tiles, x + num_tiles * kTileBytes, row_bytes, num_rows,
                               num_bytes % kTileBytes, panel + num_tiles * kPanelTileBytes, sums);
