@@ -41,6 +41,9 @@ def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else text)
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    if level is LogLevel.INFO:  # the client of the Hugging Face hub logs each HTTP request
+        for name in ("httpx", "httpx2"):
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _stderr_handler() -> logging.Handler:

@@ -42,8 +42,7 @@ def resolve_model(model: str, revision: str | None = None, *, weights: bool = Tr
 def resolve_config(model: str, revision: str | None = None) -> Path | None:
     """Like `resolve_model`, but of a model of the hub only `config.json` is downloaded.
 
-    None if the model is in the hub's local cache, which may be older than the hub, or if it has no
-    such file.
+    None if the model is in the hub's local cache, which may be older than the hub.
     """
     if model == EMBEDDED or local_model(model) is not None:
         return resolve_model(model)
@@ -58,8 +57,11 @@ def resolve_config(model: str, revision: str | None = None) -> Path | None:
             return Path(hf_hub_download(model, "config.json", revision=revision)).parent
         except LocalEntryNotFoundError:
             raise
-        except EntryNotFoundError:
-            return None
+        except EntryNotFoundError as error:
+            raise ModelNotFound(
+                f"{model}: on the Hugging Face hub, but without a config.json; download a GGUF file"
+                " and name that as the model"
+            ) from error
 
 
 def _require_hub_id(model: str) -> None:
@@ -86,7 +88,11 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
     """Turn errors of the hub's library into ModelNotFound."""
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     tried = f"{model}: no such directory or file, and the Hugging Face hub"
     try:
@@ -95,8 +101,10 @@ def _hub_errors(model: str) -> Iterator[None]:
         raise ModelNotFound(
             f"{tried} could not be reached, nor is it in the local cache"
         ) from error
+    except RepositoryNotFoundError as error:  # which it also says of private models
+        raise ModelNotFound(f"{tried} has none that HF_TOKEN may read") from error
     except HfHubHTTPError as error:
-        raise ModelNotFound(f"{tried} refused it: {_first_line(error)}") from error
+        raise ModelNotFound(f"{tried} refused it: {' '.join(str(error).split())}") from error
     except OSError as error:
         raise ModelNotFound(f"{tried} could not be used: {_first_line(error)}") from error
 

@@ -1,9 +1,14 @@
 """Errors name the path, option or checkpoint that is wrong."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -277,6 +282,73 @@ def test_a_cache_beyond_the_memory_is_refused_before_anything_is_loaded() -> Non
     config = ModelConfig(model=str(checkpoint("llama")), device="cpu")
     with pytest.raises(OutOfMemory, match=r"kv_cache_memory: 1048576\.0 GiB are more than the"):
         check_model(config, CacheConfig(kv_cache_memory=2**50))
+
+
+CHECK = """
+import sys
+from worker_service.config import CacheConfig, ModelConfig
+from worker_service.errors import WorkerError
+from worker_service.loader import check_model
+
+for model in sys.argv[1:]:
+    try:
+        check_model(ModelConfig(model=model, device="cpu"), CacheConfig())
+    except WorkerError as error:
+        print(error)
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Has models with a broken `config.json` and without one, of the owner `some`."""
+
+    def do_HEAD(self) -> None:
+        if self.path.startswith("/some/broken/"):
+            self._answer(200, b"{", ETag='"etag"')
+        else:
+            known = self.path.startswith("/some/")
+            code = "EntryNotFound" if known else "RepoNotFound"
+            self._answer(404, b"", **{"X-Error-Code": code})
+
+    do_GET = do_HEAD
+
+    def _answer(self, status: int, body: bytes, **headers: str) -> None:
+        self.send_response(status)
+        headers |= {"X-Repo-Commit": "a" * 40, "Content-Length": str(len(body))}
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_what_the_hub_lacks_is_named_before_anything_is_downloaded(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        models = ["some/broken", "some/file", "others/model"]
+        env = {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "HF_HOME": str(tmp_path),
+            "NO_PROXY": "127.0.0.1",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        # Its library reads the variables when it is imported.
+        done = subprocess.run(
+            [sys.executable, "-c", CHECK, *models],
+            env=os.environ | env,
+            capture_output=True,
+            text=True,
+        )
+        hub.shutdown()
+        thread.join()
+    broken, without, unknown = done.stdout.splitlines()
+    assert "config.json cannot be read as JSON" in broken
+    assert without.startswith("some/file: on the Hugging Face hub, but without a config.json")
+    assert unknown.startswith("others/model: no such directory or file, and the Hugging Face hub")
+    assert unknown.endswith("has none that HF_TOKEN may read")
 
 
 def test_a_model_in_the_hubs_cache_is_checked_when_it_is_loaded(
