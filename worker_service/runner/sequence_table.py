@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.array_types import BoolArray, Int32Array, Int64Array
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.plan import NewSequence, RowErrorReason
 from worker_service.sampling.logit_edits import EditedRow
@@ -244,11 +244,10 @@ class SequenceTable:
         end = self.num_tokens[row_id] + num_drafts
         return self.token_ids[row_id, self.num_prompt_tokens[row_id] : end]
 
-    def may_draft(self, row_ids: Int64Array) -> BoolArray:
-        """Which of these sequences can have drafts: those of beams have none, nor those that ask
-        for log probabilities of their prompts."""
-        reports = [row_id in self.prompt_logprobs for row_id in row_ids.tolist()]
-        return (self.sampling.num_candidates[row_ids] == 0) & ~np.array(reports, np.bool_)
+    def may_draft(self, row_id: int) -> bool:
+        """Whether a sequence can have drafts: those of beams have none, nor those that ask for log
+        probabilities of their prompts."""
+        return self.sampling.num_candidates[row_id] == 0 and row_id not in self.prompt_logprobs
 
     def edited_rows(self, row_ids: Int64Array, ends: Int64Array) -> list[EditedRow]:
         """The batch's rows whose logits need edits. ends: where each one's output ends,

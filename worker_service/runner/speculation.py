@@ -13,10 +13,10 @@ its next row.
 tokens per microsecond of the step. Two quantities are measured while sequences decode: how often
 drafts are accepted, and the time that one more token adds to a step.
 
-Drafts that followed a suffix of one token elsewhere are less likely to be accepted than drafts that
-followed a longer one, and the first draft of a row is less likely to be accepted than one after an
-accepted draft. So each of these cases has its own probability of acceptance: a decaying average of
-the sequence's recent drafts, with that of all sequences as its prior.
+A draft that followed a long suffix of the sequence elsewhere is more likely to be accepted than one
+that followed a short suffix, and each accepted draft makes the suffix of the next one longer. So a
+probability of acceptance is kept for each length: a decaying average of the sequence's recent
+drafts, with that of all sequences as its prior.
 
 Other processes may double the time of a step, while sixteen tokens often take hardly longer than
 one. So the time per token is estimated from consecutive steps with different numbers of tokens: the
@@ -26,13 +26,16 @@ Old measurements lose weight, even in steps that compute no drafts, so that draf
 worth their time are tried again later.
 """
 
+from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
 from dataclasses import replace
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
 
-from worker_service.array_types import Float64Array, Int32Array, Int64Array
+from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch import Drafts, StepRows
 from worker_service.runner.drafter import Draft, Drafter
 from worker_service.runner.sequence_state import SequenceState
@@ -45,8 +48,13 @@ _NUM_PAIRS = 48
 _NUM_STEPS = 8
 """Last steps from which the fixed time of a step is estimated."""
 
-_MAX_MATCHED = 5
-"""Drafts that followed a longer suffix than this share one probability of acceptance."""
+_LENGTHS = (0, 1, 2, 3, 4, 5, 8, 16)
+"""Least lengths of the suffixes whose drafts share one probability of acceptance. The first is of
+all drafts that followed none."""
+
+_FIRST_CHANCES = (0.5, 0.3, 0.55, 0.65, 0.75, 0.8, 0.9, 0.97)
+"""Probabilities of acceptance that are assumed at first, by suffix length: about those of n-gram
+drafts for SmolLM2."""
 
 _ROW_DECAY = 0.95
 """Weight of a sequence's earlier drafts relative to those of the next step."""
@@ -57,8 +65,8 @@ _ROW_SKIP_DECAY = 0.97
 _SHARED_DECAY, _SHARED_SKIP_DECAY = 0.995, 0.99
 """The same for the drafts of all sequences."""
 
-_PRIOR_TRIALS = 8.0
-"""Weight of the prior of a sequence's probability of acceptance, in drafts."""
+_PRIOR_TRIALS = 4.0
+"""Weight of the prior of a probability of acceptance, in drafts."""
 
 _LEAST_GAIN = 1.03
 """Minimum gain in expected tokens per microsecond for which drafts are computed, as a margin for
@@ -69,50 +77,40 @@ _ALIKE_STEPS, _MOST_ALIKE_STEPS = 2, 256
 cost: first after two steps, then after twice as many each time, up to the second number."""
 
 
-class _Chances(NamedTuple):
-    """Probabilities that a row's first draft is accepted, and a draft after an accepted one."""
+_KINDS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]
+"""By suffix length, up to the last of `_LENGTHS`: the index of its probability."""
 
-    first: float
-    further: float
+
+def _kind(num_matched: int, place: int) -> int:
+    """The kind of a proposal's draft with `place` drafts before it, all accepted."""
+    return _KINDS[min(num_matched + place, _LENGTHS[-1])] if num_matched else 0
 
 
 class _Acceptance:
-    """Numbers of drafts that were verified, and of those that were accepted, with decay."""
+    """Numbers of drafts that were verified, and of those that were accepted, with decay, by kind:
+    the index in `_LENGTHS` of the suffix that they followed."""
 
     def __init__(self) -> None:
-        self._first_right = self._first_trials = 0.0
-        self._further_right = self._further_trials = 0.0
+        self._right = [0.0] * len(_LENGTHS)
+        self._verified = [0.0] * len(_LENGTHS)
 
-    def note(self, num_drafts: int, num_right: int) -> None:
-        """Add the drafts of a step. Drafts after the first rejected one were not verified."""
-        self._first_trials += 1
-        if num_right > 0:
-            self._first_right += 1
-            self._further_right += num_right - 1
-            self._further_trials += min(num_right + 1, num_drafts) - 1
+    def note(self, kinds: list[int], num_right: int, decay: float) -> None:
+        """Add the verified drafts of a step, of which the first `num_right` were accepted."""
+        for kind in set(kinds):
+            self.decay(kind, decay)
+        for place, kind in enumerate(kinds):
+            self._verified[kind] += 1
+            self._right[kind] += place < num_right
 
-    def decay(self, factor: float) -> None:
-        """Multiply the weight of all drafts so far by `factor`."""
-        self._first_right *= factor
-        self._first_trials *= factor
-        self._further_right *= factor
-        self._further_trials *= factor
+    def decay(self, kind: int, factor: float) -> None:
+        """Multiply the weight of all drafts of a kind so far by `factor`."""
+        self._right[kind] *= factor
+        self._verified[kind] *= factor
 
-    def chances(self, prior: _Chances) -> _Chances:
-        """Estimate the probabilities of acceptance. prior: the estimate without any draft."""
-        return _Chances(
-            (self._first_right + _PRIOR_TRIALS * prior.first)
-            / (self._first_trials + _PRIOR_TRIALS),
-            (self._further_right + _PRIOR_TRIALS * prior.further)
-            / (self._further_trials + _PRIOR_TRIALS),
-        )
-
-
-_EVEN_CHANCES = _Chances(0.5, 0.5)
-
-
-def _by_match() -> list[_Acceptance]:
-    return [_Acceptance() for _ in range(_MAX_MATCHED + 1)]
+    def chance(self, kind: int, prior: float) -> float:
+        """Estimate the probability of acceptance. prior: the estimate without any draft."""
+        trials = self._verified[kind] + _PRIOR_TRIALS
+        return (self._right[kind] + _PRIOR_TRIALS * prior) / trials
 
 
 class _StepTimes:
@@ -140,24 +138,24 @@ class _StepTimes:
                 self._token_us = max(0.0, _weighted_median(self._pairs))
         self._steps.append((num_tokens, time_us))
         times = sorted(time_us - self._token_us * num_tokens for num_tokens, time_us in self._steps)
-        self._base_us = max(0.0, times[len(times) // 2])
+        self._base_us = max(1.0, times[len(times) // 2])
 
     @property
     def last_tokens(self) -> int:
         """Number of tokens of the last step; 0 before the first."""
         return self._steps[-1][0] if self._steps else 0
 
-    def of(self, num_tokens: Int64Array) -> Float64Array:
-        """Expected times of steps, in microseconds. They are all equal until two steps with
-        different numbers of tokens were measured."""
-        return self._base_us + self._token_us * num_tokens.astype(np.float64)
+    def of(self, num_tokens: int) -> float:
+        """Expected time of a step, in microseconds. All are equal until two steps with different
+        numbers of tokens were measured."""
+        return self._base_us + self._token_us * num_tokens
 
 
 def _weighted_median(values: "deque[tuple[float, int]]") -> float:
     """Return the weighted median. values: (value, weight), not empty."""
     ordered = sorted(values)
-    weights = np.cumsum([weight for _, weight in ordered])
-    return ordered[int(np.searchsorted(weights, weights[-1] / 2))][0]
+    weights = list(accumulate(weight for _, weight in ordered))
+    return ordered[bisect_left(weights, weights[-1] / 2)][0]
 
 
 class Proposal(NamedTuple):
@@ -174,9 +172,8 @@ class DraftLengths:
     """Chooses how many drafts rows compute, which affects the time of steps, but not tokens."""
 
     def __init__(self) -> None:
-        self._of_row = defaultdict[int, list[_Acceptance]](_by_match)
-        self._shared = _by_match()
-        """By `num_matched` of the drafts, up to `_MAX_MATCHED`; `_of_row` likewise for each row."""
+        self._of_row = defaultdict[int, _Acceptance](_Acceptance)
+        self._shared = _Acceptance()
         self._num_matched: dict[int, int] = {}
         """`num_matched` of each row's last drafts."""
         self._times = _StepTimes()
@@ -198,45 +195,58 @@ class DraftLengths:
 
         num_tokens, num_sampling: tokens that the step computes, and samples, without drafts.
         """
-        most = np.array([each.num_drafts for each in proposals])
-        if not most.any():
-            return most.tolist()
-        if self._times.num_alike >= self._alike_steps and self._times.last_tokens > num_tokens:
+        counts, times = [0] * len(proposals), self._times
+        asked = [index for index, each in enumerate(proposals) if each.num_drafts]
+        if not asked:
+            return counts
+        if times.num_alike >= self._alike_steps and times.last_tokens > num_tokens:
             self._alike_steps = min(2 * self._alike_steps, _MOST_ALIKE_STEPS)
-            return [0] * len(proposals)
-        kinds = [min(each.num_matched, _MAX_MATCHED) for each in proposals]
-        self._num_matched |= {
-            each.row_id: kind for each, kind in zip(proposals, kinds, strict=True)
-        }
-        priors = [self._shared[kind].chances(_EVEN_CHANCES) for kind in kinds]
-        own = [self._of_row[each.row_id][kind] for each, kind in zip(proposals, kinds, strict=True)]
-        chances = np.array([each.chances(prior) for each, prior in zip(own, priors, strict=True)])
-        places = np.arange(most.max())
-        right = chances[:, :1] * chances[:, 1:] ** places
-        rows, columns = np.nonzero(places < most[:, None])
-        # The sort is stable, and probabilities do not increase from one draft of a row to the next,
-        # so a row's drafts stay in order.
-        order = np.argsort(-right[rows, columns], kind="stable")
-        expected = num_sampling + np.append(0.0, np.cumsum(right[rows, columns][order]))
-        rates = expected / self._times.of(num_tokens + np.arange(len(expected)))
-        num_chosen = int(np.argmax(rates)) if rates.max() > _LEAST_GAIN * rates[0] else 0
-        counts = np.bincount(rows[order[:num_chosen]], minlength=len(proposals))
-        for index in np.flatnonzero((counts == 0) & (most > 0)).tolist():
-            own[index].decay(_ROW_SKIP_DECAY)
-        if not counts.any():
-            for kind in {kind for kind, count in zip(kinds, most, strict=True) if count}:
-                self._shared[kind].decay(_SHARED_SKIP_DECAY)
-        return counts.tolist()
+            return counts
+        priors = [self._shared.chance(kind, first) for kind, first in enumerate(_FIRST_CHANCES)]
+
+        def chance(index: int) -> float:
+            """That a proposal's next draft is accepted, if those that are chosen are."""
+            row_id, _, num_matched = proposals[index]
+            kind = _kind(num_matched, counts[index])
+            return self._of_row[row_id].chance(kind, priors[kind])
+
+        # The next draft of each proposal, the most likely first. Probabilities do not increase from
+        # one draft of a proposal to the next, so once the rate falls, it does not rise again.
+        further = [(-chance(index), index) for index in asked]
+        heapify(further)
+        expected = float(num_sampling)
+        rate = least_rate = expected / times.of(num_tokens)
+        while further:
+            negated, index = further[0]
+            next_rate = (expected - negated) / times.of(num_tokens + 1)
+            if next_rate <= rate:
+                break
+            rate, expected, num_tokens = next_rate, expected - negated, num_tokens + 1
+            counts[index] += 1
+            if counts[index] < proposals[index].num_drafts:
+                heapreplace(further, (negated * chance(index), index))
+            else:
+                heappop(further)
+        if rate <= _LEAST_GAIN * least_rate:
+            counts = [0] * len(proposals)
+        for index in asked:
+            row_id, _, num_matched = proposals[index]
+            self._num_matched[row_id] = num_matched
+            if counts[index] == 0:
+                self._of_row[row_id].decay(_kind(num_matched, 0), _ROW_SKIP_DECAY)
+        if not any(counts):
+            for kind in {_kind(proposals[index].num_matched, 0) for index in asked}:
+                self._shared.decay(kind, _SHARED_SKIP_DECAY)
+        return counts
 
     def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
         """Note the number of drafts that a sequence computed, and of those that were accepted."""
-        kind = self._num_matched.get(row_id, 0)
-        for acceptance, factor in (
-            (self._of_row[row_id][kind], _ROW_DECAY),
-            (self._shared[kind], _SHARED_DECAY),
-        ):
-            acceptance.decay(factor)
-            acceptance.note(num_drafts, num_right)
+        num_matched = self._num_matched.get(row_id, 0)
+        # Drafts after the first rejected one were not verified.
+        num_verified = min(num_right + 1, num_drafts)
+        kinds = [_kind(num_matched, place) for place in range(num_verified)]
+        self._of_row[row_id].note(kinds, num_right, _ROW_DECAY)
+        self._shared.note(kinds, num_right, _SHARED_DECAY)
 
     def note_step(self, num_tokens: int, time_us: int) -> None:
         """Note the time of a decode step. num_tokens: drafts included."""
@@ -254,9 +264,13 @@ def choose_drafts(
 
     lookahead: [num_rows], maximum number of drafts of each row in the plan.
     """
-    asked = np.flatnonzero((lookahead > 0) & rows.computes)
-    asked = asked[sequences.table.may_draft(rows.row_ids[asked])]
-    if len(asked) == 0:
+    allowed = zip(lookahead.tolist(), rows.computes.tolist(), rows.row_ids.tolist(), strict=True)
+    asked = [
+        row
+        for row, (most, computes, row_id) in enumerate(allowed)
+        if most > 0 and computes and sequences.table.may_draft(row_id)
+    ]
+    if not asked:
         return {}
     row_ids = rows.row_ids[asked]
     most = lookahead[asked].tolist()
@@ -271,8 +285,8 @@ def choose_drafts(
     chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
     if drafter.takes_time:
         found = _propose(row_ids, chosen, sequences, drafter)
-    triples = zip(asked.tolist(), found, chosen, strict=True)
-    return {row: draft.tokens[:count] for row, draft, count in triples}
+    triples = zip(asked, found, chosen, strict=True)
+    return {row: draft.tokens[:count] for row, draft, count in triples if count}
 
 
 def choose_next_drafts(
@@ -314,14 +328,14 @@ def take_next_drafts(
 def add_drafts(rows: StepRows, drafts: dict[int, Int32Array], table: SequenceTable) -> StepRows:
     """Return the rows with their drafts, which are written to the table after the sequences' last
     tokens."""
+    if not any(map(len, drafts.values())):
+        return rows
     counts = np.zeros(len(rows.row_ids), np.int32)
     for row, tokens in drafts.items():
         counts[row] = len(tokens)
         row_id = int(rows.row_ids[row])
         end = int(table.num_tokens[row_id])
-        table.token_ids[row_id, end : end + counts[row]] = tokens
-    if not counts.any():
-        return rows
+        table.token_ids[row_id, end : end + len(tokens)] = tokens
     places = 1 + counts[rows.sampling].astype(np.int64)
     firsts = np.repeat(np.cumsum(places) - places, places)
     return replace(
@@ -353,17 +367,18 @@ def kept_drafts(rows: StepRows, tokens: Int64Array, table: SequenceTable) -> dic
     """
     kept = {}
     assert rows.drafts is not None
+    sampled = tokens.tolist()
     for start in np.flatnonzero(rows.drafts.offsets == 0).tolist():
         row = int(rows.sampling[start])
-        num_drafts = int(rows.drafts.counts[row])
-        row_id = int(rows.row_ids[row])
+        row_id, num_drafts = int(rows.row_ids[row]), int(rows.drafts.counts[row])
         end = int(table.num_tokens[row_id])
-        drafts = table.token_ids[row_id, end : end + num_drafts]
-        sampled = tokens[start : start + 1 + num_drafts]
-        num_right = int(np.argmin(np.append(drafts == sampled[:-1], False)))
-        further = sampled[1 : 1 + num_right]
-        if num_right and further[-1] == NO_TOKEN:
-            further = further[:-1]
-        if len(further):
-            kept[row] = further
+        drafts = table.token_ids[row_id, end : end + num_drafts].tolist()
+        # Each accepted draft brings the token that was sampled after it.
+        stop = start
+        while stop < start + num_drafts and sampled[stop] == drafts[stop - start]:
+            stop += 1
+        if sampled[stop] == NO_TOKEN:
+            stop -= 1
+        if stop > start:
+            kept[row] = tokens[start + 1 : stop + 1]
     return kept
