@@ -11,8 +11,14 @@ from worker_service.runner.batch import StepRows
 from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 
-MAX_MATCH = 5
+MAX_MATCH = 16
 """Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""
+
+_LEAST_RESUMED = 3
+"""Minimum length of a match before an edit, in tokens."""
+
+_MOST_REPLACED, _MOST_SKIPPED = 2, 8
+"""Maximum numbers of tokens that an edit replaces by as many, and that it leaves out."""
 
 
 class Draft(NamedTuple):
@@ -76,12 +82,13 @@ class SequenceDrafter(Drafter):
 class NgramDrafter(SequenceDrafter):
     """Prompt lookup decoding (Saxena 2023): proposes the tokens that followed an earlier occurrence
     of the sequence's suffix, the longest one that occurs. Of several occurrences it uses the latest
-    one that continues with the most frequent next token."""
+    one that continues with the most frequent next token. Where a copy is edited, it proposes how
+    the original continues after the edit."""
 
     def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
         """Search prompt and output. A continuation that is too short is repeated: its tokens may be
         a loop."""
-        ends, num_matched = match_suffix(tokens, MAX_MATCH)
+        ends, num_matched = find_continued(tokens)
         if num_matched == 0:
             return Draft(tokens[:0])
         next_tokens = tokens[ends + 1]
@@ -99,20 +106,44 @@ def most_frequent(tokens: Int32Array) -> np.int32:
     return tokens[np.flatnonzero(counts[places] == counts.max())[-1]]
 
 
-def match_suffix(tokens: Int32Array, max_match: int) -> tuple[Int64Array, int]:
+def find_continued(tokens: Int32Array) -> tuple[Int64Array, int]:
+    """Find where in `tokens` the sequence may continue: after the longest suffix that occurs
+    earlier, or after an edit of a longer text.
+
+    Returns positions, ascending, and the number of tokens before each that are those at the end of
+    the sequence, from 0 (no position) to `MAX_MATCH`. It counts as 1 after an edit.
+    """
+    ends, num_matched = match_suffix(tokens)
+    if num_matched <= 1:
+        for num_replaced in range(1, min(_MOST_REPLACED, len(tokens) - 1) + 1):
+            copied, num_copied = match_suffix(tokens[:-num_replaced])
+            if num_copied >= _LEAST_RESUMED:
+                last = copied[-1]
+                skipped = ends[(ends > last) & (ends <= last + _MOST_SKIPPED)]
+                if len(skipped):
+                    return skipped[:1], 1
+                replaced = last + num_replaced
+                if num_matched == 0 and replaced < len(tokens) - 1:
+                    return np.array([replaced]), 1
+                break
+    return ends, num_matched
+
+
+def match_suffix(tokens: Int32Array) -> tuple[Int64Array, int]:
     """Find the earlier occurrences of the longest suffix of `tokens` that has any.
 
     Returns the positions of their last tokens, ascending, and the length of the suffix, from 0 (no
-    occurrence) to `max_match`.
+    occurrence) to `MAX_MATCH`.
     """
     last = len(tokens) - 1
-    ends = np.flatnonzero(tokens[:last] == tokens[last])
-    num_matched = 1 if len(ends) else 0
-    while 0 < num_matched < max_match:
-        longer = ends[ends >= num_matched]
-        longer = longer[tokens[longer - num_matched] == tokens[last - num_matched]]
-        if len(longer) == 0:
-            break
-        ends = longer
-        num_matched += 1
-    return ends, num_matched
+    is_last = tokens[:last] == tokens[last]
+    pairs = np.flatnonzero(is_last[1:] & (tokens[: last - 1] == tokens[last - 1])) + 1
+    if len(pairs) == 0:
+        ends = np.flatnonzero(is_last)
+        return ends, min(len(ends), 1)
+    back = np.arange(2, min(MAX_MATCH, last))
+    places = pairs[:, None] - back
+    is_same = (tokens[places] == tokens[last - back]) & (places >= 0)
+    lengths = 2 + np.logical_and.accumulate(is_same, axis=1).sum(axis=1)
+    num_matched = int(lengths.max())
+    return pairs[lengths == num_matched], num_matched

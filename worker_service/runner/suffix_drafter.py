@@ -14,12 +14,9 @@ import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch import StepRows
-from worker_service.runner.drafter import Draft, Drafter, match_suffix, most_frequent
+from worker_service.runner.drafter import MAX_MATCH, Draft, Drafter, find_continued, most_frequent
 from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
-
-MAX_MATCH = 16
-"""Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""
 
 HISTORY_TOKENS = 1 << 17
 """Capacity of the history, in output tokens of all tenants: about 130 outputs of 1000 tokens, in
@@ -48,7 +45,7 @@ class SuffixDrafter(Drafter):
 
     def _follow(self, row_id: int, num_drafts: int, table: SequenceTable) -> Draft:
         tokens = table.token_ids[row_id, : table.num_tokens[row_id]]
-        ends, num_matched = match_suffix(tokens, MAX_MATCH)
+        ends, num_matched = find_continued(tokens)
         found, num_found = self.history.match(table.tenants[row_id], tokens)
         if num_found > num_matched:
             continuations = self.history.continuations(found, num_drafts)

@@ -41,6 +41,10 @@ EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
         ([2, 6, 2, 7, 2], [7, 2, 7, 2]),  # the last of equals
         ([3], []),
         ([3, 3], [3, 3, 3, 3]),
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 99], [5, 6, 7, 1]),  # 99 replaces 4
+        ([1, 2, 3, 4, 5, 6, 7, 1, 2, 3, 98, 99], [6, 7, 1, 2]),  # 98 and 99 replace 4 and 5
+        ([1, 2, 3, 4, 5, 6, 7, 6, 0, 6, 0, 1, 2, 3, 6], [7, 6, 0, 6]),  # 4 and 5 are left out
+        ([1, 2, 3, 4, 1, 2, 99], []),  # too short a match
     ],
 )
 def test_ngrams_propose_what_followed_the_longest_match(
