@@ -33,7 +33,7 @@ def script() -> str:
         "ip link set lo up",
         # What these install is there already, and the network's rest is not.
         'make() { command make --old-file=.venv/.ready "$@"; }',
-        "npm() { test -d node_modules; }",
+        'npm() { test -d node_modules || { echo "no $PWD/node_modules: make test"; false; }; }',
         "trap 'kill $(jobs -p); wait' EXIT",
     ]
     for command in commands():
