@@ -14,6 +14,10 @@ from worker_service.runner.sequence_table import SequenceTable
 MAX_MATCH = 16
 """Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""
 
+_MOST_PAIRS = 1024
+"""Latest occurrences of the last two tokens that are compared further: a text that repeats itself
+has as many as tokens."""
+
 _LEAST_RESUMED = 3
 """Minimum length of a match before an edit, in tokens."""
 
@@ -141,6 +145,7 @@ def match_suffix(tokens: Int32Array) -> tuple[Int64Array, int]:
     if len(pairs) == 0:
         ends = np.flatnonzero(is_last)
         return ends, min(len(ends), 1)
+    pairs = pairs[-_MOST_PAIRS:]
     back = np.arange(2, min(MAX_MATCH, last))
     places = pairs[:, None] - back
     is_same = (tokens[places] == tokens[last - back]) & (places >= 0)
