@@ -5,20 +5,34 @@
 namespace pagewire {
 namespace {
 
-constexpr int64_t kStretch = 64;  // numbers looked at together
+constexpr int64_t kStretch = 1024;  // numbers looked at together
 
-// The largest of up to `kStretch` numbers; NaN if there is one.
+// A word that is negative if the number is NaN: it exceeds infinity, its sign aside.
+inline Words beyond_infinity(Floats x) {
+  const Words magnitude = and_words(as_words(x), broadcast_word(0x7fffffff));
+  return add_words(magnitude, broadcast_word(0x007fffff));
+}
+
+// The largest of some numbers; NaN if there is one.
 inline float largest_of(const float* x, int64_t count) {
-  float most[kStretch];
-  int32_t broken = 0;
-  for (int64_t i = 0; i < kStretch; ++i) most[i] = i < count ? x[i] : x[0];
-  for (int64_t i = 0; i < kStretch; ++i) broken |= most[i] != most[i];
-  for (int64_t half = kStretch / 2; half > 0; half /= 2) {
-    for (int64_t i = 0; i < half; ++i) {
-      most[i] = most[i + half] > most[i] ? most[i + half] : most[i];
-    }
+  alignas(64) float padded[kLanes];
+  if (count < kLanes) {
+    for (int64_t i = 0; i < kLanes; ++i) padded[i] = x[i < count ? i : 0];
+    x = padded;
+    count = kLanes;
   }
-  return broken ? __builtin_nanf("") : most[0];
+  Floats most = load_floats(x + count - kLanes);
+  Words beyond = beyond_infinity(most);
+  for (int64_t i = 0; i + kLanes <= count; i += kLanes) {
+    const Floats numbers = load_floats(x + i);
+    most = greater_of(numbers, most);
+    beyond = or_words(beyond, beyond_infinity(numbers));
+  }
+  alignas(64) int32_t lanes[kLanes];
+  store_floats(reinterpret_cast<float*>(lanes), as_floats(beyond));
+  int32_t any = 0;
+  for (int64_t i = 0; i < kLanes; ++i) any |= lanes[i];
+  return any < 0 ? __builtin_nanf("") : greatest_lane(most);
 }
 
 void find_largest(const LargestTask& task, int64_t row) {
@@ -26,7 +40,8 @@ void find_largest(const LargestTask& task, int64_t row) {
   float value = -__builtin_inff();
   int64_t found = 0;  // where the stretch with the largest begins
   for (int64_t i = 0; i < task.size; i += kStretch) {
-    const float most = largest_of(x + i, task.size - i);
+    const int64_t left = task.size - i;
+    const float most = largest_of(x + i, left < kStretch ? left : kStretch);
     if (most > value || most != most) {
       value = most;
       found = i;
