@@ -30,6 +30,7 @@ struct DigitsDot {
   static constexpr bool kIsExact = true;
   static constexpr int kDigits = kNumDigits;
   static constexpr int kRegisterRows = kDigits == 2 ? 6 : 4;
+  static constexpr uint32_t kInfinity = 0x7f800000;
   static constexpr int32_t kOnes = kDigits == 2 ? 0x0101 : 0x010101;  // one in every digit
   using Operand = Words;
   struct Sum {
@@ -47,15 +48,14 @@ struct DigitsDot {
   // first digits, their second ones and so on.
   template <class Input, class Store>
   static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, Store store) {
-    Floats most = zeros(), nothing = zeros();
+    // The largest magnitude as bits: NaN is above infinity, and infinity above numbers.
+    Words most = broadcast_word(0);
     for (int64_t i = 0; i < num_inputs; i += kLanes) {
-      const Floats values = widen(x + i);
-      most = greater_of(most, _mm512_abs_ps(values));
-      nothing = multiply_add(values, zeros(), nothing);  // NaN for what is not finite
+      const Words magnitude = and_words(as_words(widen(x + i)), broadcast_word(0x7fffffff));
+      most = _mm512_max_epi32(most, magnitude);
     }
-    const float largest = greatest_lane(most);
-    uint32_t exponent;
-    memcpy(&exponent, &largest, 4);
+    auto exponent = static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
+    const float broken = exponent < kInfinity ? 0.0f : __builtin_nanf("");
     constexpr uint32_t kBits = 8 * kDigits - 2;  // of the largest whole number, less its first one
     // Digits are at most 127: there is no room for whole numbers beyond.
     constexpr uint32_t kMost = 127 * kOnes;
@@ -65,23 +65,28 @@ struct DigitsDot {
     const Floats units_per_one = broadcast(from_bits((254 + kBits - exponent) << 23));
     const Words bias = broadcast_word(0x80 * kOnes);
     const __m128i by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    Words sums = broadcast_word(0), total = broadcast_word(0);
+    Words sums = broadcast_word(0);
     for (int64_t i = 0; i < num_inputs; i += kLanes) {
       const Words numbers = _mm512_cvtps_epi32(multiply(widen(x + i), units_per_one));
       const Words bytes = _mm512_xor_si512(add_words(numbers, bias), bias);
       const Words of_fours = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(by_digit));
       store(of_fours);
       sums = _mm512_dpbusd_epi32(sums, broadcast_word(0x01010101), of_fours);
-      total = add_words(total, numbers);
     }
-    alignas(64) int32_t of_lanes[kLanes];
-    _mm512_store_si512(of_lanes, sums);
+    const __m256i of_eight = _mm256_add_epi32(_mm512_castsi512_si256(sums),
+                                              _mm512_extracti64x4_epi64(sums, 1));
+    alignas(16) int32_t of_digits[4];
+    _mm_store_si128(reinterpret_cast<__m128i*>(of_digits),
+                    _mm_add_epi32(_mm256_castsi256_si128(of_eight),
+                                  _mm256_extracti128_si256(of_eight, 1)));
     Inputs turned;
-    turned.unit = from_bits((exponent - kBits) << 23) + sum_lanes(nothing);
-    turned.sum = static_cast<float>(_mm512_reduce_add_epi32(total)) * turned.unit;
+    turned.unit = from_bits((exponent - kBits) << 23) + broken;
+    int32_t total = 0;
     for (int d = 0; d < kDigits; ++d) {
-      turned.start[d] = -zero * (of_lanes[d] + of_lanes[4 + d] + of_lanes[8 + d] + of_lanes[12 + d]);
+      turned.start[d] = -zero * of_digits[d];
+      total += of_digits[d] * (1 << 8 * d);
     }
+    turned.sum = static_cast<float>(total) * turned.unit;
     return turned;
   }
 
