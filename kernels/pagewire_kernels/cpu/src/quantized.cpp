@@ -243,8 +243,9 @@ struct GroupNumbers {
 
 // Scale a group's sums of some rows and add them to the rows', [num_rows, kPanel].
 template <class Dot, bool kHasOffsets>
-void add_sums(const GroupTiles<Dot>& tiles, const char* sums, const GroupNumbers& numbers,
-              const typename Dot::Inputs* rows, int64_t num_rows, float* kept) {
+inline __attribute__((always_inline)) void add_sums(
+    const GroupTiles<Dot>& tiles, const char* sums, const GroupNumbers& numbers,
+    const typename Dot::Inputs* rows, int64_t num_rows, float* kept) {
   for (int64_t r = 0; r < num_rows; ++r, kept += kPanel) {
     _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
       const Floats total = Dot::total(tiles.load(sums, v, r), rows[r]);
@@ -257,7 +258,9 @@ void add_sums(const GroupTiles<Dot>& tiles, const char* sums, const GroupNumbers
 // Tiles load from memory what was stored there, and the other way round, only once the stores are
 // done. So a group's codes are unpacked before the products of the group before, and sums are added
 // after the products that follow.
-template <class Dot, class Codes>
+//
+// A call between the instructions for tiles would wait for them: everything is inlined.
+template <class Dot, class Codes, bool kHasOffsets>
 void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layout,
                          const Quantization& q, const char* panel, const ByteTable& table,
                          float* kept) {
@@ -274,15 +277,14 @@ void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layo
     int64_t g, row;
   } last{};
   int64_t num_products = 0;
-  const auto add = q.has_offsets ? add_sums<Dot, true> : add_sums<Dot, false>;
-  const auto add_last = [&] {
+  const auto add_last = [&]() __attribute__((always_inline)) {
     if (num_products == 0) return;
     const int64_t left = block.num_rows - last.row;
-    add(tiles, sums[(num_products - 1) % 2], numbers[last.g % 4],
-        block.groups + last.g * block.num_rows + last.row, left < tile_rows ? left : tile_rows,
-        kept + last.row * kPanel);
+    add_sums<Dot, kHasOffsets>(tiles, sums[(num_products - 1) % 2], numbers[last.g % 4],
+                               block.groups + last.g * block.num_rows + last.row,
+                               left < tile_rows ? left : tile_rows, kept + last.row * kPanel);
   };
-  const auto multiply_group = [&](int64_t g) {
+  const auto multiply_group = [&](int64_t g) __attribute__((always_inline)) {
     for (int64_t row = 0; row < block.num_rows; row += tile_rows) {
       tiles.multiply(inputs, codes[g % 2], sums[num_products % 2]);
       inputs += Tiles::kDigits * tile_rows * q.group_size;
@@ -302,14 +304,17 @@ void multiply_with_tiles(const Block<Dot>& block, const GroupLayout<Codes>& layo
 #endif
 
 template <class Dot, class Codes, int kRows = kFewRows<Dot>>
-MultiplyPanel<Dot, Codes> panel_product_of(int64_t num_rows) {
+MultiplyPanel<Dot, Codes> panel_product_of(int64_t num_rows, [[maybe_unused]] bool has_offsets) {
 #if defined(PAGEWIRE_HAS_TILES)
-  if (num_rows > kFewRows<Dot>) return multiply_with_tiles<Dot, Codes>;
+  if (num_rows > kFewRows<Dot>) {
+    return has_offsets ? multiply_with_tiles<Dot, Codes, true>
+                       : multiply_with_tiles<Dot, Codes, false>;
+  }
 #else
   if (num_rows > kFewRows<Dot>) return multiply_many<Dot, Codes>;
 #endif
   if constexpr (kRows > 1) {
-    if (num_rows < kRows) return panel_product_of<Dot, Codes, kRows - 1>(num_rows);
+    if (num_rows < kRows) return panel_product_of<Dot, Codes, kRows - 1>(num_rows, has_offsets);
   }
   return multiply_few<Dot, Codes, kRows>;
 }
@@ -424,7 +429,7 @@ void multiply(LinearTask& task, Finish finish) {
     }
     const char* weights = static_cast<const char*>(task.weight) + panel * layout.panel_bytes;
     memset(sums, 0, count * kPanel * sizeof(float));
-    panel_product_of<Dot, Codes>(count)(block, layout, q, weights, table, sums);
+    panel_product_of<Dot, Codes>(count, q.has_offsets)(block, layout, q, weights, table, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }

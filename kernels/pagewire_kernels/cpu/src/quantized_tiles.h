@@ -55,16 +55,17 @@ class GroupTiles {
   // inputs: [group_size / depth][kDigits][num_rows][depth]; codes: int8 [group_size / 4][kPanel][4];
   // sums: [kPanelVectors][kDigits][num_rows][kLanes]
   void multiply(const char* inputs, const char* codes, char* sums) const {
+    const int64_t depth = depth_, num_parts = num_parts_;
     clear_tile<0>();
     clear_tile<1>();
-    for (int64_t part = 0; part < num_parts_; ++part) {
-      load_tile<2>(inputs, depth_);
+    for (int64_t part = 0; part < num_parts; ++part) {
+      load_tile<2>(inputs, depth);
       load_tile<3>(codes, kStepBytes);
       asm volatile("tdpbssd %tmm3, %tmm2, %tmm0");
       load_tile<4>(codes + kTileBytes, kStepBytes);
       asm volatile("tdpbssd %tmm4, %tmm2, %tmm1");
-      inputs += kDigits * num_rows_ * depth_;
-      codes += depth_ / 4 * kStepBytes;
+      inputs += kDigits * num_rows_ * depth;
+      codes += depth / 4 * kStepBytes;
     }
     store_tile<0>(sums, kTileBytes);
     store_tile<1>(sums + kSumBytes, kTileBytes);
