@@ -103,7 +103,7 @@ def test_chunks_of_streams_are_as_the_document_says(
     }
     told = {"$ref": f"#/components/schemas/{schema}", "components": {"schemas": closed}}
     validator = Draft202012Validator(told)
-    assert len(lines) > 3
+    assert len(lines) >= 2, "tokens, as many in a chunk as there are, and the usage"
     for line in lines:
         validator.validate(json.loads(line.removeprefix("data: ")))
 
