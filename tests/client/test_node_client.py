@@ -163,7 +163,7 @@ const connections = await Promise.all(Array.from({ length: 2000 }, () => enter()
 assert.deepStrictEqual([0, 999, 1000, 1999].map((index) => connections[index]), [0, 0, 1, 1]);
 const order = [];
 const waiting = ["first", "second"].map((name) => enter().then(() => order.push(name)));
-await assert.rejects(enter(Date.now() + 20), /maximum of open requests/);
+await assert.rejects(enter(performance.now() + 20), /maximum of open requests/);
 assert.deepStrictEqual(order, []);
 open.leave(1);
 await waiting[0];

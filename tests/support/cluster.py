@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,12 +60,15 @@ class Cluster:
         worker_flags: Sequence[str] = (),
         core_flags: Sequence[str] = (),
         frontend_flags: Sequence[str] = (),
+        variables: Callable[[str], Mapping[str, str]] | None = None,
     ) -> None:
+        """`variables`: additional environment variables of a service, by its name."""
         self.folder = folder
         self.model = model
         self.worker_flags = list(worker_flags)
         self.core_flags = list(core_flags)
         self.frontend_flags = list(frontend_flags)
+        self._variables = variables or (lambda name: {})
         self.core_address = f"unix:{folder}/core.sock"
         self.services: list[Service] = []
         self.core: Service | None = None
@@ -73,7 +76,8 @@ class Cluster:
         self.frontends: list[Service] = []
 
     def _start(self, name: str, command: Sequence[str]) -> Service:
-        service = Service(name, command, self.folder / f"{name}.log")
+        log = self.folder / f"{name}.log"
+        service = Service(name, command, log, self._variables(name))
         self.services.append(service)
         return service
 

@@ -116,7 +116,7 @@ export class Client {
 
   /** The responses to a request, over all its attempts. */
   async *#responses(prompt, samplingParams, { model, requestId, timeoutMs, maxHoldMs }) {
-    const deadline = timeoutMs === undefined ? Infinity : Date.now() + timeoutMs;
+    const deadline = timeoutMs === undefined ? Infinity : performance.now() + timeoutMs;
     const retries = new Retries(this.#recoveryTimeoutMs, deadline, this.#server);
     requestId ??= randomUUID(); // the client must know it to continue the request
     const request = { ...asPrompt(prompt), samplingParams, model, requestId, maxHoldMs };
@@ -154,7 +154,8 @@ export class Client {
   }
 
   async *#attempt(service, request, deadline) {
-    const call = service.generate(request, this.#metadata, { deadline });
+    const timeLeft = deadline - performance.now(); // the library's deadlines are by the wall clock
+    const call = service.generate(request, this.#metadata, { deadline: Date.now() + timeLeft });
     call.on("error", () => {}); // the loop throws errors; after the loop there is no reader
     try {
       yield* call;

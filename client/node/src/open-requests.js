@@ -16,7 +16,7 @@ export class OpenRequests {
 
   /**
    * The number of the connection for one more request; `leave` must follow.
-   * @param {number} deadline on the clock of `Date.now()`; the wait ends with DEADLINE_EXCEEDED
+   * @param {number} deadline on the clock of `performance.now()`; the wait ends with DEADLINE_EXCEEDED
    */
   enter(deadline) {
     const connection = this.#numOpen.findIndex((number) => number < MAX_OPEN_REQUESTS);
@@ -31,7 +31,7 @@ export class OpenRequests {
           this.#waiting.delete(place);
           reject(expired());
         };
-        place.timer = setTimeout(expire, Math.min(deadline - Date.now(), LONGEST_TIMER_MS));
+        place.timer = setTimeout(expire, Math.min(deadline - performance.now(), LONGEST_TIMER_MS));
       }
       this.#waiting.add(place);
     });

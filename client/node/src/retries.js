@@ -28,7 +28,7 @@ export class Retries {
   /**
    * @param {number} recoveryTimeoutMs how long to retry after a connection broke, and while the
    *   server is full; 0: not at all
-   * @param {number} deadline on the clock of `Date.now()`
+   * @param {number} deadline on the clock of `performance.now()`
    * @param {{wasReached: boolean, progressedAt: number}} server whether any server was ever
    *   reached, and when it last sent anything; shared by a client's requests
    */
@@ -41,7 +41,7 @@ export class Retries {
   /** Note that something was received: the count of failures restarts. */
   progressed() {
     this.#server.wasReached = true;
-    this.#server.progressedAt = Date.now();
+    this.#server.progressedAt = performance.now();
     this.#hasBegun = true;
     this.#numRetries = 0;
     this.#failingSince = null;
@@ -52,7 +52,7 @@ export class Retries {
     const why = LAST_ERROR.exec(error.details ?? "")?.[1];
     const wasReached = !NO_CONNECTION.test(error.details ?? "");
     if (why) error.details = error.message = `no server answers: ${why}`;
-    const now = Date.now();
+    const now = performance.now();
     this.#failingSince ??= now;
     const { reason, retryDelayMs = 0 } = detailsOf(error);
     this.#server.wasReached ||= wasReached;
