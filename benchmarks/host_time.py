@@ -12,11 +12,11 @@ import pstats
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
+from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -56,16 +56,16 @@ class NoDevice:
         return GPUTarget("cuda", 90, 32)
 
 
-class NoKernel:
-    """A compiled kernel that does nothing."""
+class NoKernel(CompiledKernel):  # type: ignore[misc]
+    """A compiled kernel that does nothing when Triton's launchers run it."""
 
-    function = packed_metadata = None
+    name = src = packed_metadata = None
 
-    def launch_metadata(self, *_: Any) -> None:
-        return None
+    def __init__(self) -> None:
+        self.module, self.function, self._run = None, None, lambda *_: None
 
-    def run(self, *_: Any) -> None:
-        return None
+    def _init_handles(self) -> None:
+        """Load nothing."""
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

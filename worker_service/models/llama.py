@@ -121,7 +121,7 @@ class LlamaLayer(DecoderLayer):
         self, x: Tensor, positions: Tensor, caches: tuple[Tensor, Tensor], slot_mapping: Tensor
     ) -> Tensor:
         """Write the keys and values of rows to the layer's caches. Returns their queries."""
-        heads = self.qkv(x).view(len(x), -1, self._head_dim)
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         query, key, value = heads.split_with_sizes(self._num_heads, 1)
         self._kernels.rotate_and_write_kv(
             query,

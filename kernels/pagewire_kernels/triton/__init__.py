@@ -10,6 +10,7 @@ quantized_linear.py  products with quantized weights, and gathers of their rows
 sampling.py    a step's inputs, edits of logits, sampling, log probabilities; kernels in
                `sampling_kernels.py`
 backend.py     `TritonBackend`; `TritonLayerKernels`, the row-wise operations
+launch.py      launches that call compiled kernels directly
 checks.py      argument checks of the launchers
 
 The docstring of each file names the bottleneck of its kernels. No function synchronizes with the

@@ -9,10 +9,10 @@ The sizes of tiles and splits are arguments of the launch; see `Launch`. They we
 sizes of registers and shared memory, not from measurements.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -26,8 +26,8 @@ from pagewire_kernels.triton.checks import (
     expect_cache,
     expect_dtype,
     expect_rows,
-    layouts,
 )
+from pagewire_kernels.triton.launch import LayoutLaunch, layout_launch, layouts, run
 
 FIXED_SPLIT_TOKENS = 1024
 """Keys per split for batch-invariant attention."""
@@ -176,26 +176,17 @@ def paged_attention(
     `batch_invariant`. Raises TypeError or ValueError for tensors of unsupported dtypes, shapes or
     strides.
     """
-    num_tokens, num_heads, head_dim = query.shape
+    num_tokens, num_heads = query.shape[:2]
     output = query.new_empty(query.shape)
     if num_tokens == 0:
         return output
+    has_alibi = alibi_slopes is not None
     sinks = None if sinks is None else _per_head("sinks", sinks, num_heads)
     alibi_slopes = None if alibi_slopes is None else _per_head("slopes", alibi_slopes, num_heads)
     # Most layers of a step have equal layouts and features, so checks and the arguments of launches
     # are computed for the first of them.
-    features = {
-        "HAS_WINDOW": sliding_window is not None,
-        "HAS_SINKS": sinks is not None,
-        "HAS_CAP": soft_cap is not None,
-        "HAS_ALIBI": alibi_slopes is not None,
-    }
-    given = (
-        layouts(query, key_cache, value_cache),
-        tuple(features.values()),
-        launch,
-        batch_invariant,
-    )
+    features = _Features(sliding_window, soft_cap is not None, sinks is not None, has_alibi)
+    given = layouts(query, key_cache, value_cache), features, launch, batch_invariant
     prepared = metadata.plans.get(given)
     if prepared is None:
         _check(query, key_cache, value_cache, metadata)
@@ -211,60 +202,30 @@ def paged_attention(
         ]
     sinks = output if sinks is None else sinks
     alibi_slopes = output if alibi_slopes is None else alibi_slopes
-    for each in prepared:
-        each.attend(
-            output,
-            *each.partials,
-            query,
-            key_cache,
-            value_cache,
-            *each.lengths,
-            metadata.block_tables,
-            each.plan,
-            sinks,
-            alibi_slopes,
-            *each.counts,
-            scale * key_scale,
-            soft_cap or 1.0,
-            sliding_window or 0,
-            value_scale,
-            *each.strides,
-            **each.options,
-        )
-        if each.reduce is not None:
-            each.reduce(
-                output,
-                *each.partials,
-                *each.lengths,
-                each.plan,
-                sinks,
-                *each.counts,
-                sliding_window or 0,
-                value_scale,
-                num_heads * head_dim,
-                **each.reduce_options,
-            )
+    layer = output, query, key_cache, value_cache, sinks, alibi_slopes
+    scale, soft_cap = scale * key_scale, soft_cap or 1.0
+    for part in prepared:
+        run(part.attend, layer, scale, soft_cap, value_scale)
+        if part.reduce is not None:
+            run(part.reduce, (output, sinks), value_scale)
     return output
+
+
+class _Features(NamedTuple):
+    """On what the launches of a layer depend, other than layouts."""
+
+    sliding_window: int | None
+    has_cap: bool
+    has_sinks: bool
+    has_alibi: bool
 
 
 class _Prepared(NamedTuple):
     """The launches for a part of a batch: what is the same for all layers of a step."""
 
-    attend: Callable[..., Any]
-    """The kernel with its grid."""
-    reduce: Callable[..., Any] | None
-    """The same of `reduce_splits`, if the part is split."""
-    partials: tuple[Tensor, Tensor]
-    """Output and sums of splits, which one layer after another overwrites."""
-    lengths: tuple[Tensor, Tensor]
-    """Query starts and context lengths."""
-    plan: Tensor
-    """The output of `plan_splits`; any tensor if splits are not planned by length."""
-    counts: tuple[int, int, int, int]
-    """First sequence, sequences, tokens, splits."""
-    strides: tuple[int, ...]
-    options: dict[str, int | bool]
-    reduce_options: dict[str, int | bool]
+    attend: LayoutLaunch
+    reduce: LayoutLaunch | None
+    """That of `reduce_splits`, if the part is split."""
 
 
 def _prepared(
@@ -272,11 +233,11 @@ def _prepared(
     caches: tuple[Tensor, Tensor],
     metadata: AttentionMetadata,
     launch: Launch | None,
-    features: dict[str, bool],
+    features: _Features,
     *,
     batch_invariant: bool,
 ) -> Iterator[_Prepared]:
-    """Yield the launches of the parts of a batch. features: constants of `attend`."""
+    """Yield the launches of the parts of a batch."""
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = caches[0].shape[1:3]
     group = num_heads // num_kv_heads
@@ -304,7 +265,11 @@ def _prepared(
             partial_shape = (chosen.num_splits, part.num_tokens, num_heads, padded_dim)
         is_split = is_planned or chosen.num_splits > 1
         num_rows = part.num_seqs if part.is_decode else part.num_tokens
+        window = features.sliding_window
+        counts = (part.first_seq, part.num_seqs, part.num_tokens, chosen.num_splits, window or 0)
         shared: dict[str, int | bool] = {
+            "HAS_WINDOW": window is not None,
+            "HAS_SINKS": features.has_sinks,
             "IS_DECODE": part.is_decode,
             "IS_PLANNED": is_planned,
             "SPLIT_TOKENS": chosen.split_tokens,
@@ -313,40 +278,48 @@ def _prepared(
             "TILE_KEYS": chosen.tile_keys,
             "enable_fp_fusion": chosen.split_tokens == 0,
         }
+        # Output and sums of splits, which one layer after another overwrites.
+        partials = (
+            query.new_empty(partial_shape, dtype=torch.float32),
+            query.new_empty((*partial_shape[:-1], 2), dtype=torch.float32),
+        )
+        lengths = part.query_start, part.context_lens
+        plan = _plan(part, chosen) if is_planned else part.context_lens  # not read without a plan
+        reduce = None
+        if is_split:
+            reduce = layout_launch(
+                reduce_splits,
+                (num_rows, num_heads),
+                (*counts, num_heads * head_dim),
+                (*partials, *lengths, plan),
+                num_warps=1,
+                **shared,
+            )
         yield _Prepared(
-            attend=attend[(num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits)],
-            reduce=reduce_splits[(num_rows, num_heads)] if is_split else None,
-            partials=(
-                query.new_empty(partial_shape, dtype=torch.float32),
-                query.new_empty((*partial_shape[:-1], 2), dtype=torch.float32),
-            ),
-            lengths=(part.query_start, part.context_lens),
-            plan=_plan(part, chosen) if is_planned else part.context_lens,
-            counts=(part.first_seq, part.num_seqs, part.num_tokens, chosen.num_splits),
-            strides=(
-                *query.stride()[:2],
-                num_heads * head_dim,
-                *(stride for cache in caches for stride in cache.stride()[:3]),
-                metadata.block_tables.stride(0),
-            ),
-            options={
+            attend=layout_launch(
+                attend,
+                (num_tiles * num_kv_heads, 1 if is_planned else chosen.num_splits),
+                (
+                    *counts,
+                    *query.stride()[:2],
+                    num_heads * head_dim,
+                    *(stride for cache in caches for stride in cache.stride()[:3]),
+                    metadata.block_tables.stride(0),
+                ),
+                (*partials, *lengths, metadata.block_tables, plan),
+                HAS_CAP=features.has_cap,
+                HAS_ALIBI=features.has_alibi,
+                IS_SPLIT=is_split,
+                BLOCK_SIZE=block_size,
+                NUM_KV_HEADS=num_kv_heads,
+                GROUP=group,
+                TILE_TOKENS=tile_tokens,
+                TILE_ROWS=chosen.tile_rows,
+                num_warps=chosen.num_warps,
+                num_stages=chosen.num_stages,
                 **shared,
-                **features,
-                "IS_SPLIT": is_split,
-                "BLOCK_SIZE": block_size,
-                "NUM_KV_HEADS": num_kv_heads,
-                "GROUP": group,
-                "TILE_TOKENS": tile_tokens,
-                "TILE_ROWS": chosen.tile_rows,
-                "num_warps": chosen.num_warps,
-                "num_stages": chosen.num_stages,
-            },
-            reduce_options={
-                **shared,
-                "HAS_WINDOW": features["HAS_WINDOW"],
-                "HAS_SINKS": features["HAS_SINKS"],
-                "num_warps": 1,
-            },
+            ),
+            reduce=reduce,
         )
 
 

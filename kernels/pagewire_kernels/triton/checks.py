@@ -1,8 +1,5 @@
 """Argument checks: a kernel would silently misread tensors of other dtypes, shapes or strides."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
-
 import torch
 from torch import Tensor
 
@@ -10,56 +7,6 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest finite number of `float8_e4m3fn`."""
-
-
-Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype] | None, ...]
-
-Derived = TypeVar("Derived")
-
-_MAX_DERIVED = 4096
-"""Steps have many different numbers of rows, so the table is emptied at this size."""
-
-_derived: dict[tuple[Callable[..., Any], Layouts], Any] = {}
-
-
-class LayoutLaunch(NamedTuple):
-    """The arguments of a launch that follow from the layouts of its tensors."""
-
-    run: Callable[..., Any]
-    """A kernel with its grid."""
-
-    strides: tuple[int, ...]
-    """The positional arguments after all others."""
-
-    options: dict[str, Any]
-    """Constants of the kernel, and options of its compilation."""
-
-
-def derived(derive: Callable[..., Derived], *tensors: Tensor | None) -> Derived:
-    """Return `derive(*tensors)`, or what it returned for other tensors of the same layouts.
-
-    The layers of a step have equal layouts, and on the host checking them and choosing the
-    arguments of a launch takes longer than the launch. A function that raises is called again. Code
-    that is compiled runs without the host's checks, and its shapes are symbols.
-    """
-    if torch.compiler.is_compiling():
-        return derive(*tensors)
-    given = derive, layouts(*tensors)
-    try:
-        found: Derived = _derived[given]
-    except KeyError:
-        found = derive(*tensors)
-        if len(_derived) >= _MAX_DERIVED:
-            _derived.clear()
-        _derived[given] = found
-    return found
-
-
-def layouts(*tensors: Tensor | None) -> Layouts:
-    """Shapes, strides and dtypes of tensors, on which checks depend; None for absent tensors."""
-    return tuple(
-        [None if each is None else (each.shape, each.stride(), each.dtype) for each in tensors]
-    )
 
 
 def expect(condition: bool, message: str) -> None:

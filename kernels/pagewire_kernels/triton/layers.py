@@ -5,20 +5,15 @@ separate addition; one program computes a row, which it holds in registers. An a
 or two elements and writes one.
 """
 
+from functools import partial
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pagewire_kernels.triton.checks import (
-    FLOATS,
-    LayoutLaunch,
-    derived,
-    expect,
-    expect_dtype,
-    expect_rows,
-)
+from pagewire_kernels.triton.checks import FLOATS, expect, expect_dtype, expect_rows
+from pagewire_kernels.triton.launch import LayoutLaunch, derived, layout_launch, run
 
 MAX_SIZE = 32768
 """The longest row that fits into a program's registers, in elements."""
@@ -99,8 +94,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     launch = derived(_rms_norm_launch, x, weight, residual)
     output = x.new_empty(x.shape)
     if launch is not None:
-        added = x if residual is None else residual
-        launch.run(output, x, added, weight, eps, *launch.strides, **launch.options)
+        run(launch, (output, x, x if residual is None else residual, weight), eps)
     return output
 
 
@@ -115,16 +109,8 @@ def layer_norm(
     launch = derived(_layer_norm_launch, x, weight, bias, residual)
     output = x.new_empty(x.shape)
     if launch is not None:
-        launch.run(
-            output,
-            x,
-            x if residual is None else residual,
-            x if weight is None else weight,
-            x if bias is None else bias,
-            eps,
-            *launch.strides,
-            **launch.options,
-        )
+        absent = (x if tensor is None else tensor for tensor in (residual, weight, bias))
+        run(launch, (output, x, *absent), eps)
     return output
 
 
@@ -151,17 +137,16 @@ def _norm_launch(
     if weight is not None:  # a number also in compiled code, where the shape of x is symbols
         size = weight.shape[0]
     tile = triton.next_power_of_2(size)
-    return LayoutLaunch(
-        kernel[(num_rows,)],
+    return layout_launch(
+        kernel,
+        (num_rows,),
         (size, x.stride(0), (x if residual is None else residual).stride(0)),
-        {
-            "HAS_RESIDUAL": residual is not None,
-            "SIZE": size,
-            "TILE": tile,
-            "num_warps": min(16, max(1, tile // 512)),
-            "enable_fp_fusion": False,
-            **options,
-        },
+        HAS_RESIDUAL=residual is not None,
+        SIZE=size,
+        TILE=tile,
+        num_warps=min(16, max(1, tile // 512)),
+        enable_fp_fusion=False,
+        **options,
     )
 
 
@@ -243,10 +228,11 @@ def activate(x: Tensor, activation: str) -> Tensor:
 def act_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up; as `reference.act_and_mul`."""
     _check_activation(activation)
-    launch = derived(_act_and_mul_launch, gate_up)
-    output = gate_up.new_empty((len(gate_up), gate_up.shape[1] // 2))
+    launch = derived(_ACT_AND_MUL_LAUNCHES[activation], gate_up)
+    num_rows, width = gate_up.shape
+    output = gate_up.new_empty((num_rows, width // 2))
     if launch is not None:
-        launch.run(output, gate_up, *launch.strides, ACTIVATION=activation, **launch.options)
+        run(launch, (output, gate_up))
     return output
 
 
@@ -256,18 +242,28 @@ def _check_activation(activation: str) -> None:
         raise ValueError(f"activation: expected one of {expected}, got {activation!r}")
 
 
-def _act_and_mul_launch(gate_up: Tensor) -> LayoutLaunch | None:
+def _act_and_mul_launch(gate_up: Tensor, activation: str) -> LayoutLaunch | None:
     _check_rows("gate_up", gate_up)
     num_rows, width = gate_up.shape
     expect(width % 2 == 0, f"gate_up: expected an even number of columns, got {width}")
     if gate_up.numel() == 0:
         return None
     size = width // 2
-    return LayoutLaunch(
-        _act_and_mul[(num_rows, triton.cdiv(size, _TILE))],
+    return layout_launch(
+        _act_and_mul,
+        (num_rows, triton.cdiv(size, _TILE)),
         (gate_up.stride(0),),
-        {"SIZE": size, "TILE": _TILE, "num_warps": 4, "enable_fp_fusion": False},
+        SIZE=size,
+        ACTIVATION=activation,
+        TILE=_TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
+
+
+_ACT_AND_MUL_LAUNCHES = {
+    activation: partial(_act_and_mul_launch, activation=activation) for activation in ACTIVATIONS
+}
 
 
 def _check_rows(name: str, rows: Tensor) -> None:

@@ -12,14 +12,13 @@ from torch import Tensor
 from pagewire_kernels.triton.checks import (
     FLOATS,
     FP8,
-    LayoutLaunch,
-    derived,
     expect,
     expect_cache,
     expect_dtype,
     expect_rows,
 )
 from pagewire_kernels.triton.kv_cache import to_cache
+from pagewire_kernels.triton.launch import LayoutLaunch, derived, layout_launch, run
 
 _TILE_HEADS = 8
 
@@ -211,16 +210,8 @@ def rotate_and_write_kv(
     rows = query, key, value, key_cache, value_cache, slot_mapping, positions, cos, sin
     launch = derived(_launch, *rows, query_norm, key_norm)
     if launch is not None:
-        launch.run(
-            *rows,
-            query if query_norm is None else query_norm,
-            key if key_norm is None else key_norm,
-            eps,
-            key_scale,
-            value_scale,
-            *launch.strides,
-            **launch.options,
-        )
+        norms = query if query_norm is None else query_norm, key if key_norm is None else key_norm
+        run(launch, (*rows, *norms), eps, key_scale, value_scale)
 
 
 def _launch(
@@ -243,8 +234,9 @@ def _launch(
     if num_tokens == 0:
         return None
     num_tiles = triton.cdiv(num_heads, _TILE_HEADS) + triton.cdiv(num_kv_heads, _TILE_HEADS)
-    return LayoutLaunch(
-        _rotate_and_write[(num_tokens, num_tiles)],
+    return layout_launch(
+        _rotate_and_write,
+        (num_tokens, num_tiles),
         (
             *query.stride()[:2],
             *key.stride()[:2],
@@ -253,22 +245,20 @@ def _launch(
             *key_cache.stride()[:3],
             *value_cache.stride()[:3],
         ),
-        {
-            "BLOCK_SIZE": block_size,
-            "NUM_HEADS": num_heads,
-            "NUM_KV_HEADS": num_kv_heads,
-            "HEAD_DIM": head_dim,
-            "HALF": half,
-            "PADDED_DIM": triton.next_power_of_2(head_dim),
-            "PADDED_HALF": triton.next_power_of_2(half),
-            "PADDED_REST": triton.next_power_of_2(max(1, head_dim - 2 * half)),
-            "HAS_QUERY_NORM": query_norm is not None,
-            "HAS_KEY_NORM": key_norm is not None,
-            "IS_FP8": key_cache.dtype == FP8,
-            "TILE_HEADS": _TILE_HEADS,
-            "num_warps": 2,  # 8 elements per thread of half a head of 128: loads of 16 bytes
-            "enable_fp_fusion": False,
-        },
+        BLOCK_SIZE=block_size,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        HALF=half,
+        PADDED_DIM=triton.next_power_of_2(head_dim),
+        PADDED_HALF=triton.next_power_of_2(half),
+        PADDED_REST=triton.next_power_of_2(max(1, head_dim - 2 * half)),
+        HAS_QUERY_NORM=query_norm is not None,
+        HAS_KEY_NORM=key_norm is not None,
+        IS_FP8=key_cache.dtype == FP8,
+        TILE_HEADS=_TILE_HEADS,
+        num_warps=2,  # 8 elements per thread of half a head of 128: loads of 16 bytes
+        enable_fp_fusion=False,
     )
 
 
