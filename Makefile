@@ -121,7 +121,7 @@ test-gpu:
 gpu-day:
 	test -e build/gpu-packages || test ! -e build/gpu-packages.tar.xz || \
 	  $(PYTHON) -m tarfile -e build/gpu-packages.tar.xz build/gpu-packages
-	$(SOURCES):build/gpu-packages $(PYTHON) -m benchmarks.gpu_day --stage $(STAGE) \
+	$(SOURCES):$(CURDIR)/build/gpu-packages $(PYTHON) -m benchmarks.gpu_day --stage $(STAGE) \
 	  $(if $(DRY_RUN),--dry-run) $(filter-out --llama-server $(LLAMA_SERVER),$(PEERS))
 
 ## gpu-day-packages: what the services need and such a machine lacks, to build/gpu-packages.tar.xz

@@ -56,7 +56,8 @@ def timed(
         try:
             yield launch, median_seconds(attend, device, repeats=repeats)
         except Exception as error:  # whatever a compiler raises for what does not fit
-            print(f"{launch}: {type(error).__name__}")
+            reason = (str(error) or "no message").splitlines()[0]
+            print(f"{launch}: {type(error).__name__}: {reason}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     read = measure(torch.bfloat16, device).read_bytes_per_s
     tried = timed(lengths, args.heads, args.kv_heads, device, args.repeats)
     results = [*islice(tried, args.most_launches)]
+    if not results:
+        parser.exit(1, "no launch ran; the lines above say why\n")
     chosen = results[0][0]
     rows = [
         {

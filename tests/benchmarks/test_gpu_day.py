@@ -1,7 +1,9 @@
 """The stages of a GPU day can be rehearsed on a CPU, and keep what their parts wrote."""
 
 import json
+import re
 import shlex
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import profile_steps
-from benchmarks.gpu_day import STAGES, Day, Part, main, run_parts
+from benchmarks.gpu_day import ROOT, STAGES, Day, Part, main, run_parts
 from benchmarks.profile_steps import idle_share
 from tools import gpu_payload
 
@@ -121,6 +123,18 @@ def test_nothing_begins_once_a_stage_has_no_time_left(gpu: Day) -> None:
 def test_stages_are_numbered_from_one_to_eight() -> None:
     with pytest.raises(SystemExit):
         main(["--stage", "9", "--dry-run"])
+
+
+def test_carried_packages_are_found_by_processes_in_other_folders() -> None:
+    recipe = subprocess.run(
+        ["make", "--dry-run", "gpu-day", "STAGE=7", "PYTHON=python"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    [sources] = re.findall(r"PYTHONPATH=(\S+)", recipe)
+    assert str(ROOT / "build/gpu-packages") in sources.split(":")
 
 
 def test_the_device_is_idle_where_no_operation_runs() -> None:
