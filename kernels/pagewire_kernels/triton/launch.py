@@ -27,7 +27,7 @@ _ALIGNMENT = 16
 """Bytes to which Triton assumes pointers to be aligned, if they are."""
 
 _KEEPS_COMPILED = torch.version.hip is None
-"""On ROCm Triton specializes by the size of a tensor's storage, too, which no layout tells."""
+"""On ROCm Triton specializes by the size of a tensor's storage, too, which is not in a layout."""
 
 _MAX_DERIVED = 4096
 """Steps have many different numbers of rows, so the table is emptied at this size."""
