@@ -1,21 +1,33 @@
-"""Throughput with speculative decoding against none, in one process.
+"""Decoding with speculation against decoding without, in one process.
 
     python -m benchmarks.speculation MODEL --speculative ngram --streams 1 64
+    python -m benchmarks.speculation MODEL --workloads copy chat \\
+        --vllm-python VLLM/bin/python --llama-server BUILD/bin/llama-server --gguf FILE
 
 The same requests run with drafts and, by `num_speculative_tokens: 0`, without, in turns, and must
 get the same tokens. A ratio is the median over pairs of turns, so that a machine whose speed drifts
-affects both equally. Prompts are texts for an instruction-tuned model: to copy, to extract JSON
-from, to answer, and to continue at temperature 0.8. Results of other models, such as one with
+affects both equally; the prompts are computed before, as the two differ in decoding alone. Each
+turn belongs to a tenant of its own, whose history of outputs is empty at first.
+
+The prompts (`speculation_prompts`) are for a model that follows instructions: to copy or edit a
+text, to answer, and to continue at temperature 0.8. Results of other models, such as one with
 random weights, say little. For these, a grammar restricts the output of one workload to a text in
-the prompt, so that it is timed as if the model copied it.
+the prompt, so that it is timed as if the model copied it. How much of the output was copied is in
+the table, whatever the workload is called: the share of its tokens that follow three tokens of the
+prompt as they do there. It is computed from the tokens and does not depend on the drafter.
+
+vLLM and llama.cpp can run the prompts with their own n-gram speculation and without, one at a time
+and greedily, each to the number of tokens that our output has.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,65 +35,67 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.engines import llama_cpp, vllm
+from benchmarks.engines.engine import Engine, Settings
 from benchmarks.engines.in_process import InProcess
 from benchmarks.machine import ForeignLoad, save
+from benchmarks.model_shapes import SHAPES
+from benchmarks.speculation_prompts import CHAT, COPY, FREE, HARBOUR
 from benchmarks.tables import print_table, script_parser
+from benchmarks.workloads import Job
 from pagewire.v1.sampling_pb2 import SamplerParams
 from worker_service.config import DRAFTERS
 from worker_service.cpu_cores import limit_spinning
 from worker_service.plan import StepResult
 
-TEXT = (
-    "The harbour master kept two clocks on his desk. One showed the hour of the town, by which"
-    " the ferries left and the bakers rose; the other had stopped on the evening of the great"
-    " storm, at ten minutes to nine, and nobody was allowed to wind it. Years later, when the new"
-    " breakwater was built, the engineers found his notes: every wave of that night, its height"
-    " and its time, written down in pencil until the paper was wet."
-)
 END_TOKENS = ("<|im_end|>", "<|endoftext|>", "</s>")
-PEOPLE = "Ada Byron, 36, London; Alan Turing, 41, Wilmslow; Grace Hopper, 85, Arlington"
+
+NGRAM = 4
+"""Tokens that occur in the prompt as well, the last of which counts as copied."""
+
+VLLM_SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 5,
+    "prompt_lookup_max": 4,
+    "prompt_lookup_min": 2,
+}
+LLAMA_CPP_SPECULATION = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """Requests of one kind."""
 
-    prompts: Sequence[str]
+    prompts: Mapping[str, str]
+    """By their names in the table."""
     is_chat: bool = True
     temperature: float = 0.0
     is_bound: bool = False
     """Whether a grammar binds the output to the prompt's text, as if the model copied it."""
 
-    def prompt(self, number: int) -> str:
-        """The prompt of the request with this number."""
-        text = self.prompts[number % len(self.prompts)]
-        if not self.is_chat:
-            return text
-        return f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+    def encode(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """The prompts as tokens."""
+        form = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" if self.is_chat else "{}"
+        return [tokenizer.encode(form.format(text)).ids for text in self.prompts.values()]
 
 
 WORKLOADS = {
-    "copy": Workload(
-        prompts=[
-            f"Repeat the following text, word for word:\n\n{TEXT}",
-            f"Copy this text and replace 'harbour' by 'port':\n\n{TEXT}",
-            f"Write these people as a JSON list of name, age and city: {PEOPLE}",
-        ]
-    ),
-    "bound": Workload(prompts=[f"{TEXT}\n{TEXT}"], is_chat=False, is_bound=True),
-    "chat": Workload(
-        prompts=[
-            "What is photosynthesis? Explain it to a child.",
-            "Give me five tips for a job interview.",
-            "Write a Python function that reverses a linked list, and explain it.",
-        ]
-    ),
-    "free": Workload(
-        prompts=["Once upon a time, in a village by the sea,", TEXT, "In 1969, the Apollo 11"],
-        is_chat=False,
-        temperature=0.8,
-    ),
+    "copy": Workload(prompts=COPY),
+    "bound": Workload(prompts={"text": f"{HARBOUR}\n{HARBOUR}"}, is_chat=False, is_bound=True),
+    "chat": Workload(prompts={question: question for question in CHAT}),
+    "free": Workload(prompts=FREE, is_chat=False, temperature=0.8),
 }
+
+
+def copied(prompt: list[int], output: list[int]) -> int:
+    """The number of output tokens that end an n-gram that the prompt contains."""
+    known = set(_ngrams(prompt))
+    context = prompt[1 - NGRAM :]
+    return sum(ngram in known for ngram in _ngrams(context + output))
+
+
+def _ngrams(tokens: list[int]) -> Iterator[tuple[int, ...]]:
+    return zip(*(tokens[start:] for start in range(NGRAM)), strict=False)
 
 
 @dataclass(slots=True)
@@ -117,80 +131,169 @@ class Speculating(InProcess):
         super().update(result)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """Turns of one line of the table."""
+    """One batch of requests in one turn."""
 
-    plain_s: list[float] = field(default_factory=list)
-    speculating_s: list[float] = field(default_factory=list)
-    num_tokens: int = 0
+    outputs: list[list[int]]
+    seconds: float
+    drafted: Drafted
 
 
 def measure(
     engine: Speculating, workload: Workload, num_streams: int, args: argparse.Namespace
-) -> dict[str, object]:
-    """One line: the same requests in turns, after a turn of each that does not count."""
-    tokenizer = engine.tokenizer
-    numbers = range(max(num_streams, len(workload.prompts)))
-    prompts = [tokenizer.encode(workload.prompt(number)).ids for number in numbers]
-    batches = [prompts[first : first + num_streams] for first in numbers[::num_streams]]
-    ends = {tokenizer.token_to_id(name) for name in END_TOKENS}
+) -> tuple[list[dict[str, object]], list[Job]]:
+    """Lines of the table: of all requests, and of each one if they run one at a time; and the same
+    requests for other engines."""
+    own = workload.encode(engine.tokenizer)
+    prompts = [own[number % len(own)] for number in range(max(num_streams, len(own)))]
+    batches = [
+        prompts[first : first + num_streams] for first in range(0, len(prompts), num_streams)
+    ]
+    ends = {engine.tokenizer.token_to_id(name) for name in END_TOKENS} - {None}
     sampling = SamplerParams(
         temperature=workload.temperature, top_p=1.0, repetition_penalty=1.0, seed=1
     )
     if workload.is_bound:
-        ends_column = np.array(sorted(ends - {None}), "<i4").tobytes()
         # A grammar of tokens, not of characters, which random weights would tokenize differently.
-        copied = tokenizer.encode(workload.prompts[0]).ids[: args.tokens]
-        sampling.constraint.grammar = "start: " + " ".join(f"<[{token}]>" for token in copied)
-        sampling.constraint.end_token_ids = ends_column
-    run = Run()
-    outputs: list[list[list[int]]] = []
-    for turn in range(1 + args.turns):
-        for drafts in (0, None):
-            engine.drafted = Drafted()
-            began = time.perf_counter()
-            output: list[list[int]] = []
-            for batch in batches:
-                output += engine.generate(
-                    batch,
-                    [args.tokens] * len(batch),
-                    sampling,
-                    num_speculative_tokens=drafts,
-                    stop_token_ids=frozenset(ends - {None}),
-                )
-            seconds = time.perf_counter() - began
-            outputs.append(output)
-            if turn:
-                (run.plain_s if drafts == 0 else run.speculating_s).append(seconds)
-    assert all(output == outputs[0] for output in outputs), "drafts have changed tokens"
-    run.num_tokens = sum(map(len, outputs[0]))
-    return _row(run, engine.drafted) | {"streams": num_streams}
+        text = own[0][: args.tokens]
+        sampling.constraint.grammar = "start: " + " ".join(f"<[{token}]>" for token in text)
+        sampling.constraint.end_token_ids = np.array(sorted(ends), "<i4").tobytes()
+
+    def run(batch: list[list[int]], drafts: int | None, tenant: str) -> Run:
+        fields: dict[str, Any] = {
+            "num_speculative_tokens": drafts,
+            "stop_token_ids": frozenset(ends),
+            "tenant": tenant,
+        }
+        engine.generate(batch, [1] * len(batch), sampling, **fields)
+        engine.drafted = Drafted()
+        began = time.perf_counter()
+        outputs = engine.generate(batch, [args.tokens] * len(batch), sampling, **fields)
+        return Run(outputs=outputs, seconds=time.perf_counter() - began, drafted=engine.drafted)
+
+    pairs: list[list[tuple[Run, Run]]] = [[] for _ in batches]
+    for turn in range(1 + args.turns):  # the first one does not count
+        for batch, turns in zip(batches, pairs, strict=True):
+            turns.append((run(batch, 0, f"plain {turn}"), run(batch, None, f"drafts {turn}")))
+    for found in pairs:
+        expected = found[0][0].outputs
+        assert all(run.outputs == expected for pair in found for run in pair), (
+            "drafts change tokens"
+        )
+    lines = [_row(batches, [found[1:] for found in pairs])]
+    if num_streams == 1:
+        each = zip(workload.prompts, batches, pairs, strict=True)
+        lines += [{"prompt": name} | _row([batch], [found[1:]]) for name, batch, found in each]
+    outputs = [output for found in pairs for output in found[0][0].outputs]
+    jobs = [
+        Job(prompt=prompt, num_output_tokens=len(output))
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+    return [{"streams": num_streams} | line for line in lines], jobs
 
 
-def _row(run: Run, drafted: Drafted) -> dict[str, object]:
-    pairs = zip(run.plain_s, run.speculating_s, strict=True)
+def _row(batches: list[list[list[int]]], pairs: list[list[tuple[Run, Run]]]) -> dict[str, object]:
+    """A line of these batches. pairs: by batch and turn, without drafts and with."""
+    turns = list(zip(*pairs, strict=True))
+    plain_s, seconds = (
+        [sum(pair[which].seconds for pair in turn) for turn in turns] for which in (0, 1)
+    )
+    last = [with_drafts for _, with_drafts in turns[-1]]
+    num_drafts, num_kept, num_steps = (
+        sum(getattr(run.drafted, name) for run in last)
+        for name in ("num_drafts", "num_kept", "num_steps")
+    )
+    texts = [
+        (prompt, output)
+        for batch, run in zip(batches, last, strict=True)
+        for prompt, output in zip(batch, run.outputs, strict=True)
+    ]
+    num_tokens = sum(len(output) for _, output in texts)
+    ratios = [plain / speculating for plain, speculating in zip(plain_s, seconds, strict=True)]
     return {
-        "tokens": run.num_tokens,
-        "plain_tokens_per_s": round(run.num_tokens / median(run.plain_s), 1),
-        "tokens_per_s": round(run.num_tokens / median(run.speculating_s), 1),
-        "ratio": round(median(plain / speculating for plain, speculating in pairs), 3),
-        "drafts": drafted.num_drafts,
-        "accepted": round(drafted.num_kept / max(1, drafted.num_drafts), 3),
-        "tokens_per_step": round(run.num_tokens / drafted.num_steps, 2),
+        "tokens": num_tokens,
+        "copied": round(sum(copied(*text) for text in texts) / num_tokens, 2),
+        "plain_tokens_per_s": round(num_tokens / median(plain_s), 1),
+        "tokens_per_s": round(num_tokens / median(seconds), 1),
+        "ratio": round(median(ratios), 3),
+        "drafts": num_drafts,
+        "accepted": round(num_kept / max(1, num_drafts), 3),
+        "tokens_per_step": round(num_tokens / num_steps, 2),
+    }
+
+
+def peers(args: argparse.Namespace, jobs: Mapping[str, list[Job]]) -> list[dict[str, object]]:
+    """Lines of the given engines with their own speculation and without, by workload."""
+    settings = Settings(
+        shape=SHAPES["llama-160m"],
+        model_path=args.model,
+        dtype=args.dtype,
+        checkpoints=Path(),
+        max_num_seqs=1,
+        kv_cache_gib=1,
+        threads=args.threads,
+    )
+    lines = []
+    with ExitStack() as stack:
+        started: dict[str, list[Engine]] = {}
+        if (python := args.vllm_python) is not None:
+            started[vllm.NAME] = [
+                vllm.engine(python.absolute(), settings, speculative_config=config)
+                for config in (None, VLLM_SPECULATION)
+            ]
+        if (server := args.llama_server) is not None:
+            started[llama_cpp.NAME] = [
+                llama_cpp.LlamaCpp(server, settings, args.gguf or Path(args.model), speculation)
+                for speculation in ((), LLAMA_CPP_SPECULATION)
+            ]
+        for name, pair in started.items():
+            for engine in pair:
+                stack.enter_context(engine)
+                engine.pause()
+            lines += [
+                {"engine": name, "workload": workload} | _peer_row(pair, some, args.turns)
+                for workload, some in jobs.items()
+            ]
+    return lines
+
+
+def _peer_row(pair: list[Engine], jobs: list[Job], num_turns: int) -> dict[str, object]:
+    """A line of one engine. pair: without speculation and with."""
+    seconds: list[list[float]] = [[], []]
+    outputs: list[list[list[int]]] = [[], []]
+    for _ in range(1 + num_turns):
+        for which, engine in enumerate(pair):
+            engine.resume()
+            found = [engine.run([job]) for job in jobs]
+            engine.pause()
+            seconds[which].append(sum(each.seconds for each in found))
+            outputs[which] = [each.token_ids[0] for each in found]
+    plain_s, speculating_s = (each[1:] for each in seconds)
+    num_tokens = sum(job.num_output_tokens for job in jobs)
+    return {
+        "tokens": num_tokens,
+        "plain_tokens_per_s": round(num_tokens / median(plain_s), 1),
+        "tokens_per_s": round(num_tokens / median(speculating_s), 1),
+        "ratio": round(median(np.divide(plain_s, speculating_s).tolist()), 3),
+        "same": f"{sum(map(list.__eq__, *outputs))} of {len(jobs)}",
     }
 
 
 COLUMNS = {
+    "engine": "engine",
     "workload": "workload",
+    "prompt": "prompt",
     "streams": "streams",
     "tokens": "tokens",
+    "copied": "copied",
     "plain_tokens_per_s": "tokens/s without",
     "tokens_per_s": "with",
     "ratio": "ratio",
     "drafts": "drafts",
     "accepted": "accepted",
     "tokens_per_step": "tokens/step",
+    "same": "same output",
 }
 
 
@@ -209,6 +312,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=256, help="maximum per output")
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--vllm-python", type=Path, help="the Python that has vLLM")
+    parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
+    parser.add_argument("--gguf", type=Path, help="MODEL for llama.cpp; default: MODEL")
     args = parser.parse_args(arguments)
     runner = {
         name: getattr(args, name)
@@ -230,11 +336,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
     )
     load = ForeignLoad()
-    rows = [
-        {"workload": name} | measure(engine, WORKLOADS[name], num_streams, args)
-        for num_streams in args.streams
-        for name in args.workloads
-    ]
+    rows: list[dict[str, object]] = []
+    greedy: dict[str, list[Job]] = {}
+    for num_streams in args.streams:
+        for name in args.workloads:
+            lines, jobs = measure(engine, WORKLOADS[name], num_streams, args)
+            rows += [{"engine": "pagewire", "workload": name} | line for line in lines]
+            if WORKLOADS[name].temperature == 0 and not WORKLOADS[name].is_bound:
+                greedy[name] = jobs
+    rows += peers(args, greedy)
     print_table(rows, f"{args.speculative} against no speculation", COLUMNS)
     figures = {
         "model": args.model,

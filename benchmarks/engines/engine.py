@@ -27,6 +27,9 @@ class Settings:
     kv_cache_dtype: str = "auto"
     attention_backend: str | None = None
     batch_invariant: bool = False
+    model_path: str | None = None
+    """A checkpoint that all engines load instead of one of `shape`, which must need as much memory
+    for KV or more."""
     logs: Path | None = None
     """Directory for the engines' logs; None discards them."""
 
@@ -37,7 +40,7 @@ class Settings:
 
     def model(self) -> str:
         """The path of the checkpoint that all engines load; created if necessary."""
-        return str(checkpoint(self.shape, self.dtype, self.checkpoints))
+        return self.model_path or str(checkpoint(self.shape, self.dtype, self.checkpoints))
 
     def named(self, *names: str) -> dict[str, Any]:
         """The settings of these names."""

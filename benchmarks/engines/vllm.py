@@ -14,14 +14,15 @@ if TYPE_CHECKING:  # not to be known where vLLM is
 NAME = "vllm"
 
 
-def engine(python: Path, settings: "Settings") -> "ChildEngine":
-    """The parent's end."""
+def engine(python: Path, settings: "Settings", **more: object) -> "ChildEngine":
+    """The parent's end. more: further arguments of `LLM`."""
     from benchmarks.engines.child import ChildEngine
 
     described = {
         "model": settings.model(),
         **settings.named("dtype", *settings.LIMITS),
         "enable_prefix_caching": True,
+        **more,
     }
     if settings.device != "cpu":
         # At start it checks whether this share is free, and then allocates the configured KV cache.

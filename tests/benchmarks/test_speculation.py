@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.speculation import main
+from benchmarks.speculation import WORKLOADS, copied, main
 
 
 def test_it_writes_a_row_for_each_workload_and_number_of_streams(
@@ -15,12 +15,29 @@ def test_it_writes_a_row_for_each_workload_and_number_of_streams(
     main(["embedded", *flags, "--results", str(tmp_path)])
     content = json.loads((tmp_path / "speculation_ngram.json").read_text())
     rows = content["rows"]
-    assert [(row["streams"], row["workload"]) for row in rows] == [
+    totals = [row for row in rows if "prompt" not in row]
+    assert [(row["streams"], row["workload"]) for row in totals] == [
         (streams, workload) for streams in (1, 4) for workload in ("copy", "bound", "chat", "free")
     ]
     for row in rows:
         assert row["ratio"] > 0
-        assert 0 < row["tokens"] <= 24 * max(3, row["streams"])
+        assert (
+            0 < row["tokens"] <= 24 * max(len(WORKLOADS[row["workload"]].prompts), row["streams"])
+        )
         assert row["tokens_per_step"] >= 0.9
+        assert 0 <= row["copied"] <= 1
+    for total in totals[:4]:
+        each = [row for row in rows if row["workload"] == total["workload"] and "prompt" in row]
+        assert [row["prompt"] for row in each] == list(WORKLOADS[total["workload"]].prompts)
+        assert sum(row["tokens"] for row in each) == total["tokens"]
+    assert totals[1]["copied"] > 0.8  # the grammar's text is in the prompt
     assert sum(row["drafts"] for row in rows) > 0
     assert "tokens/step" in capsys.readouterr().out
+
+
+def test_tokens_are_copied_that_follow_three_tokens_of_the_prompt_as_they_do_there() -> None:
+    prompt = [1, 2, 3, 4, 5, 6]
+    assert copied(prompt, [1, 2, 3, 4, 5]) == 2
+    assert copied(prompt, [2, 3, 4, 9, 3, 4, 5, 6]) == 1
+    assert copied([1, 2, 3, 4, 1, 2, 3], [4, 4]) == 1  # the prompt's end counts as context
+    assert copied(prompt, []) == 0
