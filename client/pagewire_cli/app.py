@@ -69,14 +69,14 @@ def _hint(error: Unavailable) -> str:
     """How to start a server or name one, for users who have just installed Pagewire."""
     if not error.message.startswith("cannot connect to"):
         return ""
-    return "\n`pagewire serve` starts one on this machine; --help says how to name another"
+    tried = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    return f"{tried}\n`pagewire serve` starts one on this machine; --help says how to name another"
 
 
 def run() -> None:
     """Run the command that the arguments name, and exit."""
-    logging.basicConfig(
-        level=logging.WARNING, stream=sys.stderr, format="pagewire   | %(levelname)s %(message)s"
-    )
+    line = "pagewire   | %(asctime)s %(levelname)s %(message)s"
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=line)
     try:
         app()
     except Unavailable as error:

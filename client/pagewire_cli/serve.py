@@ -5,6 +5,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 
@@ -78,6 +79,11 @@ def serve(
         raise typer.BadParameter(
             f"--model (or PAGEWIRE_MODEL) names another model, {deployment.model}, than {model}"
         )
+
+    def on_line(name: str, line: str) -> None:
+        slow.cancel()
+        terminal.log_line(name, line)
+
     services = LocalServices(
         model,
         engine_flags=engine,
@@ -87,11 +93,12 @@ def serve(
         http=_http_address(deployment),
         api_key=deployment.api_key,
         metrics_port=None if deployment.metrics_port == "off" else deployment.metrics_port,
-        on_line=terminal.log_line,
+        on_line=on_line,
     )
     with _signals_raise():
         try:
-            services.start()
+            with terminal.note_if_slow(still_checking(model)) as slow:
+                services.start()
             where = ", ".join(services.addresses)
             names = engine["served_model_name"] or [model]
             terminal.note(f"serving {', '.join(names)} on {where}", style="bold")
@@ -109,6 +116,13 @@ def serve(
             services.kill()
             if services.failure:
                 raise services.failure
+
+
+def still_checking(model: str) -> str:
+    """What the services do before they listen and their output is shown."""
+    if model == Deployment.model or Path(model).exists():
+        return f"still checking the flags and {model}"
+    return f"still looking for {model} on the Hugging Face hub"
 
 
 def _http_address(deployment: Deployment) -> str | None:

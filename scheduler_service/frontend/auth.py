@@ -129,7 +129,8 @@ class ApiKeys:
         """The tenant of the key that a call presents; raises Unauthenticated."""
         if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
             raise Unauthenticated(
-                "no API key: send the metadata `authorization: Bearer KEY`", reason="NO_API_KEY"
+                "no API key: send `authorization: Bearer KEY` as header or metadata",
+                reason="NO_API_KEY",
             )
         key = self._keys().get(hash_of(authorization[len(_BEARER) :].strip()))
         if key is None:

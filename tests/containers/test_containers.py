@@ -5,6 +5,8 @@ lives.
 """
 
 import json
+import os
+import shutil
 import socket
 import time
 import urllib.parse
@@ -15,8 +17,10 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
-from pagewire_client import Client, SamplingParams
+from pagewire_cli.app import app
+from pagewire_client import Client, NotAuthorized, SamplingParams
 from tests.containers.load import Load
 from tests.support import dashboard
 from tests.support.docker import (
@@ -96,17 +100,19 @@ def free_pair() -> int:
     raise AssertionError("no two free ports")
 
 
-@pytest.fixture(scope="module")
-def compose(docker: Docker, images: dict[str, str]) -> Iterator[Compose]:
+def ports() -> dict[str, str]:
+    """Variables of the compose file: two free ports each for gRPC and HTTP."""
     grpc_port = free_pair()
     http_port = grpc_port + 2
-    compose = Compose(
-        docker,
-        {
-            "PAGEWIRE_PORT": f"{grpc_port}-{grpc_port + 1}",
-            "PAGEWIRE_HTTP_PORT": f"{http_port}-{http_port + 1}",
-        },
-    )
+    return {
+        "PAGEWIRE_PORT": f"{grpc_port}-{grpc_port + 1}",
+        "PAGEWIRE_HTTP_PORT": f"{http_port}-{http_port + 1}",
+    }
+
+
+@pytest.fixture(scope="module")
+def compose(docker: Docker, images: dict[str, str]) -> Iterator[Compose]:
+    compose = Compose(docker, ports())
     try:
         compose.up(SERVICES)
         yield compose
@@ -336,3 +342,32 @@ def test_an_idle_deployment_stops_at_once(compose: Compose, load: Load) -> None:
     compose("stop")
     print(f"stopped idle in {time.monotonic() - began:.1f} s; {load.tally.num_ended} streams ended")
     assert set(exit_codes(compose.docker, names).values()) == {0}
+
+
+def test_keys_and_the_token_between_services_are_secrets(
+    docker: Docker, images: dict[str, str], tmp_path: Path
+) -> None:
+    """As `deploy/compose/secure.yml` describes it, in a copy of the folder."""
+    for file in ("docker-compose.yml", "deploy/compose/secure.yml"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    made = CliRunner().invoke(app, ["key", "new", "--tenant", "production"])
+    (secrets / "keys.toml").write_text(made.stdout)
+    (secrets / "cluster-token").write_text("0123456789abcdef" * 4)
+    for file in secrets.iterdir():
+        file.chmod(0o600)
+        os.chown(file, 10001, 10001)
+    files = ("docker-compose.yml", "deploy/compose/secure.yml")
+    project = f"{PROJECT}-secure"
+    compose = Compose(docker, ports(), project=project, folder=tmp_path, files=files)
+    try:
+        compose.up(OURS)
+        [address] = published(compose, 7600)
+        with Client(address) as client, pytest.raises(NotAuthorized):
+            client.get_model()
+        with Client(address, api_key=made.stderr.split()[-1]) as client:
+            assert client.generate("27 + 45 =", SamplingParams(max_tokens=8)).finished
+    finally:
+        compose("down", "--volumes", "--timeout", "10")

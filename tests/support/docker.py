@@ -203,11 +203,20 @@ def compose_program() -> str:
 class Compose:
     """The project of docker-compose.yml, on ports of its own."""
 
-    def __init__(self, docker: Docker, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        docker: Docker,
+        variables: Mapping[str, str],
+        *,
+        project: str = PROJECT,
+        folder: Path = ROOT,
+        files: Sequence[str] = ("docker-compose.yml",),
+    ) -> None:
         self.docker = docker
         self._environment = docker.environment | variables
-        self._command = [compose_program(), "--project-name", PROJECT]
-        self._command += ["--file", str(ROOT / "docker-compose.yml")]
+        self._command = [compose_program(), "--project-name", project]
+        for file in files:
+            self._command += ["--file", str(folder / file)]
         self._command += ["--profile", "cpu", "--profile", "monitoring"]
 
     def __call__(self, *arguments: str, timeout_s: float = 300) -> str:

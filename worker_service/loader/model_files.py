@@ -68,6 +68,8 @@ def _require_hub_id(model: str) -> None:
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
+    if model.lower().endswith(".gguf"):
+        raise ModelNotFound(f"{model}: no such file")
     try:
         validate_repo_id(model)
     except HFValidationError:

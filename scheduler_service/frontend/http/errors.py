@@ -219,6 +219,9 @@ def handle_errors(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"not found: {request.url.path} (see /openapi.json)"
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{request.url.path} takes {allowed}, got {request.method}"
         reason = "not_implemented" if error.status_code == 501 else None
         body = _body(error.status_code, message, None, reason)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)

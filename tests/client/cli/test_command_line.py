@@ -175,6 +175,11 @@ def test_no_server_is_one_line_and_an_exit_code() -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_every_address_that_was_tried_is_named() -> None:
+    done = run("generate", "Hello", "--address", "127.0.0.1:1,127.0.0.1:2")
+    assert "tried in turn: 127.0.0.1:1, 127.0.0.1:2" in done.stderr.splitlines()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

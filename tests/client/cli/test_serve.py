@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pagewire_cli.local import service_commands
+from pagewire_cli.serve import still_checking
 from pagewire_client import Client, SamplingParams
 from tests.support.checkpoints import checkpoint
 
@@ -33,6 +34,11 @@ def command(*arguments: str) -> dict[str, object]:
         "stderr": subprocess.PIPE,
         "text": True,
     }
+
+
+def said(done: "subprocess.CompletedProcess[str]") -> list[str]:
+    """The lines of an ended command, without the one that a slow start gets."""
+    return [line for line in done.stderr.splitlines() if not line.startswith("still ")]
 
 
 def free_port() -> int:
@@ -130,7 +136,7 @@ def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_pat
     (tmp_path / "config.json").write_text("{")
     done = subprocess.run(**command("serve", "--model", str(tmp_path)), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == 1
-    [line] = done.stderr.splitlines()
+    [line] = said(done)
     assert line.startswith(f"error: {tmp_path}/config.json cannot be read as JSON")
 
 
@@ -165,8 +171,20 @@ def test_a_wrong_flag_is_the_only_line_of_serve(flag: str, value: str, words: st
     elsewhere = ["--listen", "127.0.0.1:0", "--http", "off"]  # other tests use the usual ports
     done = subprocess.run(**command("serve", flag, value, *elsewhere), timeout=90)  # type: ignore[call-overload]
     assert done.returncode == (1 if flag == "--model" else 2)
-    [line] = done.stderr.splitlines()
+    [line] = said(done)
     assert line.startswith(f"error: {words}")
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("embedded", "still checking the flags and embedded"),
+        (".", "still checking the flags and ."),
+        ("owner/name", "still looking for owner/name on the Hugging Face hub"),
+    ],
+)
+def test_a_slow_start_says_what_is_being_done(model: str, words: str) -> None:
+    assert still_checking(model) == words
 
 
 def test_a_wrong_option_of_a_service_is_a_wrong_option_of_serve() -> None:

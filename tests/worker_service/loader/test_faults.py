@@ -70,6 +70,11 @@ def test_a_path_that_is_not_there_is_named(tmp_path: Path) -> None:
         _refuse(tmp_path / "nothing")
 
 
+def test_a_gguf_file_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(ModelNotFound, match=r"^folder/model\.gguf: no such file$"):
+        _refuse(Path("folder/model.gguf"))
+
+
 def test_a_file_in_place_of_a_directory_is_named(llama: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"config\.json is a file; expected"):
         _refuse(llama / "config.json")

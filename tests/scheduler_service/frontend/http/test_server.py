@@ -95,6 +95,12 @@ async def test_unknown_paths_and_methods_are_answered_in_the_same_shape() -> Non
             assert answer.json()["error"]["type"] in ("not_found_error", "invalid_request_error")
 
 
+async def test_a_wrong_method_is_answered_with_the_right_one() -> None:
+    async with http_served() as served:
+        message = (await served.client.get("/v1/completions")).json()["error"]["message"]
+        assert message == "/v1/completions takes POST, got GET"
+
+
 async def test_a_path_that_does_not_exist_is_answered_with_where_to_look() -> None:
     async with http_served() as served:
         message = (await served.client.get("/docs")).json()["error"]["message"]
