@@ -1,11 +1,11 @@
-"""The figures of the layout count what they say, on a checkout made up for it."""
+"""The layout of the code keeps its bounds, and its figures count what they say."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-from tools import house
+from tests.architecture import layout
+from tools.launch import ROOT
 
 FILES = {
     "scheduler_service/__init__.py": "",
@@ -75,17 +75,14 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_every_figure_counts_what_its_title_says(checkout: Path) -> None:
-    assert house.measure(checkout).figures == {
+    assert layout.measure(checkout).figures == {
         "core_modules": 5,
         "frontend_modules": 1,
         "worker_modules": 1,
         "kernel_modules": 1,
         "kernel_files": 2,
         "scheduler_collaborators": 2,  # Pool and Queue; the configuration is a value
-        "entangled": 0,
-        "entangled_parameters": 0,
         "max_collaborators": 2,
-        "above_max": 0,
         "length_writers": 1,  # the scheduler's own `self.length` is another field
         "num_computed_writers": 2,
         "field_writers": 2,
@@ -99,7 +96,7 @@ def test_every_figure_counts_what_its_title_says(checkout: Path) -> None:
 
 
 def test_details_name_what_is_counted(checkout: Path) -> None:
-    details = house.measure(checkout).details
+    details = layout.measure(checkout).details
     assert details["import circles"] == {
         "1": "scheduler_service.core.scheduler - scheduler_service.core.sequence"
     }
@@ -108,13 +105,8 @@ def test_details_name_what_is_counted(checkout: Path) -> None:
     }
 
 
-def test_two_checkouts_are_shown_as_before_and_after(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = str(Path(house.__file__).parents[1])
-    monkeypatch.setattr(sys, "argv", ["house", before, str(checkout)])
-    house.main()
-    header, _, *rows = capsys.readouterr().out.splitlines()
-    assert [cell.strip() for cell in header.split("|")[2:5]] == ["before", "after", "goal"]
-    assert len(rows) == len(house.FIGURES)
-    assert "not found" not in "".join(rows)  # what is counted still exists in this project
+def test_the_layout_of_this_project_keeps_its_bounds() -> None:
+    report = layout.measure(ROOT)
+    for name, (title, bound) in layout.FIGURES.items():
+        found = report.figures[name]
+        assert bound is None or found <= bound, f"{title}: {found}\n{report.details}"
