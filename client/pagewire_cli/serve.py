@@ -106,6 +106,7 @@ def serve(
                 url = _url(services.http_address, engine)
                 terminal.note(f"HTTP for OpenAI clients: {url}/v1")
                 terminal.note(f"dashboard: {url}/")
+            terminal.note(f"for `pagewire drain`: --core {services.core_address}")
             if services.metrics_addresses:
                 terminal.note(f"metrics for Prometheus: {', '.join(services.metrics_addresses)}")
             while not services.wait_failed(_WAIT_S):

@@ -125,11 +125,14 @@ def test_two_frontends_and_two_workers_serve_one_model(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/f.sock"
     with serving("--listen", address, "--frontends", "2", "--workers", "2") as serve:
         serve.wait_for("serving")
+        core = serve.wait_for("for `pagewire drain`: ").split()[-1]
         assert len(serve.services()) == 5
         for each in (address, f"{address}.1"):
             with Client(each) as client:
                 assert client.generate("Hello", LONG).finished
                 assert client.get_status().num_frontends == 2
+        drain = command("drain", "worker-1", "--core", core, "--wait")
+        assert subprocess.run(**drain, timeout=60).returncode == 0  # type: ignore[call-overload]
 
 
 def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_path: Path) -> None:
