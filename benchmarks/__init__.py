@@ -8,7 +8,6 @@
 | `pipelining` | a device's idle time between steps, by pipeline depth |
 | `wire` | sizes of plans and results, time to encode and decode them, round trips |
 | `endurance` | the memory that finished requests leave behind in every service |
-| `scaling_out` | whether starting and stopping workers affects open requests |
 | `frontend` | a frontend's CPU time per streamed token |
 | `online` | latencies and goodput at increasing request rates, against `vllm serve` |
 | `offline` | tokens per second of whole workloads, through the services, against other engines |

@@ -19,7 +19,6 @@ from benchmarks import (
     online,
     pipelining,
     plots,
-    scaling_out,
     startup,
 )
 from benchmarks.machine import RESULTS
@@ -207,16 +206,6 @@ def _chaos(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(CHAOS, runs)
 
 
-def _scaling_out(results: Mapping[str, Any]) -> tuple[str, str]:
-    facts = (
-        f"{results['streams']} streams for {results['seconds']:g} s: {results['num_requests']:,} "
-        f"requests, {results['num_failed']} failed, {results['num_different']} with other tokens, "
-        f"{results['num_moved']} moved. {results['num_ended_workers']} workers ended by SIGTERM, "
-        f"in {results['leaving_s_median']} s at the median, {results['leaving_s_most']} s at most."
-    )
-    return facts, _table(scaling_out.COLUMNS, results["rows"])
-
-
 def _many_groups(results: Mapping[str, Any]) -> tuple[str, str]:
     row = results["rows"][0]
     facts = (
@@ -283,7 +272,6 @@ SECTIONS: Mapping[str, Section] = {
     "chaos": _chaos,
     "recovery_embedded": _recovery,
     "recovery_simulated": _recovery,
-    "scaling_out": _scaling_out,
     "many_groups": _many_groups,
     "core_saturation": _many_groups,
     "frontend": _frontend,
