@@ -76,7 +76,7 @@ def cluster(tmp_path: Path, clocks: Clocks) -> Iterator[Cluster]:
 NODE_PROGRAM = f"""
 import {{ Client }} from "{ROOT}/client/node/src/client.js";
 const client = new Client(process.argv[1]);
-const params = {{ maxTokens: 800, ignoreEos: true, temperature: 0.8, seed: 1 }};
+const params = {{ maxTokens: 400, ignoreEos: true, temperature: 0.8, seed: 1 }};
 let text = "";
 for await (const delta of client.stream("One day", params, {{ timeoutMs: {TIMEOUT_S * 1000} }})) {{
   text += delta.text;
@@ -185,6 +185,7 @@ def test_a_key_expires_by_the_wall_clock(cluster: Cluster, clocks: Clocks) -> No
     cluster.frontend_flags += ["--api-keys", str(keys)]
     cluster.start_core()
     cluster.start_frontend()
+    cluster.wait_attached()
     with Client(cluster.frontend_address(), api_key="secret") as client:
         client.get_status()
         clocks.jump(2 * HOUR, "frontend-0")

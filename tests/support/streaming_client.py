@@ -18,7 +18,7 @@ async def main(address: str) -> None:
 
     async def read(client: AsyncClient, seed: int) -> str:
         nonlocal num_tokens
-        params = SamplingParams(temperature=0.8, seed=seed, max_tokens=800, ignore_eos=True)
+        params = SamplingParams(temperature=0.8, seed=seed, max_tokens=400, ignore_eos=True)
         stream = client.stream(f"{seed} days ago", params, timeout=TIMEOUT_S)
         async for delta in stream:
             before, num_tokens = num_tokens, num_tokens + len(delta.token_ids)
