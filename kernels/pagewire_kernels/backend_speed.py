@@ -13,14 +13,16 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, HostLengths
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,11 @@ Measure = Callable[[AttentionBackend, torch.device, AttentionNeeds], float]
 """Measures the seconds that a backend takes for the attention of some steps."""
 
 _CALLS_PER_GRAPH = 10
+
+_EAGER_LAYERS = 32
+_EAGER_LAUNCHES = 10
+"""Operations beside attention in a layer, such as norms and products: in an eager step, the host
+queues them for every layer."""
 
 _CLEARLY_FASTER = 0.95
 """Share of another backend's time below which the difference exceeds errors of measurement."""
@@ -100,7 +107,12 @@ def attention_seconds(
     repeats: int = 9,
 ) -> float:
     """Return the seconds of a layer's attention in two steps: of decodes, and of decodes and a
-    chunk of a prompt. All have the same context length, in randomly ordered blocks."""
+    chunk of a prompt. All have the same context length, in randomly ordered blocks.
+
+    Both are replayed from CUDA graphs, as steps are. If the backend's mixed batches cannot be
+    captured, the second is the time of an eager layer: the plan of the batch is part of it, and the
+    host may take longer than the device.
+    """
     block_size = needs.block_size or backend.abilities.default_block_size
     blocks_per_seq = -(-context // block_size)
     num_blocks = (num_decodes + 1) * blocks_per_seq
@@ -111,28 +123,55 @@ def attention_seconds(
     seconds = 0.0
     for query_lens in ([1] * num_decodes, [*[1] * num_decodes, chunk]):
         num_seqs, num_tokens = len(query_lens), sum(query_lens)
-        query = torch.zeros(num_tokens, needs.num_heads, needs.head_dim, device=device)
+        shape = (num_tokens, needs.num_heads, needs.head_dim)
+        query = torch.zeros(shape, dtype=needs.dtype, device=device)
+        starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+        lengths = torch.full((num_seqs,), context, dtype=torch.int32)
         metadata = AttentionMetadata(
-            query_start=torch.tensor([0, *query_lens]).cumsum(0).int().to(device),
-            context_lens=torch.full((num_seqs,), context, dtype=torch.int32, device=device),
+            query_start=starts.to(device),
+            context_lens=lengths.to(device),
             block_tables=tables[:num_seqs],
             slot_mapping=torch.full((num_tokens,), -1, device=device),
             max_query_len=max(query_lens),
             max_context_len=context,
             num_decodes=num_decodes,
+            host_lengths=HostLengths(starts, lengths),
         )
-        attend = partial(
-            backend.paged_attention,
-            query.to(needs.dtype),
-            cache[:, 0],
-            cache[:, 1],
-            metadata,
-            scale=needs.head_dim**-0.5,
-            sliding_window=context if needs.sliding_window else None,
-            soft_cap=30.0 if needs.soft_cap else None,
-        )
-        seconds += median_seconds(attend, device, repeats=repeats)
+        attend = partial(_attend, backend, needs, query, cache)
+        if num_seqs == num_decodes or backend.abilities.mixed_graphs:
+            seconds += median_seconds(partial(attend, metadata), device, repeats=repeats)
+        else:
+            eager = partial(_eager_step, attend, metadata)
+            seconds += median_seconds(eager, device, repeats=repeats, capture=False) / _EAGER_LAYERS
     return seconds
+
+
+def _attend(
+    backend: AttentionBackend,
+    needs: AttentionNeeds,
+    query: Tensor,
+    cache: Tensor,
+    metadata: AttentionMetadata,
+) -> None:
+    backend.paged_attention(
+        query,
+        cache[:, 0],
+        cache[:, 1],
+        metadata,
+        scale=needs.head_dim**-0.5,
+        sliding_window=metadata.max_context_len if needs.sliding_window else None,
+        soft_cap=30.0 if needs.soft_cap else None,
+    )
+
+
+def _eager_step(attend: Callable[[AttentionMetadata], None], metadata: AttentionMetadata) -> None:
+    """Queue the attention of all layers of a step, and as many other operations as they have."""
+    step = replace(metadata)  # the batch of a new step, which is planned again
+    others = step.context_lens.float()
+    for _ in range(_EAGER_LAYERS):
+        attend(step)
+        for _ in range(_EAGER_LAUNCHES):
+            others.add_(1.0)
 
 
 def default_file() -> Path:

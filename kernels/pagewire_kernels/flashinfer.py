@@ -163,6 +163,7 @@ class FlashInferBackend:
         devices=("cuda",),
         dtypes=HALVES,
         fp8_cache=True,
+        mixed_graphs=False,
         sinks=False,
         alibi=False,
         head_dims=(64, 128, 256),

@@ -160,6 +160,8 @@ class Abilities:
     sinks: bool = True
     alibi: bool = True
     batch_invariant: bool = False
+    mixed_graphs: bool = True
+    """Whether mixed batches can be captured in CUDA graphs, not only batches of decodes."""
 
     head_dims: tuple[int, ...] | None = None
     """None for all."""

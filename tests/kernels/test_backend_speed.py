@@ -171,6 +171,30 @@ def test_a_measurement_covers_decodes_and_a_chunk() -> None:
     assert sizes_seen == {(3, 3), (4, 8)}
 
 
+def test_mixed_batches_that_cannot_be_captured_are_measured_as_eager_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans: list[list[int]] = []
+
+    class Eager(ReferenceBackend):
+        abilities = Abilities(devices=(), mixed_graphs=False)
+
+        def paged_attention(self, query, key, value, metadata, **kwargs):  # type: ignore[no-untyped-def,override]
+            layers = metadata.plans.setdefault("layers", [])
+            if not layers:
+                plans.append(layers)
+            layers.append(len(query))
+            return super().paged_attention(query, key, value, metadata, **kwargs)
+
+    monkeypatch.setattr(backend_speed, "_EAGER_LAYERS", 3)
+    needs = AttentionNeeds(dtype=torch.float32, head_dim=8, num_heads=4, num_kv_heads=2)
+    sizes = {"num_decodes": 3, "context": 40, "chunk": 5, "repeats": 2}
+    assert attention_seconds(Eager(), CPU, needs, **sizes) > 0.0
+    # Of the decodes one batch, which a graph repeats; a new one for each mixed step.
+    assert [layers[0] for layers in plans] == [3, 8, 8, 8, 8]
+    assert all(len(layers) == 3 for layers in plans[1:])
+
+
 def test_a_cpu_is_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert backend_speed.default_file() == tmp_path / "pagewire/attention_speed.json"
