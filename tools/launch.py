@@ -19,11 +19,12 @@ _KILL_TIMEOUT_S = 40.0
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, with the packages of the checkout on the path and without the
-    user's settings."""
+    """This process's environment, with the packages of the checkout before those on its path, and
+    without the user's settings."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
-    roots = os.pathsep.join(str(ROOT / source) for source in _SOURCES)
-    return ours | {"PYTHONPATH": roots, "PYTHONUNBUFFERED": "1"}
+    given = [os.path.abspath(each) for each in ours.get("PYTHONPATH", "").split(os.pathsep) if each]
+    path = [*(str(ROOT / source) for source in _SOURCES), *given]
+    return ours | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
 def module(*words: str) -> list[str]:

@@ -37,6 +37,20 @@ def test_a_process_finds_our_packages_and_none_of_our_settings(
     assert service.log == "its\n"
 
 
+def test_a_process_finds_the_packages_that_its_parent_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carried = tmp_path / "packages"
+    carried.mkdir()
+    (carried / "carried.py").write_text("print('found')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"packages{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    service = Service("one", [sys.executable, "-c", "import carried"], logs / "one.log")
+    assert (service.wait(), service.log) == (0, "found\n")
+
+
 def test_what_successors_say_is_added_to_one_log(tmp_path: Path) -> None:
     for _ in range(2):
         service = Service("help", module("conformance", "--help"), tmp_path / "help.log")
