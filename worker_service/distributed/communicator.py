@@ -28,11 +28,12 @@ sliced, `interrupt` ends them from any thread, and a daemon thread waits for a c
 still running.
 """
 
+import logging
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -51,6 +52,8 @@ from worker_service.address import TcpAddress, local_host_towards
 from worker_service.distributed.layout import Layout
 from worker_service.errors import GroupBroken
 
+logger = logging.getLogger(__name__)
+
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 """For connections to rank 0's store, and among ranks that have met: one may be lost meanwhile."""
 
@@ -58,6 +61,10 @@ _MEET_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Longer than any step, since a rank waits for the others' parts of it."""
+
+ESTIMATED_DEVICE_BYTES = 2**30
+"""NCCL's memory on a GPU that shares its model with others, until it is measured. A generous
+estimate, not measured."""
 
 
 class Rendezvous:
@@ -369,6 +376,24 @@ class ProcessGroups:
         return transfer
 
 
+def connect(groups: ProcessGroups, device: torch.device) -> int:
+    """Run every collective of a step once, for which NCCL connects the ranks of a stage and
+    allocates buffers. Returns the bytes of the GPU that were allocated, other than by torch."""
+    if not torch.cuda.is_available():
+        return 0
+
+    def used() -> int:
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free - torch.cuda.memory_reserved(device)
+
+    before = used()
+    numbers = groups.sum(torch.zeros(64, 64, device=device))
+    groups.gather_columns(numbers)
+    groups.share_in_stage(numbers)
+    torch.cuda.synchronize(device)
+    return max(0, used() - before)
+
+
 def _release(group: list[Any], aborts: bool) -> None:
     if aborts:
         group[0].abort()
@@ -378,10 +403,19 @@ def _release(group: list[Any], aborts: bool) -> None:
 class Communicator:
     """This rank's layout, and its process groups while it has joined the others."""
 
-    def __init__(self, layout: Layout, *, sums_in_order: bool = False) -> None:
-        """sums_in_order: see `ProcessGroups`."""
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        sums_in_order: bool = False,
+        connect: Callable[[ProcessGroups, torch.device], int] = connect,
+    ) -> None:
+        """sums_in_order: see `ProcessGroups`; connect: for tests without a GPU."""
         self.layout = layout
         self._sums_in_order = sums_in_order
+        self._connect = connect
+        self._device_bytes: int | None = None
+        """Bytes that NCCL took on the device in the last epoch."""
         self.groups: ProcessGroups | None = None
         self._cancelled = threading.Event()
         """Interrupts the rendezvous of the present epoch, even before that begins."""
@@ -392,6 +426,13 @@ class Communicator:
         if self.groups is None:
             raise GroupBroken("this rank has not joined the others")
         return self.groups
+
+    def bytes_to_allocate(self, device: torch.device) -> int:
+        """Memory that NCCL will take on a device when this rank joins the others: as much as in the
+        last epoch, or an estimate. 0 while it has joined them, as the memory is in use then."""
+        if device.type != "cuda" or self.layout.world_size == 1 or self.groups is not None:
+            return 0
+        return ESTIMATED_DEVICE_BYTES if self._device_bytes is None else self._device_bytes
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over the ranks of this stage, identical on each."""
@@ -446,6 +487,14 @@ class Communicator:
         meeting = rendezvous.meet(epoch, cancelled)
         meeting.wait_for_all(settings)
         self.groups = ProcessGroups(self.layout, meeting, device, sums_in_order=self._sums_in_order)
+        if device.type == "cuda":
+            self._device_bytes = self._connect(self.groups, device)
+            if self._device_bytes > ESTIMATED_DEVICE_BYTES:
+                logger.warning(
+                    "NCCL took more memory than was left for it device_bytes=%d estimated_bytes=%d",
+                    self._device_bytes,
+                    ESTIMATED_DEVICE_BYTES,
+                )
 
     def interrupt(self) -> None:
         """Make waits for other ranks raise GroupBroken. May be called on any thread."""

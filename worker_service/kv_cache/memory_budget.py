@@ -55,6 +55,7 @@ def profile_blocks(
     num_graphs: int = 0,
     largest_graph: tuple[int, int] = (0, 0),
     state_bytes: int = 0,
+    communicator_bytes: int = 0,
     draft: Model | EagleHead | None = None,
     sample: Sample | None = None,
 ) -> BlockCounts:
@@ -64,7 +65,7 @@ def profile_blocks(
     cache: the present cache, which the new one will replace. num_ranks: ranks that share a CPU's
     memory. num_graphs: to be captured, of batches up to `largest_graph`, in sequences and tokens.
     state_bytes: memory that a GPU needs for the state of sequences, beyond what it has allocated
-    for it.
+    for it; communicator_bytes: the same for the communication with other ranks.
     draft: a model on a CPU whose cache has as many blocks, from the same budget, or a head, whose
     blocks are swapped, too. sample: does what a step's sampling may need most memory for; None: as
     the host samples.
@@ -81,7 +82,7 @@ def profile_blocks(
         else:
             run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS, sample)
     if device.type == "cuda":
-        later_bytes = state_bytes
+        later_bytes = state_bytes + communicator_bytes
         if num_graphs:
             later_bytes += num_graphs * _BYTES_PER_GRAPH
             later_bytes += _pool_bytes(model, block_size, device, largest_graph, sample)

@@ -186,6 +186,7 @@ class ModelExecutor:
             num_graphs=2 * len(sizes) + len(mixed),  # see `StepGraphs`
             largest_graph=(max(sizes, default=0), max([*sizes, *mixed], default=0)),
             state_bytes=self._state_bytes(),
+            communicator_bytes=self.loaded.communicator.bytes_to_allocate(self._device),
             draft=self._draft,
             sample=self._sample_padding if self._has_device_steps else None,
         )

@@ -13,10 +13,12 @@ from tests.support.rank_threads import free_port
 from tests.support.runners import EagerRecorder
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import (
+    ESTIMATED_DEVICE_BYTES,
     Communicator,
     EpochRendezvous,
     ProcessGroups,
     Rendezvous,
+    connect,
 )
 from worker_service.distributed.layout import Layout
 from worker_service.errors import GroupBroken
@@ -93,6 +95,37 @@ def test_partial_sums_are_added_in_the_order_of_ranks(name: str) -> None:
 
     with ThreadPoolExecutor(3) as threads:
         assert all(each.equal(torch.ones(5, 7)) for each in threads.map(total, range(3)))
+
+
+def test_memory_of_nccl_is_estimated_then_measured_and_counted_only_until_it_is_taken() -> None:
+    layouts = [Layout(tensor_parallel_size=2, rank=rank) for rank in range(2)]
+    address, gpu = TcpAddress("127.0.0.1", free_port()), torch.device("cuda")
+    meetings = [GlooRendezvous(address, layout) for layout in layouts]
+    meetings[0].open()
+
+    def lives(rank: int) -> list[int]:
+        def connected(groups: ProcessGroups, device: torch.device) -> int:
+            assert groups.sum(torch.ones(2, 2)).tolist() == [[2.0, 2.0]] * 2
+            return 300 << 20
+
+        communicator = Communicator(layouts[rank], connect=connected)
+        seen = [communicator.bytes_to_allocate(gpu)]
+        communicator.join(meetings[rank], 1, gpu)
+        seen.append(communicator.bytes_to_allocate(gpu))
+        communicator.leave()
+        return [*seen, communicator.bytes_to_allocate(gpu), communicator.bytes_to_allocate(CPU)]
+
+    with ThreadPoolExecutor(2) as threads:
+        for seen in threads.map(lives, range(2)):
+            assert seen == [ESTIMATED_DEVICE_BYTES, 0, 300 << 20, 0]
+    assert Communicator(Layout()).bytes_to_allocate(gpu) == 0
+
+
+@pytest.mark.gpu
+def test_connecting_to_others_takes_a_plausible_amount_of_memory() -> None:
+    device = torch.device("cuda")
+    with rank_alone(device) as groups:
+        assert 0 <= connect(groups, device) < ESTIMATED_DEVICE_BYTES
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
