@@ -123,8 +123,8 @@ def attention_seconds(
     seconds = 0.0
     for query_lens in ([1] * num_decodes, [*[1] * num_decodes, chunk]):
         num_seqs, num_tokens = len(query_lens), sum(query_lens)
-        shape = (num_tokens, needs.num_heads, needs.head_dim)
-        query = torch.zeros(shape, dtype=needs.dtype, device=device)
+        rows = num_tokens, needs.num_heads, needs.head_dim
+        query = torch.zeros(rows, dtype=needs.dtype, device=device)
         starts = torch.tensor([0, *query_lens]).cumsum(0).int()
         lengths = torch.full((num_seqs,), context, dtype=torch.int32)
         metadata = AttentionMetadata(
