@@ -10,11 +10,12 @@ affects both equally; the prompts are computed before, as the two differ in deco
 turn belongs to a tenant of its own, whose history of outputs is empty at first.
 
 The prompts (`speculation_prompts`) are for a model that follows instructions: to copy or edit a
-text, to answer, and to continue at temperature 0.8. Results of other models, such as one with
-random weights, say little. For these, a grammar restricts the output of one workload to a text in
-the prompt, so that it is timed as if the model copied it. How much of the output was copied is in
-the table, whatever the workload is called: the share of its tokens that follow three tokens of the
-prompt as they do there. It is computed from the tokens and does not depend on the drafter.
+text, to extract JSON within a schema, to answer, and to continue at temperature 0.8. Results of
+other models, such as one with random weights, say little. For these, a grammar restricts the output
+of one workload to a text in the prompt, so that it is timed as if the model copied it. How much of
+the output was copied is in the table, whatever the workload is called: the share of its tokens that
+follow three tokens of the prompt as they do there. It is computed from the tokens and does not
+depend on the drafter.
 
 vLLM and llama.cpp can run the prompts with their own n-gram speculation and without, one at a time
 and greedily, each to the number of tokens that our output has.
@@ -40,7 +41,7 @@ from benchmarks.engines.engine import Engine, Settings
 from benchmarks.engines.in_process import InProcess
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.model_shapes import SHAPES
-from benchmarks.speculation_prompts import CHAT, COPY, FREE, HARBOUR
+from benchmarks.speculation_prompts import CHAT, COPY, FREE, HARBOUR, JSON, JSON_SCHEMA
 from benchmarks.tables import print_table, script_parser
 from benchmarks.workloads import Job
 from pagewire.v1.sampling_pb2 import SamplerParams
@@ -72,6 +73,13 @@ class Workload:
     temperature: float = 0.0
     is_bound: bool = False
     """Whether a grammar binds the output to the prompt's text, as if the model copied it."""
+    json_schema: str = ""
+    """The output's schema; empty: it has none."""
+
+    @property
+    def is_for_peers(self) -> bool:
+        """Whether other engines can run the prompts: greedily, and without constraints."""
+        return not (self.temperature or self.is_bound or self.json_schema)
 
     def encode(self, tokenizer: Tokenizer) -> list[list[int]]:
         """The prompts as tokens."""
@@ -81,6 +89,7 @@ class Workload:
 
 WORKLOADS = {
     "copy": Workload(prompts=COPY),
+    "json": Workload(prompts=JSON, json_schema=JSON_SCHEMA),
     "bound": Workload(prompts={"text": f"{HARBOUR}\n{HARBOUR}"}, is_chat=False, is_bound=True),
     "chat": Workload(prompts={question: question for question in CHAT}),
     "free": Workload(prompts=FREE, is_chat=False, temperature=0.8),
@@ -154,11 +163,15 @@ def measure(
     sampling = SamplerParams(
         temperature=workload.temperature, top_p=1.0, repetition_penalty=1.0, seed=1
     )
-    if workload.is_bound:
+    constraint = sampling.constraint
+    if workload.json_schema:
+        constraint.json_schema = workload.json_schema
+    elif workload.is_bound:
         # A grammar of tokens, not of characters, which random weights would tokenize differently.
         text = own[0][: args.tokens]
-        sampling.constraint.grammar = "start: " + " ".join(f"<[{token}]>" for token in text)
-        sampling.constraint.end_token_ids = np.array(sorted(ends), "<i4").tobytes()
+        constraint.grammar = "start: " + " ".join(f"<[{token}]>" for token in text)
+    if constraint.WhichOneof("kind"):
+        constraint.end_token_ids = np.array(sorted(ends), "<i4").tobytes()
 
     def run(batch: list[list[int]], drafts: int | None, tenant: str) -> Run:
         fields: dict[str, Any] = {
@@ -342,7 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in args.workloads:
             lines, jobs = measure(engine, WORKLOADS[name], num_streams, args)
             rows += [{"engine": "pagewire", "workload": name} | line for line in lines]
-            if WORKLOADS[name].temperature == 0 and not WORKLOADS[name].is_bound:
+            if WORKLOADS[name].is_for_peers:
                 greedy[name] = jobs
     rows += peers(args, greedy)
     print_table(rows, f"{args.speculative} against no speculation", COLUMNS)

@@ -4,8 +4,9 @@
 135M (bfloat16, greedily) answers by copying: at least 60% of its output tokens continue an n-gram
 of the prompt, in the measure of `speculation.copied`. Of 41 requests that were tried 16 are of that
 kind; these are ten of them, at most three of a text. The others it answers in words or code of its
-own: most about code, and all that ask for JSON. `CHAT` and `FREE` were written before they were
-measured, and none of them was left out.
+own: most about code, and all that ask for JSON. Those of `JSON` are therefore answered within a
+schema, as extraction usually is, and not chosen; the quotes are what they copy. `CHAT` and `FREE`
+were written before they were measured, and none of them was left out.
 """
 
 HARBOUR = (
@@ -140,6 +141,29 @@ COPY = {
     ),
     "table: Markdown": f"Convert this CSV to a Markdown table:\n\n{PEOPLE}",
 }
+
+JSON = {
+    name: (
+        "Extract the facts of this text as a list of JSON objects, each with a topic and a quote"
+        f" from the text:\n\n{text}"
+    )
+    for name, text in (
+        ("article", ARTICLE),
+        ("letter", LETTER),
+        ("minutes", MINUTES),
+        ("manual", MANUAL),
+        ("table", PEOPLE),
+    )
+}
+JSON_SCHEMA = """{
+  "type": "array",
+  "items": {
+    "type": "object",
+    "properties": {"topic": {"type": "string"}, "quote": {"type": "string"}},
+    "required": ["topic", "quote"],
+    "additionalProperties": false
+  }
+}"""
 
 CHAT = (
     "What is photosynthesis? Explain it to a child.",

@@ -278,6 +278,8 @@ def choose_drafts(
         proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
     else:
         found = _propose(row_ids, most, sequences, drafter)
+        if not any(len(draft.tokens) for draft in found):
+            return {}
         proposals = [
             Proposal(row_id, len(draft.tokens), draft.num_matched)
             for row_id, draft in zip(row_ids.tolist(), found, strict=True)
