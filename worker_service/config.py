@@ -139,6 +139,10 @@ class ModelConfig:
     batch_invariant: bool = False
     """Make tokens independent of the rest of the batch on a GPU, too; slower."""
 
+    # Not measured: no machine with two GPUs has been at hand.
+    symmetric_memory: bool = False
+    """Add small partial sums of several GPUs in NCCL's symmetric memory. Requires torch 2.13."""
+
     threads: int | None = None
     """CPU threads for the model."""
 
@@ -171,6 +175,13 @@ class ModelConfig:
             "quantization_cache",
             "none unless quantization is int8 or int4",
             self.quantization_cache,
+        )
+        # Sums must be added alike in batches of all sizes, and only small ones fit.
+        _expect(
+            not (self.symmetric_memory and self.batch_invariant),
+            "symmetric_memory",
+            "no batch_invariant with it",
+            "batch_invariant",
         )
         for name in ("max_model_len", "threads"):
             got = getattr(self, name)

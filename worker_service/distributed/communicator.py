@@ -21,7 +21,10 @@ are destroyed before the group is closed: NCCL does not free a communicator befo
 Sums. Between CPUs, and between GPUs with `--batch-invariant`, the partial sums are gathered and
 added in the order of the ranks, so that a row's result never depends on its position in a batch;
 gloo's and NCCL's own all-reduce add an element's parts in an order that depends on its position and
-on the size of the batch. Otherwise GPUs use NCCL's all-reduce, which transfers less.
+on the size of the batch. Otherwise GPUs use NCCL's all-reduce, which transfers less; with
+`--symmetric-memory` small sums are copied to memory that NCCL has registered on all ranks, whose
+kernels can be aborted as its others can, unlike torch's `symm_mem` operators, which wait for a lost
+rank for ever.
 
 gloo cannot abort a collective: one that waits for a silent peer ends with its timeout. So waits are
 sliced, `interrupt` ends them from any thread, and a daemon thread waits for a collective that is
@@ -50,7 +53,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from service_common.errors import CannotListen
 from worker_service.address import TcpAddress, local_host_towards
 from worker_service.distributed.layout import Layout
-from worker_service.errors import GroupBroken
+from worker_service.errors import GroupBroken, InvalidOption
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +64,10 @@ _MEET_TIMEOUT_S = 60.0
 _POLL_S = 0.01
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 """Longer than any step, since a rank waits for the others' parts of it."""
+
+SYMMETRIC_BYTES = 2**20
+"""The largest sum that goes through symmetric memory: larger ones are bound by bandwidth, for which
+NCCL's other algorithms are better."""
 
 ESTIMATED_DEVICE_BYTES = 2**30
 """NCCL's memory on a GPU that shares its model with others, until it is measured. A generous
@@ -160,6 +167,23 @@ class EpochRendezvous:
         options._timeout = _COLLECTIVE_TIMEOUT
         return self._make(distributed.ProcessGroupNCCL, name, ranks, options)
 
+    def symmetric_buffer(self, group: Any, device: torch.device) -> tuple[Tensor, Any]:
+        """Memory that NCCL's kernels read on the other ranks of a group directly, uint8
+        [SYMMETRIC_BYTES], and the pool that holds it. All ranks of the group call this. Raises
+        GroupBroken."""
+        try:
+            group.eager_connect_single_device(device)
+            pool = torch.cuda.MemPool(group.mem_allocator)
+            with torch.cuda.use_mem_pool(pool, device):
+                buffer = torch.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
+            group.register_mem_pool(pool, symm=True)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise GroupBroken(
+                f"no symmetric memory, leave out --symmetric-memory: {reason}"
+            ) from None
+        return buffer, pool
+
     def _make(self, kind: Any, name: str, ranks: Sequence[int], options: Any) -> Any:
         store = PrefixStore(name, self._store)
         try:
@@ -178,6 +202,17 @@ def survive_lost_peers(environment: MutableMapping[str, str]) -> None:
     """Make torch raise NCCL errors, unless the environment says otherwise. By default it ends the
     process of a rank that detects the loss of another, and so loses its weights."""
     environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
+def require_symmetric_memory(device: torch.device, torch_version: str) -> None:
+    """Raise InvalidOption unless NCCL's symmetric memory can be used and aborted: before torch 2.13
+    aborting a group that has registered memory ends the process."""
+    if device.type != "cuda":
+        raise InvalidOption(f"symmetric_memory: expected a GPU, got {device}")
+    if tuple(int(part) for part in torch_version.split(".")[:2]) < (2, 13):
+        raise InvalidOption(
+            f"symmetric_memory: expected torch 2.13 or newer, got {torch_version}; leave it out"
+        )
 
 
 def _is_store_of_torchrun() -> bool:
@@ -242,10 +277,13 @@ class ProcessGroups:
         device: torch.device,
         *,
         sums_in_order: bool = False,
+        symmetric: bool = False,
     ) -> None:
         """Create the groups with the other ranks; raises GroupBroken if one is missing.
 
-        sums_in_order: add partial sums in the order of the ranks on GPUs, too."""
+        sums_in_order: add partial sums in the order of the ranks on GPUs, too; symmetric: add small
+        ones in symmetric memory, unless they are added in order.
+        """
         self._on_gpu = device.type == "cuda"
         self._sums_in_order = sums_in_order or not self._on_gpu
         self._interrupted = False
@@ -263,14 +301,22 @@ class ProcessGroups:
             self._from_previous = make(f"stage-link-{layout.stage}-{column}", (rank - size, rank))
         if not layout.is_last_stage:
             self._to_next = make(f"stage-link-{layout.stage + 1}-{column}", (rank, rank + size))
+        self._symmetric: tuple[Tensor, Any] | None = None
+        if symmetric and size > 1 and not self._sums_in_order:
+            self._symmetric = meeting.symmetric_buffer(self._stage, device)
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum over the ranks of this stage."""
         partial = partial.contiguous()
         if not self._sums_in_order:
+            summed = partial
+            if self._symmetric is not None and partial.nbytes <= SYMMETRIC_BYTES:
+                buffer = self._symmetric[0][: partial.nbytes]
+                summed = buffer.view(partial.dtype).view(partial.shape).copy_(partial)
             options = self._options(distributed.AllreduceOptions)
-            self._finish(self._stage.allreduce([partial], options), partial)
-            return partial
+            self._finish(self._stage.allreduce([summed], options), summed)
+            # The buffer is that of the next sum, too.
+            return partial if summed is partial else partial.copy_(summed)
         parts = self._gather(partial)
         total = parts[0].float()
         for part in parts[1:]:
@@ -331,6 +377,7 @@ class ProcessGroups:
             transfer.drop()
         groups = self._groups()
         self._stage = self._everyone = self._from_previous = self._to_next = None
+        self._symmetric = None
         threads = []
         while groups:
             arguments = [groups.pop()], self._on_gpu
@@ -408,11 +455,13 @@ class Communicator:
         layout: Layout,
         *,
         sums_in_order: bool = False,
+        symmetric: bool = False,
         connect: Callable[[ProcessGroups, torch.device], int] = connect,
     ) -> None:
-        """sums_in_order: see `ProcessGroups`; connect: for tests without a GPU."""
+        """sums_in_order, symmetric: see `ProcessGroups`; connect: for tests without a GPU."""
         self.layout = layout
         self._sums_in_order = sums_in_order
+        self._symmetric = symmetric
         self._connect = connect
         self._device_bytes: int | None = None
         """Bytes that NCCL took on the device in the last epoch."""
@@ -486,7 +535,13 @@ class Communicator:
         cancelled = self._cancelled = threading.Event()
         meeting = rendezvous.meet(epoch, cancelled)
         meeting.wait_for_all(settings)
-        self.groups = ProcessGroups(self.layout, meeting, device, sums_in_order=self._sums_in_order)
+        self.groups = ProcessGroups(
+            self.layout,
+            meeting,
+            device,
+            sums_in_order=self._sums_in_order,
+            symmetric=self._symmetric,
+        )
         if device.type == "cuda":
             self._device_bytes = self._connect(self.groups, device)
             if self._device_bytes > ESTIMATED_DEVICE_BYTES:

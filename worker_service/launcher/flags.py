@@ -284,6 +284,7 @@ MODEL = ConfigFlags(
         "threads": {"show_default": "as many as it keeps busy of the physical cores there are"},
     },
     batch_invariant="batch_invariant!",
+    symmetric_memory="symmetric_memory!",
     trust_remote_code="trust_remote_code!",
     cpus=None,
     local_rank=None,

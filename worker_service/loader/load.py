@@ -18,7 +18,7 @@ import torch
 from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_kernels
 from worker_service.config import CacheConfig, ModelConfig, local_model
-from worker_service.distributed.communicator import Communicator
+from worker_service.distributed.communicator import Communicator, require_symmetric_memory
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.memory_budget import require_host_memory
@@ -280,6 +280,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         block_size=cache.block_size,
         batch_invariant=config.batch_invariant,
     )
+    if config.symmetric_memory:
+        require_symmetric_memory(device, torch.__version__)
     # Ranks must choose alike, which measurements might not make them do.
     kernels = choose_kernels(
         device, needs, config.attention_backend, by_speed=config.layout.world_size == 1
@@ -302,7 +304,11 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         packs_with_triton=_packs_with_triton(
             config, dtype, device, kernels, is_quantized=is_quantized
         ),
-        communicator=Communicator(config.layout, sums_in_order=config.batch_invariant),
+        communicator=Communicator(
+            config.layout,
+            sums_in_order=config.batch_invariant,
+            symmetric=config.symmetric_memory,
+        ),
     )
     with freed_memory_returns():
         model = _build(config, hf_config, model_dir, schemes, context, kernels)

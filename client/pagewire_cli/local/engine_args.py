@@ -64,6 +64,7 @@ FLAGS = (
     Flag("attention_backend", str, "worker", "Attention kernels to use."),
     Flag("kv_cache_dtype", str, "worker", "auto; fp8 (GPUs) or int8 (CPUs) for a byte each."),
     Flag("batch_invariant", bool, "worker", "Make tokens independent of the batch, on GPUs too."),
+    Flag("symmetric_memory", bool, "worker", "Add small sums in NCCL's symmetric memory (GPUs)."),
     Flag("cuda_graphs", bool, "worker", "Capture steps as CUDA graphs at start (GPUs).", True),
     Flag("max_graph_batch_size", int, "worker", "Largest batch of decodes captured."),
     Flag("max_graph_tokens", int, "worker", "Largest batch with prompts captured, in tokens."),

@@ -14,14 +14,16 @@ from tests.support.runners import EagerRecorder
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import (
     ESTIMATED_DEVICE_BYTES,
+    SYMMETRIC_BYTES,
     Communicator,
     EpochRendezvous,
     ProcessGroups,
     Rendezvous,
     connect,
+    require_symmetric_memory,
 )
 from worker_service.distributed.layout import Layout
-from worker_service.errors import GroupBroken
+from worker_service.errors import GroupBroken, InvalidOption
 from worker_service.runner.cuda_graphs import CudaGraphRecorder, Replay
 
 CPU = torch.device("cpu")
@@ -119,6 +121,74 @@ def test_memory_of_nccl_is_estimated_then_measured_and_counted_only_until_it_is_
         for seen in threads.map(lives, range(2)):
             assert seen == [ESTIMATED_DEVICE_BYTES, 0, 300 << 20, 0]
     assert Communicator(Layout()).bytes_to_allocate(gpu) == 0
+
+
+class SymmetricMeeting(GlooMeeting):
+    """Where ranks get host memory as symmetric memory."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.buffer = torch.full((SYMMETRIC_BYTES,), 7, dtype=torch.uint8)
+
+    def symmetric_buffer(self, group: Any, device: torch.device) -> tuple[torch.Tensor, Any]:
+        return self.buffer, None
+
+
+class SymmetricRendezvous(GlooRendezvous):
+    """Where they meet."""
+
+    def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
+        self.meeting = SymmetricMeeting(
+            self._store(f"epoch-{epoch}"), self._layout, "127.0.0.1", cancelled
+        )
+        return self.meeting
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({"symmetric": True}, True),
+        ({"symmetric": False}, False),
+        ({"symmetric": True, "sums_in_order": True}, False),
+    ],
+)
+def test_small_sums_pass_through_symmetric_memory_and_large_ones_do_not(
+    options: dict[str, bool], passes: bool
+) -> None:
+    layouts = [Layout(tensor_parallel_size=2, rank=rank) for rank in range(2)]
+    address, gpu = TcpAddress("127.0.0.1", free_port()), torch.device("cuda")
+    meetings = [SymmetricRendezvous(address, layout) for layout in layouts]
+    meetings[0].open()
+    large = SYMMETRIC_BYTES // 4 + 1
+
+    def sums(rank: int) -> list[torch.Tensor]:
+        communicator = Communicator(layouts[rank], connect=lambda *_: 0, **options)
+        communicator.join(meetings[rank], 1, gpu)
+        try:
+            largest = communicator.sum(torch.full((large,), 1.0 + rank))
+            first = communicator.sum(torch.full((3, 5), 10.0 + rank))
+            second = communicator.sum(torch.full((2, 2), 20.0 + rank, dtype=torch.bfloat16))
+            communicator.sum(torch.zeros(large))  # no rank leaves before all have their sums
+        finally:
+            communicator.leave()
+        assert [each.shape for each in (first, second)] == [(3, 5), (2, 2)]
+        assert second.dtype == torch.bfloat16
+        return [largest.unique(), first.unique(), second.unique()]
+
+    with ThreadPoolExecutor(2) as threads:
+        for found in threads.map(sums, range(2)):
+            assert [each.item() for each in found] == [3.0, 21.0, 41.0]
+    for meeting in meetings:
+        held = meeting.meeting.buffer[:8].view(torch.bfloat16)
+        assert (held == 41.0).all() == passes
+
+
+def test_symmetric_memory_requires_a_gpu_and_a_torch_that_can_abort_it() -> None:
+    with pytest.raises(InvalidOption, match=r"expected torch 2\.13 or newer, got 2\.11\.0\+cu130"):
+        require_symmetric_memory(torch.device("cuda"), "2.11.0+cu130")
+    with pytest.raises(InvalidOption, match="expected a GPU, got cpu"):
+        require_symmetric_memory(CPU, "2.13.0")
+    require_symmetric_memory(torch.device("cuda:1"), "2.14.1")
 
 
 @pytest.mark.gpu
