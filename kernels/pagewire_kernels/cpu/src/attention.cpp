@@ -200,10 +200,8 @@ class Attention {
         score_in_tiles(row, count, num_tiles, scores + (row - from) * kStep);
       });
       for_each_tile(item, key, from, end, [&](int64_t row, int64_t count, int64_t) {
-        for (const int64_t last = row + count; row < last; ++row) {
-          const int64_t at = (row - from) * kStep;
-          weigh_row(rule_of(item, key, row), row, scores + at, weights + at);
-        }
+        const int64_t at = (row - from) * kStep;
+        weigh_rows(item, key, row, count, scores + at, weights + at);
       });
       for_each_tile(item, key, from, end, [&](int64_t row, int64_t count, int64_t num_tiles) {
         add_in_tiles(row, count, num_tiles, weights + (row - from) * kStep);
@@ -211,7 +209,7 @@ class Attention {
     }
   }
 
-  static constexpr int64_t kRowsTogether = 128;
+  static constexpr int64_t kRowsTogether = 64;
 
   // Calls `visit` with the index and number of some rows, and the number of tiles of keys they see.
   template <class Visit>
@@ -234,10 +232,27 @@ class Attention {
     }
   }
 
-  void weigh_row(const ScoreRule& rule, int64_t row, const float* scores, BFloat16* weights) {
-    const float factor = weigh(scores, rule, scratch_.maxima[row], weights);
-    add_weights<Dot>(reinterpret_cast<const float*>(weights), factor, scratch_.totals + row * kLanes);
-    if (factor != 1.0f) scale_outputs(row, factor);
+  // Turns the scores of rows into weights: first all maxima and then all weights, each of which would
+  // otherwise wait for the maximum of its own row.
+  void weigh_rows(const Item& item, int64_t key, int64_t row, int64_t num_rows, float* scores,
+                  BFloat16* weights) {
+    const int64_t end = row + num_rows;
+    for (; row < end; row += kLanes, scores += kLanes * kStep, weights += kLanes * kStep) {
+      const int64_t count = smaller(kLanes, end - row);
+      Floats greatest[kLanes];
+      for (int64_t r = 0; r < count; ++r) {
+        greatest[r] = adjust_scores(scores + r * kStep, rule_of(item, key, row + r));
+      }
+      for (int64_t r = count; r < kLanes; ++r) greatest[r] = zeros();
+      alignas(64) float maxima[kLanes], factors[kLanes];
+      store_floats(factors, raise_maxima(greatest, scratch_.maxima + row, count, maxima));
+      for (int64_t r = 0; r < count; ++r) {
+        weigh_scores(scores + r * kStep, broadcast(maxima[r]), weights + r * kStep);
+        add_weights<Dot>(reinterpret_cast<const float*>(weights + r * kStep), factors[r],
+                         scratch_.totals + (row + r) * kLanes);
+        if (factors[r] != 1.0f) scale_outputs(row + r, factors[r]);
+      }
+    }
   }
 
   void add_in_tiles(int64_t row, int64_t num_rows, int64_t num_tiles, const BFloat16* weights) {

@@ -4,6 +4,7 @@
 #include <float.h>
 
 #include "attention.h"
+#include "rows.h"
 
 namespace pagewire {
 
@@ -56,10 +57,8 @@ inline void store_weights(BFloat16* to, const Floats (&weights)[kStepVectors]) {
   }
 }
 
-// Replaces scores by weights, [kStep]. Returns the factor by which earlier sums are multiplied.
-template <class Packed>
-float weigh(const float* scores, const ScoreRule& rule, float& maximum, Packed* weights) {
-  Floats score[kStepVectors];
+// Applies the rule to the scores of a row. Returns the greatest of them, lane by lane.
+inline Floats adjust(const float* scores, const ScoreRule& rule, Floats (&score)[kStepVectors]) {
   Words keys = lane_numbers();
 #pragma GCC unroll 8
   for (int j = 0; j < kStepVectors; ++j) {
@@ -73,15 +72,61 @@ float weigh(const float* scores, const ScoreRule& rule, float& maximum, Packed* 
   Floats greatest = score[0];
 #pragma GCC unroll 8
   for (int j = 1; j < kStepVectors; ++j) greatest = greater_of(greatest, score[j]);
+  return greatest;
+}
+
+template <class Packed>
+inline void store_weights_of(Floats (&score)[kStepVectors], Floats maximum, Packed* weights) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; ++j) score[j] = exp(subtract(score[j], maximum));
+  store_weights(weights, score);
+}
+
+// Replaces scores by weights, [kStep]. Returns the factor by which earlier sums are multiplied.
+template <class Packed>
+float weigh(const float* scores, const ScoreRule& rule, float& maximum, Packed* weights) {
+  Floats score[kStepVectors];
+  const float step_maximum = greatest_lane(adjust(scores, rule, score));
   const float before = maximum;
-  const float step_maximum = greatest_lane(greatest);
   maximum = step_maximum > before ? step_maximum : before;
   const Floats origin = broadcast(maximum);
-#pragma GCC unroll 8
-  for (int j = 0; j < kStepVectors; ++j) score[j] = exp(subtract(score[j], origin));
-  store_weights(weights, score);
+  store_weights_of(score, origin, weights);
   if (maximum == before) return 1.0f;
   return first_lane(exp(subtract(broadcast(before), origin)));
+}
+
+// The next three do the same for up to `kLanes` rows. This one applies the rule in place.
+inline Floats adjust_scores(float* scores, const ScoreRule& rule) {
+  Floats score[kStepVectors];
+  const Floats greatest = adjust(scores, rule, score);
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; ++j) store_floats(scores + j * kLanes, score[j]);
+  return greatest;
+}
+
+// Raises the maxima of rows; all of them are also written to `raised`. Returns the factors, row by row.
+inline Floats raise_maxima(Floats (&greatest)[kLanes], float* maxima, int64_t num_rows,
+                           float* raised) {
+  transpose(greatest);
+#pragma GCC unroll 4
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < half; ++i) greatest[i] = greater_of(greatest[i], greatest[i + half]);
+  }
+  const Floats before = load_some(maxima, num_rows);
+  const Floats after = greater_of(greatest[0], before);
+  store_some(maxima, after, num_rows);
+  store_floats(raised, after);
+  const Floats factors = exp(subtract(before, after));
+  return select(not_less_than(before, after), broadcast(1.0f), factors);
+}
+
+template <class Packed>
+inline void weigh_scores(const float* scores, Floats maximum, Packed* weights) {
+  Floats score[kStepVectors];
+#pragma GCC unroll 8
+  for (int j = 0; j < kStepVectors; ++j) score[j] = load_floats(scores + j * kLanes);
+  store_weights_of(score, maximum, weights);
 }
 
 // Adds a step's weights to a row's total, lane by lane.
