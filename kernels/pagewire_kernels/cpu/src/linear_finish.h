@@ -16,6 +16,7 @@ inline Floats add_bias(const float* sums, const void* bias, int64_t column, int6
 // y = sums + bias
 template <class Input, class Output>
 struct Finish {
+  static constexpr int64_t kColumns = kPanel, kBytes = sizeof(Output);
   static int64_t num_panels(const LinearTask& task) {
     return divide_up(task.out_features, kPanel);
   }
@@ -33,6 +34,7 @@ struct Finish {
 // y = function(gate) * up
 template <class Number, class Function>
 struct FinishGated {
+  static constexpr int64_t kColumns = kLanes, kBytes = sizeof(Number);
   static int64_t num_panels(const LinearTask& task) {
     return divide_up(task.out_features / 2, kLanes);
   }

@@ -29,6 +29,7 @@ constexpr int64_t kBlockRows = 192;
 constexpr int64_t kBlockBytes = 512 << 10;
 #endif
 constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache
+constexpr int64_t kCachedOutputBytes = 4 << 20;  // more outputs are not in the second-level cache
 
 // How the numbers of a row are stored, depending on the instructions.
 enum class Layout : int32_t {
@@ -62,6 +63,8 @@ constexpr Layout kLayout = Layout::kSigned;
 
 struct PlainDot {
   static constexpr int kMaxRows = 2;
+  static constexpr int64_t kBlockUnit = 1;  // blocks have a multiple of it
+  static constexpr bool kFetchesOutputs = false;
   static constexpr int64_t kWordBytes = 4;  // of a row's word
   struct Sums {
     int32x4_t parts[4];
@@ -101,6 +104,8 @@ constexpr int kPairRows = 3;
 // The instruction for bytes saturates sums of two products, so bytes are widened to 16 bits.
 struct PlainDot {
   static constexpr int kMaxRows = kPairRows;
+  static constexpr int64_t kBlockUnit = 1;
+  static constexpr bool kFetchesOutputs = false;
   static constexpr int64_t kWordBytes = 8;
   using Sums = Words;
   struct Weights {
@@ -125,6 +130,8 @@ struct PlainDot {
 // compiled without it.
 struct VnniDot {
   static constexpr int kMaxRows = 12;
+  static constexpr int64_t kBlockUnit = 1;
+  static constexpr bool kFetchesOutputs = false;
   static constexpr int64_t kWordBytes = 4;
   using Sums = Words;
   using Weights = Words;
@@ -231,6 +238,8 @@ struct PanelProduct {
 #if defined(PAGEWIRE_HAS_TILES)
 struct TileDot {
   static constexpr int kMaxRows = kTileRows;
+  static constexpr int64_t kBlockUnit = TileRegisters::kMostRows;  // all tiles are full
+  static constexpr bool kFetchesOutputs = true;
 };
 
 template <>
@@ -246,16 +255,29 @@ struct PanelProduct<TileDot> {
 };
 #endif
 
+// Prefetches the cache lines that an item's outputs are written to, while their sums are computed.
+template <class Finish>
+void fetch_outputs(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t panel) {
+#if defined(__x86_64__)
+  const char* y = static_cast<const char*>(task.y) + panel * Finish::kColumns * Finish::kBytes;
+  for (int64_t row = first_row; row < first_row + num_rows; ++row) {
+    asm volatile("prefetchw %0" ::"m"(y[row * task.y_stride * Finish::kBytes]));
+  }
+#endif
+}
+
 template <class Dot, class Finish>
 void multiply(LinearTask& task, Finish finish) {
   const int64_t num_rows = *task.num_rows;
   int64_t most = kBlockBytes / task.x_stride;
   if (most < Dot::kMaxRows) most = Dot::kMaxRows;
   if (most > kBlockRows) most = kBlockRows;
-  const int64_t block = divide_up(num_rows, divide_up(num_rows, most));
+  int64_t block = divide_up(num_rows, divide_up(num_rows, most));
+  block = divide_up(block, Dot::kBlockUnit) * Dot::kBlockUnit;
   const int64_t num_panels = Finish::num_panels(task);
   alignas(64) int32_t totals[kBlockRows * kPanel];
   alignas(64) float y[kPanel];
+  const bool fetches = num_rows * task.y_stride * Finish::kBytes > kCachedOutputBytes;
   PanelProduct<Dot> product;
   SharedItems items(task, divide_up(num_rows, block) * num_panels, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
@@ -264,6 +286,7 @@ void multiply(LinearTask& task, Finish finish) {
     const char* x = static_cast<const char*>(task.x) + row * task.x_stride;
     const Panel panel(task.weight, index, task.in_features);
     const Panel next(task.weight, items.following(item) % num_panels, task.in_features);
+    if (Dot::kFetchesOutputs && fetches) fetch_outputs<Finish>(task, row, count, index);
     product(x, task.x_stride, count, panel, next, totals);
     if (!items.may_write()) return;
     Results results(panel);
@@ -299,17 +322,29 @@ void multiply_gated(LinearTask& task) {
   });
 }
 
+// Of the numbers added, lane by lane, and 0.
+struct Extremes {
+  void add(Floats x) {
+    most = greater_of(most, x);
+    least = greater_of(least, subtract(zeros(), x));
+    faults = multiply_add(x, zeros(), faults);
+  }
+  Floats most = zeros(), least = zeros();  // `least` is the negative of it
+  Floats faults = zeros();  // NaN if a number is not finite, which the others lose
+};
+
 // The scale and the zero point of a row. If a number is not finite, the scale is NaN, and so are all
 // results of the row.
 template <class Number>
 void measure(const QuantizeRowsTask& task, const Number* x, float& scale, float& zero) {
-  Floats most = zeros(), least = zeros(), faults = zeros();  // `least` is the negative of it
-  for (int64_t i = 0; i < task.size; i += kLanes) {
-    const Floats numbers = load_some(x + i, task.size - i);
-    most = greater_of(most, numbers);
-    least = greater_of(least, subtract(zeros(), numbers));
-    faults = multiply_add(numbers, zeros(), faults);
+  Extremes even, odd;  // two, since each addition waits for the one before
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= task.size; i += 2 * kLanes) {
+    even.add(widen(x + i));
+    odd.add(widen(x + i + kLanes));
   }
+  for (; i < task.size; i += kLanes) even.add(load_some(x + i, task.size - i));
+  const Floats most = greater_of(even.most, odd.most), least = greater_of(even.least, odd.least);
   const float high = greatest_lane(most), low = -greatest_lane(least);
   scale = task.scale, zero = task.zero_point;
   if (scale == 0.0f) {
@@ -318,7 +353,7 @@ void measure(const QuantizeRowsTask& task, const Number* x, float& scale, float&
     if (!task.is_symmetric) zero = scale == 0.0f ? -128.0f : __builtin_rintf(-128.0f - low / scale);
     if (scale == 0.0f) scale = __FLT_EPSILON__;
   }
-  scale += sum_lanes(faults);
+  scale += sum_lanes(add(even.faults, odd.faults));
 }
 
 // Divides by a row's scale. A product with its inverse, corrected twice by the remainder that it leaves,
@@ -364,7 +399,16 @@ void quantize_row(const QuantizeRowsTask& task, int64_t row) {
   for (int64_t i = 0; i < task.size; i += kLanes) {
     const Floats numbers = load_some(x + i, task.size - i);
     Floats codes = add(divisor.divide_into(numbers), broadcast(zero));
-    codes = round_to_whole(greater_of(codes, broadcast(-128.0f)));
+    codes = greater_of(codes, broadcast(-128.0f));
+#if defined(__AVX512F__)
+    if (layout == Layout::kUnsigned) {
+      const Words words = _mm512_cvtps_epi32(_mm512_min_ps(codes, most));
+      const __m128i bytes = _mm512_cvtepi32_epi8(add_words(words, broadcast_word(shift)));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(y + i), bytes);
+      continue;
+    }
+#endif
+    codes = round_to_whole(codes);
     codes = select(not_less_than(codes, most), most, codes);
     alignas(64) float lanes[kLanes];
     if (layout == Layout::kPairs) {
@@ -378,9 +422,7 @@ void quantize_row(const QuantizeRowsTask& task, int64_t row) {
     } else {
       alignas(64) int8_t bytes[kLanes];
       store_floats(lanes, codes);
-      for (int64_t k = 0; k < kLanes; ++k) {
-        bytes[k] = static_cast<int8_t>(static_cast<int32_t>(lanes[k]) + shift);
-      }
+      for (int64_t k = 0; k < kLanes; ++k) bytes[k] = static_cast<int8_t>(lanes[k]);
       memcpy(y + i, bytes, sizeof(bytes));
     }
   }
