@@ -13,6 +13,15 @@ if TYPE_CHECKING:  # not to be known where vLLM is
 
 NAME = "vllm"
 
+VARIABLES = (
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_INT4_W4A8",
+    "LD_PRELOAD",
+)
+"""Environment variables that change its speed, reported with its settings. With
+`VLLM_CPU_INT4_W4A8=0` it does not round activations to 8 bits for weights of 4 bits."""
+
 
 def engine(python: Path, settings: "Settings", **more: object) -> "ChildEngine":
     """The parent's end. more: further arguments of `LLM`."""
@@ -80,8 +89,7 @@ class Vllm:
         """Version and settings."""
         import vllm
 
-        names = ("VLLM_CPU_OMP_THREADS_BIND", "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD")
-        environment = {name: os.environ[name] for name in names if os.environ.get(name)}
+        environment = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
         if "LD_PRELOAD" in environment:
             preloads = environment["LD_PRELOAD"].split(":")
             environment["LD_PRELOAD"] = ":".join(Path(path).name for path in preloads)
