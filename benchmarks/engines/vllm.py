@@ -20,7 +20,7 @@ VARIABLES = (
     "LD_PRELOAD",
 )
 """Environment variables that change its speed, reported with its settings. With
-`VLLM_CPU_INT4_W4A8=0` it does not round activations to 8 bits for weights of 4 bits."""
+`VLLM_CPU_INT4_W4A8=0` it does not round the activations of AWQ checkpoints to 8 bits."""
 
 
 def engine(python: Path, settings: "Settings", **more: object) -> "ChildEngine":
