@@ -2,11 +2,9 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -16,10 +14,10 @@ from pagewire_cli.local import LocalServices
 from pagewire_cli.options import ENGINE, group_of, with_options
 from pagewire_client.connection import DEFAULT_ADDRESS
 
+_ENDED = b"\0"
+"""No signal has this number."""
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 """The address that OpenAI clients of a local server commonly use."""
-_WAIT_S = 3600.0
-"""On some platforms a signal cannot interrupt a wait without a timeout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +93,71 @@ def serve(
         metrics_port=None if deployment.metrics_port == "off" else deployment.metrics_port,
         on_line=on_line,
     )
-    with _signals_raise():
+    errors: list[Exception] = []
+    started = threading.Event()
+    events, event_writer = _signal_pipe()
+
+    def run() -> None:
         try:
-            with terminal.note_if_slow(still_checking(model)) as slow:
-                services.start()
-            where = ", ".join(services.addresses)
-            names = engine["served_model_name"] or [model]
-            terminal.note(f"serving {', '.join(names)} on {where}", style="bold")
-            if services.http_address is not None:
-                url = _url(services.http_address, engine)
-                terminal.note(f"HTTP for OpenAI clients: {url}/v1")
-                terminal.note(f"dashboard: {url}/")
-            terminal.note(f"for `pagewire drain`: --core {services.core_address}")
-            if services.metrics_addresses:
-                terminal.note(f"metrics for Prometheus: {', '.join(services.metrics_addresses)}")
-            while not services.wait_failed(_WAIT_S):
-                pass
-        except _Signalled as signalled:
-            _stop(services, signalled)
-        else:
-            services.kill()
-            if services.failure:
-                raise services.failure
+            services.start()
+            started.set()
+            slow.cancel()
+            _note_addresses(services, engine["served_model_name"] or [model], engine)
+            services.wait_failed()
+        except Exception as error:
+            errors.append(error)
+        os.write(event_writer, _ENDED)
+
+    with terminal.note_if_slow(still_checking(model)) as slow:
+        threading.Thread(target=run, daemon=True).start()
+        event = os.read(events, 1)
+    if event != _ENDED:
+        terminal.note(f"{_name(event)}: stopping when running requests are finished")
+        threading.Thread(target=_kill_at_next_signal, args=(services, events), daemon=True).start()
+        if started.is_set():
+            services.stop()
+            return
+    services.kill()
+    if event == _ENDED and (failure := errors[0] if errors else services.failure):
+        raise failure
+
+
+def _signal_pipe() -> tuple[int, int]:
+    """A pipe to which SIGTERM and SIGINT write their numbers, a byte each.
+
+    Their handlers do nothing: an exception that one raises while another is handled can leave locks
+    in a wrong state, and is lost in a destructor. Nor would a handler always interrupt a wait for a
+    lock, if the signal comes just before it.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    return reader, writer
+
+
+def _name(event: bytes) -> str:
+    return signal.Signals(event[0]).name
+
+
+def _kill_at_next_signal(services: LocalServices, events: int) -> None:
+    while (event := os.read(events, 1)) == _ENDED:
+        pass  # which is what was asked for
+    terminal.note(f"{_name(event)} again: stopping at once")
+    services.kill()
+
+
+def _note_addresses(services: LocalServices, names: list[str], engine: dict[str, Any]) -> None:
+    where = ", ".join(services.addresses)
+    terminal.note(f"serving {', '.join(names)} on {where}", style="bold")
+    if services.http_address is not None:
+        url = _url(services.http_address, engine)
+        terminal.note(f"HTTP for OpenAI clients: {url}/v1")
+        terminal.note(f"dashboard: {url}/")
+    terminal.note(f"for `pagewire drain`: --core {services.core_address}")
+    if services.metrics_addresses:
+        terminal.note(f"metrics for Prometheus: {', '.join(services.metrics_addresses)}")
 
 
 def still_checking(model: str) -> str:
@@ -140,34 +181,3 @@ def _http_address(deployment: Deployment) -> str | None:
 def _url(address: str, engine: dict[str, Any]) -> str:
     secure = engine["tls_cert"] or os.environ.get("PAGEWIRE_TLS_CERT")
     return f"{'https' if secure else 'http'}://{address}"
-
-
-class _Signalled(Exception):
-    """Raised by a signal that asks to stop; its argument is the signal's name."""
-
-
-def _stop(services: LocalServices, first: _Signalled) -> None:
-    try:
-        # Within the try block: a user who reads it may send a second signal at once.
-        terminal.note(f"{first}: stopping when running requests are finished")
-        services.stop()
-    except _Signalled as signalled:
-        terminal.note(f"{signalled} again: stopping at once")
-        services.kill()
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """SIGTERM and SIGINT raise `_Signalled` in the main thread. Afterwards they do nothing, so that
-    a late one does not replace the exit code."""
-
-    def handle(number: int, _: FrameType | None) -> None:
-        raise _Signalled(signal.Signals(number).name)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)

@@ -149,9 +149,9 @@ class LocalServices:
         self._signal_kill()
         self.stop()
 
-    def wait_failed(self, timeout_s: float) -> bool:
-        """Whether a service was given up; waits up to `timeout_s` for it."""
-        return self._failed.wait(timeout_s)
+    def wait_failed(self) -> None:
+        """Wait until a service was given up, or all were killed."""
+        self._failed.wait()
 
     def _signal_kill(self) -> None:
         """Stop everything: without one of its services the deployment is useless."""

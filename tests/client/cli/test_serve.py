@@ -20,6 +20,7 @@ from pagewire_cli.local import service_commands
 from pagewire_cli.serve import still_checking
 from pagewire_client import Client, SamplingParams
 from tests.support.checkpoints import checkpoint
+from tests.support.waiting import wait_until
 
 FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -119,6 +120,23 @@ def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
         assert serve.process.wait(20) == 0
         assert not any(service.is_running() for service in services)
         stream.close()
+
+
+@pytest.mark.parametrize("wait_for", ["", "for `pagewire drain`"])
+def test_signals_that_come_together_end_everything_without_a_traceback(
+    tmp_path: Path, wait_for: str
+) -> None:
+    with serving("--listen", f"unix:{tmp_path}/f.sock") as serve:
+        if wait_for:
+            serve.wait_for(wait_for)
+        else:
+            wait_until(serve.services, "the first service")
+        services = serve.services()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+            serve.process.send_signal(number)
+        assert serve.process.wait(20) == 0
+        assert not any(service.is_running() for service in services)
+    assert "Traceback" not in "".join(serve.said)
 
 
 def test_two_frontends_and_two_workers_serve_one_model(tmp_path: Path) -> None:
