@@ -106,15 +106,12 @@ STAGES: dict[int, Sequence[Part]] = {
         *(
             Part(
                 name=f"tune_{kind}",
-                limit_s=130,
-                command=f"benchmarks.tune_attention --results {{output}} {flags}",
-                dry="--device cpu --sequences 2 --context 40 --heads 2 --kv-heads 1 --repeats 1"
-                " --most-launches 2" + (" --longest 200" if kind == "skewed" else ""),
+                limit_s=90,
+                command=f"benchmarks.tune_attention --kinds {kind} --results {{output}}",
+                dry="--device cpu --sequences 2 --context 40 --longest 200 --chunk 24 --heads 2"
+                " --kv-heads 1 --repeats 1 --most-launches 2",
             )
-            for kind, flags in (
-                ("even", ""),
-                ("skewed", "--sequences 64 --longest 100000"),
-            )
+            for kind in ("even", "skewed", "chunk")
         ),
     ),
     3: (

@@ -13,11 +13,12 @@ import pytest
 from benchmarks import profile_steps
 from benchmarks.gpu_day import ROOT, STAGES, Day, Part, main, run_parts
 from benchmarks.profile_steps import idle_share
+from benchmarks.tune_attention import SEQUENCES
 from tools import gpu_payload
 
 RESULTS = {
     1: ["test_gpu.xml", "racecheck.log"],
-    2: ["kernels.json", "tune_attention_even.json", "tune_attention_skewed.json"],
+    2: ["kernels.json", *(f"tune_attention_{kind}.json" for kind in SEQUENCES)],
     3: ["in_process.json", "profile_steps.json", "profile_mixed.json.gz"],
     4: ["services.json"],
     5: ["peers.json"],

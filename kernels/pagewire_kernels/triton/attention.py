@@ -5,13 +5,16 @@ are `2 * context_len * num_kv_heads * head_dim * element size` bytes per sequenc
 Prefills are bound by the two matrix products, `4 * head_dim * num_heads` operations per pair of
 query and visible key.
 
-The sizes of tiles and splits are arguments of the launch; see `Launch`. They were derived from the
-sizes of registers and shared memory, not from measurements.
+The sizes of tiles and splits are arguments of the launch; see `Launch`. They are those that were
+measured on the GPU (`attention_tiles.json`), or else are derived from the sizes of registers and
+shared memory.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -36,6 +39,13 @@ MAX_SPLITS = 64
 MIN_SPLIT_TOKENS = 128
 """Launching and merging a smaller split takes longer than it saves."""
 
+TUNED_HEAD_DIM = 128
+TILES_FILE = Path(__file__).with_name("attention_tiles.json")
+"""By name of a GPU, for its decodes and prefills, fields of `Launch` and the programs per processor
+that `benchmarks.tune_attention` found to be the fastest, for 16-bit heads of `TUNED_HEAD_DIM`
+elements. GPUs that are not in it have the sizes that `choose_launch` derives."""
+
+_TILES: dict[str, dict[str, dict[str, int]]] = json.loads(TILES_FILE.read_text())
 _PROGRAMS_PER_PROCESSOR = 4
 
 
@@ -128,11 +138,20 @@ def choose_launch(
     tile_rows, num_warps = _tile(query.dtype, head_dim, group, part.is_decode)
     if batch_invariant:
         tile_rows, num_warps = max(16, triton.next_power_of_2(group)), 4
-    tile_keys = 64 >> ((query.dtype == torch.float32) + (head_dim > 128))
+    sizes = {
+        "tile_rows": tile_rows,
+        "tile_keys": 64 >> ((query.dtype == torch.float32) + (head_dim > 128)),
+        "num_warps": num_warps,
+        "num_stages": num_stages(_shared_memory(query.device)),
+        "programs_per_processor": _PROGRAMS_PER_PROCESSOR,
+    }
+    if not batch_invariant and head_dim == TUNED_HEAD_DIM and query.dtype != torch.float32:
+        sizes |= _tuned(query.device, part.is_decode)
+        sizes["tile_rows"] = max(sizes["tile_rows"], triton.next_power_of_2(group))
+    programs = sizes.pop("programs_per_processor") * num_processors(query.device)
     num_tiles = part.num_seqs
     if not part.is_decode:
-        num_tiles += part.num_tokens // (tile_rows // group)
-    programs = _PROGRAMS_PER_PROCESSOR * _num_processors(query.device)
+        num_tiles += part.num_tokens // (sizes["tile_rows"] // group)
     room = programs // max(1, num_tiles * num_kv_heads)
     split_tokens, num_splits, num_planned = 0, 1, 0
     if batch_invariant:
@@ -143,13 +162,10 @@ def choose_launch(
     else:
         num_splits = min(room, metadata.max_context_len // MIN_SPLIT_TOKENS, MAX_SPLITS)
     return Launch(
-        tile_rows=tile_rows,
-        tile_keys=tile_keys,
-        num_warps=num_warps,
-        num_stages=num_stages(_shared_memory(query.device)),
         num_splits=max(1, num_splits),
         num_planned=num_planned,
         split_tokens=split_tokens,
+        **sizes,
     )
 
 
@@ -360,7 +376,14 @@ def _tile(dtype: torch.dtype, head_dim: int, group: int, is_decode: bool) -> tup
 
 
 @cache
-def _num_processors(device: torch.device) -> int:
+def _tuned(device: torch.device, is_decode: bool) -> dict[str, int]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return _TILES.get(name, {}).get("decode" if is_decode else "prefill", {})
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
     if device.type != "cuda":
         return 4  # for the interpreter: few, so that tests cover launches with and without splits
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
