@@ -109,7 +109,7 @@ STAGES: dict[int, Sequence[Part]] = {
                 limit_s=90,
                 command=f"benchmarks.tune_attention --kinds {kind} --results {{output}}",
                 dry="--device cpu --sequences 2 --context 40 --longest 200 --chunk 24 --heads 2"
-                " --kv-heads 1 --repeats 1 --most-launches 2",
+                " --kv-heads 1 --repeats 1 --most-launches 1",
             )
             for kind in ("even", "skewed", "chunk")
         ),

@@ -47,7 +47,6 @@ def gpu(tmp_path: Path) -> Day:
     )
 
 
-@pytest.mark.long
 @pytest.mark.timeout(480)  # each starts several processes, however busy the machine is
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_can_be_rehearsed(stage: int, day: Day) -> None:
