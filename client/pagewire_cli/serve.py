@@ -106,7 +106,8 @@ def serve(
             services.wait_failed()
         except Exception as error:
             errors.append(error)
-        os.write(event_writer, _ENDED)
+        finally:
+            os.write(event_writer, _ENDED)
 
     with terminal.note_if_slow(still_checking(model)) as slow:
         threading.Thread(target=run, daemon=True).start()
