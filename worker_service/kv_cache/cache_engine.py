@@ -16,8 +16,20 @@ one copy per block reaches 10 GB/s, a kernel that reads and writes the host's me
 GB/s for any number of scattered blocks, and plain copies 32 GB/s at 1 MB, 53 at 16 MB and 55 at 256
 MB. A copy occupies no multiprocessor. So long runs of neighbours are copied, and everything else is
 moved by the kernel. On a CPU a kernel of its own makes all threads copy, bypassing the caches.
+
+On a CPU the system allocates a page when it is first written to, which takes longer than computing
+what is written on some virtual machines. So a thread populates the cache from its allocation on.
+With prefix caching every block is used once before any is used twice: what the cache takes in the
+end, it takes at the start, where a machine with too little memory is noticed.
 """
 
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
@@ -35,6 +47,8 @@ from worker_service.errors import InvalidPlan
 from worker_service.models.interface import KVCacheSpec
 from worker_service.pinned_memory import pin_in_place
 from worker_service.plan import StepPlan, monotonic_us
+
+logger = logging.getLogger(__name__)
 
 MIN_COPY_BYTES = 8 * 2**20
 """Size from which copying a run of adjacent blocks is as fast as the kernel."""
@@ -135,7 +149,53 @@ def _as_tensor(pairs: Int32Array) -> Tensor:
     return torch.from_numpy(pairs.astype(np.int64))
 
 
-_ALIGNMENT = 4096
+_ALIGNMENT = mmap.PAGESIZE
+
+_MADV_POPULATE_WRITE = 23
+"""Linux 5.14: allocates pages as writing to them would, and leaves their content as it is."""
+
+_POPULATED_AT_ONCE = 2 * 2**20
+"""A huge page. Threads that map memory wait for the present call."""
+
+SPARE_BYTES = 256 * 2**20
+"""Memory that populating leaves to others."""
+
+
+class _Population(threading.Thread):
+    """Allocates the pages of a cache in the order in which blocks are first handed out, whenever a
+    CPU has nothing else to do."""
+
+    def __init__(self, cache: Tensor, available: Callable[[], int]) -> None:
+        super().__init__(name="kv-cache", daemon=True)
+        self._cache: Tensor | None = cache
+        self._available = available
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        assert self._cache is not None
+        first, num_bytes = self._cache.data_ptr(), self._cache.nbytes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        for start in range(0, num_bytes, _POPULATED_AT_ONCE):
+            if self.stopped.is_set():
+                break
+            size = min(_POPULATED_AT_ONCE, num_bytes - start)
+            available = self._available()
+            if available < size + SPARE_BYTES:
+                logger.warning(
+                    "not enough memory to populate the kv cache populated_bytes=%d num_bytes=%d"
+                    " available_bytes=%d; choose a smaller kv_cache_memory",
+                    start,
+                    num_bytes,
+                    available,
+                )
+                break
+            address = ctypes.c_void_p(first + start)
+            if madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE):
+                error = os.strerror(ctypes.get_errno())
+                logger.debug("kv cache is not populated start=%d error=%s", start, error)
+                break
+        self._cache = None
 
 
 class CacheEngine:
@@ -162,6 +222,27 @@ class CacheEngine:
             torch.device("cpu"),
             pinned=self._stream is not None and num_cpu_blocks > 0,
         )
+        self._population: _Population | None = None
+
+    def populate(self, available: Callable[[], int]) -> threading.Thread | None:
+        """Allocate the pages of a CPU's cache in the background, until `close`. Returns the thread;
+        None on a GPU, whose memory is allocated already, and on systems other than Linux.
+
+        available: bytes of memory that the process can still allocate.
+        """
+        if self._stream is None and sys.platform == "linux":
+            self._population = _Population(self.device_cache, available)
+            weakref.finalize(self, self._population.stopped.set)
+            self._population.start()
+        return self._population
+
+    def close(self) -> None:
+        """Stop everything that runs on the caches' memory, which may be in use again once it is
+        freed."""
+        self.finish()
+        if self._population is not None:
+            self._population.stopped.set()
+            self._population.join()
 
     def fits(self, num_gpu_blocks: int, num_cpu_blocks: int) -> bool:
         """Whether the caches have exactly these sizes."""

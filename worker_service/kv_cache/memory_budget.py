@@ -96,7 +96,11 @@ def profile_blocks(
         swap_space = DEFAULT_GPU_SWAP_BYTES if config.swap_space is None else config.swap_space
     else:
         run_batch(model, block_size, device, 2, _WARM_UP_TOKENS, sample)
-        budget = _cpu_budget(model, config, block_size, block_bytes, max_num_seqs, num_ranks)
+        budget = config.kv_cache_memory or _default_cpu_budget(
+            block_bytes * -(-model.max_model_len // block_size) * max_num_seqs,
+            available_host_memory() + held_bytes,
+            num_ranks,
+        )
         swap_space = config.swap_space or 0
     require_host_memory(device, budget, swap_space, cache, held_bytes)
     num_gpu_blocks = budget // block_bytes
@@ -216,19 +220,9 @@ def _file_pages(stat: Path, prefix: str) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith(names))
 
 
-def _cpu_budget(
-    model: Model,
-    config: CacheConfig,
-    block_size: int,
-    block_bytes: int,
-    max_num_seqs: int,
-    num_ranks: int,
-) -> int:
-    if config.kv_cache_memory is not None:
-        return config.kv_cache_memory
-    blocks_per_seq = -(-model.max_model_len // block_size)
-    useful = max_num_seqs * blocks_per_seq * block_bytes
-    return min(useful, MAX_DEFAULT_CPU_BYTES, available_host_memory() // (CPU_SHARE * num_ranks))
+def _default_cpu_budget(useful: int, available: int, num_ranks: int) -> int:
+    """useful: bytes of as many sequences of full length as a batch can have."""
+    return min(useful, MAX_DEFAULT_CPU_BYTES, available // (CPU_SHARE * num_ranks))
 
 
 def _pool_bytes(

@@ -16,7 +16,7 @@ from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts
 from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutOfOrder
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.kv_cache.memory_budget import profile_blocks
+from worker_service.kv_cache.memory_budget import available_host_memory, profile_blocks
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
 from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
@@ -201,10 +201,11 @@ class ModelExecutor:
             communicator, settings = self.loaded.communicator, self._group_settings()
             communicator.join(self._rendezvous, epoch, self._device, settings)
         if self._cache is None or not self._cache.fits(num_gpu_blocks, num_cpu_blocks):
-            # Free the old caches first, as both would not fit. Moves that are still running would
-            # write to memory that is in use again by then.
+            # Free the old caches first, as both would not fit.
             if self._cache is not None:
-                self._cache.finish()
+                self._cache.close()
+            if self._draft_cache is not None:
+                self._draft_cache.close()
             self._cache = self._draft_cache = self._state = None
             self._cache = CacheEngine(
                 self.loaded.model.kv_cache_spec,
@@ -213,6 +214,7 @@ class ModelExecutor:
                 num_cpu_blocks=num_cpu_blocks,
                 device=self._device,
             )
+            self._cache.populate(available_host_memory)
         self._draft_lengths.forget_all()
         return ModelRunner(
             self.loaded.model,
@@ -253,6 +255,7 @@ class ModelExecutor:
                 num_cpu_blocks=num_cpu_blocks if is_head else 0,
                 device=self._device,
             )
+            self._draft_cache.populate(available_host_memory)
         if isinstance(self._draft, EagleHead):
             return EagleDrafter(self._draft, self._draft_cache)
         return DraftModel(self._draft, self._draft_cache.device_cache)

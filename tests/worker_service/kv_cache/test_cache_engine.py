@@ -1,5 +1,10 @@
 """The caches' memory."""
 
+import ctypes
+import mmap
+import sys
+import threading
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -13,6 +18,7 @@ from tests.support.native import native_libraries
 from tests.support.plans import moving_plan
 from worker_service.errors import InvalidPlan
 from worker_service.kv_cache.cache_engine import (
+    SPARE_BYTES,
     BlockMover,
     CacheEngine,
     CopyMover,
@@ -58,6 +64,86 @@ def test_swaps_and_copies_move_scales_with_their_codes() -> None:
         assert torch.equal(engine.device_cache[block], written)
         values = dequantize_heads(engine.device_cache[block, 0, 1])
         torch.testing.assert_close(values, rows * 50, atol=1.0, rtol=0.0)
+
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux populates memory")
+CHUNK, NUM_BYTES = 2 * 2**20, 40 * 2**20
+
+
+def large_engine() -> CacheEngine:
+    """Caches of `NUM_BYTES`, too many for the heap, whose pages may have been in use before."""
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=4, head_dim=1024, dtype=torch.float32)
+    cpu = torch.device("cpu")
+    return CacheEngine(spec, block_size=16, num_gpu_blocks=40, num_cpu_blocks=40, device=cpu)
+
+
+def resident_bytes(cache: torch.Tensor) -> int:
+    """Bytes of a cache that the system has allocated."""
+    pages = (ctypes.c_ubyte * -(-cache.nbytes // mmap.PAGESIZE))()
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_size_t(cache.nbytes)
+    assert libc.mincore(ctypes.c_void_p(cache.data_ptr()), size, pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@LINUX
+def test_a_cache_is_populated_and_keeps_what_is_written_meanwhile() -> None:
+    written, engine = threading.Event(), large_engine()
+    assert resident_bytes(engine.device_cache) < NUM_BYTES / 4
+
+    def available() -> int:
+        written.wait()
+        return 2**40
+
+    thread = engine.populate(available)
+    assert thread is not None
+    engine.device_cache[4] = 7.0
+    written.set()
+    thread.join()
+    assert resident_bytes(engine.device_cache) == NUM_BYTES
+    assert resident_bytes(engine.host_cache) < NUM_BYTES / 4
+    assert (engine.device_cache[4] == 7.0).all()
+    assert engine.device_cache.count_nonzero() == engine.device_cache[4].numel()
+
+
+@LINUX
+def test_populating_leaves_memory_to_others_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    engine, left = large_engine(), iter([SPARE_BYTES + CHUNK, SPARE_BYTES + CHUNK - 1])
+    thread = engine.populate(lambda: next(left))
+    assert thread is not None
+    thread.join()
+    assert CHUNK <= resident_bytes(engine.device_cache) < NUM_BYTES / 4
+    assert f"populated_bytes={CHUNK} num_bytes={NUM_BYTES}" in caplog.text
+
+
+@LINUX
+def test_populating_ends_with_the_cache() -> None:
+    asked, released, num_asked = threading.Event(), threading.Event(), 0
+
+    def available() -> int:
+        nonlocal num_asked
+        num_asked += 1
+        asked.set()
+        released.wait()
+        return 2**40
+
+    engine = large_engine()
+    thread = engine.populate(available)
+    assert thread is not None
+    asked.wait()
+    del engine
+    released.set()
+    thread.join()
+    assert num_asked == 1
+
+
+@LINUX
+def test_nothing_populates_a_closed_cache() -> None:
+    engine = large_engine()
+    thread = engine.populate(lambda: 2**40)
+    assert thread is not None
+    engine.close()
+    assert not thread.is_alive()
 
 
 def test_sizes_are_compared_exactly() -> None:

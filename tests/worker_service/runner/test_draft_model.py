@@ -1,6 +1,7 @@
 """Drafts of a second model: outputs stay, right drafts are many, and wrong KV costs only drafts."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,17 @@ def test_the_budget_holds_both_caches() -> None:
     assert drafting._draft_cache is not None
     assert drafting._draft_cache.fits(counts.num_gpu_blocks, 0)
     assert np.isclose(drafting._draft_cache.device_cache.nbytes, 2**19, rtol=0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux populates memory")
+def test_both_caches_are_populated_until_others_take_their_place() -> None:
+    model = checkpoint("llama")
+    executor = loaded_executor(model, speculative="draft", speculative_model=str(model))
+    executor.make_runner(64, 0, 1)
+    replaced = [executor._cache, executor._draft_cache]
+    threads = [cache._population for cache in replaced if cache is not None]
+    executor.make_runner(64, 0, 2)
+    assert [executor._cache, executor._draft_cache] == replaced, "their memory is populated already"
+    executor.make_runner(32, 0, 3)
+    assert len(threads) == 2
+    assert not any(thread is None or thread.is_alive() for thread in threads)
