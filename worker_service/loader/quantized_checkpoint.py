@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader.model_files import read_json
 from worker_service.loader.quantized_formats import (
     FACTS,
     FLOATS,
@@ -41,6 +42,7 @@ _FORMATS: Mapping[str, Formats] = {
     "gptq": {"gptq": Gptq, "gptq_v2": GptqV2},
     "compressed-tensors": {"pack-quantized": Packed, "int-quantized": Int8, "float-quantized": Fp8},
     "fp8": {"e4m3": Fp8},
+    "modelopt": {"fp8": Fp8, "fp8_per_channel_per_token": Fp8, "fp8_pb_wo": Fp8},
     "bitsandbytes": {"nf4": Nf4},
 }
 """By `quant_method`, then by the method's own name of the format."""
@@ -55,16 +57,16 @@ class _Settings:
     the field, for values that are not supported."""
 
     def __init__(self, place: str, values: Any) -> None:
-        self._place = place
+        self.place = place
         if not isinstance(values, Mapping):
             raise UnsupportedModel(f"{place}: expected an object, got {values!r}")
-        self._values: Mapping[str, Any] = values
+        self.values: Mapping[str, Any] = values
 
     def get(self, keys: str, default: Any = None) -> tuple[str, Any]:
         """Key and value of the first of `keys`, separated by spaces, that is set."""
         names = keys.split()
-        key = next((key for key in names if self._values.get(key) is not None), names[0])
-        value = self._values.get(key)
+        key = next((key for key in names if self.values.get(key) is not None), names[0])
+        value = self.values.get(key)
         return key, default if value is None else value
 
     def one_of(self, keys: str, allowed: Collection[Any], default: Any = None) -> Any:
@@ -97,31 +99,31 @@ class _Settings:
 
     def object(self, key: str) -> "_Settings":
         """An object; an empty one if it is not set."""
-        return _Settings(f"{self._place}.{key}", self.get(key, {})[1])
+        return _Settings(f"{self.place}.{key}", self.get(key, {})[1])
 
     def objects(self) -> dict[str, "_Settings"]:
         """All values, which must be objects, by key."""
-        return {name: self.object(name) for name in self._values}
+        return {name: self.object(name) for name in self.values}
 
     def merged(self, other: "_Settings") -> "_Settings":
         """These settings updated with those of `other`."""
-        return _Settings(other._place, {**self._values, **other._values})
+        return _Settings(other.place, {**self.values, **other.values})
 
     def refuse(self, key: str, why: str) -> None:
         """Raise UnsupportedModel if the value is set and not empty."""
-        if self._values.get(key):
-            raise self._fault(key, f"expected none: {why}", self._values[key])
+        if self.values.get(key):
+            raise self._fault(key, f"expected none: {why}", self.values[key])
 
     def pattern(self, text: Any) -> Pattern:
         """Compile a regular expression."""
         try:
             return re.compile(text)
         except (re.error, TypeError) as error:
-            message = f"{self._place}: expected a regular expression, got {text!r}: {error}"
+            message = f"{self.place}: expected a regular expression, got {text!r}: {error}"
             raise UnsupportedModel(message) from error
 
     def _fault(self, key: str, expected: str, value: Any) -> UnsupportedModel:
-        return UnsupportedModel(f"{self._place}.{key}: {expected}, got {value!r}")
+        return UnsupportedModel(f"{self.place}.{key}: {expected}, got {value!r}")
 
 
 def read_schemes(config_file: Path, hf_config: Mapping[str, Any]) -> Schemes:
@@ -130,15 +132,31 @@ def read_schemes(config_file: Path, hf_config: Mapping[str, Any]) -> Schemes:
     config_file: for error messages; hf_config: content of `config.json`. Raises UnsupportedModel,
     naming the field and the supported values.
     """
-    values = hf_config.get("quantization_config")
+    place, values = _find_settings(config_file, hf_config)
     if values is None:
         return ()
-    settings = _Settings(f"{config_file}: quantization_config", values)
+    settings = _Settings(place, values)
     is_compressed = values.get("quant_method") in (None, "compressed-tensors")
     if is_compressed and values.get("kv_cache_scheme") and not values.get("config_groups"):
         return ()
     method = settings.one_of("quant_method", _FORMATS)
     return tuple(_READERS[method](settings, _FORMATS[method]))
+
+
+def _find_settings(config_file: Path, hf_config: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return (where the settings are, the settings, or None).
+
+    The first versions of compressed-tensors call them `compression_config`; those of ModelOpt are
+    in a file of their own, as they still are beside its newer `quantization_config`.
+    """
+    for key in ("quantization_config", "compression_config"):
+        if hf_config.get(key) is not None:
+            return f"{config_file}: {key}", hf_config[key]
+    file = config_file.with_name("hf_quant_config.json")
+    if not file.is_file():
+        return str(config_file), None
+    settings = _Settings(str(file), read_json(file)).object("quantization")
+    return settings.place, {**settings.values, "quant_method": "modelopt"}
 
 
 def _awq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
@@ -234,6 +252,14 @@ def _fp8_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Patter
     yield settings.pattern(""), Scheme(format=formats[name], block=block)
 
 
+def _modelopt_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
+    """Without `quant_algo`, at most the KV cache is quantized."""
+    if settings.get("quant_algo")[1] is not None:
+        name = settings.one_of("quant_algo", formats)
+        block = (128, 128) if name == "fp8_pb_wo" else (1, -1)
+        yield settings.pattern(""), Scheme(format=formats[name], block=block)
+
+
 def _bitsandbytes_schemes(
     settings: _Settings, formats: Formats
 ) -> Iterator[tuple[Pattern, Scheme]]:
@@ -248,6 +274,7 @@ _READERS = {
     "gptq": _gptq_schemes,
     "compressed-tensors": _compressed_schemes,
     "fp8": _fp8_schemes,
+    "modelopt": _modelopt_schemes,
     "bitsandbytes": _bitsandbytes_schemes,
 }
 

@@ -54,6 +54,7 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "g
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE}
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+MODELOPT = {"quant_method": "modelopt"}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
@@ -207,6 +208,23 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
     ),
     "fp8 of blocks of 128": _fp8_blocks(128, 128),
     "fp8 of smaller blocks": _fp8_blocks(32, 40),
+    "modelopt fp8 of tensors": (
+        {**MODELOPT, "quant_algo": "FP8"},
+        lambda _, weight: fp8(weight, tuple(weight.shape), "weight_scale", []),
+        True,
+    ),
+    "modelopt fp8 of outputs": (
+        {**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        lambda _, weight: fp8(weight, (1, weight.shape[1]), "weight_scale", [-1]),
+        True,
+    ),
+    "modelopt fp8 of blocks": (
+        {**MODELOPT, "quant_algo": "fp8_pb_wo"},
+        lambda _, weight: fp8(
+            weight, (128, 128), "weight_scale", [-(-weight.shape[0] // 128), 1, -1, 1]
+        ),
+        True,
+    ),
     "nf4": (NF4, lambda _, weight: nf4(weight, nested=False), False),
     "nf4 with scales that are codes": (NF4, lambda _, weight: nf4(weight, nested=True), False),
 }
@@ -336,6 +354,43 @@ def test_scales_of_the_kv_cache_stay_as_they_are(tmp_path: Path) -> None:
         (tmp_path / str(scheme)).mkdir()
         settings = {**FP8, "kv_cache_scheme": scheme}
         _assert_same(*make_quantized(tmp_path / str(scheme), settings, quantize))
+
+
+def test_settings_are_found_where_older_tools_wrote_them(tmp_path: Path) -> None:
+    """compressed-tensors under another key of config.json, ModelOpt in a file of its own."""
+    settings, quantize, _ = FORMATS["pack-quantized 4"]
+    path, reference = make_quantized(tmp_path / "compressed", settings, quantize)
+    _move_settings(path, "config.json", lambda rest: {**rest, "compression_config": settings})
+    _assert_same(path, reference)
+
+    settings, quantize, _ = FORMATS["modelopt fp8 of tensors"]
+    path, reference = make_quantized(tmp_path / "modelopt", settings, quantize)
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["a*"]}
+    _move_settings(path, "hf_quant_config.json", lambda _: {"quantization": quantization})
+    _assert_same(path, reference)
+    quantization["quant_algo"] = "NVFP4"
+    _move_settings(path, "hf_quant_config.json", lambda _: {"quantization": quantization})
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"hf_quant_config\.json\.quantization\.quant_algo: expected fp8 or .*, got 'nvfp4'",
+    ):
+        _load(path)
+
+
+def _move_settings(
+    path: Path, file: str, content: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    """content: of the file, given config.json without settings."""
+    config = json.loads((path / "config.json").read_text())
+    config.pop("quantization_config", None)
+    (path / "config.json").write_text(json.dumps(config))
+    (path / file).write_text(json.dumps(content(config)))
+
+
+def test_a_checkpoint_of_modelopt_may_quantize_the_kv_cache_alone(tmp_path: Path) -> None:
+    settings = {**MODELOPT, "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    paths = make_quantized(tmp_path, settings, lambda _, weight: ({"weight": weight}, weight))
+    _assert_same(*paths)
 
 
 FAMILIES = ["qwen2", "qwen3", "opt", "mixtral", "phi3", "gemma2"]
@@ -525,7 +580,7 @@ def test_ranks_read_their_parts_of_the_dequantized_weights(path: Path) -> None:
         assert torch.cat([rank[name] for rank in ranks]).equal(weight)
 
 
-KNOWN = "expected awq or gptq or compressed-tensors or fp8 or bitsandbytes"
+KNOWN = "expected awq or gptq or compressed-tensors or fp8 or modelopt or bitsandbytes"
 PACKED = FORMATS["pack-quantized 4"][0]
 GROUP = PACKED["config_groups"]["group_0"]
 
