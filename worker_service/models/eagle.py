@@ -23,7 +23,7 @@ from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
-from worker_service.models.layers import RMSNorm, RotaryTable, norm_targets
+from worker_service.models.layers import RMSNorm, RotaryTable, caches_by_layer, norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
 from worker_service.models.llama import LlamaLayer, LlamaSettings
 from worker_service.models.native import LoadableModule, NativeModel
@@ -139,7 +139,7 @@ class EagleHead(LoadableModule):
         hidden states for the tokens at `positions`; positions, slot_mapping: int64 [num_rows].
         """
         inputs, _ = self._inputs(token_ids, hidden)
-        caches = self.layer.attention.cache(kv_cache)
+        [caches] = caches_by_layer(kv_cache)
         self.layer.write_kv(inputs, positions, caches, slot_mapping)
 
     def forward(
@@ -156,7 +156,8 @@ class EagleHead(LoadableModule):
         tokens are drafts: [num_rows, hidden_size] each. Overwrites `hidden`.
         """
         inputs, residual = self._inputs(token_ids, hidden)
-        x = self.layer.attend_and_mix(inputs, residual, positions, kv_cache, metadata)
+        [caches] = caches_by_layer(kv_cache)
+        x = self.layer.attend_and_mix(inputs, residual, positions, caches, metadata)
         return self.norm(residual, x), residual
 
     def compute_logits(self, rows: Tensor) -> Tensor:

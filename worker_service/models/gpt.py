@@ -12,7 +12,13 @@ from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
-from worker_service.models.layers import ACTIVATIONS, LayerNorm, PagedAttention, norm_targets
+from worker_service.models.layers import (
+    ACTIVATIONS,
+    LayerCaches,
+    LayerNorm,
+    PagedAttention,
+    norm_targets,
+)
 from worker_service.models.linear import Linear, RowParallelLinear
 from worker_service.models.native import DecoderLayer, ModelSettings, NativeModel
 
@@ -73,8 +79,7 @@ class GPTLayer(DecoderLayer):
         self.down = RowParallelLinear(inner, size, bias=s.bias, context=context)
         self._activation = ACTIVATIONS[s.activation]
         self._kernels = kernels.layers
-        own_layer = layer - layout.layer_range(s.num_layers).start
-        self._paged = PagedAttention(kernels.attention, own_layer, scale=s.scales[layer])
+        self._paged = PagedAttention(kernels.attention, scale=s.scales[layer])
 
     def _qkv_outputs(self, attended: Shard) -> list[Shard]:
         return [attended] * 3
@@ -84,19 +89,18 @@ class GPTLayer(DecoderLayer):
         residual: Tensor,
         x: Tensor | None,
         positions: Tensor,
-        kv_cache: Tensor,
+        caches: LayerCaches,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor | None]:
         if self._norm_first:
-            x = self._attention(self.attention_norm(residual, x), kv_cache, metadata)
+            x = self._attention(self.attention_norm(residual, x), caches, metadata)
             return residual, self._mlp(self.mlp_norm(residual, x))
         assert x is None, "a norm at the end leaves nothing to be added"
-        residual = self.attention_norm(residual, self._attention(residual, kv_cache, metadata))
+        residual = self.attention_norm(residual, self._attention(residual, caches, metadata))
         return self.mlp_norm(residual, self._mlp(residual)), None
 
-    def _attention(self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def _attention(self, x: Tensor, caches: LayerCaches, metadata: AttentionMetadata) -> Tensor:
         query, key, value = self.qkv(x).unflatten(1, self._heads_shape).unbind(1)
-        caches = self._paged.cache(kv_cache)
         self._paged.write(key, value, caches, metadata)
         return self.output(self._paged.attend(query, caches, metadata))
 

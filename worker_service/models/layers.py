@@ -62,6 +62,17 @@ def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]
         yield WeightTarget(f"{name}.bias", norm.bias)
 
 
+LayerCaches = tuple[Tensor, Tensor]
+"""Views of a layer's keys and values in the cache: [num_blocks, block_size, num_kv_heads, head_dim]
+each."""
+
+
+def caches_by_layer(kv_cache: Tensor) -> list[LayerCaches]:
+    """Return the views of all layers: two operations per step, not two per layer."""
+    views = kv_cache.view(len(kv_cache), -1, *kv_cache.shape[3:]).unbind(1)
+    return list(zip(views[::2], views[1::2], strict=True))
+
+
 class PagedAttention:
     """Attention of one layer: writes new keys and values to its part of the cache, and attends over
     it."""
@@ -69,29 +80,20 @@ class PagedAttention:
     def __init__(
         self,
         backend: AttentionBackend,
-        layer: int,
         *,
         scale: float,
         sliding_window: int | None = None,
     ) -> None:
         self._backend = backend
-        self._layer = layer
         self._scale = scale
         self._sliding_window = sliding_window
         self.key_scale = self.value_scale = 1.0
         """Keys and values are divided by these scales when they are written to an fp8 cache."""
 
-    def cache(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the layer's keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
-        each."""
-        keys, values = kv_cache.select(1, self._layer).unbind(1)
-        return keys, values
-
     def write(
-        self, key: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], metadata: AttentionMetadata
+        self, key: Tensor, value: Tensor, caches: LayerCaches, metadata: AttentionMetadata
     ) -> None:
-        """Write new keys and values to the cache: [num_tokens, num_kv_heads, head_dim] each.
-        caches: as returned by `cache`."""
+        """Write new keys and values to the cache: [num_tokens, num_kv_heads, head_dim] each."""
         self._backend.write_kv(
             key,
             value,
@@ -101,11 +103,9 @@ class PagedAttention:
             value_scale=self.value_scale,
         )
 
-    def attend(
-        self, query: Tensor, caches: tuple[Tensor, Tensor], metadata: AttentionMetadata
-    ) -> Tensor:
-        """Attend over the cache. query: [num_tokens, num_heads, head_dim]; caches: as returned by
-        `cache`. Returns [num_tokens, num_heads * head_dim]."""
+    def attend(self, query: Tensor, caches: LayerCaches, metadata: AttentionMetadata) -> Tensor:
+        """Attend over the cache. query: [num_tokens, num_heads, head_dim]. Returns
+        [num_tokens, num_heads * head_dim]."""
         output = self._backend.paged_attention(
             query,
             *caches,

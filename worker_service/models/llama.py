@@ -14,6 +14,7 @@ from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import (
     ACTIVATIONS,
     SCALING_TYPES,
+    LayerCaches,
     PagedAttention,
     RMSNorm,
     RotarySettings,
@@ -80,7 +81,6 @@ class LlamaLayer(DecoderLayer):
         self._kernels = kernels.layers
         self.attention = PagedAttention(
             kernels.attention,
-            layer - layout.layer_range(s.num_layers).start,
             scale=s.head_dim**-0.5,
             sliding_window=s.sliding_windows[layer],
         )
@@ -97,32 +97,32 @@ class LlamaLayer(DecoderLayer):
         residual: Tensor,
         x: Tensor | None,
         positions: Tensor,
-        kv_cache: Tensor,
+        caches: LayerCaches,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor | None]:
         x = self.attention_norm(residual, x)
-        return residual, self.attend_and_mix(x, residual, positions, kv_cache, metadata)
+        return residual, self.attend_and_mix(x, residual, positions, caches, metadata)
 
     def attend_and_mix(
         self,
         x: Tensor,
         residual: Tensor,
         positions: Tensor,
-        kv_cache: Tensor,
+        caches: LayerCaches,
         metadata: AttentionMetadata,
     ) -> Tensor:
         """Add the attention output for `x` to `residual`, then return the output of the MLP."""
-        caches = self.attention.cache(kv_cache)
         x = self.write_kv(x, positions, caches, metadata.slot_mapping)
         x = self.output(self.attention.attend(x, caches, metadata))
         return self.down(self.gate_up(self.mlp_norm(residual, x)))
 
     def write_kv(
-        self, x: Tensor, positions: Tensor, caches: tuple[Tensor, Tensor], slot_mapping: Tensor
+        self, x: Tensor, positions: Tensor, caches: LayerCaches, slot_mapping: Tensor
     ) -> Tensor:
         """Write the keys and values of rows to the layer's caches. Returns their queries."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         query, key, value = heads.split_with_sizes(self._num_heads, 1)
+        query_norm, key_norm = self.query_norm, self.key_norm
         self._kernels.rotate_and_write_kv(
             query,
             key,
@@ -132,8 +132,8 @@ class LlamaLayer(DecoderLayer):
             positions,
             self._rotary.cos,
             self._rotary.sin,
-            query_norm=None if self.query_norm is None else self.query_norm.weight,
-            key_norm=None if self.key_norm is None else self.key_norm.weight,
+            query_norm=None if query_norm is None else query_norm.weight,
+            key_norm=None if key_norm is None else key_norm.weight,
             eps=self._norm_eps,
             key_scale=self.attention.key_scale,
             value_scale=self.attention.value_scale,

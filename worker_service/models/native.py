@@ -14,7 +14,14 @@ from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.layout import Layout
 from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
-from worker_service.models.layers import LayerNorm, PagedAttention, RMSNorm, norm_targets
+from worker_service.models.layers import (
+    LayerCaches,
+    LayerNorm,
+    PagedAttention,
+    RMSNorm,
+    caches_by_layer,
+    norm_targets,
+)
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
 
 
@@ -60,7 +67,7 @@ class DecoderLayer(nn.Module, ABC):
         residual: Tensor,
         x: Tensor | None,
         positions: Tensor,
-        kv_cache: Tensor,
+        caches: LayerCaches,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layer.
@@ -227,11 +234,12 @@ class NativeModel(LoadableModule):
         """
         x = None
         self._captured = {}
-        for index, layer in zip(self._layer_range, self.layers, strict=True):
+        layers = zip(self._layer_range, self.layers, caches_by_layer(kv_cache), strict=True)
+        for index, layer, caches in layers:
             if index in self._captured_layers:
                 parts = (residual,) if x is None else (residual, x)
                 self._captured[index] = [self._kernels.layers.copy(part) for part in parts]
-            residual, x = layer(residual, x, positions, kv_cache, metadata)
+            residual, x = layer(residual, x, positions, caches, metadata)
         if self.norm is not None:
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
