@@ -59,13 +59,16 @@ def test_the_remaining_cases_agree_with_the_reference_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "blas",
+    ("blas", "cases"),
     [
-        pytest.param(OTHER_BLAS, id="of AVX2"),
-        pytest.param({}, id="of this processor", marks=pytest.mark.long),
+        pytest.param(OTHER_BLAS, "not gpu and not long", id="of AVX2"),
+        pytest.param(
+            OTHER_BLAS, "long and not gpu", id="of AVX2, remaining", marks=pytest.mark.long
+        ),
+        pytest.param({}, "not gpu", id="of this processor", marks=pytest.mark.long),
     ],
 )
 def test_rows_keep_their_bits_in_any_batch_whatever_processor_interprets(
-    blas: dict[str, str],
+    blas: dict[str, str], cases: str
 ) -> None:
-    _run(GPU_TESTS, SAMPLER, "-m", "not gpu", "-k", "in_any_batch", **blas)
+    _run(GPU_TESTS, SAMPLER, "-m", cases, "-k", "in_any_batch", **blas)

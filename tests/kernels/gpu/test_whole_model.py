@@ -105,7 +105,7 @@ def _driver(model: NativeModel) -> PagedDriver:
     return PagedDriver(model, device=str(DEVICE))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "opt"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", pytest.param("mistral", marks=LONG), "opt"])
 def test_a_sequence_has_the_references_logits_and_the_same_bits_in_any_batch(family: str) -> None:
     folder = checkpoint(family)
     _assert_same_in_any_batch(_model(folder, OURS), _model(folder, PLAIN))
@@ -128,7 +128,7 @@ def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> Non
     [
         "awq",
         pytest.param("fp8", marks=LONG),
-        "llama_tied Q4_K",
+        pytest.param("llama_tied Q4_K", marks=LONG),
         pytest.param("qwen3 IQ4_XS", marks=LONG),
     ],
 )
