@@ -18,7 +18,7 @@ import math
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from statistics import harmonic_mean
@@ -80,40 +80,30 @@ class CeilingsProcess(LineProcess):
         super().close(timeout_s)
 
 
-@torch.inference_mode()
-def measure(dtype: torch.dtype, device: torch.device) -> Ceilings:
-    """Measure the ceilings of a device in one dtype."""
-    return Measurer(dtype, device).measure()
+class Fastest:
+    """The fastest of several ways, chosen by short trials of each; measures its current speed."""
 
+    def __init__(self, ways: Iterable[Way], device: torch.device) -> None:
+        def rate(way: Way) -> float:
+            amount, work = way
+            return max(amount / _mean_seconds(work, TRIAL_S, device) for _ in range(TRIALS))
 
-class Measurer:
-    """Selects the best ways to read and to multiply, and measures their current speed."""
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._amount, self._work = max(ways, key=rate)
         self._device = device
-        self._read = _best(list(_reads(device)), device)
-        self._product = _best(list(_products(dtype, device)), device)
 
-    def measure(self) -> Ceilings:
-        """Measure. Reads come first and last, closest to the timings before and after, since
-        bandwidth drifts most."""
-        first = self._rate(self._read)
-        flops_per_s = self._rate(self._product)
-        read_bytes_per_s = harmonic_mean((first, self._rate(self._read)))
-        return Ceilings(read_bytes_per_s=read_bytes_per_s, flops_per_s=flops_per_s)
-
-    def _rate(self, way: Way) -> float:
-        amount, work = way
-        return amount / _mean_seconds(work, SUSTAINED_S, self._device)
+    def rate(self) -> float:
+        """Bytes or operations per second, over some tenths of a second."""
+        return self._amount / seconds(self._work, self._device)
 
 
-def _best(ways: list[Way], device: torch.device) -> Way:
-    """Choose by a short trial of each."""
-    trials = [
-        max(amount / _mean_seconds(work, TRIAL_S, device) for _ in range(TRIALS))
-        for amount, work in ways
-    ]
-    return ways[trials.index(max(trials))]
+def reads(device: torch.device) -> Fastest:
+    """The fastest way to read memory."""
+    return Fastest(_reads(device), device)
+
+
+def products(dtype: torch.dtype, device: torch.device) -> Fastest:
+    """The fastest matrix product."""
+    return Fastest(_products(dtype, device), device)
 
 
 def _reads(device: torch.device) -> Iterator[Way]:
@@ -184,9 +174,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.set_num_threads(args.threads)
     answers = take_stdout() if args.when_asked else sys.stdout
-    measurer = Measurer(getattr(torch, args.dtype), torch.device(args.device))
+    device = torch.device(args.device)
+    read, product = reads(device), products(getattr(torch, args.dtype), device)
     for _ in chain([""], sys.stdin if args.when_asked else []):
-        print(json.dumps(asdict(measurer.measure())), file=answers, flush=True)
+        # Reads come first and last, closest to the timings before and after: bandwidth drifts most.
+        first, flops_per_s = read.rate(), product.rate()
+        read_bytes_per_s = harmonic_mean((first, read.rate()))
+        measured = Ceilings(read_bytes_per_s=read_bytes_per_s, flops_per_s=flops_per_s)
+        print(json.dumps(asdict(measured)), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,10 @@ class KernelCeilings:
 
 def measure_ceilings(device: torch.device, dtypes: list[torch.dtype]) -> KernelCeilings:
     """Measure the ceilings of a device, which takes a few seconds."""
-    found = {dtype: ceilings.measure(dtype, device) for dtype in dtypes}
     return KernelCeilings(
-        read=max(each.read_bytes_per_s for each in found.values()),
+        read=ceilings.reads(device).rate(),
         copy=2 * _COPY_BYTES / min(ceilings.seconds(copy, device) for copy in _copies(device)),
-        products={dtype: each.flops_per_s for dtype, each in found.items()},
+        products={dtype: ceilings.products(dtype, device).rate() for dtype in dtypes},
         bus=_bus(device) if device.type == "cuda" else None,
     )
 

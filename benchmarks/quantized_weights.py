@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.ceilings import Measurer
+from benchmarks.ceilings import reads
 from benchmarks.tables import print_table, script_parser
 from pagewire_kernels.cpu.linear import HugeMemory, NativeWeight
 from pagewire_kernels.cpu.native_library import library
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     kernels = library()
     if kernels is None:
         raise SystemExit("the CPU kernels are not compiled: run pagewire_kernels/cpu/build.py")
-    measurer = Measurer(dtype, torch.device("cpu"))
+    memory_reads = reads(torch.device("cpu"))
     dense: dict[int, float] = {}
     table = []
     for name, weight in _weights(dtype):
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             n: _seconds(weights, torch.randn(n, IN_FEATURES).to(dtype), clock) for n in NUM_ROWS
         }
         dense = dense or times
-        floor = weights[0].num_bytes / measurer.measure().read_bytes_per_s / times[1]
+        floor = weights[0].num_bytes / memory_reads.rate() / times[1]
         row: dict[str, object] = {"weight": name, "floor": f"{floor:.2f}"}
         table.append(row | {f"{n} rows": f"{dense[n] / times[n]:.2f}" for n in NUM_ROWS})
     print_table(table, f"speed over dense {dtype}, {IN_FEATURES} inputs, {OUT_FEATURES} outputs")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.ceilings import measure
+from benchmarks import ceilings
 from benchmarks.kernel_cases import BLOCK_TOKENS, HEAD_DIM, scattered_batch
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.tables import print_table, script_parser
@@ -119,7 +119,7 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, object]:
     lengths += [args.context] * (num_seqs - 1)
     query_len = args.chunk if kind == "chunk" else 1
     num_bytes = sum(lengths) * 2 * args.kv_heads * HEAD_DIM * 2
-    read = measure(torch.bfloat16, device).read_bytes_per_s
+    read = ceilings.reads(device).rate()
     tried = timed(lengths, query_len, args.heads, args.kv_heads, device, args.repeats)
     results = [*islice(tried, args.most_launches)]
     if not results:

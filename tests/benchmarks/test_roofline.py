@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.ceilings import Ceilings, CeilingsProcess
+from benchmarks.ceilings import Ceilings
 from benchmarks.model_shapes import Shape
 from benchmarks.roofline import Row, Step, floor_seconds, ideal_steps
 from benchmarks.workloads import Job
@@ -90,14 +90,6 @@ def test_the_slower_of_memory_and_multipliers_decides() -> None:
 
     assert floor(1.0, 1e30) == pytest.approx(step.num_bytes(SHAPE, "float32"))
     assert floor(1e30, 1.0) == pytest.approx(step.num_flops(SHAPE))
-
-
-def test_another_process_measures_ceilings_when_it_is_asked_to() -> None:
-    with CeilingsProcess("float32", "cpu", 1) as process:
-        for _ in range(2):
-            ceilings = process.measure()
-            assert ceilings.read_bytes_per_s > 1e8
-            assert ceilings.flops_per_s > 1e8
 
 
 def test_the_mean_of_two_ceilings_is_that_of_their_times() -> None:
