@@ -71,6 +71,10 @@ class Continuous:
                 outputs[names.pop(result.request_id)] = result.generated_tokens
         return outputs
 
+    def close(self) -> None:
+        """End the generation thread, without which the process would not end."""
+        self._manager.stop()
+
 
 if __name__ == "__main__":
-    json_lines.serve(Continuous)
+    json_lines.serve(Continuous).close()
