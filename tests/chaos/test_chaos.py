@@ -44,7 +44,7 @@ def test_requests_are_of_every_kind() -> None:
 @needs_namespaces
 def test_ranks_on_two_hosts_lose_nothing_on_slow_and_lossy_links(tmp_path: Path) -> None:
     config = ChaosConfig(
-        seed=1,
+        seed=32,  # short answers: a token takes a tenth of a second there
         num_kills=2,
         num_streams=8,
         num_asks=6,
