@@ -166,8 +166,6 @@ def resolve_rows(plan: StepPlan, table: SequenceTable) -> StepRows:
         errors=errors,
     )
     _check_lengths(rows, plan, table)
-    if plan.lookahead is not None:
-        _check_lookahead(rows, plan.lookahead, plan, table)
     return rows
 
 
@@ -210,38 +208,32 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
 
 
 def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None:
-    """Rows compute tokens that exist, into blocks that exist, and sample from the last token."""
+    """Rows compute tokens that exist, into blocks that exist, and sample from the last token. Rows
+    with drafts compute and sample, and have blocks for all of them."""
     row_ids = rows.row_ids[rows.computes]
-    end = table.num_computed_tokens[row_ids] + rows.num_tokens[rows.computes]
+    end = last = table.num_computed_tokens[row_ids] + rows.num_tokens[rows.computes]
     known = table.num_tokens[row_ids]
     limit = np.minimum(table.max_model_len, table.num_blocks[row_ids] * table.block_size)
     is_early = rows.sample[rows.computes] & (end != known)
-    if not (is_early | (end > known) | (end > limit)).any():
+    if (lookahead := plan.lookahead) is not None:
+        last = end + lookahead[rows.computes]
+        is_idle = ~plan.sample | (plan.num_tokens == 0)
+        if lookahead[is_idle].any():
+            seq_id = plan.seq_ids[is_idle & (lookahead > 0)][0]
+            problem = "has drafts, but does not compute and sample"
+            raise InvalidPlan("lookahead", f"the row of sequence {seq_id} {problem}")
+    if not (is_early | (end > known) | (last > limit)).any():
         return
     for field, is_wrong, problem in (
         ("num_tokens", end > known, "computes more tokens than the sequence has"),
         ("sample", is_early, "samples before its last token"),
         ("num_tokens", end > table.max_model_len, "goes beyond the model's length"),
         ("num_tokens", end > limit, "lacks blocks"),
+        ("lookahead", last > limit, "lacks blocks for its drafts, or exceeds the model"),
     ):
         if is_wrong.any():
             seq_id = plan.seq_ids[rows.computes][is_wrong][0]
             raise InvalidPlan(field, f"the row of sequence {seq_id} {problem}")
-
-
-def _check_lookahead(
-    rows: StepRows, lookahead: Int32Array, plan: StepPlan, table: SequenceTable
-) -> None:
-    """Rows with drafts sample, compute tokens, and have blocks for all drafts."""
-    end = table.num_computed_tokens[rows.row_ids] + plan.num_tokens + lookahead
-    limit = np.minimum(table.max_model_len, table.num_blocks[rows.row_ids] * table.block_size)
-    for is_wrong, problem in (
-        (~plan.sample | (plan.num_tokens == 0), "has drafts, but does not compute and sample"),
-        (rows.computes & (end > limit), "lacks blocks for its drafts, or exceeds the model"),
-    ):
-        if (is_wrong & (lookahead > 0)).any():
-            seq_id = plan.seq_ids[is_wrong & (lookahead > 0)][0]
-            raise InvalidPlan("lookahead", f"the row of sequence {seq_id} {problem}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

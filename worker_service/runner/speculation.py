@@ -24,6 +24,9 @@ median of their time differences per token, weighted by the number of tokens (Th
 
 Old measurements lose weight, even in steps that compute no drafts, so that drafts that were not
 worth their time are tried again later.
+
+Looking for drafts takes time as well. A sequence for which nothing was found several times repeats
+neither its prompt nor itself, and is searched less often until some of its drafts are computed.
 """
 
 from bisect import bisect_left, bisect_right
@@ -71,6 +74,10 @@ _PRIOR_TRIALS = 4.0
 _LEAST_GAIN = 1.03
 """Minimum gain in expected tokens per microsecond for which drafts are computed, as a margin for
 errors of the estimates."""
+
+_EMPTY_SEARCHES, _MOST_DOUBLED = 4, 4
+"""Searches without a draft after which the number of tokens between searches doubles, and how often
+it does."""
 
 _ALIKE_STEPS, _MOST_ALIKE_STEPS = 2, 256
 """While all steps have the same number of tokens, some steps compute no drafts, to measure their
@@ -176,6 +183,8 @@ class DraftLengths:
         self._shared = _Acceptance()
         self._num_matched: dict[int, int] = {}
         """`num_matched` of each row's last drafts."""
+        self._num_empty = defaultdict[int, int](int)
+        """By row: last searches that found no drafts; half as many after one that did."""
         self._times = _StepTimes()
         self._alike_steps = _ALIKE_STEPS
 
@@ -184,11 +193,18 @@ class DraftLengths:
         for row_id in row_ids.tolist():
             self._of_row.pop(row_id, None)
             self._num_matched.pop(row_id, None)
+            self._num_empty.pop(row_id, None)
 
     def forget_all(self) -> None:
         """Drop the statistics of all sequences, but keep the times of steps."""
         self._of_row.clear()
         self._num_matched.clear()
+        self._num_empty.clear()
+
+    def is_due(self, row_id: int, num_tokens: int) -> bool:
+        """Whether to search for drafts of a sequence that has this number of tokens."""
+        num_doubled = min(self._num_empty[row_id] // _EMPTY_SEARCHES, _MOST_DOUBLED)
+        return num_tokens % (1 << num_doubled) == 0
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
         """Return the number of drafts to compute of each proposal.
@@ -197,6 +213,9 @@ class DraftLengths:
         """
         counts, times = [0] * len(proposals), self._times
         asked = [index for index, each in enumerate(proposals) if each.num_drafts]
+        num_empty = self._num_empty
+        for row_id, num_drafts, _ in proposals:
+            num_empty[row_id] = num_empty[row_id] // 2 if num_drafts else num_empty[row_id] + 1
         if not asked:
             return counts
         if times.num_alike >= self._alike_steps and times.last_tokens > num_tokens:
@@ -232,7 +251,9 @@ class DraftLengths:
         for index in asked:
             row_id, _, num_matched = proposals[index]
             self._num_matched[row_id] = num_matched
-            if counts[index] == 0:
+            if counts[index]:
+                num_empty[row_id] = 0
+            else:
                 self._of_row[row_id].decay(_kind(num_matched, 0), _ROW_SKIP_DECAY)
         if not any(counts):
             for kind in {_kind(proposals[index].num_matched, 0) for index in asked}:
@@ -264,11 +285,17 @@ def choose_drafts(
 
     lookahead: [num_rows], maximum number of drafts of each row in the plan.
     """
-    allowed = zip(lookahead.tolist(), rows.computes.tolist(), rows.row_ids.tolist(), strict=True)
+    table = sequences.table
+    columns = (lookahead, rows.computes, rows.row_ids, table.num_tokens[rows.row_ids])
     asked = [
         row
-        for row, (most, computes, row_id) in enumerate(allowed)
-        if most > 0 and computes and sequences.table.may_draft(row_id)
+        for row, (most, computes, row_id, num_tokens) in enumerate(
+            zip(*(column.tolist() for column in columns), strict=True)
+        )
+        if most > 0
+        and computes
+        and table.may_draft(row_id)
+        and (drafter.takes_time or lengths.is_due(row_id, num_tokens))
     ]
     if not asked:
         return {}
@@ -278,8 +305,6 @@ def choose_drafts(
         proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
     else:
         found = _propose(row_ids, most, sequences, drafter)
-        if not any(len(draft.tokens) for draft in found):
-            return {}
         proposals = [
             Proposal(row_id, len(draft.tokens), draft.num_matched)
             for row_id, draft in zip(row_ids.tolist(), found, strict=True)

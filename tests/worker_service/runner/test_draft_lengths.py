@@ -103,3 +103,26 @@ def test_other_processes_do_not_hide_what_drafts_cost(cost: int) -> None:
         chosen.append(count)
     mean = sum(chosen[100:]) / 500
     assert mean > 3 if cost == 20 else mean < 0.5
+
+
+def test_a_sequence_that_repeats_nothing_is_searched_less_often() -> None:
+    lengths = DraftLengths()
+    searched = []
+    for num_tokens in range(400):
+        if lengths.is_due(0, num_tokens):
+            searched.append(num_tokens)
+            assert lengths.choose([Proposal(0, 0)], 1, 1) == [0]
+        assert lengths.is_due(1, num_tokens), "other sequences are not affected"
+    assert searched[:8] == [0, 1, 2, 3, 4, 6, 8, 10]
+    assert searched[-3:] == [352 + 16 * n for n in range(3)]
+    assert lengths.choose([Proposal(0, 4, 8)], 1, 1) == [4]
+    assert all(lengths.is_due(0, num_tokens) for num_tokens in range(400, 408)), "then again"
+
+
+def test_a_row_is_searched_again_for_its_next_sequence() -> None:
+    lengths = DraftLengths()
+    for _ in range(100):
+        lengths.choose([Proposal(0, 0)], 1, 1)
+    assert not lengths.is_due(0, 401)
+    lengths.forget(np.array([0]))
+    assert lengths.is_due(0, 401)
