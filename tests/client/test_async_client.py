@@ -18,7 +18,7 @@ async def test_cancelling_the_task_cancels_the_request(frontend: FakeFrontend) -
     frontend.hold.clear()
     async with AsyncClient(frontend.address) as client:
         task = asyncio.create_task(client.generate("Hello", TEN))
-        await asyncio.to_thread(frontend.first_token_sent.wait, 5)
+        assert await asyncio.to_thread(frontend.first_token_sent.wait, 5)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -60,7 +60,7 @@ async def test_many_requests_whose_client_is_closed_end_with_an_error(
     frontend.hold.clear()
     client = AsyncClient(frontend.address)
     many = asyncio.create_task(client.generate_many(["one", "two"], TEN))
-    await asyncio.to_thread(frontend.first_token_sent.wait, 5)
+    assert await asyncio.to_thread(frontend.first_token_sent.wait, 5)
     await client.close()
     with pytest.raises(RuntimeError, match="closed"):
         await many

@@ -130,10 +130,10 @@ def test_a_timeout_ends_the_request(frontend: FakeFrontend) -> None:
 def test_a_request_that_has_not_begun_is_tried_by_time_once_a_server_was_reached(
     frontend: FakeFrontend, failure: Failure, absence: str
 ) -> None:
-    frontend.breaks.extend(Break(failure=failure) for _ in range(7))
+    frontend.breaks.extend(Break(failure=failure) for _ in range(6))
     run = run_node("--address", frontend.address, "--max-tokens", "3", "Hello")
     assert run.returncode == 0, run.stderr
-    assert [request.attempt for request in frontend.requests] == list(range(8)), absence
+    assert [request.attempt for request in frontend.requests] == list(range(7)), absence
 
 
 def test_a_server_that_cannot_serve_the_request_is_tried_by_count(frontend: FakeFrontend) -> None:

@@ -119,10 +119,10 @@ async def test_a_client_waits_while_its_own_requests_fill_the_server(
     full = Failure(code=grpc.StatusCode.RESOURCE_EXHAUSTED, retry_delay_ms=100)
     policy = RetryPolicy(recovery_timeout_s=0.5, initial_backoff_s=0.01)
     async with AsyncClient(frontend.address, retry=policy) as client:
-        frontend.breaks.extend(Break(failure=full) for _ in range(12))
+        frontend.breaks.extend(Break(failure=full) for _ in range(8))
         waiting = asyncio.create_task(client.generate("waits", FIVE))
         while not waiting.done():
             await client.tokenize("others are answered")
             await asyncio.sleep(0.05)
         assert (await waiting).finished
-    assert len(frontend.requests) == 13
+    assert len(frontend.requests) == 9

@@ -23,6 +23,8 @@ from tests.support.requests import (
 NUM_TOKENS = 400
 SLOW = ["--simulate", "--simulate-step-us", "30000", "--served-model-name", "slow"]
 """Steps that take so long that `NUM_TOKENS` of them outlast the end of a worker by far."""
+FASTER = ("--simulate-step-us", "10000")
+"""For a worker that takes a stream over: its tokens are the same."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,7 @@ def test_a_worker_is_gone_long_before_its_sequences_end(slow_cluster: Cluster) -
     with inference_stub(slow_cluster.frontend_address()) as stub:
         stream = LongStream(stub)
         stream.wait_begun()
-        slow_cluster.start_worker()
+        slow_cluster.start_worker(*FASTER)
         slow_cluster.wait_num_ready(2)
         slow_cluster.workers[0].kill(signal.SIGTERM)
         assert slow_cluster.workers[0].process.returncode == 0
@@ -107,7 +109,7 @@ def test_the_last_worker_waits_for_another_and_then_leaves(slow_cluster: Cluster
         stream = LongStream(stub)
         stream.wait_begun()
         slow_cluster.workers[0].process.send_signal(signal.SIGTERM)
-        slow_cluster.start_worker()
+        slow_cluster.start_worker(*FASTER)
         assert slow_cluster.workers[0].wait() == 0
         assert stream.is_open
         assert len(stream.tokens()) == NUM_TOKENS
@@ -122,7 +124,7 @@ def test_the_grace_period_bounds_the_wait_and_the_request_goes_on(tmp_path: Path
             stream.wait_begun()
             cluster.workers[0].kill(signal.SIGTERM)
             assert stream.is_open, "there is no other worker"
-            cluster.start_worker()
+            cluster.start_worker(*FASTER)
             assert len(stream.tokens()) == NUM_TOKENS
 
 

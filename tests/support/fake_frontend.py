@@ -182,6 +182,8 @@ class FakeFrontend(InferenceServiceServicer):
                     if response.HasField("usage"):
                         del live[request_id]
                     yield pb.GenerateManyResponse(response=response)
+                    if num_tokens:
+                        self.first_token_sent.set()
 
     def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         if request.request_id not in [seen.request_id for seen in self.requests]:
