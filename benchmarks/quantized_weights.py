@@ -21,11 +21,12 @@ from pagewire_kernels.quantized_weight import (
     UNSIGNED_TABLE,
     Int8Activations,
     QuantizedWeight,
+    quantize,
 )
 
 OUT_FEATURES, IN_FEATURES = 3072, 1024
 NUM_WEIGHTS = 64
-NUM_ROWS = (1, 2, 4, 8, 16, 64, 256)
+NUM_ROWS = (1, 2, 4, 8, 16, 64, 192, 256)
 ROUNDS = 5
 
 
@@ -41,7 +42,9 @@ def _quantized(bits: int, group_size: int, offsets: bool) -> QuantizedWeight:
 
 
 def _weights(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-    yield "dense", torch.randn(OUT_FEATURES, IN_FEATURES).to(dtype)
+    dense = torch.randn(OUT_FEATURES, IN_FEATURES)
+    yield "dense", dense.to(dtype)
+    yield "FP8 (E4M3), groups of 128", quantize(dense, "fp8")
     yield "int8, groups of 128", _quantized(8, 128, offsets=False)
     yield "Q8_0 (8 bits, 32)", _quantized(8, 32, offsets=False)
     yield "6 bits, groups of 32", _quantized(6, 32, offsets=False)

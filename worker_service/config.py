@@ -125,7 +125,7 @@ class ModelConfig:
     """safetensors, or dummy for random weights."""
 
     quantization: str | None = None
-    """Round the weights of linear layers to int8, int4 or, on a GPU, fp8 while they are loaded."""
+    """Round the weights of linear layers to int8, int4 or fp8 while they are loaded."""
 
     quantization_cache: str | None = None
     """Write rounded weights to this folder, once, and read them at later starts."""
@@ -171,9 +171,9 @@ class ModelConfig:
         if self.attention_backend is not None:
             _expect_one_of(ATTENTION_BACKENDS, "attention_backend", self.attention_backend)
         _expect(
-            self.quantization_cache is None or self.quantization in ("int8", "int4"),
+            self.quantization_cache is None or self.quantization is not None,
             "quantization_cache",
-            "none unless quantization is int8 or int4",
+            "none without quantization",
             self.quantization_cache,
         )
         # Sums must be added alike in batches of all sizes, and only small ones fit.

@@ -201,10 +201,6 @@ def _packs_with_triton(
     """
     if is_quantized and can_keep_weights_packed(kernels.layers, device, dtype):
         return True
-    if config.quantization == "fp8" and device.type == "cpu":
-        raise InvalidOption(
-            "quantization: expected int8 or int4 on a CPU, got fp8: only GPUs have fp8 kernels"
-        )
     if config.quantization is not None and not has_quantized_products(dtype, device):
         raise InvalidOption(
             f"quantization: expected none, got {config.quantization}: it needs the compiled CPU"

@@ -42,11 +42,11 @@ _ABANDONED_AFTER_S = 24 * 3600.0
 
 
 class _Rounded(StoredWeight):
-    """Codes of 8 bits, or of 4 bits with the first of two in the lower half of a byte; group
-    scales."""
+    """Codes of 8 bits, floats in F8_E4M3, or of 4 bits with the first of two in the lower half of a
+    byte; group scales."""
 
     codes = "codes"
-    required: ClassVar = {"codes": ("U8",), "scales": ("F16",)}
+    required: ClassVar = {"codes": ("U8", "F8_E4M3"), "scales": ("F16",)}
     optional: ClassVar = {"offsets": ("F16",)}
 
     def _shapes(self) -> dict[str, Shape]:
@@ -63,12 +63,13 @@ class _Rounded(StoredWeight):
         }
 
     def read(self, read: Read) -> QuantizedWeight:
-        offsets, bits = read("offsets"), self.scheme.bits
+        codes, offsets, bits = read("codes"), read("offsets"), self.scheme.bits
         return QuantizedWeight(
-            codes=unpack(read("codes"), bits),
+            codes=unpack(codes, bits),
             scales=read("scales").float(),
             offsets=None if offsets is None else offsets.float(),
             table=UNSIGNED_TABLE if bits == 4 else None,
+            is_float=codes.dtype == torch.float8_e4m3fn,
         )
 
 
@@ -77,9 +78,10 @@ def with_rounded_weights(
 ) -> Checkpoint:
     """Return the checkpoint with rounded weights from the cache, which is written if it is missing.
 
-    roundings: `int8` or `int4`, by tensor name; dtype: to which weights are converted before they
-    are rounded; folder: of the cache files. If the cache cannot be written, a warning is logged and
-    the checkpoint is returned unchanged. Raises InvalidOption if the folder cannot be created.
+    roundings: `int8`, `int4` or `fp8`, by tensor name; dtype: to which weights are converted before
+    they are rounded; folder: of the cache files. If the cache cannot be written, a warning is
+    logged and the checkpoint is returned unchanged. Raises InvalidOption if the folder cannot be
+    created.
     """
     dense = checkpoint.dense_names()
     roundings = {name: to for name, to in roundings.items() if name in dense}
@@ -104,7 +106,7 @@ def with_rounded_weights(
         stored = {tensor.name: tensor for tensor in describe(file, tensors)}
     weights = {}
     for name, to in roundings.items():
-        scheme = Scheme(format=_Rounded, bits=int(to.removeprefix("int")))
+        scheme = Scheme(format=_Rounded, bits=4 if to == "int4" else 8)
         weights[name] = _Rounded(name.removesuffix(".weight"), scheme, stored)
     return Checkpoint(
         (*checkpoint.files, file),
@@ -162,10 +164,15 @@ def _stored(rounded: QuantizedWeight) -> dict[str, Tensor]:
     codes = rounded.codes
     if rounded.bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
+    if rounded.is_float:
+        codes = codes.view(torch.float8_e4m3fn)
     tensors = {"codes": codes, "scales": rounded.scales.half()}
     if rounded.offsets is not None:
         tensors["offsets"] = rounded.offsets.half()
     return tensors
+
+
+_DTYPES = {torch.uint8: "U8", torch.float8_e4m3fn: "F8_E4M3", torch.float16: "F16"}
 
 
 def _header(checkpoint: Checkpoint, roundings: Mapping[str, str]) -> bytes:
@@ -180,7 +187,7 @@ def _header(checkpoint: Checkpoint, roundings: Mapping[str, str]) -> bytes:
             for suffix, tensor in _stored(round_weight(outline, to)).items():
                 end = offset + num_rows * tensor.nbytes
                 entries[f"{name.removesuffix('.weight')}.{suffix}"] = {
-                    "dtype": "U8" if tensor.dtype == torch.uint8 else "F16",
+                    "dtype": _DTYPES[tensor.dtype],
                     "shape": [num_rows, tensor.shape[1]],
                     "data_offsets": [offset, end],
                 }

@@ -156,7 +156,7 @@ def _obstacle(weight: QuantizedWeight) -> str:
         return "scattered groups that ranks share, or that differ in one product"
     if weight.group_size % GROUP_INPUTS:
         return f"groups of {weight.group_size} inputs"
-    return "no products with FP8 here" if weight.is_float else "no kernels for this dtype"
+    return "no kernels for this dtype"
 
 
 def can_stack(parts: Sequence[QuantizedWeight]) -> bool:

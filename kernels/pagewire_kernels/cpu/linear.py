@@ -116,7 +116,8 @@ def can_pack_codes(weight: QuantizedWeight) -> bool:
     """Whether the kernels support the codes, group size and activations of a weight."""
     if weight.activations is not None:
         return can_multiply_quantized_rows(weight)
-    return not weight.is_float and weight.group_size % GROUP_INPUTS == 0
+    has_offsets = weight.offsets is not None
+    return weight.group_size % GROUP_INPUTS == 0 and not (weight.is_float and has_offsets)
 
 
 class _Codes(NamedTuple):
@@ -134,7 +135,7 @@ class _Codes(NamedTuple):
 
     def of(self, weight: QuantizedWeight) -> Tensor:
         """Encode the rows of a weight: uint8 [out_features, in_features]."""
-        if weight.table is not None:
+        if weight.table is not None or weight.is_float:
             return weight.codes
         return weight.codes ^ 128 if self.bits == 8 else weight.codes + self.zero
 
@@ -142,6 +143,8 @@ class _Codes(NamedTuple):
 def _codes_of(weight: QuantizedWeight) -> _Codes:
     """Choose the encoding with the fewest bits that holds the values of a weight."""
     no_table = torch.zeros(16, dtype=torch.uint8)
+    if weight.is_float:
+        return _Codes("float8", 8, 0, no_table)
     if weight.table is not None:
         first = weight.table[0]
         if weight.table == tuple(range(first, first + 16)):
@@ -206,7 +209,10 @@ class _Packed:
             self._discard(weight, slices)
 
     def _pack_codes(self, weight: QuantizedWeight) -> None:
-        require(can_pack_codes(weight), f"groups of a multiple of {GROUP_INPUTS} integers")
+        require(
+            can_pack_codes(weight),
+            f"groups of a multiple of {GROUP_INPUTS} inputs, and of floats no offsets",
+        )
         if weight.activations is not None:
             self._pack_for_quantized_rows(weight)
             return

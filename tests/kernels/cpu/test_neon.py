@@ -95,11 +95,14 @@ def test_products(neon: Library, avx2: Library, shape: tuple[int, int], dtype: t
 
 
 @each_dtype
-@pytest.mark.parametrize(("bits", "scales"), [(4, "float16"), (4, "units"), (8, "float32")])
+@pytest.mark.parametrize(
+    ("bits", "scales", "is_float"),
+    [(4, "float16", False), (4, "units", False), (8, "float32", False), (8, "float16", True)],
+)
 def test_quantized_products(
-    neon: Library, avx2: Library, bits: int, scales: str, dtype: torch.dtype
+    neon: Library, avx2: Library, bits: int, scales: str, is_float: bool, dtype: torch.dtype
 ) -> None:
-    weight = random_weight(70, 64, bits, 32, offsets=True, scales=scales)
+    weight = random_weight(70, 64, bits, 32, offsets=not is_float, scales=scales, is_float=is_float)
     rows = _random(5, 64, dtype=dtype)
     mine, twin = (NativeWeight(weight, each, HugeMemory(), dtype) for each in (neon, avx2))
     sums = mine.apply(rows, output_dtype=torch.float32)

@@ -81,6 +81,54 @@ def test_products_agree_with_float64(
     assert torch.equal(rounded, sums.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scales", ["float16", "float32"])
+@pytest.mark.parametrize("group_size", [16, 32, 48, 128, 288, 1152])
+def test_products_with_floats_of_8_bits_agree_with_float64(
+    kernels: Library, group_size: int, scales: str, dtype: torch.dtype
+) -> None:
+    weight = _floats(70, 1152, group_size, scales)
+    packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
+    rows = _rows(205, weight, dtype)
+    bias = _rows(1, weight, dtype)[0, :70]
+    sums = packed.apply(rows, bias, output_dtype=torch.float32)
+    dense = weight.dequantize().double()
+    exact = rows.double() @ dense.T + bias.double()
+    spread = rows.double().abs() @ dense.abs().T + bias.double().abs()
+    assert ((sums - exact).abs() <= 1e-6 * spread).all()
+    for num_rows in (1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 33, 64, 193):
+        alone = packed.apply(rows[:num_rows], bias, output_dtype=torch.float32)
+        assert torch.equal(alone, sums[:num_rows])
+    assert torch.equal(packed.apply(rows, bias), sums.to(dtype))
+
+
+def _floats(
+    out_features: int, in_features: int, group_size: int, scales: str = "float16"
+) -> QuantizedWeight:
+    return random_weight(
+        out_features, in_features, 8, group_size, offsets=False, scales=scales, is_float=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_floats_of_8_bits_are_exact(kernels: Library, dtype: torch.dtype) -> None:
+    """Subnormal ones, too, which many instructions treat as zero."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[(codes & 127) == 127] = 0
+    weight = QuantizedWeight(
+        codes=torch.stack([codes.roll(i) for i in range(70)]),
+        scales=torch.full((70, 2), 0.75),
+        is_float=True,
+    )
+    packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
+    assert packed.num_bytes == 96 * (256 + 4)  # outputs are padded to a multiple of 32
+    expected = weight.dequantize()
+    for rows in (torch.eye(256), torch.eye(256)[:1], torch.eye(256)[7:20]):
+        found = packed.apply(rows.to(dtype), output_dtype=torch.float32)
+        assert torch.equal(found, rows @ expected.T)
+    assert torch.equal(packed.gather(torch.tensor([69, 0, 70]))[:2], expected[[69, 0]].to(dtype))
+
+
 def _rounding_of_rows(rows: Tensor, weight: QuantizedWeight) -> Tensor:
     """The most that rounding rows of bfloat16 to whole numbers of 15 bits may change a product.
 
@@ -218,9 +266,11 @@ def test_rows_by_token(kernels: Library, bits: int, scales: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-@pytest.mark.parametrize("bits", [4, 6, 8])
-def test_gated_products(kernels: Library, bits: int, activation: str, dtype: torch.dtype) -> None:
-    weight = random_weight(2 * 37, 192, bits, 64, offsets=True, scales="float16")
+@pytest.mark.parametrize(("bits", "is_float"), [(4, False), (6, False), (8, False), (8, True)])
+def test_gated_products(
+    kernels: Library, bits: int, is_float: bool, activation: str, dtype: torch.dtype
+) -> None:
+    weight = random_weight(2 * 37, 192, bits, 64, offsets=not is_float, is_float=is_float)
     packed = NativeGatedWeight(weight, activation, kernels, HugeMemory(), dtype)
     rows = _rows(65, weight, dtype)
     products = packed.apply(rows)
@@ -251,10 +301,10 @@ def test_values_of_a_table_and_any_number_of_threads(kernels: Library, num_threa
 
 def test_groups_and_codes_that_the_kernels_lack_are_refused(kernels: Library) -> None:
     weight = random_weight(32, 24, 4, 8, offsets=False, scales="float16")
-    floats = random_weight(32, 32, 8, 16, offsets=False, is_float=True)
+    floats = random_weight(32, 32, 8, 16, offsets=True, is_float=True)
     for refused in (weight, floats):
         assert not can_pack_codes(refused)
-        with pytest.raises(ValueError, match="groups of a multiple of 16 integers"):
+        with pytest.raises(ValueError, match="groups of a multiple of 16 inputs, and of floats no"):
             NativeWeight(refused, kernels, HugeMemory(), torch.float32)
 
 

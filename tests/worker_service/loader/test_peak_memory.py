@@ -132,6 +132,15 @@ def _awq(path: Path) -> Path:
     return _write(path, tensors, CONFIGS["awq"])
 
 
+def _fp8(path: Path) -> Path:
+    tensors = {}
+    for name, (outputs, inputs) in _names():
+        tensors[f"{name}.weight"] = torch.randn(outputs, inputs).to(torch.float8_e4m3fn)
+        tensors[f"{name}.weight_scale_inv"] = torch.rand(outputs // 128, inputs // 128)
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return _write(path, tensors, settings)
+
+
 def _w8a8(path: Path) -> Path:
     tensors = {}
     for name, (outputs, inputs) in _names():
@@ -186,6 +195,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "dense": _dense(folder / "dense"),
         "large table": _dense(folder / "large_table", LARGE_TABLE),
         "awq": _awq(folder / "awq"),
+        "fp8": _fp8(folder / "fp8"),
         "w8a8": _w8a8(folder / "w8a8"),
         "Q4_K": _gguf("Q4_K", folder / "q4_k"),
         "Q5_0": _gguf("Q5_0", folder / "q5_0"),
@@ -201,8 +211,10 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("dense", {}),
         ("dense", {"quantization": "int8"}),
         ("dense", {"quantization": "int4"}),
+        ("dense", {"quantization": "fp8"}),
         ("large table", {"quantization": "int4"}),
         ("awq", {}),
+        ("fp8", {}),
         ("w8a8", {}),
         ("Q4_K", {}),
         ("Q5_0", {}),

@@ -61,6 +61,11 @@ def _to_fp8(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
     return fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1])
 
 
+def _to_small_blocks(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    grid = [-(-size // 8) for size in weight.shape]
+    return fp8(weight, (8, 8), "weight_scale_inv", grid)
+
+
 def _bits(loaded: LoadedModel) -> dict[str, set[str]]:
     """Of the packed weights, by the last part of their module's name; empty: dense."""
     found: dict[str, set[str]] = {}
@@ -84,17 +89,24 @@ def _bits(loaded: LoadedModel) -> dict[str, set[str]]:
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
-@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "phi3", *MOE])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "_int4") for family in ("gemma", "gemma2", "gemma3", "phi3", *MOE)),
+        *((family, "_float8") for family in ("gemma2", "mixtral")),
+    ],
+)
 def test_all_quantized_weights_stay_packed(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, reference = make_quantized(tmp_path, AWQ, _to_awq, family=family, **SHAPE)
+    settings, convert = (AWQ, _to_awq) if kind == "_int4" else (FP8, _to_fp8)
+    path, reference = make_quantized(tmp_path, settings, convert, family=family, **SHAPE)
     with caplog.at_level(logging.INFO):
         loaded = _load(path)
     assert "weights dequantized" not in caplog.text
     bits = _bits(loaded)
     dense = {"lm_head", "shared_expert_gate", "embed_tokens"}
-    assert all(found == ({""} if kind in dense else {"_int4"}) for kind, found in bits.items())
+    assert all(found == ({""} if name in dense else {kind}) for name, found in bits.items())
     assert ("experts" in bits) == (family in MOE)
     assert loaded.batch_invariant
     assert loaded.model.num_parameters == _load(reference).model.num_parameters
@@ -125,7 +137,8 @@ def test_embeddings_and_heads_of_gguf_files_stay_packed_tied_or_not(
 def test_the_log_says_what_is_dequantized(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path, reference = make_quantized(tmp_path, FP8, _to_fp8, family=family)
+    settings = {**FP8, "weight_block_size": [8, 8]}
+    path, reference = make_quantized(tmp_path, settings, _to_small_blocks, family=family)
     with caplog.at_level(logging.INFO):
         loaded = _load(path)
     stored = load_file(path / "model.safetensors")

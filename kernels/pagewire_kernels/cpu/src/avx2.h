@@ -20,6 +20,7 @@ inline Words load_words(const void* from) {
 inline void store_past_caches(void* to, Words x) {
   _mm256_stream_si256(static_cast<Words*>(to), x);
 }
+inline void store_words(void* to, Words x) { _mm256_storeu_si256(static_cast<Words*>(to), x); }
 inline Words broadcast_word(int32_t x) { return _mm256_set1_epi32(x); }
 inline Floats as_floats(Words x) { return _mm256_castsi256_ps(x); }
 inline Words as_words(Floats x) { return _mm256_castps_si256(x); }
@@ -112,6 +113,14 @@ inline Words and_words(Words a, Words b) { return _mm256_and_si256(a, b); }
 inline Words or_words(Words a, Words b) { return _mm256_or_si256(a, b); }
 inline Words look_up(const ByteTable& table, Words bytes) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), bytes);
+}
+
+inline Words look_up_or_zero(const ByteTable& table, Words bytes) { return look_up(table, bytes); }
+inline Words xor_words(Words a, Words b) { return _mm256_xor_si256(a, b); }
+inline Words add_bytes(Words a, Words b) { return _mm256_add_epi8(a, b); }
+inline void interleave_bytes(Words a, Words b, Words& low, Words& high) {
+  low = _mm256_unpacklo_epi8(a, b);
+  high = _mm256_unpackhi_epi8(a, b);
 }
 
 }  // namespace pagewire

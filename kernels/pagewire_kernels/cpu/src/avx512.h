@@ -18,6 +18,7 @@ inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
 inline void store_past_caches(void* to, Words x) {
   _mm512_stream_si512(static_cast<Words*>(to), x);
 }
+inline void store_words(void* to, Words x) { _mm512_storeu_si512(to, x); }
 inline Words broadcast_word(int32_t x) { return _mm512_set1_epi32(x); }
 inline Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
 inline Words as_words(Floats x) { return _mm512_castps_si512(x); }
@@ -134,6 +135,14 @@ inline Words and_words(Words a, Words b) { return _mm512_and_si512(a, b); }
 inline Words or_words(Words a, Words b) { return _mm512_or_si512(a, b); }
 inline Words look_up(const ByteTable& table, Words bytes) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), bytes);
+}
+
+inline Words look_up_or_zero(const ByteTable& table, Words bytes) { return look_up(table, bytes); }
+inline Words xor_words(Words a, Words b) { return _mm512_xor_si512(a, b); }
+inline Words add_bytes(Words a, Words b) { return _mm512_add_epi8(a, b); }
+inline void interleave_bytes(Words a, Words b, Words& low, Words& high) {
+  low = _mm512_unpacklo_epi8(a, b);
+  high = _mm512_unpackhi_epi8(a, b);
 }
 
 }  // namespace pagewire

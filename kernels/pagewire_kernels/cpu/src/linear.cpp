@@ -5,6 +5,7 @@
 // the panel is in the second-level cache: while one item is computed, the panel of the thread's next
 // item is prefetched. A thread takes consecutive panels.
 #include "linear_finish.h"
+#include "linear_floats.h"
 #include "linear_tile.h"
 #include "linear_tiles.h"
 #include "share.h"
@@ -108,16 +109,28 @@ struct PanelProduct<BFloat16Dot> {
 };
 #endif
 
-// sums: [num_rows, kPanel]
-template <class Dot>
-void multiply_block(const LinearTask& task, int64_t first_row, int64_t num_rows, int64_t panel,
-                    int64_t next_panel, PanelProduct<Dot>& product, float* sums) {
-  const int64_t panel_bytes = divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes;
-  const auto* x = static_cast<const typename Dot::Input*>(task.x) + first_row * task.x_stride;
-  const auto* weights = static_cast<const char*>(task.weight);
-  product(x, task.x_stride, num_rows, weights + panel * panel_bytes,
-          weights + next_panel * panel_bytes, task.in_features, sums);
-}
+// Products with the panels of a weight that is packed as it is multiplied.
+template <class D>
+class DenseProduct {
+ public:
+  using Dot = D;
+
+  explicit DenseProduct(const LinearTask& task)
+      : task_(task), panel_bytes_(divide_up(task.in_features, Dot::kInputsPerStep) * kStepBytes) {}
+
+  // sums: [num_rows, kPanel]
+  void operator()(const typename Dot::Input* x, int64_t num_rows, int64_t panel, int64_t next_panel,
+                  float* sums) {
+    const auto* weights = static_cast<const char*>(task_.weight);
+    product_(x, task_.x_stride, num_rows, weights + panel * panel_bytes_,
+             weights + next_panel * panel_bytes_, task_.in_features, sums);
+  }
+
+ private:
+  const LinearTask& task_;
+  const int64_t panel_bytes_;
+  PanelProduct<Dot> product_;
+};
 
 // Divides rows into blocks of about equal size.
 template <class Dot>
@@ -128,49 +141,59 @@ int64_t rows_per_block(int64_t num_rows, int64_t in_features) {
   return divide_up(num_rows, divide_up(num_rows, most));
 }
 
-template <class Dot, class Finish>
+template <class Product, class Finish>
 void multiply(LinearTask& task, Finish finish) {
+  using Dot = typename Product::Dot;
   const int64_t num_rows = *task.num_rows;
   if (num_rows == 0) return;
   const int64_t block = rows_per_block<Dot>(num_rows, task.in_features);
   const int64_t num_panels = Finish::num_panels(task);
   const int64_t num_items = divide_up(num_rows, block) * num_panels;
   alignas(64) float sums[kBlockRows * kPanel];
-  PanelProduct<Dot> product;
+  Product product(task);
   SharedItems items(task, num_items, task.num_threads);
   for (int64_t item = items.take(); item >= 0; item = items.take()) {
     const int64_t row = item / num_panels * block, panel = item % num_panels;
     const int64_t count = num_rows - row < block ? num_rows - row : block;
-    multiply_block<Dot>(task, row, count, panel, items.following(item) % num_panels, product, sums);
+    const auto* x = static_cast<const typename Dot::Input*>(task.x) + row * task.x_stride;
+    product(x, count, panel, items.following(item) % num_panels, sums);
     if (!items.may_write()) return;
     for (int64_t r = 0; r < count; ++r) finish(task, row + r, panel, sums + r * kPanel);
   }
 }
 
-template <class Dot>
+template <class Product>
 void multiply_gated(LinearTask& task) {
   with_activation(task.activation, [&](auto function) {
-    multiply<Dot>(task, FinishGated<typename Dot::Input, decltype(function)>());
+    multiply<Product>(task, FinishGated<typename Product::Dot::Input, decltype(function)>());
   });
 }
+
+template <class Dot>
+using Float8Product = FloatsProduct<Dot, FloatCodes8>;
 
 }  // namespace
 }  // namespace pagewire
 
 using namespace pagewire;
 
-PAGEWIRE_KERNEL pw_linear_float32(LinearTask* task) {
-  multiply<Float32Dot>(*task, Finish<float, float>());
-}
+// `bfloat16_float32` is for the LM head: sums of bfloat16 products are not rounded.
+#define PAGEWIRE_LINEAR(suffix, Product) \
+  PAGEWIRE_KERNEL pw_linear_float32##suffix(LinearTask* task) { \
+    multiply<Product<Float32Dot>>(*task, Finish<float, float>()); \
+  } \
+  PAGEWIRE_KERNEL pw_linear_bfloat16##suffix(LinearTask* task) { \
+    multiply<Product<BFloat16Dot>>(*task, Finish<BFloat16, BFloat16>()); \
+  } \
+  PAGEWIRE_KERNEL pw_linear_bfloat16_float32##suffix(LinearTask* task) { \
+    multiply<Product<BFloat16Dot>>(*task, Finish<BFloat16, float>()); \
+  } \
+  PAGEWIRE_KERNEL pw_gated_linear_float32##suffix(LinearTask* task) { \
+    multiply_gated<Product<Float32Dot>>(*task); \
+  } \
+  PAGEWIRE_KERNEL pw_gated_linear_bfloat16##suffix(LinearTask* task) { \
+    multiply_gated<Product<BFloat16Dot>>(*task); \
+  }
 
-PAGEWIRE_KERNEL pw_linear_bfloat16(LinearTask* task) {
-  multiply<BFloat16Dot>(*task, Finish<BFloat16, BFloat16>());
-}
-
-// For the LM head: sums of bfloat16 products are not rounded.
-PAGEWIRE_KERNEL pw_linear_bfloat16_float32(LinearTask* task) {
-  multiply<BFloat16Dot>(*task, Finish<BFloat16, float>());
-}
-
-PAGEWIRE_KERNEL pw_gated_linear_float32(LinearTask* task) { multiply_gated<Float32Dot>(*task); }
-PAGEWIRE_KERNEL pw_gated_linear_bfloat16(LinearTask* task) { multiply_gated<BFloat16Dot>(*task); }
+PAGEWIRE_LINEAR(, DenseProduct)
+PAGEWIRE_LINEAR(_float8, Float8Product)

@@ -55,12 +55,13 @@ inline Words load_words(const void* from) {
   const auto* bytes = static_cast<const int8_t*>(from);
   return {vreinterpretq_s32_s8(vld1q_s8(bytes)), vreinterpretq_s32_s8(vld1q_s8(bytes + 16))};
 }
-// GCC has no intrinsic for NEON stores that bypass the caches.
-inline void store_past_caches(void* to, Words x) {
+inline void store_words(void* to, Words x) {
   auto* bytes = static_cast<int8_t*>(to);
   vst1q_s8(bytes, vreinterpretq_s8_s32(x.low));
   vst1q_s8(bytes + 16, vreinterpretq_s8_s32(x.high));
 }
+// GCC has no intrinsic for NEON stores that bypass the caches.
+inline void store_past_caches(void* to, Words x) { store_words(to, x); }
 inline void finish_stores_past_caches() {}
 
 inline Floats as_floats(Words x) {
@@ -209,5 +210,27 @@ inline int32x4_t look_up(const ByteTable& table, int32x4_t bytes) {
 }
 inline Words look_up(const ByteTable& table, Words bytes) {
   return {look_up(table, bytes.low), look_up(table, bytes.high)};
+}
+
+inline Words look_up_or_zero(const ByteTable& table, Words bytes) {
+  return look_up(table, and_words(bytes, broadcast_word(static_cast<int32_t>(0x8f8f8f8fu))));
+}
+inline Words xor_words(Words a, Words b) {
+  return {veorq_s32(a.low, b.low), veorq_s32(a.high, b.high)};
+}
+inline int32x4_t add_bytes(int32x4_t a, int32x4_t b) {
+  return vreinterpretq_s32_s8(vaddq_s8(vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b)));
+}
+inline Words add_bytes(Words a, Words b) {
+  return {add_bytes(a.low, b.low), add_bytes(a.high, b.high)};
+}
+inline void interleave_bytes(int32x4_t a, int32x4_t b, int32x4_t& low, int32x4_t& high) {
+  const int8x16_t x = vreinterpretq_s8_s32(a), y = vreinterpretq_s8_s32(b);
+  low = vreinterpretq_s32_s8(vzip1q_s8(x, y));
+  high = vreinterpretq_s32_s8(vzip2q_s8(x, y));
+}
+inline void interleave_bytes(Words a, Words b, Words& low, Words& high) {
+  interleave_bytes(a.low, b.low, low.low, high.low);
+  interleave_bytes(a.high, b.high, low.high, high.high);
 }
 }  // namespace pagewire

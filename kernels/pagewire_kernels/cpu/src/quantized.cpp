@@ -24,8 +24,6 @@ constexpr int64_t kBlockBytes = 1 << 20;  // of rows, so that they stay in the s
 #else
 constexpr int64_t kBlockBytes = 512 << 10;
 #endif
-constexpr int64_t kMaxGroup = 256;
-constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache; measured on a Xeon
 
 template <class Dot>
 constexpr int64_t kOperandBytes = sizeof(typename Dot::Operand);
@@ -38,14 +36,6 @@ constexpr int kFewRows = 4;
 template <class Dot>
 constexpr int kFewRows = Dot::kRegisterRows;
 #endif
-
-// Inlined, since GCC may remove calls of a function that does nothing but fetch.
-template <int64_t kBytes>
-inline __attribute__((always_inline)) void fetch_ahead(const char* from) {
-  _Pragma("GCC unroll 16") for (int64_t at = 0; at < kBytes; at += 64) {
-    __builtin_prefetch(from + kFetchedBytes + at, 0, 3);
-  }
-}
 
 // A block of rows, turned into what `Dot` takes.
 template <class Dot>
@@ -482,11 +472,15 @@ void pack_panel(const QuantizedPackTask& task, int64_t panel) {
       const Group group = layout.at(packed, g);
       store(group.scales, n, task.scales, task.units, row, g);
       store(group.offsets, n, task.offsets, task.offset_units, row, g);
-      char* to = const_cast<char*>(group.codes) + n * 4;
+      char* to = const_cast<char*>(group.codes);
       for (int64_t i = 0; i < q.group_size; i += Codes::kInputs, codes += Codes::kInputs) {
         memset(words, 0, sizeof(words));
         for (int k = 0; k < Codes::kInputs; ++k) Codes::put(words, k, codes[k]);
-        for (int64_t w = 0; w < Codes::kWords; ++w, to += kStepBytes) memcpy(to, words + 4 * w, 4);
+        for (int64_t w = 0; w < Codes::kWords; ++w, to += kStepBytes) {
+          for (int half = 0; half < 2; ++half) {
+            memcpy(to + place_of<Codes>(n, half), words + 4 * w + 2 * half, 2);
+          }
+        }
       }
     }
   }
@@ -511,6 +505,14 @@ inline float load_one(const Scales& scales, int64_t n) {
   return numbers[n % kLanes];
 }
 
+// What the code of input `i` means.
+template <class Codes>
+float value_of(const uint8_t* words, int i, const Quantization& q) {
+  const int code = Codes::code(words, i, q.table);
+  if constexpr (kIsFloat<Codes>) return Codes::value(code, q.table);
+  return static_cast<float>(code - q.zero);
+}
+
 template <class Codes, class Number>
 void gather(GatherTask& task) {
   const Quantization& q = task.quantization;
@@ -527,12 +529,15 @@ void gather(GatherTask& task) {
     for (int64_t g = 0; g < layout.num_groups; ++g) {
       const Group group = layout.at(panel, g);
       const float scale = load_one(group.scales, n), offset = load_one(group.offsets, n);
-      const char* from = group.codes + n * 4;
+      const char* from = group.codes;
       for (int64_t i = 0; i < q.group_size; i += Codes::kInputs) {
-        for (int64_t w = 0; w < Codes::kWords; ++w, from += kStepBytes) memcpy(words + 4 * w, from, 4);
+        for (int64_t w = 0; w < Codes::kWords; ++w, from += kStepBytes) {
+          for (int half = 0; half < 2; ++half) {
+            memcpy(words + 4 * w + 2 * half, from + place_of<Codes>(n, half), 2);
+          }
+        }
         for (int k = 0; k < Codes::kInputs; ++k) {
-          const auto value = static_cast<float>(Codes::code(words, k, q.table) - q.zero);
-          store_rounded_number(y++, value * scale + offset);
+          store_rounded_number(y++, value_of<Codes>(words, k, q) * scale + offset);
         }
       }
     }
@@ -543,6 +548,11 @@ void gather(GatherTask& task) {
 }  // namespace pagewire
 
 using namespace pagewire;
+
+#define PAGEWIRE_PACKED(codes, Codes) \
+  PAGEWIRE_KERNEL pw_pack_##codes(QuantizedPackTask* task) { pack<Codes>(*task); } \
+  PAGEWIRE_KERNEL pw_gather_float32_##codes(GatherTask* task) { gather<Codes, float>(*task); } \
+  PAGEWIRE_KERNEL pw_gather_bfloat16_##codes(GatherTask* task) { gather<Codes, BFloat16>(*task); }
 
 #define PAGEWIRE_QUANTIZED(codes, Codes) \
   PAGEWIRE_KERNEL pw_linear_float32_##codes(LinearTask* task) { \
@@ -560,12 +570,13 @@ using namespace pagewire;
   PAGEWIRE_KERNEL pw_gated_linear_bfloat16_##codes(LinearTask* task) { \
     multiply_gated<BFloat16, Codes>(*task); \
   } \
-  PAGEWIRE_KERNEL pw_pack_##codes(QuantizedPackTask* task) { pack<Codes>(*task); } \
-  PAGEWIRE_KERNEL pw_gather_float32_##codes(GatherTask* task) { gather<Codes, float>(*task); } \
-  PAGEWIRE_KERNEL pw_gather_bfloat16_##codes(GatherTask* task) { gather<Codes, BFloat16>(*task); }
+  PAGEWIRE_PACKED(codes, Codes)
 
 PAGEWIRE_QUANTIZED(int4, Codes4)
 PAGEWIRE_QUANTIZED(table4, TableCodes4)
 PAGEWIRE_QUANTIZED(int5, Codes5)
 PAGEWIRE_QUANTIZED(int6, Codes6)
 PAGEWIRE_QUANTIZED(int8, Codes8)
+
+// Their products are those of linear_floats.h.
+PAGEWIRE_PACKED(float8, FloatCodes8)

@@ -12,14 +12,27 @@
 //
 // A register of bytes has the codes of four inputs, one output in each word. The words of four bits
 // have two such registers, first the lower halves of the bytes. Codes of 5 or 6 bits have their
-// upper bits in a word after those of the lower four; of each byte, register after register.
+// upper bits in a word after those of the lower four; of each byte, register after register. Codes
+// of floats are in another order: of four outputs the first two inputs, then of these the others.
 #pragma once
 
+#include <type_traits>
 #include <utility>
 
 #include "linear.h"
 
 namespace pagewire {
+
+constexpr int64_t kMaxGroup = 256;
+constexpr int64_t kFetchedBytes = 2048;  // ahead, into the first-level cache; measured on a Xeon
+
+// Inlined, since GCC may remove calls of a function that does nothing but fetch.
+template <int64_t kBytes>
+inline __attribute__((always_inline)) void fetch_ahead(const char* from) {
+  _Pragma("GCC unroll 16") for (int64_t at = 0; at < kBytes; at += 64) {
+    __builtin_prefetch(from + kFetchedBytes + at, 0, 3);
+  }
+}
 
 // The lower halves of the words' bytes, or the upper ones.
 template <int kRegister>
@@ -93,6 +106,65 @@ struct Codes8 {
   static int code(const uint8_t* words, int i, const uint8_t*) { return words[i]; }
   static void put(uint8_t* words, int i, int code) { words[i] = static_cast<uint8_t>(code); }
 };
+
+inline Words of_bytes(uint32_t byte) {
+  return broadcast_word(static_cast<int32_t>(byte * 0x01010101u));
+}
+
+// Floats of 8 bits, e4m3 without infinities; none is NaN.
+struct FloatCodes8 : Codes8 {
+  static constexpr float kUnit = 256.0f;  // by which unpacked numbers are too small
+
+  explicit FloatCodes8(const uint8_t*) {}
+
+  // Four inputs of each output as bfloat16: the first two in a word of `first`. Their upper bytes have
+  // the sign and the upper bits of the exponent, which is 112 larger than the code's; the lower ones
+  // its last bit and the fraction. Subnormal numbers are normal ones of bfloat16: tables have the bits
+  // that differ.
+  void unpack(Words codes, Words& first, Words& second) const {
+    // From 0x78 to 0x7f of a subnormal number; the upper bit is set of others.
+    const Words place = add_bytes(and_words(codes, of_bytes(0x7f)), of_bytes(0x78));
+    Words upper = or_words(and_words(shift_right<4>(codes), of_bytes(0x07)), of_bytes(0x38));
+    Words lower = and_words(shift_left<4>(codes), of_bytes(0xf0));
+    upper = xor_words(upper, look_up_or_zero(upper_of_subnormal, place));
+    lower = xor_words(lower, look_up_or_zero(lower_of_subnormal, place));
+    upper = or_words(upper, and_words(codes, of_bytes(0x80)));
+    interleave_bytes(lower, upper, first, second);
+  }
+  void unpack(Words codes, Floats (&inputs)[4]) const {
+    Words first, second;
+    unpack(codes, first, second);
+    inputs[0] = first_of_pairs(first);
+    inputs[1] = second_of_pairs(first);
+    inputs[2] = first_of_pairs(second);
+    inputs[3] = second_of_pairs(second);
+  }
+
+  static float value(int code, const uint8_t*) {
+    const int exponent = code >> 3 & 15, fraction = code & 7;
+    const auto bits = static_cast<uint32_t>((exponent + 120) << 23 | fraction << 20);
+    float size = static_cast<float>(fraction) * 0x1p-9f;
+    if (exponent != 0) memcpy(&size, &bits, 4);
+    return code & 128 ? -size : size;
+  }
+
+ private:
+  alignas(16) static constexpr uint8_t kUpper[16] = {0, 0, 0, 0, 0, 0, 0, 0,
+                                                     0x38, 0x0f, 0x0f, 0x0f};
+  alignas(16) static constexpr uint8_t kLower[16] = {0, 0, 0, 0, 0, 0, 0, 0,
+                                                     0, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};
+  const ByteTable upper_of_subnormal = load_table(kUpper), lower_of_subnormal = load_table(kLower);
+};
+
+template <class Codes>
+constexpr bool kIsFloat = std::is_same_v<Codes, FloatCodes8>;
+
+// Where a step has the first two bytes of an output's word, or the others.
+template <class Codes>
+constexpr int64_t place_of(int64_t output, int half) {
+  if (kIsFloat<Codes>) return output / 4 * 16 + half * 8 + output % 4 * 2;
+  return output * 4 + half * 2;
+}
 
 // The scales or the offsets of a group's outputs.
 struct Scales {

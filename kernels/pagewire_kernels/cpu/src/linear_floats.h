@@ -1,0 +1,233 @@
+// Products with codes of floats, packed as quantized.h says.
+//
+// A group is unpacked into the first-level cache, to the steps that a dense weight would have, and the
+// sums of its products are multiplied by its scale.
+#pragma once
+
+#include "linear_tile.h"
+#include "linear_tiles.h"
+#include "quantized.h"
+
+namespace pagewire {
+
+template <class Dot>
+constexpr int64_t kPanelInputBytes = kStepBytes / Dot::kInputsPerStep;  // of an unpacked panel
+
+template <class Codes>
+constexpr int64_t kCodeBytes = Codes::kWords * kStepBytes / Codes::kInputs;  // of an input of a panel
+
+// Unpacks a register of codes: four inputs of `kLanes` outputs.
+template <class Dot, class Codes>
+inline __attribute__((always_inline)) void unpack_register(Words bytes, const Codes& codes,
+                                                           char* steps) {
+  if constexpr (Dot::kInputsPerStep == 2) {
+    Words first, second;
+    codes.unpack(bytes, first, second);
+    store_words(steps, first);
+    store_words(steps + kStepBytes, second);
+  } else {
+    Floats inputs[4];
+    codes.unpack(bytes, inputs);
+    for (int i = 0; i < 4; ++i) store_words(steps + i * kStepBytes, as_words(inputs[i]));
+  }
+}
+
+// Unpacks inputs of a panel; they are `kUnit` times too small. codes: a copy, to be in registers.
+template <class Dot, class Codes>
+void unpack_floats(const char* words, int64_t num_inputs, Codes codes, char* steps) {
+  constexpr int64_t kBytes = Codes::kWords * kStepBytes;
+  for (int64_t i = 0; i < num_inputs; i += Codes::kInputs, words += kBytes) {
+    fetch_ahead<kBytes>(words);
+    _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
+      const char* from = words + v * kLanes * 4;
+      char* to = steps + v * kLanes * 4;
+      unpack_register<Dot>(Codes::template bytes<0>(from, ByteTable()), codes, to);
+      unpack_register<Dot>(Codes::template bytes<1>(from, ByteTable()), codes,
+                           to + 4 * kPanelInputBytes<Dot>);
+    }
+    steps += 8 * kPanelInputBytes<Dot>;
+  }
+}
+
+// Adds the scaled products of `kGroups` groups, one after the other, to the sums of all: both
+// [num_rows, kPanel], the products of a group at a stride of `stride`.
+template <int kGroups, class Codes>
+void add_products(const float* products, int64_t stride, const Scales* scales, int64_t num_rows,
+                  float* sums) {
+  Floats scale[kGroups][kPanelVectors];
+  for (int g = 0; g < kGroups; ++g) {
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      scale[g][v] = multiply(scales[g].load(v * kLanes), broadcast(Codes::kUnit));
+    }
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
+      const int64_t at = r * kPanel + v * kLanes;
+      Floats sum = load_floats(sums + at);
+      _Pragma("GCC unroll 4") for (int g = 0; g < kGroups; ++g) {
+        sum = multiply_add(scale[g][v], load_floats(products + g * stride + at), sum);
+      }
+      store_floats(sums + at, sum);
+    }
+  }
+}
+
+// Products with the panels of a weight.
+template <class D, class Codes>
+class FloatsProduct {
+ public:
+  using Dot = D;
+
+  explicit FloatsProduct(const LinearTask& task)
+      : task_(task), layout_(task.quantization, task.in_features), codes_(task.quantization.table) {}
+
+  // sums: [num_rows, kPanel]
+  void operator()(const typename Dot::Input* x, int64_t num_rows, int64_t panel, int64_t,
+                  float* sums) {
+    const int64_t size = task_.quantization.group_size, stride = task_.x_stride;
+    const int64_t num_tiles = divide_up(num_rows, Dot::kMaxRows);
+    // Few rows alternate between unpacking and products, which the processor then overlaps.
+    const int64_t piece = num_tiles == 1 ? 16 : size;
+    alignas(64) char steps[kMaxGroup * kPanelInputBytes<Dot>];
+    alignas(64) float products[Dot::kMaxRows * kPanel];
+    memset(sums, 0, num_rows * kPanel * sizeof(float));
+    const char* weights = static_cast<const char*>(task_.weight) + panel * layout_.panel_bytes;
+    layout_.for_each_group(weights, [&](int64_t, const Group& group) {
+      if (num_tiles > 1) unpack_floats<Dot>(group.codes, size, codes_, steps);
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        const int64_t row = t * num_rows / num_tiles, count = (t + 1) * num_rows / num_tiles - row;
+        const AddTile<Dot> add = tile_of<Dot, 0>(count);
+        memset(products, 0, count * kPanel * sizeof(float));
+        for (int64_t i = 0; i < size; i += piece) {
+          if (num_tiles == 1) {
+            unpack_floats<Dot>(group.codes + i * kCodeBytes<Codes>, piece, codes_, steps);
+          }
+          add(x + row * stride + i, stride, steps, piece, nullptr, products);
+        }
+        add_products<1, Codes>(products, 0, &group.scales, count, sums + row * kPanel);
+      }
+      x += size;
+    });
+  }
+
+ private:
+  const LinearTask& task_;
+  const GroupLayout<Codes> layout_;
+  const Codes codes_;
+};
+
+#if defined(PAGEWIRE_HAS_TILES)
+// By tiles, which load what was stored, and the other way round, only once the stores are done: so
+// products are added after those that follow. Of few rows, groups are also unpacked before the products
+// of those before. Of many rows the sums exceed the first-level cache, and the products of several
+// groups are added at a time.
+template <class Codes>
+class FloatsProduct<BFloat16Dot, Codes> {
+ public:
+  using Dot = BFloat16Dot;
+
+  explicit FloatsProduct(const LinearTask& task)
+      : task_(task), layout_(task.quantization, task.in_features), codes_(task.quantization.table) {}
+
+  void operator()(const BFloat16* x, int64_t num_rows, int64_t panel, int64_t, float* sums) {
+    const int64_t size = task_.quantization.group_size;
+    const int64_t num_tiles = divide_up(num_rows, TileRegisters::kMostRows);
+    const bool has_many_rows = num_tiles > kFewTiles;
+    int64_t most = has_many_rows ? kMaxGroup / size : 1;
+    if (most > kMostGroups) most = kMostGroups;
+    alignas(64) char steps[2][kMaxGroup * kPanelInputBytes<Dot>];
+    Groups groups[4]{};  // of three it is needed at a time, some at `number` % 4
+    int64_t number = 0;
+    Products last{};
+    memset(sums, 0, num_rows * kPanel * sizeof(float));
+    const auto multiply_groups = [&](const Groups& some, const char* weights) {
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        const int64_t row = t * num_rows / num_tiles, end = (t + 1) * num_rows / num_tiles;
+        const Products products = {&some, row, end - row, products_[last.sums == products_[0]]};
+        multiply(x + some.first * size, products, weights, t, num_tiles);
+        add(last, sums);
+        last = products;
+      }
+    };
+    const char* weights = static_cast<const char*>(task_.weight) + panel * layout_.panel_bytes;
+    layout_.for_each_group(weights, [&](int64_t g, const Group& group) {
+      Groups& some = groups[number % 4];
+      if (g % most == 0) some = {g, 0, {}, group.codes + 2 * most * layout_.group_bytes};
+      char* const to = steps[has_many_rows ? 0 : number % 2];
+      unpack_floats<Dot>(group.codes, size, codes_, to + some.count * size * kPanelInputBytes<Dot>);
+      some.scales[some.count++] = group.scales;
+      if (some.count < most && g + 1 < layout_.num_groups) return;
+      if (has_many_rows) {
+        multiply_groups(some, to);
+      } else if (number > 0) {
+        multiply_groups(groups[(number - 1) % 4], steps[(number - 1) % 2]);
+      }
+      ++number;
+    });
+    if (!has_many_rows) multiply_groups(groups[(number - 1) % 4], steps[(number - 1) % 2]);
+    add(last, sums);
+  }
+
+ private:
+  static constexpr int64_t kFewTiles = 4;  // measured on a Xeon, as is the next one
+  static constexpr int64_t kMostGroups = 2;
+  static constexpr int64_t kMostSums = TileRegisters::kMostRows * kPanel;
+
+  struct Groups {
+    int64_t first, count;
+    Scales scales[kMostGroups];
+    const char* fetched;  // while they are multiplied
+  };
+
+  // Those of groups with some rows.
+  struct Products {
+    const Groups* groups;
+    int64_t row, num_rows;
+    float* sums;  // [count, kMostSums]
+  };
+
+  void multiply(const BFloat16* x, const Products& to, const char* weights, int64_t t,
+                int64_t num_tiles) {
+    constexpr int64_t kTileInputs = kTileBytes / 2, kLines = kTileInputs * kCodeBytes<Codes> / 64;
+    const int64_t size = task_.quantization.group_size, row_bytes = task_.x_stride * 2;
+    const int64_t whole = size / kTileInputs, last_bytes = size % kTileInputs * 2;
+    // For the rows of one tile, unpacking prefetches.
+    const int64_t num_lines = num_tiles == 1 ? 0 : divide_up(kLines, num_tiles);
+    const char* fetched = to.groups->fetched + t * num_lines * whole * to.groups->count * 64;
+    const char* from = reinterpret_cast<const char*>(x) + to.row * row_bytes;
+    tiles_.configure(to.num_rows);
+    for (int64_t g = 0; g < to.groups->count; ++g) {
+      char* sums = reinterpret_cast<char*>(to.sums + g * kMostSums);
+      tiles_.template add<TileProduct::kBFloat16, true>(
+          {from, row_bytes, weights, kStepBytes, whole}, sums, kSumBytes, fetched, num_lines);
+      if (last_bytes) {
+        add_last_inputs<TileProduct::kBFloat16>(tiles_, from + whole * kTileBytes, row_bytes,
+                                                to.num_rows, last_bytes,
+                                                weights + whole * kPanelTileBytes, sums);
+      }
+      from += size * 2;
+      weights += size * kPanelInputBytes<Dot>;
+      fetched += num_lines * whole * 64;
+    }
+  }
+
+  static void add(const Products& products, float* sums) {
+    if (products.groups == nullptr) return;
+    float* const to = sums + products.row * kPanel;
+    if (products.groups->count == 1) {
+      add_products<1, Codes>(products.sums, 0, products.groups->scales, products.num_rows, to);
+    } else {
+      add_products<2, Codes>(products.sums, kMostSums, products.groups->scales, products.num_rows,
+                             to);
+    }
+  }
+
+  const LinearTask& task_;
+  const GroupLayout<Codes> layout_;
+  const Codes codes_;
+  alignas(64) float products_[2][kMostGroups * kMostSums];
+  TileRegisters tiles_;
+};
+#endif
+
+}  // namespace pagewire
