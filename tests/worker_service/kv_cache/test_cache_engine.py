@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from pagewire_kernels.cpu.linear import discard
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference import swap_blocks, write_kv
 from pagewire_kernels.reference.kv_cache import dequantize_heads
@@ -71,10 +72,13 @@ CHUNK, NUM_BYTES = 2 * 2**20, 40 * 2**20
 
 
 def large_engine() -> CacheEngine:
-    """Caches of `NUM_BYTES`, too many for the heap, whose pages may have been in use before."""
+    """Caches of `NUM_BYTES` whose pages are not allocated, even if they come from the heap."""
     spec = KVCacheSpec(num_layers=2, num_kv_heads=4, head_dim=1024, dtype=torch.float32)
     cpu = torch.device("cpu")
-    return CacheEngine(spec, block_size=16, num_gpu_blocks=40, num_cpu_blocks=40, device=cpu)
+    engine = CacheEngine(spec, block_size=16, num_gpu_blocks=40, num_cpu_blocks=40, device=cpu)
+    discard(engine.device_cache)
+    discard(engine.host_cache)
+    return engine
 
 
 def resident_bytes(cache: torch.Tensor) -> int:
