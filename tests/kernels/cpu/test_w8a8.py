@@ -172,5 +172,5 @@ def test_weights_that_the_kernels_lack_are_refused(kernels: Library) -> None:
     for change in changes:
         refused = replace(weight, **change)
         assert not can_pack_codes(refused)
-        with pytest.raises(ValueError, match="groups of a multiple of 16 integers"):
+        with pytest.raises(ValueError, match="groups of a multiple of 16 inputs"):
             NativeWeight(refused, kernels, HugeMemory(), torch.float32)
