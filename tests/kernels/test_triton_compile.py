@@ -14,8 +14,8 @@ import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from pagewire_kernels import triton as triton_kernels
 from pagewire_kernels.batch import (
@@ -104,6 +104,17 @@ def _compile(
     return triton.compile(source, target=target, options=options)
 
 
+def _bind(
+    kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any], target: GPUTarget
+) -> None:
+    """Bind these arguments as Triton's launcher does, in a function that it generates, in which
+    some names of parameters are taken."""
+    launching = {key: value for key, value in kwargs.items() if key not in ("grid", "warmup")}
+    bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(target))
+    bound, *_ = bind(*args, **launching)
+    assert [*bound] == kernel.arg_names
+
+
 @pytest.fixture
 def target() -> GPUTarget:
     """What is compiled for."""
@@ -116,6 +127,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: GPUTarget)
     compiled: list[Any] = []
 
     def run(kernel: JITFunction, *args: Any, **kwargs: Any) -> None:
+        _bind(kernel, args, kwargs, target)
         compiled.append(_compile(kernel, args, kwargs, target))
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

@@ -278,7 +278,7 @@ def sample(
     positions,
     mask_rows,
     bitmask,
-    params,
+    param_table,
     latest,
     counts,
     vocab_size,
@@ -295,7 +295,7 @@ def sample(
     before = tl.load(latest + row_id)
     number = before
     if before >= 0:
-        own = params + row_id * NUM_PARAMS
+        own = param_table + row_id * NUM_PARAMS
         values = logits + row * logits_stride
         mask_row = tl.load(mask_rows + row).to(tl.int64)
         is_penalized = tl.load(own + IS_PENALIZED) != 0
@@ -363,7 +363,7 @@ def edit(
     positions,
     mask_rows,
     bitmask,
-    params,
+    param_table,
     counts,
     edit_tokens,
     edit_values,
@@ -385,7 +385,7 @@ def edit(
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * TILE
     row_id = tl.load(row_ids + row).to(tl.int64)
-    params += row_id * NUM_PARAMS
+    params = param_table + row_id * NUM_PARAMS
     mask_row = tl.load(mask_rows + row).to(tl.int64)
     num_edits = tl.load(params + NUM_EDITS)
     is_penalized = tl.load(params + IS_PENALIZED) != 0
