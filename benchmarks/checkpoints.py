@@ -10,9 +10,12 @@ With `--gguf`, the same weights are also written for llama.cpp. The weights of a
 
 import argparse
 import json
+import os
 import shutil
 import zlib
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -84,17 +87,34 @@ def _skeleton(shape: Shape) -> torch.nn.Module:
 
 
 def _weights(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    for name, empty in _skeleton(shape).state_dict().items():
-        if shape.tied and name == "lm_head.weight":
-            continue
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        values = torch.randn(empty.shape, generator=generator) * WEIGHT_SCALE
-        if shape.weights is not None and name.endswith("_proj.weight"):
-            for end, tensor in quantized(values, shape.weights).items():
-                yield f"{name.removesuffix('weight')}{end}", tensor.contiguous()
-            continue
-        # Norms scale around one, matrices around zero.
-        yield name, (values + 1 if empty.dim() == 1 else values).to(dtype)
+    """Yield names and values. As many tensors are drawn at a time as there are cores."""
+    described = [
+        (name, empty.shape)
+        for name, empty in _skeleton(shape).state_dict().items()
+        if not (shape.tied and name == "lm_head.weight")
+    ]
+    num_threads = len(os.sched_getaffinity(0))
+    drawn: deque[Future[list[tuple[str, Tensor]]]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        for name, size in described:
+            drawn.append(pool.submit(_drawn, shape, dtype, name, size))
+            if len(drawn) == num_threads:
+                yield from drawn.popleft().result()
+        for last in drawn:
+            yield from last.result()
+
+
+def _drawn(
+    shape: Shape, dtype: torch.dtype, name: str, size: torch.Size
+) -> list[tuple[str, Tensor]]:
+    """Draw a tensor; of a matrix that is quantized, return all parts."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    values = torch.randn(size, generator=generator) * WEIGHT_SCALE
+    if shape.weights is not None and name.endswith("_proj.weight"):
+        parts = quantized(values, shape.weights).items()
+        return [(name.removesuffix("weight") + end, part.contiguous()) for end, part in parts]
+    # Norms scale around one, matrices around zero.
+    return [(name, (values + 1 if len(size) == 1 else values).to(dtype))]
 
 
 def write_weights(
