@@ -106,14 +106,14 @@ STAGES: dict[int, Sequence[Part]] = {
         *(
             Part(
                 name=f"tune_{kind}",
-                limit_s=90,
+                limit_s=65,
                 command=f"benchmarks.tune_attention --kinds {kind} --results {{output}}",
-                dry="--kinds even skewed chunk --device cpu --sequences 2 --context 40"
+                dry="--kinds even short skewed chunk --device cpu --sequences 2 --context 40"
                 " --longest 200 --chunk 24 --heads 2 --kv-heads 1 --repeats 1 --most-launches 1"
                 if kind == "even"
                 else None,
             )
-            for kind in ("even", "skewed", "chunk")
+            for kind in ("even", "short", "skewed", "chunk")
         ),
     ),
     3: (

@@ -270,6 +270,8 @@ def linear_cases(where: Setting) -> Iterator[Case]:
     weight = where.filled(num_outputs, num_inputs)
     for name, num_bytes, product in _products(where, weight):
         for num_rows in (1, 64, 4096 if is_gpu else 512):
+            if name == "few rows" and num_rows > 1:
+                continue
             rows = where.filled(num_rows, num_inputs)
             yield Case(
                 kernel="linear",
@@ -288,9 +290,11 @@ def _products(
     """(implementation, bytes of the weight, product)"""
     yield "torch", weight.nbytes, lambda rows: torch.nn.functional.linear(rows, weight)
     if where.device.type == "cuda":
-        from pagewire_kernels.triton import TritonQuantizedWeight, linear
+        from pagewire_kernels.triton import TritonQuantizedWeight, few_rows, linear
 
         yield "batch-invariant", weight.nbytes, lambda rows: linear(rows, weight)
+        if few_rows.can_multiply(weight):
+            yield "few rows", weight.nbytes, lambda rows: few_rows.multiply(rows, weight)
         for name in QUANTIZATIONS:
             rounded = quantize(weight.cpu(), name)
             quantized = TritonQuantizedWeight(

@@ -4,10 +4,11 @@
     python -m benchmarks.tune_attention --write-tiles --results FOLDER
 
 The first command tries tiles of keys, warps, stages and programs around the choice of
-`choose_launch` (marked): of decodes over equal contexts (even), of decodes of which one has a long
-context (skewed), and of a chunk of a prompt, which is what a mixed batch computes beside decodes
-(chunk). The second one writes the fastest of each kind to the table that `choose_launch` reads. For
-decodes that is the launch whose product of times in both kinds of batches is the least.
+`choose_launch` (marked): of decodes over equal contexts (even), of fewer ones with shorter contexts
+(short), of decodes of which one has a long context (skewed), and of a chunk of a prompt, which is
+what a mixed batch computes beside decodes (chunk). The second one writes the fastest of each kind
+to the table that `choose_launch` reads. For decodes that is the launch whose product of times in
+all their kinds of batches is the least.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from pagewire_kernels.triton import Launch, choose_launch, paged_attention
 from pagewire_kernels.triton.attention import TILES_FILE, num_processors
 
 SIZES = ("tile_rows", "tile_keys", "num_warps", "num_stages", "programs_per_processor")
-SEQUENCES = {"even": 256, "skewed": 64, "chunk": 1}
-PARTS = {"decode": ("even", "skewed"), "prefill": ("chunk",)}
+SEQUENCES = {"even": 256, "short": 64, "skewed": 64, "chunk": 1}
+PARTS = {"decode": ("even", "short", "skewed"), "prefill": ("chunk",)}
 """The kinds of batches by which the sizes of each entry of the table are chosen."""
 
 
@@ -40,7 +41,7 @@ def launches(chosen: Launch, num_seqs: int) -> Iterator[Launch]:
     if chosen.num_planned:
         more = chosen.num_planned - num_seqs
         rows, warps, stages = (chosen.tile_rows,), (2, 4, 8), (3, 5, 7)
-        planned = sorted({max(1, programs) for programs in (more // 2, more, 2 * more)})
+        planned = sorted({max(1, programs) for programs in (more // 2, more, 2 * more, 4 * more)})
     else:
         rows, warps, stages = (chosen.tile_rows // 2, chosen.tile_rows), (4, 8), (2, 3, 5)
         planned = [-num_seqs]
@@ -115,8 +116,8 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, object]:
     """Measure and print the launches of a kind of batch, the fastest first."""
     device = torch.device(args.device)
     num_seqs = args.sequences or SEQUENCES[kind]
-    lengths = [args.longest if kind == "skewed" else args.context]
-    lengths += [args.context] * (num_seqs - 1)
+    context = args.context // 2 if kind == "short" else args.context
+    lengths = [args.longest if kind == "skewed" else context] + [context] * (num_seqs - 1)
     query_len = args.chunk if kind == "chunk" else 1
     num_bytes = sum(lengths) * 2 * args.kv_heads * HEAD_DIM * 2
     read = ceilings.reads(device).rate()
@@ -139,7 +140,7 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, object]:
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "sequences": num_seqs,
-        "context": args.context,
+        "context": context,
         "longest": lengths[0],
         "launches": rows,
     }

@@ -18,6 +18,7 @@ def _row(us: float, keys: int, programs: int | None = None) -> dict[str, object]
 
 LAUNCHES = {
     "even": [_row(10, 32, 2), _row(11, 128, 8), _row(40, 64, 4)],
+    "short": [_row(3, 32, 2), _row(3, 128, 8), _row(4, 64, 4)],
     "skewed": [_row(90, 64, 4), _row(100, 128, 8), _row(200, 32, 2)],
     "chunk": [_row(7, 32) | {"tile_rows": 64}, _row(8, 64) | {"tile_rows": 128}],
 }
@@ -33,7 +34,7 @@ def test_the_fastest_launches_are_written_for_their_gpu(tmp_path: Path) -> None:
     decode = {"tile_rows": 16, "tile_keys": 128, "num_warps": 2, "num_stages": 3}
     assert json.loads(tiles.read_text()) == {
         "Some GPU": {
-            "decode": decode | {"programs_per_processor": 8},  # 11 x 100 is the least
+            "decode": decode | {"programs_per_processor": 8},  # 11 x 3 x 100 is the least
             "prefill": {"tile_rows": 64, "tile_keys": 32, "num_warps": 2, "num_stages": 3},
         },
         "Another GPU": {"decode": {"num_warps": 4}},

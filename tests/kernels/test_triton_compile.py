@@ -26,6 +26,7 @@ from pagewire_kernels.batch import (
     StepInputs,
 )
 from pagewire_kernels.reference import ACTIVATIONS
+from pagewire_kernels.triton import few_rows
 from pagewire_kernels.triton.attention import Launch, num_stages
 from tests.support.quantized_weights import random_weight
 
@@ -324,6 +325,13 @@ def _linear() -> None:
             triton_kernels.linear(rows, weight, weight[:, 0].contiguous(), torch.float32)
 
 
+def _few_rows() -> None:
+    for num_rows, num_inputs in ((1, 1024), (4, 12288)):
+        rows, weight = (torch.zeros(n, num_inputs, dtype=torch.bfloat16) for n in (num_rows, 1000))
+        few_rows.multiply(rows, weight, None, torch.float32)
+        few_rows.multiply_gated(rows, weight, weight[:, 0].contiguous(), "silu")
+
+
 def _move_blocks() -> None:
     cache = torch.zeros(4, 100, dtype=torch.bfloat16)
     triton_kernels.move_blocks(cache, cache, torch.tensor([[0, 1]]))
@@ -375,6 +383,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
     "rotate_and_write_kv to fp8": (lambda: _rotate(FP8), 1),
     "layers": (_layers, 12),
     "linear": (_linear, 4),
+    "few_rows": (_few_rows, 4),
     "move_blocks": (_move_blocks, 1),
     "sampling": (_sampling, 4),
 }

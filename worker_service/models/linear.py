@@ -1,4 +1,4 @@
-"""Linear layers: packed on CPUs; plain or batch-invariant on GPUs.
+"""Linear layers: packed on CPUs; plain or batch-invariant on GPUs, with a kernel for few rows.
 
 A quantized weight stays packed if the device has kernels for it, and is dequantized otherwise.
 Memory for its dense form is allocated on the host but never written to, so that it is not
@@ -28,6 +28,8 @@ each layer computes exactly what its ordinary counterpart does.
 
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -279,6 +281,8 @@ class Linear(nn.Module):
         self._quantization = context.quantization
         self._kept: dict[int, QuantizedWeight] = {}
         self._names: Sequence[str] = ()
+        self._few_rows: ModuleType | None = None
+        """The module of kernels for few rows, if there are any for the weight."""
 
     def targets(self, *names: str, transposed: bool = False) -> Iterator[WeightTarget]:
         """Destinations of the checkpoint's tensors of the stacked layers with these names.
@@ -314,6 +318,8 @@ class Linear(nn.Module):
             self.packed = pack(weight, consume=True)
         else:
             self.weight = weight.to(context.device)
+            if context.device.type == "cuda" and not context.batch_invariant:
+                self.use_few_rows_kernels()
 
     def _loaded(self) -> Tensor | QuantizedWeight | None:
         """The whole weight, quantized if there are kernels for that; None once it is packed."""
@@ -340,6 +346,14 @@ class Linear(nn.Module):
             return self.weight
         return round_weight(self.weight, self._quantization, consume=True)
 
+    def use_few_rows_kernels(self) -> None:
+        """Multiply few rows by the Triton kernels for them, if they support the weight. They sum in
+        another order than those for more rows."""
+        if find_spec("triton") is not None and self.weight is not None:
+            from pagewire_kernels.triton import few_rows  # triton is loaded only where it is used
+
+            self._few_rows = few_rows if few_rows.can_multiply(self.weight) else None
+
     def fix_order(self) -> None:
         """Make products batch-invariant on a GPU: rows are summed in a fixed order.
 
@@ -363,6 +377,8 @@ class Linear(nn.Module):
         if self.packed is not None:
             return self.packed.apply(rows, bias, output_dtype=output_dtype)
         assert self.weight is not None
+        if self._few_rows is not None and self._few_rows.are_few(rows):
+            return self._few_rows.multiply(rows, self.weight, bias, output_dtype)
         if bias is None and output_dtype == torch.float32 != rows.dtype and not rows.is_cpu:
             # Sums are float32 anyway. Rounding them to the dtype of the weight would make different
             # logits equal, and need a second pass over the product.
@@ -401,6 +417,8 @@ class GatedLinear(Linear):
         """rows: [num_rows, in_features]; returns [num_rows, size]."""
         if self._gated is not None:
             return self._gated.apply(rows, self.bias)
+        if self._few_rows is not None and self._few_rows.are_few(rows):
+            return self._few_rows.multiply_gated(rows, self.weight, self.bias, self._activation)
         return self._kernels.act_and_mul(super().forward(rows), self._activation)
 
 

@@ -6,6 +6,7 @@ kv_cache.py    cache writes; copies of whole blocks, also from and to pinned hos
 layers.py      norms, fused with the residual addition; activations
 rotary.py      norms of queries and keys, RoPE and the cache write in one kernel
 linear.py      batch-invariant linear layers, with a fixed order of summation
+few_rows.py    products of up to four rows, and gated ones
 quantized_linear.py  products with quantized weights, and gathers of their rows
 sampling.py    a step's inputs, edits of logits, sampling, log probabilities; kernels in
                `sampling_kernels.py`

@@ -171,18 +171,19 @@ _TILE = 1024
 
 
 @triton.jit
-def _active(x, ACTIVATION: tl.constexpr):
+def active(x, ACTIVATION: tl.constexpr):
+    """activation(x), in float32."""
     if ACTIVATION == "silu":
-        active = x / (1.0 + tl.exp(-x))
+        result = x / (1.0 + tl.exp(-x))
     elif ACTIVATION == "gelu":
-        active = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        result = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif ACTIVATION == "relu":
-        active = tl.where(x < 0.0, 0.0, x)  # propagates NaN
+        result = tl.where(x < 0.0, 0.0, x)  # propagates NaN
     else:
         # 0.5 * (1 + tanh(y)) is the logistic function of 2 * y (Hendrycks and Gimpel 2016).
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
-        active = x / (1.0 + tl.exp(-inner))
-    return active
+        result = x / (1.0 + tl.exp(-inner))
+    return result
 
 
 @triton.jit
@@ -190,7 +191,7 @@ def _activate(x, num_elements, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
     """Program (tile of all elements), in place."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = at < num_elements
-    values = _active(tl.load(x + at, mask, other=0.0).to(tl.float32), ACTIVATION)
+    values = active(tl.load(x + at, mask, other=0.0).to(tl.float32), ACTIVATION)
     tl.store(x + at, values.to(x.dtype.element_ty), mask)
 
 
@@ -204,8 +205,8 @@ def _act_and_mul(
     mask = column < SIZE
     gate = tl.load(gate_up + row * row_stride + column, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * row_stride + SIZE + column, mask, other=0.0).to(tl.float32)
-    active = _active(gate, ACTIVATION)
-    tl.store(output + row * SIZE + column, (active * up).to(output.dtype.element_ty), mask)
+    gated = active(gate, ACTIVATION) * up
+    tl.store(output + row * SIZE + column, gated.to(output.dtype.element_ty), mask)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
