@@ -6,6 +6,7 @@
     ├── UnsupportedModel   the checkpoint is sound, but Pagewire cannot serve it
     ├── BadCheckpoint      files are missing, damaged or do not fit the model
     ├── OutOfMemory        not even one KV block fits
+    ├── ProfilingFailed    the largest batch cannot be computed
     ├── CaptureFailed      decode steps cannot be captured as CUDA graphs
     ├── NotReady           the model is still loading, or the worker is shutting down
     ├── InvalidPlan        a message from the core contradicts itself or our state
@@ -52,6 +53,10 @@ class BadCheckpoint(WorkerError):
 
 class OutOfMemory(WorkerError):
     """Memory does not suffice for a KV cache of one block."""
+
+
+class ProfilingFailed(WorkerError):
+    """The largest batch cannot be computed, for another reason than memory."""
 
 
 class CaptureFailed(WorkerError):

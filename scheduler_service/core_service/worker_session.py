@@ -224,8 +224,8 @@ class WorkerSession:
             max_num_seqs=self._config.max_num_seqs,
             max_num_batched_tokens=self._config.max_num_batched_tokens,
         )
-        # A retry would not help: a worker will not have more memory later.
-        with _final(grpc.StatusCode.RESOURCE_EXHAUSTED):
+        # A retry would not help: a worker will not have more memory later, nor other kernels.
+        with _final(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION):
             found = await run_all(
                 *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
             )
@@ -335,11 +335,11 @@ async def _answer(call: Awaitable[Response]) -> Response:
 
 
 @contextmanager
-def _final(code: grpc.StatusCode) -> Iterator[None]:
-    """Raise CannotServe for calls that a worker refuses with this code, which are not repeated."""
+def _final(*codes: grpc.StatusCode) -> Iterator[None]:
+    """Raise CannotServe for calls that a worker refuses with one of these codes, for good."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        if error.code() is code:
+        if error.code() in codes:
             raise CannotServe(error.details()) from error
         raise

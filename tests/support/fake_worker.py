@@ -173,7 +173,8 @@ class FakeWorker(WorkerServiceServicer):
         """Sends the first result once more, before the real one, as of this epoch."""
         self.answer_next_as_step: int | None = None
         """Reports this step number in the next result, once."""
-        self.refuses_to_initialize = False
+        self.refuses_to: str | None = None
+        """The rpc for which it says that it can never serve, if any."""
         self.directives: list[str] = []
         """Kinds of directives, and errors that ended a registration, as they came."""
         self.stop_reason: str | None = None
@@ -322,13 +323,16 @@ class FakeWorker(WorkerServiceServicer):
         self.num_profiles += 1
         if self.num_gpu_blocks < 1:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for a KV block")
+        if self.refuses_to == "ProfileBlocks":
+            reason = "the largest batch cannot be computed"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         return worker_service_pb2.ProfileBlocksResponse(num_gpu_blocks=self.num_gpu_blocks)
 
     async def InitializeCache(
         self, request: worker_service_pb2.InitializeCacheRequest, context: Any
     ) -> worker_service_pb2.InitializeCacheResponse:
         await self.may_initialize.wait()
-        if self.refuses_to_initialize:
+        if self.refuses_to == "InitializeCache":
             reason = "decode steps cannot be captured"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         if request.epoch <= max(self.epochs, default=0):

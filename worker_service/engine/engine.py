@@ -13,7 +13,14 @@ from worker_service.engine.executor import BlockCounts, Executor, ModelFacts, Mo
 from worker_service.engine.step_stats import StepMeter
 from worker_service.engine.step_stream import StepStream
 from worker_service.engine.tracing import WorkerTraces
-from worker_service.errors import InvalidPlan, NotReady, OutOfOrder, StaleEpoch
+from worker_service.errors import (
+    InvalidPlan,
+    NotReady,
+    OutOfOrder,
+    ProfilingFailed,
+    StaleEpoch,
+    WorkerError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +100,11 @@ class Engine:
 
     async def profile_blocks(self, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         """How many KV blocks fit together with the largest batch. Measured once for each batch, so
-        that a core that returns does not wait for another forward pass."""
+        that a core that returns does not wait for another forward pass.
+
+        Raises ProfilingFailed if the batch cannot be computed: another attempt would end as this
+        one.
+        """
         if max_num_seqs < 1 or max_num_batched_tokens < max_num_seqs:
             got = f"{max_num_seqs} and {max_num_batched_tokens}"
             raise InvalidPlan(
@@ -102,11 +113,18 @@ class Engine:
         self._check_loaded()
         batch = (max_num_seqs, max_num_batched_tokens)
         if batch not in self._profiles:
-            self._profiles[batch] = await self._thread.run(
-                lambda: self._executor.profile_blocks(
-                    max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+            try:
+                self._profiles[batch] = await self._thread.run(
+                    lambda: self._executor.profile_blocks(
+                        max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+                    )
                 )
-            )
+            except WorkerError:
+                raise
+            except Exception as error:  # compilers and drivers raise anything
+                logger.exception("profiling failed")
+                what = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise ProfilingFailed(f"the largest batch cannot be computed: {what}") from error
         return self._profiles[batch]
 
     async def initialize_cache(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> None:

@@ -33,6 +33,7 @@ STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {
     errors.UnsupportedModel: grpc.StatusCode.FAILED_PRECONDITION,
     errors.BadCheckpoint: grpc.StatusCode.FAILED_PRECONDITION,
     errors.OutOfMemory: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.ProfilingFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CaptureFailed: grpc.StatusCode.FAILED_PRECONDITION,
     errors.NotReady: grpc.StatusCode.UNAVAILABLE,
     errors.InvalidPlan: grpc.StatusCode.INVALID_ARGUMENT,
@@ -65,7 +66,7 @@ def _translates_errors(rpc: Callable[..., Awaitable[Any]]) -> Callable[..., Awai
                 return await rpc(self, request, context)
         except WorkerError as error:
             logger.warning("call refused rpc=%s error=%s", rpc.__name__, error)
-            if isinstance(error, StepFailed):
+            if isinstance(error, StepFailed | errors.ProfilingFailed):
                 self._engine.suspect_device()
             await abort(context, error)
         except (grpc.aio.AbortError, asyncio.CancelledError):

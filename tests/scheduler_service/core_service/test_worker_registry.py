@@ -231,14 +231,21 @@ async def test_a_worker_without_memory_is_told_so(service: CoreService, fleet: F
     assert "block" in (worker.stop_reason or "")
 
 
+@pytest.mark.parametrize(
+    ("rpc", "reason"),
+    [
+        ("ProfileBlocks", "the largest batch cannot be computed"),
+        ("InitializeCache", "decode steps cannot be captured"),
+    ],
+)
 async def test_a_worker_that_can_never_serve_is_stopped_with_its_reason(
-    service: CoreService, fleet: Fleet
+    service: CoreService, fleet: Fleet, rpc: str, reason: str
 ) -> None:
     worker = FakeWorker()
-    worker.refuses_to_initialize = True
+    worker.refuses_to = rpc
     await fleet.start(worker)
     await until(lambda: worker.stop_reason, "it was asked to stop")
-    assert "decode steps cannot be captured" in (worker.stop_reason or "")
+    assert reason in (worker.stop_reason or "")
     assert worker.num_profiles == 1
 
 

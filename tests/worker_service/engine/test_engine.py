@@ -10,7 +10,7 @@ from tests.support.counting_model import loaded_counting_model
 from worker_service.config import CacheConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import BlockCounts
-from worker_service.errors import StaleEpoch
+from worker_service.errors import OutOfMemory, ProfilingFailed, StaleEpoch
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 
@@ -25,10 +25,13 @@ class CountingExecutor(ModelExecutor):
             lambda: loaded_counting_model(None, block_size=4),
         )
         self.num_profiles = 0
+        self.failure: Exception | None = None
         self.epochs: list[int] = []
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:
         self.num_profiles += 1
+        if self.failure is not None:
+            raise self.failure
         return super().profile_blocks(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
         )
@@ -48,6 +51,22 @@ async def test_memory_is_measured_once_for_each_size_of_batch() -> None:
         engine.stop()
     assert counts == [192, 192, 256, 192]
     assert executor.num_profiles == 2
+
+
+async def test_a_batch_that_cannot_be_computed_is_an_error_that_says_why() -> None:
+    executor = CountingExecutor()
+    engine = Engine(executor)
+    await engine.load()
+    executor.failure = TypeError("failed to specialize an argument\nand more")
+    says = "^the largest batch cannot be computed: TypeError: failed to specialize an argument$"
+    try:
+        with pytest.raises(ProfilingFailed, match=says):
+            await engine.profile_blocks(3, 64)
+        executor.failure = OutOfMemory("no room")
+        with pytest.raises(OutOfMemory):
+            await engine.profile_blocks(3, 64)
+    finally:
+        engine.stop()
 
 
 async def test_nothing_is_made_for_an_epoch_that_another_has_taken_over_meanwhile() -> None:

@@ -321,7 +321,7 @@ async def test_a_worker_whose_device_is_lost_in_a_step_ends() -> None:
 
 async def test_a_worker_whose_device_is_lost_between_steps_ends() -> None:
     async with running_worker(executor=WithoutDevice) as running:
-        with pytest.raises(grpc.aio.AioRpcError, match="ProfileBlocks failed: RuntimeError"):
+        with pytest.raises(grpc.aio.AioRpcError, match="batch cannot be computed: RuntimeError"):
             await running.stub.ProfileBlocks(
                 pb.ProfileBlocksRequest(max_num_seqs=1, max_num_batched_tokens=1)
             )
