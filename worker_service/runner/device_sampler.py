@@ -42,13 +42,13 @@ class StepKernels(Protocol):
         ...
 
     def edit(self, logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
-        """Edit logits in place. Returns whether they were finite before, for `sample`."""
+        """Edit logits in place. Returns what `sample` must know of them."""
         ...
 
     def sample(
         self,
         logits: Tensor,
-        sound: Tensor,
+        edited: Tensor,
         rows: SamplingRows,
         tables: SamplingTables,
         outcome: Tensor,
@@ -138,8 +138,8 @@ class DeviceSampler:
         logits: float32 [n, vocab_size], edited in place. Reads no host memory, so that it can be
         captured.
         """
-        sound = self._kernels.edit(logits, rows, self._tables)
-        self._kernels.sample(logits, sound, rows, self._tables, outcome)
+        edited = self._kernels.edit(logits, rows, self._tables)
+        self._kernels.sample(logits, edited, rows, self._tables, outcome)
 
     def share(self, rows: SamplingRows, outcome: Tensor) -> None:
         """Give the other ranks the outcome of a step, or receive it.

@@ -75,7 +75,7 @@ def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
     2019), then frequency and presence penalties, and exclude tokens that the bitmask excludes.
 
     logits: float32 [n, vocab_size]. Returns whether the largest logit of each edited row was finite
-    before, int32 [n, any], in a private encoding for `sample`.
+    before, int32, in a private encoding for `sample`.
     """
     sound = torch.full((len(logits), 1), _UNEDITED, dtype=torch.int32, device=logits.device)
     for row, (row_id, position, mask_row) in enumerate(_columns(rows)):

@@ -1,11 +1,11 @@
 """A step's inputs, edits of logits, sampling and log probabilities on a GPU.
 
-Sampling is bound by reading logits repeatedly, `vocab_size * 4` bytes per row and pass. A greedy
-row takes one pass, a row without filters four; top-k or top-p take up to 32 more, until few tokens
-are left. Each row has one program, so that a batch with fewer rows than the device has
+Sampling is bound by reading logits repeatedly, `vocab_size * 4` bytes per row and pass. The first
+pass has a program per tile: it edits the logits, for which penalties also read the counts of
+tokens, as many bytes as the logits, and finds the largest one. That is all for a greedy row; a row
+without filters takes three more passes, and top-k or top-p up to 32 more, until few tokens are
+left. In these each row has one program, so that a batch with fewer rows than the device has
 multiprocessors is bound by the bandwidth of one multiprocessor. Scratch memory: 16 KiB per row.
-Edits take one more pass over the rows that have any, with a program per tile; penalties also read
-the counts of tokens, which have the size of the logits.
 """
 
 import torch
@@ -77,15 +77,15 @@ def prepare(
 
 
 def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
-    """Edit logits in place; as `reference.edit`. Returns int32 [n, tiles of a row]."""
+    """Edit logits in place; as `reference.edit`. Returns int32 [3, n, tiles of a row]."""
     num_rows, vocab_size = _check(logits, rows)
     tile = _tile(vocab_size)
     num_tiles = triton.cdiv(vocab_size, tile)
-    sound = torch.empty((num_rows, num_tiles), dtype=torch.int32, device=logits.device)
+    tiles = torch.empty((3, num_rows, num_tiles), dtype=torch.int32, device=logits.device)
     if num_rows:
         sampling_kernels.edit[(num_rows, num_tiles)](
             logits,
-            sound,
+            tiles,
             rows.row_ids,
             rows.positions,
             rows.mask_rows,
@@ -106,12 +106,12 @@ def edit(logits: Tensor, rows: SamplingRows, tables: SamplingTables) -> Tensor:
             num_warps=_NUM_WARPS,
             enable_fp_fusion=False,
         )
-    return sound
+    return tiles
 
 
 def sample(
     logits: Tensor,
-    sound: Tensor,
+    tiles: Tensor,
     rows: SamplingRows,
     tables: SamplingTables,
     outcome: Tensor,
@@ -130,7 +130,7 @@ def sample(
         sampling_kernels.sample[(num_rows,)](
             outcome,
             logits,
-            sound,
+            tiles,
             candidates,
             torch.empty_like(candidates, dtype=torch.int32),
             rows.row_ids,
@@ -144,7 +144,7 @@ def sample(
             logits.stride(0),
             rows.bitmask.stride(0),
             NUM_PARAMS=len(SamplingParam),
-            NUM_TILES=sound.shape[1],
+            NUM_TILES=tiles.shape[2],
             CAPACITY=capacity,
             TILE=_tile(vocab_size),
             num_warps=_NUM_WARPS,

@@ -83,22 +83,27 @@ def _scaled(values, at, mask, temperature):
 
 
 @triton.jit
-def _largest(values, length, TILE: tl.constexpr):
-    """Return the largest value, its first index, and whether there is a NaN."""
-    lane = tl.arange(0, TILE)
-    best = tl.full([TILE], float("-inf"), tl.float32)
-    best_at = lane * 0
-    nans = lane * 0
-    for start in range(0, length, TILE):
-        at = start + lane
-        x = tl.load(values + at, at < length, other=float("-inf")).to(tl.float32)
-        is_better = x > best
-        best = tl.where(is_better, x, best)
-        best_at = tl.where(is_better, at, best_at)
-        nans = nans | (x != x).to(tl.int32)
-    maximum = tl.max(best, axis=0)
-    first = tl.min(tl.where(best == maximum, best_at, 0x7FFFFFFF), axis=0)
-    return maximum, first, tl.max(nans, axis=0)
+def _peak(x, at):
+    """The largest value of a tile, infinity if there is a NaN, and its first index."""
+    maximum = tl.max(tl.where(x != x, float("inf"), x), axis=0)
+    return maximum, tl.min(tl.where(x == maximum, at, 0x7FFFFFFF), axis=0)
+
+
+@triton.jit
+def _of_row(tiles, num_cells, NUM_TILES: tl.constexpr):
+    """Return the largest logit of a row and its first index, and whether its maximum was finite
+    before it was edited, from what `edit` found in its tiles."""
+    tile = tl.arange(0, triton.next_power_of_2(NUM_TILES))
+    is_tile = tile < NUM_TILES
+    seen = tl.load(tiles + tile, is_tile, other=0)
+    peaks = tl.load(tiles + num_cells + tile, is_tile, other=0).to(tl.float32, bitcast=True)
+    peaks = tl.where(is_tile, peaks, float("-inf"))
+    places = tl.load(tiles + 2 * num_cells + tile, is_tile, other=0x7FFFFFFF)
+    largest = tl.max(peaks, axis=0)
+    first = tl.min(tl.where(peaks == largest, places, 0x7FFFFFFF), axis=0)
+    has_finite = tl.max(seen & HAS_FINITE, axis=0)
+    has_unsound = tl.max(seen & HAS_UNSOUND, axis=0)
+    return largest, first, (has_finite > 0) & (has_unsound == 0)
 
 
 @triton.jit
@@ -271,7 +276,7 @@ def _choose(
 def sample(
     outcome,
     logits,
-    sound,
+    tiles,
     candidates,
     candidate_ids,
     row_ids,
@@ -300,12 +305,9 @@ def sample(
         mask_row = tl.load(mask_rows + row).to(tl.int64)
         is_penalized = tl.load(own + IS_PENALIZED) != 0
         offers = tl.load(own + OFFERS) != 0
-        is_edited = is_penalized | (tl.load(own + NUM_EDITS) != 0) | (mask_row >= 0)
-        largest, first, has_nan = _largest(values, vocab_size, TILE)
-        has_token = (has_nan == 0) & (largest < float("inf")) & (largest > float("-inf"))
-        is_sound = has_token
-        if is_edited:
-            is_sound = _is_sound(sound + row * NUM_TILES, NUM_TILES)
+        num_cells = tl.num_programs(0) * NUM_TILES
+        largest, first, is_sound = _of_row(tiles + row * NUM_TILES, num_cells, NUM_TILES)
+        has_token = (largest < float("inf")) & (largest > float("-inf"))
         why = before * 0 + NO_CANDIDATES
         if mask_row >= 0:
             last_word = tl.load(bitmask + mask_row * bitmask_stride + bitmask_stride - 1)
@@ -337,16 +339,6 @@ def sample(
 
 
 @triton.jit
-def _is_sound(sound, NUM_TILES: tl.constexpr):
-    """Whether the maximum of a row is finite, from the results of `edit` for its tiles."""
-    tile = tl.arange(0, triton.next_power_of_2(NUM_TILES))
-    seen = tl.load(sound + tile, tile < NUM_TILES, other=0)
-    has_finite = tl.max(seen & HAS_FINITE, axis=0)
-    has_unsound = tl.max(seen & HAS_UNSOUND, axis=0)
-    return (has_finite > 0) & (has_unsound == 0)
-
-
-@triton.jit
 def _seen(x, mask):
     """The bits that `edit` reports for each of these logits."""
     is_unsound = (x != x) | (x == float("inf"))
@@ -358,7 +350,7 @@ def _seen(x, mask):
 @triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_COLUMNS)
 def edit(
     logits,
-    sound,
+    tiles,
     row_ids,
     positions,
     mask_rows,
@@ -379,8 +371,9 @@ def edit(
 ):
     """Program (row, tile): edit one tile of a row's logits; all edits of the row are searched.
 
-    Biases are applied before exclusions. A barrier separates the passes over the edits, since a
-    thread may read values that another thread has stored.
+    tiles: int32 [3, rows, tiles]: what was seen before, then the bits of the tile's largest logit
+    and its index. Biases are applied before exclusions. A barrier separates the passes over the
+    edits, since a thread may read values that another thread has stored.
     """
     row = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * TILE
@@ -389,8 +382,6 @@ def edit(
     mask_row = tl.load(mask_rows + row).to(tl.int64)
     num_edits = tl.load(params + NUM_EDITS)
     is_penalized = tl.load(params + IS_PENALIZED) != 0
-    if (num_edits == 0) & (is_penalized == 0) & (mask_row < 0):
-        return
     position = tl.load(positions + row)
     logits += row * logits_stride
     seen = tl.arange(0, TILE) * 0
@@ -430,8 +421,12 @@ def edit(
         x = tl.where(((words >> (at % 32)) & 1) != 0, x, float("-inf"))
     if is_penalized | (mask_row >= 0):
         tl.store(logits + at, x, is_token)
-    both = _either(seen) | _either(excluded_seen)
-    tl.store(sound + row * NUM_TILES + tl.program_id(1), both)
+    cell = tiles + row * NUM_TILES + tl.program_id(1)
+    num_cells = tl.num_programs(0) * NUM_TILES
+    maximum, place = _peak(x, at)
+    tl.store(cell, _either(seen) | _either(excluded_seen))
+    tl.store(cell + num_cells, maximum.to(tl.int32, bitcast=True))
+    tl.store(cell + 2 * num_cells, place)
 
 
 @triton.jit
@@ -510,9 +505,14 @@ def logprobs(
     """Program (row): log softmax of the row's tokens, and the rank of the first."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * logits_stride
-    maximum, _, _ = _largest(logits, vocab_size, TILE)
     own = tl.load(logits + tl.load(token_ids + row * num_tokens)).to(tl.float32)
     lane = tl.arange(0, TILE)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    for start in range(0, vocab_size, TILE):
+        at = start + lane
+        x = tl.load(logits + at, at < vocab_size, other=float("-inf")).to(tl.float32)
+        best = tl.where(x > best, x, best)  # not a NaN
+    maximum = tl.max(best, axis=0)
     masses = tl.zeros([TILE], tl.float64)
     larger = lane * 0
     for start in range(0, vocab_size, TILE):
