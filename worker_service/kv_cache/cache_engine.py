@@ -5,11 +5,14 @@ block, all layers, keys and values, is one contiguous piece of memory, so swappi
 it in and copying it move one piece each. In int8, a head's codes are followed by their scale, so
 that these operations move scales without knowing of them.
 
-On a GPU the operations run on a stream of their own. Swap-outs and copies finish before the step's
-forward pass, which may write to their sources and read their targets. Swap-ins overlap it: their
-targets are used from the next plan on (`plan.proto`), and only that one waits for them. On a CPU
-all is done at once, by the threads that compute: both share the memory's bandwidth, so running it
-concurrently would gain nothing.
+On a GPU the operations run on a stream of their own, and overlap the step's forward pass; the next
+plan waits for them. Targets of swap-ins are used from the next plan on (`plan.proto`). The forward
+pass waits for swap-outs and copies in two cases only: if the plan has copies, whose targets it may
+read and whose sources it may write to; and if the plan assigns a block that it also swaps out to a
+sequence, whose row may overwrite it. Blocks that are copied to the host before they are evicted are
+not assigned in the same plan, so those copies cost a step no time of its own. On a CPU all is done
+at once, by the threads that compute: both share the memory's bandwidth, so running it concurrently
+would gain nothing.
 
 How blocks are moved on a GPU was measured on an H200 with pinned host memory and blocks of 64 KB:
 one copy per block reaches 10 GB/s, a kernel that reads and writes the host's memory in place 51
@@ -198,6 +201,34 @@ class _Population(threading.Thread):
         self._cache = None
 
 
+class OperationStream(Protocol):
+    """Where cache operations run beside a device's other work, the compute stream.
+
+    As a context it queues operations, after the work queued on the compute stream so far.
+    """
+
+    def wait_for_last(self) -> None:
+        """Make later work on the compute stream wait for the last plan's operations."""
+        ...
+
+    def __enter__(self) -> None: ...
+
+    def release_compute(self) -> None:
+        """Make later work on the compute stream wait for the operations queued so far."""
+        ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def finish(self) -> None:
+        """Wait for all queued operations."""
+        ...
+
+    def timer(self) -> Callable[[], int]:
+        """A function that returns the device time of the last plan's operations or, until they
+        are done, the time since they were queued. Microseconds."""
+        ...
+
+
 class CacheEngine:
     """Both caches of one worker."""
 
@@ -210,17 +241,19 @@ class CacheEngine:
         num_cpu_blocks: int,
         device: torch.device,
         mover: BlockMover | None = None,
+        stream: OperationStream | None = None,
     ) -> None:
-        """mover: None takes the fastest for the device."""
+        """mover, stream: None takes the fastest for the device; on a CPU there is no stream."""
         self._mover = mover_for(device) if mover is None else mover
         self.device_cache = _allocate(spec, block_size, num_gpu_blocks, device)
-        self._stream = _SideStream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = _SideStream(device) if stream is None and on_gpu else stream
         self.host_cache = _allocate(
             spec,
             block_size,
             num_cpu_blocks,
             torch.device("cpu"),
-            pinned=self._stream is not None and num_cpu_blocks > 0,
+            pinned=on_gpu and num_cpu_blocks > 0,
         )
         self._population: _Population | None = None
 
@@ -266,7 +299,8 @@ class CacheEngine:
             if len(plan.swap_out) or len(plan.swap_in) or len(plan.copy):
                 with self._stream:
                     self._swap_out(plan)
-                    self._stream.release_compute()
+                    if _precede_forward(plan):
+                        self._stream.release_compute()
                     self._swap_in(plan)
 
     def finish(self) -> None:
@@ -283,8 +317,8 @@ class CacheEngine:
         return _no_time if self._stream is None else self._stream.timer()
 
     def _swap_out(self, plan: StepPlan) -> None:
-        """Operations that precede the forward pass. No swap-in's target is a copy's source or
-        target, so copies need not wait for swap-ins."""
+        """Swap-outs and copies. No swap-in's target is a copy's source or target, so copies need
+        not wait for swap-ins."""
         self._mover.swap(self.device_cache, self.host_cache, plan.swap_out)
         self._mover.copy(self.device_cache, plan.copy)
 
@@ -293,10 +327,8 @@ class CacheEngine:
 
 
 class _SideStream:
-    """The CUDA stream of cache operations, and the events that order it with the compute stream.
-
-    As a context it queues operations on this stream, after the work on the compute stream.
-    """
+    """The `OperationStream` of a GPU: a CUDA stream, and the events that order it with the compute
+    stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -309,7 +341,6 @@ class _SideStream:
         """Whether the last plan had operations."""
 
     def wait_for_last(self) -> None:
-        """Make later work on the compute stream wait for the last plan's operations."""
         if self._is_used:
             torch.cuda.current_stream(self._device).wait_event(self._end)
         self._is_used = False
@@ -325,7 +356,6 @@ class _SideStream:
         self._context.__enter__()
 
     def release_compute(self) -> None:
-        """Make later work on the compute stream wait for the operations queued so far only."""
         self._compute.wait_event(self._stream.record_event())
 
     def __exit__(self, *error: object) -> None:
@@ -333,12 +363,9 @@ class _SideStream:
         self._end.record(self._stream)
 
     def finish(self) -> None:
-        """Wait for all queued operations."""
         self._stream.synchronize()
 
     def timer(self) -> Callable[[], int]:
-        """A function that returns the device time of the last plan's operations or, until they
-        are done, the time since they were queued."""
         if not self._is_used:
             return _no_time
         start, end, queued_us = self._start, self._end, self._queued_us
@@ -349,6 +376,16 @@ class _SideStream:
             return round(start.elapsed_time(end) * 1000)
 
         return elapsed_us
+
+
+def _precede_forward(plan: StepPlan) -> bool:
+    """Whether the forward pass may write to the sources of the plan's swap-outs and copies, or read
+    their targets: it writes to a block that is swapped out only if the plan assigns it."""
+    if len(plan.copy) or not len(plan.swap_out):
+        return len(plan.copy) > 0
+    assigned = [new.block_ids for new in plan.new_sequences]
+    assigned.append(plan.block_updates[:, 2])
+    return bool(np.isin(plan.swap_out[:, 0], np.concatenate(assigned)).any())
 
 
 def _no_time() -> int:

@@ -4,19 +4,22 @@ import ctypes
 import mmap
 import sys
 import threading
+from collections.abc import Callable
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
+from torch import Tensor
 
 from pagewire_kernels.cpu.linear import discard
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference import swap_blocks, write_kv
 from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
-from tests.support.plans import moving_plan
+from tests.support.plans import moving_plan, new_sequence
+from worker_service.array_types import Int32Array
 from worker_service.errors import InvalidPlan
 from worker_service.kv_cache.cache_engine import (
     SPARE_BYTES,
@@ -28,6 +31,7 @@ from worker_service.kv_cache.cache_engine import (
     mover_for,
 )
 from worker_service.models.interface import KVCacheSpec
+from worker_service.plan import StepPlan
 
 
 @pytest.mark.parametrize(
@@ -232,3 +236,80 @@ def test_a_plan_is_checked_before_anything_is_moved() -> None:
     with pytest.raises(InvalidPlan):
         engine.execute(moving_plan(swap_out=[(0, 0)], copy=[(0, 2)]))
     assert not np.any(engine.host_cache.numpy())
+
+
+class RecordedStream:
+    """A mover and the stream that it moves blocks on, which record what they are asked to do."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def swap(self, source: Tensor, target: Tensor, pairs: Int32Array) -> None:
+        if len(pairs):
+            self.calls.append("out" if len(source) > len(target) else "in")
+
+    def copy(self, cache: Tensor, pairs: Int32Array) -> None:
+        if len(pairs):
+            self.calls.append("copy")
+
+    def wait_for_last(self) -> None:
+        self.calls.append("wait for last")
+
+    def __enter__(self) -> None: ...
+
+    def release_compute(self) -> None:
+        self.calls.append("wait")
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def timer(self) -> Callable[[], int]:
+        return lambda: 0
+
+
+OUT, IN = [(0, 0), (3, 1)], [(2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("plan", "calls"),
+    [
+        (moving_plan(), []),
+        (moving_plan(block_updates=[(1, 0, 3)]), []),
+        (moving_plan(swap_out=OUT), ["out"]),
+        (moving_plan(swap_out=OUT, swap_in=IN), ["out", "in"]),
+        (moving_plan(swap_in=IN), ["in"]),
+        (moving_plan(swap_in=IN, block_updates=[(1, 0, 3)]), ["in"]),
+        (moving_plan(copy=[(1, 2)]), ["copy", "wait"]),
+        (
+            moving_plan(swap_out=OUT, swap_in=IN, copy=[(1, 2)], block_updates=[(1, 0, 2)]),
+            ["out", "copy", "wait", "in"],
+        ),
+        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 1), (0, 3, 2)]), ["out"]),
+        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 1), (1, 9, 3)]), ["out", "wait"]),
+        (
+            moving_plan(swap_out=OUT, new_sequences=[new_sequence([1]), new_sequence([2, 4])]),
+            ["out"],
+        ),
+        (
+            moving_plan(swap_out=OUT, swap_in=IN, new_sequences=[new_sequence([1, 3])]),
+            ["out", "wait", "in"],
+        ),
+    ],
+)
+def test_a_step_waits_only_for_operations_on_blocks_that_it_may_use(
+    plan: StepPlan, calls: list[str]
+) -> None:
+    spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    stream = RecordedStream()
+    engine = CacheEngine(
+        spec,
+        block_size=1,
+        num_gpu_blocks=5,
+        num_cpu_blocks=3,
+        device=torch.device("cpu"),
+        mover=stream,
+        stream=stream,
+    )
+    engine.execute(plan)
+    assert stream.calls == ["wait for last", *calls]

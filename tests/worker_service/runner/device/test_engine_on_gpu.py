@@ -140,6 +140,31 @@ def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them
     assert float(engine.device_cache[511].min()) == 3.0
 
 
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_a_step_computes_while_blocks_are_swapped_out_unless_it_may_overwrite_them(
+    overwrites: bool,
+) -> None:
+    device = torch.device("cuda")
+    spec = KVCacheSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    engine = CacheEngine(spec, block_size=16, num_gpu_blocks=512, num_cpu_blocks=512, device=device)
+    engine.device_cache[:] = 3.0
+    pairs = [(block, block) for block in range(512)]  # a gigabyte
+    updates = [(1, 0, 511)] if overwrites else []
+    for _ in range(2):  # the first time includes start-up
+        engine.finish()
+        engine.host_cache[511] = 0.0
+        engine.execute(moving_plan(swap_out=pairs, block_updates=updates))
+        done = torch.cuda.Event()
+        done.record()
+        done.synchronize()
+        last_block = float(engine.host_cache[511].max())
+    assert last_block == (3.0 if overwrites else 0.0)
+    engine.execute(moving_plan())
+    engine.device_cache[511] = 5.0
+    torch.cuda.synchronize()
+    assert float(engine.host_cache[511].min()) == 3.0
+
+
 def test_swapping_on_a_gpu_gives_the_tokens_of_a_roomy_cache() -> None:
     draw = np.random.default_rng(3)
     prompts = [draw.integers(5, 250, size=length).tolist() for length in (9, 17, 26, 9, 30, 8)]
