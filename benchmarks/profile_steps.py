@@ -4,14 +4,14 @@
 
 Scheduler core and worker run in this process. *Decode* steps have a row for each of `--sequences`;
 *mixed* steps also have a chunk of a prompt. The idle share is the part of the time from the first
-to the last operation during which the device runs none. Traces for https://ui.perfetto.dev are
-written next to the results.
+to the last operation during which the device runs none; the steps in which the profiler starts are
+not counted. Traces for https://ui.perfetto.dev are written next to the results.
 """
 
 import argparse
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,15 @@ from benchmarks.tables import script_parser
 _MOST_OPERATIONS = 15
 """Maximum number of operations in a table, those that take longest."""
 
+_STARTING_STEPS = 2
+"""Steps in which the profiler starts, before those that are profiled."""
+
+_SLACK = 16
+"""Output tokens of a sequence beyond one for each step, for steps in flight."""
+
+_MOST_PROMPT_TOKENS = 16384
+"""Prompt tokens of a step before the profiled ones: all sequences are soon decoding."""
+
 
 def idle_share(intervals: Iterable[tuple[float, float]]) -> float:
     """Share of the time from the first start to the last end that no interval covers."""
@@ -47,14 +56,18 @@ class Steps:
     """Steps of decoding sequences, to which prompts can be added."""
 
     def __init__(self, args: argparse.Namespace) -> None:
+        num_prompt_tokens = args.sequences * args.context
+        budget = min(num_prompt_tokens, _MOST_PROMPT_TOKENS)
+        num_profiled = args.decode_steps + args.mixed_steps + 2 * _STARTING_STEPS
+        self.num_output_tokens = -(-num_prompt_tokens // budget) + num_profiled + _SLACK
         settings = Settings(
             shape=SHAPES[args.shape],
             dtype=args.dtype,
             checkpoints=args.checkpoints,
             device=args.device,
-            max_model_len=args.context + args.chunk + 256,
-            max_num_seqs=args.sequences + args.mixed_steps,
-            max_num_batched_tokens=args.sequences + args.chunk,
+            max_model_len=max(args.context, args.chunk) + self.num_output_tokens,
+            max_num_seqs=args.sequences + args.mixed_steps + _STARTING_STEPS,
+            max_num_batched_tokens=args.sequences + max(args.chunk, budget),
             kv_cache_gib=args.kv_cache_gib,
             attention_backend=args.attention_backend,
         )
@@ -74,16 +87,18 @@ class Steps:
         """Compute a step; False if nothing was left to do."""
         return self._engine.advance(self.outputs)
 
-    def profiled(self, num_steps: int, trace: Path) -> dict[str, Any]:
-        """Figures of some steps."""
+    def profiled(
+        self, num_steps: int, trace: Path, before_each: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """Figures of the next steps that are launched; `before_each` is called before each one."""
         kind = DeviceType.CUDA if self._on_gpu else DeviceType.CPU
         activity = ProfilerActivity.CUDA if self._on_gpu else ProfilerActivity.CPU
-        with profile(activities=[activity]) as found:
-            for _ in range(num_steps):
-                if not self.advance():
-                    raise RuntimeError("all sequences have ended: they need more output tokens")
-            if self._on_gpu:
-                torch.cuda.synchronize()
+        found = profile(activities=[activity])
+        found.prepare_trace()
+        self._launch(_STARTING_STEPS, before_each)
+        found.start_trace()
+        num_steps, num_rows = self._launch(num_steps, before_each)
+        found.stop_trace()
         found.export_chrome_trace(str(trace))
         events = [event for event in found.events() if event.device_type == kind]
         times: Counter[str] = Counter()
@@ -93,6 +108,7 @@ class Steps:
         whole_us = max(end for _, end in spans) - min(begin for begin, _ in spans)
         return {
             "steps": num_steps,
+            "rows": round(num_rows / num_steps, 2),
             "us_per_step": round(whole_us / num_steps, 1),
             "operations_per_step": round(len(events) / num_steps, 1),
             "idle_share": round(idle_share(spans), 4),
@@ -101,19 +117,35 @@ class Steps:
             },
         }
 
+    def _launch(self, num_steps: int, before_each: Callable[[], None]) -> tuple[int, int]:
+        """Launch steps, one for each that is collected, and wait for the device. Returns the number
+        of steps launched, `num_steps` unless more or fewer are in flight than before, and of rows.
+        """
+        first_step, first_row = self._engine.num_steps, self._engine.num_rows
+        for _ in range(num_steps):
+            before_each()
+            self.advance()
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        num_launched = self._engine.num_steps - first_step
+        if num_launched == 0:
+            raise RuntimeError("all sequences have ended: they need more output tokens")
+        return num_launched, self._engine.num_rows - first_row
+
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Profile both kinds of steps, after a first run that compiles kernels."""
     steps, figures = Steps(args), {}
     for _ in range(2):
-        steps.submit(args.sequences, args.context, 2 * (args.decode_steps + args.mixed_steps) + 64)
+        steps.submit(args.sequences, args.context, steps.num_output_tokens)
         while not all(steps.outputs.values()):
             steps.advance()
         trace = args.results / "profile_decode.json.gz"
         figures["decode"] = steps.profiled(args.decode_steps, trace)
-        steps.submit(args.mixed_steps, args.chunk, 2)
         trace = args.results / "profile_mixed.json.gz"
-        figures["mixed"] = steps.profiled(args.mixed_steps, trace)
+        figures["mixed"] = steps.profiled(
+            args.mixed_steps, trace, lambda: steps.submit(1, args.chunk, 1)
+        )
         while steps.advance():
             pass
         steps.outputs.clear()
@@ -141,7 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     foreign = ForeignLoad()
     figures = run(args)
     for kind, found in figures.items():
-        print(f"{kind}: {found['us_per_step']} µs a step, idle {found['idle_share']:.1%}")
+        print(
+            f"{kind}: {found['rows']:g} rows, {found['us_per_step']} µs a step,"
+            f" idle {found['idle_share']:.1%}"
+        )
         for name, us in found["us_per_step_by_operation"].items():
             print(f"    {us:10.1f} µs  {name[:100]}")
     about = {"shape": args.shape, "dtype": args.dtype, "sequences": args.sequences}

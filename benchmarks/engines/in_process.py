@@ -69,6 +69,10 @@ class InProcess:
         self._core = SchedulerCore(SchedulerConfig(**limits, **settings.get("scheduler", {})))
         self._num_requests = 0
         self._launched: deque[Step] = deque()
+        self.num_steps = 0
+        """Steps launched so far."""
+        self.num_rows = 0
+        """Rows of these steps."""
         cache = CacheConfig(
             kv_cache_memory=settings["kv_cache_gib"] * 2**30,
             kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
@@ -136,6 +140,8 @@ class InProcess:
             message = scheduler_wire.encode_plan(plan, EPOCH)
             step = self._runner.launch(worker_wire.decode_plan(message, received_us=0))
             self._launched.append(step)
+            self.num_steps += 1
+            self.num_rows += len(plan.seq_ids)
         if not self._launched:
             return False
         self.update(self._launched.popleft().collect())

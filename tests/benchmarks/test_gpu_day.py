@@ -63,6 +63,7 @@ def test_steps_are_profiled(day: Day) -> None:
     found = json.loads((day.output / "profile_steps.json").read_text())
     assert (found["decode"]["steps"], found["mixed"]["steps"]) == (3, 5)
     for kind in ("decode", "mixed"):
+        assert found[kind]["rows"] == {"decode": 4, "mixed": 5}[kind]
         assert 0 <= found[kind]["idle_share"] < 1
         assert found[kind]["us_per_step"] > 0
         assert (day.output / f"profile_{kind}.json.gz").stat().st_size > 0
