@@ -127,6 +127,10 @@ class SchedulerConfig:
     """Let a request preempt others although an equal one that arrived earlier waits in the same
     worker group. Set only by recordings of format versions 1 and 2, whose cores allowed it."""
 
+    copies_ahead: bool = True
+    """Copy blocks to the host before they are evicted. Unset only by recordings of cores that did
+    not."""
+
     max_worker_losses: int = 3
     """Fail a request that was running at this many losses of workers, since it may be their
     cause."""

@@ -24,6 +24,7 @@ SCHEDULER = ConfigFlags(
     max_outgrown_wait_s="max_outgrown_wait",
     queue_retry_delay_s=None,
     lets_equals_overtake=None,
+    copies_ahead=None,
     default_tenant=None,
     tenants=None,
 )

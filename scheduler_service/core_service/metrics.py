@@ -61,7 +61,7 @@ OF_MODEL = {
         "pagewire_delivered_tokens_total", "Output tokens delivered to frontends.", MODEL
     ),
     "totals.num_swapped_out_blocks": counter(
-        "pagewire_swapped_out_blocks_total", "KV blocks moved from devices to host memory.", MODEL
+        "pagewire_swapped_out_blocks_total", "KV blocks copied from devices to host memory.", MODEL
     ),
     "totals.num_swapped_in_blocks": counter(
         "pagewire_swapped_in_blocks_total", "KV blocks moved from host memory to devices.", MODEL

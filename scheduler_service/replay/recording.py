@@ -19,6 +19,7 @@ Recordings of all format versions replay:
   waits in the same worker group. Cores that recorded versions 1 and 2 did not follow it, and their
   recordings replay without it (`SchedulerConfig.lets_equals_overtake`).
 - Version 1 hashed the messages of errors in outputs as well.
+- A field of the configuration that a recording lacks has the value of a core without that feature.
 """
 
 import base64
@@ -156,9 +157,11 @@ def decode_header(codec: Codec, data: Any) -> Header:
             f"format version {data.get('format_version')!r} is unknown: this software "
             f"({VERSION}) reads versions {', '.join(map(str, READABLE_VERSIONS))}"
         )
-    if isinstance(config := data.get("config"), dict) and data["format_version"] < 3:
-        # Their cores had these rules, if no field says otherwise.
-        former = {"max_outgrown_wait_s": None, "lets_equals_overtake": True}
+    if isinstance(config := data.get("config"), dict):
+        # Former cores had these rules, if no field says otherwise.
+        former: dict[str, Any] = {"copies_ahead": False}
+        if data["format_version"] < 3:
+            former |= {"max_outgrown_wait_s": None, "lets_equals_overtake": True}
         data = data | {"config": former | config}
     header: Header = codec.decode(Header, data)
     return header

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockMap, BlockPool, map_blocks
-from scheduler_service.core.kv_cache.host_cache import HostCache
+from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 
 
 class AllocStatus(Enum):
@@ -40,18 +40,26 @@ class BlockManager:
     The pairs of blocks to move are returned in the plan's format.
 
     An evicted block is copied to the host, if there is room, and can be found there; the plan under
-    construction copies it before anything is written to it.
+    construction copies it before anything is written to it, unless an earlier plan has copied it
+    ahead.
 
     Invariant: a block's reference count is the number of tables that contain it, each at most once.
     A sequence has a table on the device or on the host, or none.
     """
 
     def __init__(
-        self, *, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int, watermark: float
+        self,
+        *,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        block_size: int,
+        watermark: float,
+        copies_ahead: bool = True,
     ) -> None:
         self.block_size = block_size
         self.host = HostCache(num_cpu_blocks)
         self.gpu_pool = BlockPool(num_gpu_blocks, self.host.keep)
+        self._copy_ahead = CopyAhead(self.gpu_pool, self.host) if copies_ahead else None
         self._watermark_blocks = int(watermark * num_gpu_blocks)
         self._tables: dict[int, list[int]] = {}
 
@@ -283,9 +291,12 @@ class BlockManager:
         """Release a swapped-out sequence's blocks."""
         self.host.free(seq_id)
 
-    def end_plan(self) -> list[int]:
+    def end_plan(self, *, has_rows: bool) -> list[int]:
         """Complete the plan under construction; returns the (device block, host block) pairs that
-        it must swap out in addition, to keep evicted blocks."""
+        it must swap out in addition, to keep evicted blocks, and those that will be evicted next.
+        """
+        if self._copy_ahead is not None:
+            self._copy_ahead.end_plan(has_rows=has_rows)
         return self.host.end_plan()
 
     def device_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:

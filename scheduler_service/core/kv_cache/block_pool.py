@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 BlockKey = bytes
 """Identifies the tokens of a block and all tokens before them; see `prefix_cache.py`."""
@@ -17,15 +18,19 @@ class CachedBlocks:
     """Blocks whose contents have a key, whether in use or free.
 
     Free ones are kept in the order in which they were freed, until they are found again or evicted;
-    the least recently used is evicted first.
+    the least recently used is evicted first. The first of them may be saved: they have been copied
+    elsewhere, ahead of their eviction.
 
-    Invariant: keys and blocks correspond one to one, and every free block has a key.
+    Invariant: keys and blocks correspond one to one, and every free block has a key. Saved blocks
+    are free, and less recently used than all other free blocks.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
+        self._saved: OrderedDict[int, None] = OrderedDict()
         self._free: OrderedDict[int, None] = OrderedDict()
+        """Free blocks that are not saved."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._keys
@@ -33,11 +38,16 @@ class CachedBlocks:
     @property
     def num_free(self) -> int:
         """Blocks that are not in use."""
-        return len(self._free)
+        return len(self._saved) + len(self._free)
+
+    @property
+    def num_saved(self) -> int:
+        """Free blocks that have been copied elsewhere."""
+        return len(self._saved)
 
     def free_blocks(self) -> Iterable[int]:
         """Blocks that are not in use, the least recently used first."""
-        return self._free.keys()
+        return chain(self._saved, self._free)
 
     def key_of(self, block: int) -> BlockKey | None:
         """The key of a block; None if it has none."""
@@ -66,17 +76,28 @@ class CachedBlocks:
 
     def use(self, block: int) -> None:
         """Record that a free block was found and is in use again."""
-        del self._free[block]
+        del (self._saved if block in self._saved else self._free)[block]
 
     def touch(self, block: int) -> None:
         """Make a block the most recently used one, if it has a key and is free."""
-        if block in self._free:
-            self._free.move_to_end(block)
+        if block in self._saved or block in self._free:
+            self.use(block)
+            self.free(block)
+
+    def save(self, most: int) -> list[tuple[int, BlockKey]]:
+        """Make up to `most` more of the least recently used free blocks saved; returns them with
+        their keys, for the caller to copy."""
+        blocks = []
+        for _ in range(min(most, len(self._free))):
+            block, _ = self._free.popitem(last=False)
+            self._saved[block] = None
+            blocks.append((block, self._keys[block]))
+        return blocks
 
     def evict(self) -> tuple[int, BlockKey]:
         """Remove and return the least recently used free block, and its key."""
-        assert self._free, "no block is free"
-        block, _ = self._free.popitem(last=False)
+        assert self.num_free, "no block is free"
+        block, _ = (self._saved or self._free).popitem(last=False)
         key = self._keys[block]
         self.discard(block)
         return block, key
@@ -85,7 +106,9 @@ class CachedBlocks:
         """Assert the invariant; `ref_counts`: of the blocks in use."""
         assert {block: key for key, block in self._blocks.items()} == self._keys
         assert len(self._blocks) == len(self._keys)
-        assert set(self._free) == self._keys.keys() - ref_counts.keys()
+        free = set(self.free_blocks())
+        assert free == self._keys.keys() - ref_counts.keys()
+        assert len(free) == self.num_free, "a block is saved and not saved"
 
 
 class BlockPool:
@@ -102,6 +125,8 @@ class BlockPool:
         """`on_evict` is called with each block that is allocated although it has a key."""
         self.num_blocks = num_blocks
         self.cached = CachedBlocks()
+        self.num_allocated = 0
+        """Blocks allocated so far."""
         self._ref_counts = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._on_evict = on_evict
@@ -110,6 +135,11 @@ class BlockPool:
     def num_free_blocks(self) -> int:
         """Number of blocks that can be allocated."""
         return len(self._free) + self.cached.num_free
+
+    @property
+    def num_ready_blocks(self) -> int:
+        """Number of free blocks that have no contents, or saved ones."""
+        return len(self._free) + self.cached.num_saved
 
     def is_used(self, block: int) -> bool:
         """Whether the block has references."""
@@ -132,6 +162,7 @@ class BlockPool:
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Allocate blocks, with one reference each; as many must be free."""
+        self.num_allocated += num_blocks
         free, evict = self._free, self._evict
         blocks = [free.pop() if free else evict() for _ in range(num_blocks)]
         for block in blocks:

@@ -1,12 +1,27 @@
 """Host memory of one worker group: swapped-out sequences, and the prefix cache's second tier.
 
-The second tier holds cached blocks that were evicted from the device.
+The second tier holds cached blocks that were evicted from the device, or will be soon. A block with
+contents that is given to another sequence must first be copied to the host, and the forward pass of
+that plan waits for the copy. So every plan also copies some of the blocks that later plans will
+evict: nothing writes to those in this step, so the worker can copy them while it computes, and
+evicting them later copies nothing.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockPool
+
+PLANS_AHEAD = 2
+"""Blocks that are kept ready, by the largest number that a recent plan allocated; and the most
+blocks that a plan copies ahead, by the number that it allocates."""
+
+SPARE_COPIES = 8
+"""Blocks that a plan may copy ahead in addition."""
+
+DECAY = 0.99
+"""Weight of the largest number of blocks after one more plan: half of it is left after 69 plans."""
 
 
 class HostCache:
@@ -30,8 +45,8 @@ class HostCache:
         self._pinned: list[int] = []
         """References that end with the plan; a sequence's blocks are in reverse order."""
         self._kept: dict[int, int] = {}
-        """Evicted device blocks that this plan copies to the host, by host block, in the order of
-        eviction."""
+        """Cached device blocks that this plan copies to the host, by host block: evicted ones in
+        the order of eviction, then those that will be evicted next."""
 
     # Swapped-out sequences.
 
@@ -90,8 +105,8 @@ class HostCache:
     # Cached blocks.
 
     def keep(self, device_block: int, key: BlockKey) -> None:
-        """Copy a device block that is about to be overwritten, if it has no copy here and a host
-        block can be found."""
+        """Copy a device block that is about to be overwritten, in this plan or a later one, if it
+        has no copy here and a host block can be found."""
         found = self.pool.cached.find(key)
         if found is not None:
             self.pool.cached.touch(found)
@@ -122,7 +137,7 @@ class HostCache:
 
     def end_plan(self) -> list[int]:
         """Unpin the plan's blocks: the next plan may write to them. Returns the pairs (device
-        block, host block) that the plan must swap out in addition, to keep evicted blocks."""
+        block, host block) that the plan must swap out in addition, to keep cached blocks."""
         self.pool.release(self._pinned[::-1])
         self._pinned = []
         kept, self._kept = self._kept, {}
@@ -134,3 +149,35 @@ class HostCache:
         assert not self._kept
         counts = Counter(block for table in self.tables.values() for block in table)
         self.pool.check(dict(counts))
+
+
+class CopyAhead:
+    """Keeps blocks ready to be allocated without a copy: empty ones, and those least recently used.
+
+    The blocks stay cached on the device until they are evicted. At most half of the host's free
+    blocks hold such copies, so that it does not evict them before the device does.
+    """
+
+    def __init__(self, device: BlockPool, host: HostCache) -> None:
+        self._device = device
+        self._host = host
+        self._num_allocated = 0
+        """Blocks that the pool had allocated when the last plan was complete."""
+        self._demand = 0.0
+        """The largest number of blocks that a recent plan allocated."""
+
+    def end_plan(self, *, has_rows: bool) -> None:
+        """Take in what the plan under construction has allocated, and copy blocks ahead in it if
+        it has rows: the forward pass hides the copies, and no plan is made for them alone."""
+        num_allocated = self._device.num_allocated - self._num_allocated
+        self._num_allocated = self._device.num_allocated
+        self._demand = max(float(num_allocated), DECAY * self._demand)
+        if not has_rows:
+            return
+        num_wanted = min(
+            math.ceil(PLANS_AHEAD * self._demand), self._host.pool.num_free_blocks // 2
+        )
+        num_missing = num_wanted - self._device.num_ready_blocks
+        most = PLANS_AHEAD * num_allocated + SPARE_COPIES
+        for block, key in self._device.cached.save(min(num_missing, most)):
+            self._host.keep(block, key)

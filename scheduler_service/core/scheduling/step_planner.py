@@ -155,7 +155,7 @@ class StepPlanner:
         return True
 
     def _to_plan(self, batch: Batch) -> StepPlan | None:
-        batch.swap_out += self._blocks.end_plan()
+        batch.swap_out += self._blocks.end_plan(has_rows=bool(batch.rows))
         if batch.is_empty:
             return None
         forget_seq_ids = self._running.take_forget_seq_ids()

@@ -153,7 +153,7 @@ class CoreSnapshot:
     """Tokens computed by prefills since start, recomputed ones included."""
     num_preemptions: int
     num_swapped_out_blocks: int
-    """Blocks moved from devices to hosts since start."""
+    """Blocks copied from devices to hosts since start."""
     num_swapped_in_blocks: int
     """Blocks moved from hosts to devices since start."""
     first_token_counts: list[int]

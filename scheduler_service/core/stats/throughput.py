@@ -68,8 +68,9 @@ class StepRates:
     """Moving averages of a worker group's costs, in microseconds of its own time.
 
     A step without prefills measures the cost of a decode step; the extra time of a step with
-    prefills is divided among their tokens. A step that swaps in measures only the cost of moving
-    blocks, which may have overlapped with the rest. None: not measured yet.
+    prefills is divided among their tokens. Moving blocks does not count, whether it precedes the
+    computation or overlaps it. A step that swaps in measures only the cost of moving blocks. None:
+    not measured yet.
     """
 
     def __init__(self) -> None:
@@ -117,6 +118,9 @@ class StepRates:
         if work.swaps_in:
             return
         compute_us = max(0, result.busy_us - result.cache_ops_us)
+        if work.num_moved_blocks:  # before the forward pass, or in parallel with it
+            without_moves_us = result.forward_us + result.sample_us
+            compute_us = min(result.busy_us, max(compute_us, without_moves_us))
         if work.num_prefill_tokens:
             beyond_us = max(0.0, compute_us - (self.us_per_decode_step or 0.0))
             self._prefill_token.add(beyond_us / work.num_prefill_tokens)

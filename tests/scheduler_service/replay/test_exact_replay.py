@@ -129,6 +129,19 @@ def test_the_former_rule_of_preemption_is_in_force_only_if_the_header_says_so() 
     assert not recording.replay().is_exact
 
 
+def test_a_core_that_copied_no_blocks_ahead_replays_without_copies_ahead() -> None:
+    for copies_ahead in (True, False):
+        recorder = Recorder()
+        driver = CoreDriver(SchedulerConfig(copies_ahead=copies_ahead), recorder.make_core)
+        driver.add_worker_group(make_capacity(num_gpu_blocks=8, num_cpu_blocks=32))
+        for first in range(6):
+            driver.submit(prompt=[*range(first, first + 12)], max_tokens=2)
+            driver.run_until_idle()
+        recording = recorder.recordings[0]
+        recording.change(0, lambda header: header["config"].pop("copies_ahead"))
+        assert recording.replay().is_exact is not copies_ahead
+
+
 def test_reworded_messages_of_errors_are_no_difference() -> None:
     recording = recorded_life(num_moves=2000)
     index = recording.find("submit", lambda data: "raised" in data)

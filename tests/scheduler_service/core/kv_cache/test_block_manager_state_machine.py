@@ -45,6 +45,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         self.swapped: list[dict[int, list[int]]] = []
         """Groups of block tables, in device blocks as they were."""
         self.num_sequences = 0
+        self.keys: set[bytes] = set()
+        """All that blocks ever had."""
 
     def write(self, seq_id: int, token: int) -> None:
         """The sequence's next token."""
@@ -58,10 +60,19 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def used(self) -> set[int]:
         return {block for table in self.tables.values() for block in table}
 
-    def end_plan(self, swap_in: Sequence[int] = (), swap_out: Sequence[int] = ()) -> None:
-        """Move blocks as a worker does: out, those that are evicted as well, then in."""
-        out = [*swap_out, *self.manager.end_plan()]
+    def end_plan(
+        self,
+        swap_in: Sequence[int] = (),
+        swap_out: Sequence[int] = (),
+        *,
+        has_rows: bool = True,
+    ) -> None:
+        """Move blocks as a worker does: out, those that are evicted or will be as well, then in."""
+        kept = self.manager.end_plan(has_rows=has_rows)
+        out = [*swap_out, *kept]
         assert len(set(out[1::2])) == len(out) // 2, "a target twice"
+        assert not {*out[1::2]} & {*swap_in[::2]}, "read after it is overwritten"
+        assert not {*kept[::2]} & self.used() - {*swap_in[1::2]}, "a block in use is copied"
         self.move(out, self.memory, self.host_memory)
         self.move(swap_in, self.host_memory, self.memory)
 
@@ -109,7 +120,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert swap_in[1::2] == table[len(found) :][: len(stored)]
         assert table[: len(found)] == found
         assert not set(table[len(found) :]) & self.used()
-        self.end_plan(swap_in)
+        self.end_plan(swap_in, has_rows=not swap_in)
         self.tables[seq_id] = table
         num_found = (len(found) + len(stored)) * BLOCK_SIZE
         self.tokens[seq_id] = tokens[:num_found]
@@ -124,6 +135,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             self.manager.set_keys(seq_id, 0, keys)
             found = self.manager.find(keys)
             assert len(found) == len(keys)
+            self.keys.update(keys)
 
     @rule(seq_id=sequences)
     def forget_keys(self, seq_id: int | None) -> None:
@@ -225,7 +237,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
             out = self.plan_swap_out(seq_ids)
             back = self.plan_swap_in(pick) if comes_back else []
         assert not {*out[1::2]} & {*back[::2]} or not pick % 2, "read after it is overwritten"
-        self.end_plan(back, out)
+        self.end_plan(back, out, has_rows=pick % 3 == 0)
 
     def plan_swap_out(self, seq_ids: list[int | None]) -> list[int]:
         group = {seq_id: self.tables[seq_id] for seq_id in seq_ids if seq_id in self.tables}
@@ -297,6 +309,15 @@ class BlockManagerMachine(RuleBasedStateMachine):
             host = {b for table in self.manager.host.tables.values() for b in table}
             assert self.manager.num_free_host_blocks == self.num_host_blocks - len(host)
             assert self.manager.num_free_blocks == self.num_blocks - len(self.used())
+
+    @invariant()
+    def whatever_is_found_is_right(self) -> None:
+        for key in getattr(self, "keys", ()):
+            contents = [key[: len(key) - BLOCK_SIZE + n + 1] for n in range(BLOCK_SIZE)]
+            for block in self.manager.find([key]):
+                assert [self.memory[block, n] for n in range(BLOCK_SIZE)] == contents
+            for block in self.manager.find_on_host([key]):
+                assert [self.host_memory[block, n] for n in range(BLOCK_SIZE)] == contents
 
     @invariant()
     def every_sequence_finds_its_tokens(self) -> None:

@@ -159,3 +159,19 @@ def test_requests_that_begin_alike_end_right_in_any_crowd(
     driver.check_empty()
     assert all(record.finished is not None for record in driver.records.values())
     assert driver.core.snapshot().num_swapped_out_blocks > 0
+
+
+def test_steps_evict_only_blocks_that_earlier_ones_have_copied() -> None:
+    driver = make_driver(num_gpu_blocks=120, num_cpu_blocks=400)
+    plans: list[StepPlan] = []
+    driver.on_plan = lambda _, plan: plans.append(plan)
+    for i in range(40):
+        driver.submit(prompt=[i % 31, i % 29, *PROMPTS[i % 6]], max_tokens=5 + i % 9)
+    driver.run_until_idle()
+    driver.check_empty()
+    assert sum(len(plan.swap_out) // 2 for plan in plans) > 120
+    for plan in plans:
+        assert plan.seq_ids, "a plan for copies alone"
+        assigned = {block for new in plan.new_sequences for block in new.block_ids}
+        assigned.update(plan.block_updates[2::3])
+        assert assigned.isdisjoint(plan.swap_out[::2])

@@ -11,11 +11,11 @@ def test_blocks_swapped_out_are_free_at_once_and_host_blocks_swapped_in_after_th
     manager.allocate(1, 8)
     assert manager.swap_out([1]) == [0, 0, 1, 1]
     assert manager.allocate(2, 8) == [0, 1]
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     manager.free(2)
     assert manager.swap_in([1]) == [0, 0, 1, 1]
     assert manager.can_swap_out([1]) is AllocStatus.LATER
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     assert manager.can_swap_out([1]) is AllocStatus.OK
 
 
@@ -24,10 +24,10 @@ def test_what_sequences_share_is_moved_once_and_shared_again() -> None:
     manager.allocate(1, 6)
     manager.fork(1, 2)
     manager.append(1, 7)
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     assert [manager.table(1), manager.table(2)] == [[0, 2], [0, 1]]
     assert manager.swap_out([1, 2]) == [0, 0, 2, 1, 1, 2]
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     assert manager.num_free_host_blocks == 1
     assert len(manager.swap_in([1, 2])) == 6
     [first, second] = [manager.table(1), manager.table(2)]
@@ -40,7 +40,7 @@ def test_swapped_out_blocks_come_back_beside_others_only_with_room_to_grow() -> 
     manager = make_manager(4, 4)
     manager.allocate(1, 12)
     manager.swap_out([1])
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     manager.allocate(2, 4)
     assert manager.can_swap_in([1]) is AllocStatus.LATER
     manager.free(2)
@@ -75,9 +75,11 @@ def keyed(manager: BlockManager, seq_id: int, keys: Sequence[bytes]) -> list[int
 def test_what_is_evicted_goes_to_the_host_and_is_found_there() -> None:
     manager = make_manager(2, 4)
     assert keyed(manager, 1, [b"a", b"b"]) == [0, 1]
-    assert manager.end_plan() == []
+    assert manager.end_plan(has_rows=False) == []
     assert manager.allocate(2, 8) == [1, 0]
-    assert manager.end_plan() == [1, 0, 0, 1], "the last block of the sequence goes first"
+    assert manager.end_plan(has_rows=False) == [1, 0, 0, 1], (
+        "the last block of the sequence goes first"
+    )
     assert manager.find([b"a", b"b"]) == []
     assert manager.find_on_host([b"a", b"b"]) == [1, 0]
     assert manager.num_free_host_blocks == 4
@@ -89,12 +91,12 @@ def test_host_blocks_go_the_longest_unused_first_and_of_a_sequence_the_last() ->
     manager = make_manager(2, 3)
     for seq_id, keys in enumerate(([b"a", b"b"], [b"c", b"d"], [b"e", b"f"]), 1):
         keyed(manager, seq_id, keys)
-        manager.end_plan()
+        manager.end_plan(has_rows=False)
     assert manager.find_on_host([b"a"]) != []
     assert manager.find_on_host([b"b"]) == []
     assert manager.find_on_host([b"d"]) != []
     manager.fetch(4, 8, [], manager.find_on_host([b"a"]))
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     assert [manager.find_on_host([key]) != [] for key in (b"a", b"d")] == [True, False]
 
 
@@ -102,15 +104,15 @@ def test_swapped_out_sequences_come_before_what_is_cached_on_the_host() -> None:
     manager = make_manager(2, 2)
     keyed(manager, 1, [b"a", b"b"])
     manager.allocate(2, 8)
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     assert manager.find_on_host([b"a", b"b"]) != []
     assert manager.can_swap_out([2]) is AllocStatus.OK
     manager.swap_out([2])
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     assert manager.find_on_host([b"a"]) == manager.find_on_host([b"b"]) == []
     keyed(manager, 3, [b"c", b"d"])
     manager.allocate(4, 8)
-    assert manager.end_plan() == [], "there is no room"
+    assert manager.end_plan(has_rows=False) == [], "there is no room"
 
 
 def test_what_the_host_has_is_not_moved_again() -> None:
@@ -118,26 +120,26 @@ def test_what_the_host_has_is_not_moved_again() -> None:
     manager.allocate(1, 10)
     manager.set_keys(1, 0, [b"a", b"b"])
     assert len(manager.swap_out([1])) == 6
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     manager.swap_in([1])
     manager.set_keys(1, 0, [b"a", b"b"])
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     last = manager.table(1)[2]
     assert manager.num_moves([1]) == 4
     assert manager.swap_out([1])[::2] == [last]
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
 
 
 def test_a_host_block_is_no_target_twice_in_a_plan_nor_where_it_is_read() -> None:
     manager = make_manager(3, 1)
     keyed(manager, 1, [b"a", b"b"])
     manager.allocate(2, 12)
-    assert manager.end_plan() == [0, 0], "room for one of two: the first"
+    assert manager.end_plan(has_rows=False) == [0, 0], "room for one of two: the first"
     [kept] = manager.find_on_host([b"a"])
     manager.free(2)
     keyed(manager, 3, [b"c"])
     manager.fetch(4, 12, [], [kept])
-    assert manager.end_plan() == [], "the only host block is read"
+    assert manager.end_plan(has_rows=False) == [], "the only host block is read"
 
 
 def test_a_host_block_that_a_plan_writes_is_not_given_to_what_it_swaps_out() -> None:
@@ -146,7 +148,7 @@ def test_a_host_block_that_a_plan_writes_is_not_given_to_what_it_swaps_out() -> 
     manager.allocate(2, 8)
     manager.allocate(3, 4)  # in place of the first one's
     assert manager.can_swap_out([3]) is AllocStatus.LATER
-    assert manager.end_plan() == [0, 0]
+    assert manager.end_plan(has_rows=False) == [0, 0]
     assert manager.can_swap_out([3]) is AllocStatus.OK
 
 
@@ -155,10 +157,10 @@ def test_keys_are_forgotten_on_device_and_host() -> None:
     manager.allocate(1, 4)
     manager.set_keys(1, 0, [b"a"])
     manager.swap_out([1])
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     manager.swap_in([1])
     manager.set_keys(1, 0, [b"a"])
-    manager.end_plan()
+    manager.end_plan(has_rows=False)
     assert [] not in (manager.find([b"a"]), manager.find_on_host([b"a"]))
     manager.forget_keys([b"a"])
     assert manager.find([b"a"]) == manager.find_on_host([b"a"]) == []

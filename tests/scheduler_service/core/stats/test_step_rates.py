@@ -13,9 +13,18 @@ def note(
     moved: int = 0,
     swaps_in: bool = False,
     ops_us: int = 0,
+    forward_us: int = 0,
+    sample_us: int = 0,
 ) -> None:
     work = make_work(num_prefill_tokens=prefill, num_moved_blocks=moved, swaps_in=swaps_in)
-    result = StepResult(step_id=1, token_ids=[1], busy_us=busy_us, cache_ops_us=ops_us)
+    result = StepResult(
+        step_id=1,
+        token_ids=[1],
+        busy_us=busy_us,
+        cache_ops_us=ops_us,
+        forward_us=forward_us,
+        sample_us=sample_us,
+    )
     rates.note(work, result)
 
 
@@ -39,6 +48,16 @@ def test_cache_operations_are_not_counted_as_computing() -> None:
     note(rates, 1500, moved=5, ops_us=500)
     assert rates.us_per_decode_step == 1000
     assert rates.us_per_moved_block == 100
+
+
+def test_a_step_that_swaps_out_while_it_computes_takes_as_long_as_it_computes() -> None:
+    rates = StepRates()
+    note(rates, 1500, moved=5, ops_us=500, forward_us=1200, sample_us=200)
+    assert rates.us_per_decode_step == 1400
+    assert rates.us_per_moved_block == 100
+    rates = StepRates()
+    note(rates, 1500, moved=5, ops_us=1600, forward_us=1500, sample_us=200)
+    assert rates.us_per_decode_step == 1500, "the step before had not been collected yet"
 
 
 def test_a_step_that_swaps_in_tells_nothing_of_what_ran_beside() -> None:
