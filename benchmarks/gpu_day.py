@@ -250,7 +250,9 @@ def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list
         if left_s < _LEAST_S:
             outcomes.append(Outcome(part=part.name, code=None, seconds=0, why="no time is left"))
         else:
-            outcomes.append(_run(part, day, min(part.limit_s, left_s)))
+            # In Triton's interpreter, on a CPU that others use, a part takes any time.
+            limit_s = left_s if day.is_dry else min(part.limit_s, left_s)
+            outcomes.append(_run(part, day, limit_s))
         print(outcomes[-1], flush=True)
         summary = json.dumps([asdict(each) for each in outcomes], indent=2)
         (day.output / "summary.json").write_text(summary + "\n")
