@@ -14,11 +14,14 @@ not assigned in the same plan, so those copies cost a step no time of its own. O
 at once, by the threads that compute: both share the memory's bandwidth, so running it concurrently
 would gain nothing.
 
-How blocks are moved on a GPU was measured on an H200 with pinned host memory and blocks of 64 KB:
-one copy per block reaches 10 GB/s, a kernel that reads and writes the host's memory in place 51
-GB/s for any number of scattered blocks, and plain copies 32 GB/s at 1 MB, 53 at 16 MB and 55 at 256
-MB. A copy occupies no multiprocessor. So long runs of neighbours are copied, and everything else is
-moved by the kernel. On a CPU a kernel of its own makes all threads copy, bypassing the caches.
+How blocks are moved on a GPU was measured on H200s with pinned host memory. With blocks of 64 KB,
+one copy per block reaches 10 GB/s, and a kernel that reads and writes the host's memory in place 51
+GB/s for any number of scattered blocks; plain copies reach 32 GB/s at 1 MB, 53 at 16 MB and 55 at
+256 MB. But while the kernel writes to the host, others wait for memory: of a step that it
+overlapped, kernels of 3 us took 200, and the first attention began when it was done. A copy
+occupies no multiprocessor. So runs of neighbours that are large enough are copied, which are single
+blocks of many models, and everything else is moved by the kernel. On a CPU a kernel of its own
+makes all threads copy, bypassing the caches.
 
 On a CPU the system allocates a page when it is first written to, which takes longer than computing
 what is written on some virtual machines. So a thread populates the cache from its allocation on.
@@ -53,8 +56,9 @@ from worker_service.plan import StepPlan, monotonic_us
 
 logger = logging.getLogger(__name__)
 
-MIN_COPY_BYTES = 8 * 2**20
-"""Size from which copying a run of adjacent blocks is as fast as the kernel."""
+MIN_COPY_BYTES = 2**20
+"""Size from which a run of adjacent blocks is copied: slower than by the kernel, but beside the
+step."""
 
 
 class BlockMover(Protocol):
