@@ -9,8 +9,8 @@ get the same tokens. A ratio is the median over pairs of turns, so that a machin
 affects both equally; the prompts are computed before, as the two differ in decoding alone. Each
 turn belongs to a tenant of its own, whose history of outputs is empty at first.
 
-The prompts (`speculation_prompts`) are for a model that follows instructions: to copy or edit a
-text, to extract JSON within a schema, to answer, and to continue at temperature 0.8. Results of
+The prompts (`speculation_prompts.toml`) are for a model that follows instructions: to copy or edit
+a text, to extract JSON within a schema, to answer, and to continue at temperature 0.8. Results of
 other models, such as one with random weights, say little. For these, a grammar restricts the output
 of one workload to a text in the prompt, so that it is timed as if the model copied it. How much of
 the output was copied is in the table, whatever the workload is called: the share of its tokens that
@@ -25,6 +25,7 @@ import argparse
 import os
 import sys
 import time
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -41,7 +42,6 @@ from benchmarks.engines.engine import Engine, Settings
 from benchmarks.engines.in_process import InProcess
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.model_shapes import SHAPES
-from benchmarks.speculation_prompts import CHAT, COPY, FREE, HARBOUR, JSON, JSON_SCHEMA
 from benchmarks.tables import print_table, script_parser
 from benchmarks.workloads import Job
 from pagewire.v1.sampling_pb2 import SamplerParams
@@ -87,12 +87,26 @@ class Workload:
         return [tokenizer.encode(form.format(text)).ids for text in self.prompts.values()]
 
 
+_PROMPTS = tomllib.loads(Path(__file__).with_name("speculation_prompts.toml").read_text())
+_TEXTS = _PROMPTS["texts"]
+
+
+def _filled(kind: str) -> dict[str, str]:
+    """The prompts of a kind, with their texts."""
+    return {name: prompt.format_map(_TEXTS) for name, prompt in _PROMPTS[kind].items()}
+
+
 WORKLOADS = {
-    "copy": Workload(prompts=COPY),
-    "json": Workload(prompts=JSON, json_schema=JSON_SCHEMA),
-    "bound": Workload(prompts={"text": f"{HARBOUR}\n{HARBOUR}"}, is_chat=False, is_bound=True),
-    "chat": Workload(prompts={question: question for question in CHAT}),
-    "free": Workload(prompts=FREE, is_chat=False, temperature=0.8),
+    "copy": Workload(prompts=_filled("copy")),
+    "json": Workload(
+        prompts={name: _PROMPTS["json_prompt"] + _TEXTS[name] for name in _PROMPTS["json_texts"]},
+        json_schema=_PROMPTS["json_schema"],
+    ),
+    "bound": Workload(
+        prompts={"text": "{harbour}\n{harbour}".format_map(_TEXTS)}, is_chat=False, is_bound=True
+    ),
+    "chat": Workload(prompts={question: question for question in _PROMPTS["chat"]}),
+    "free": Workload(prompts=_filled("free"), is_chat=False, temperature=0.8),
 }
 
 
