@@ -16,7 +16,7 @@ from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.drafter import Drafter
 from worker_service.runner.in_flight_step import DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import DraftLengths, Proposal
+from worker_service.runner.speculation import DraftLengths, Proposal, Speculation
 
 SIZES = [1, 2, 4, 8]
 MIXED_SIZES = [4, 16, 32]
@@ -92,7 +92,8 @@ def speculating(
 ) -> ModelRunner:
     """As `host`, with drafts, whatever they cost."""
     known = grammars(model.vocab_size)
-    return ModelRunner(model, cache, block_size, known, drafter=drafter, draft_lengths=lengths)
+    speculation = Speculation(drafter, lengths)
+    return ModelRunner(model, cache, block_size, known, speculation=speculation)
 
 
 def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:

@@ -173,13 +173,13 @@ def sampling_batch(
     row_ids: Int64Array,
     table: SequenceTable,
     masked: MaskedRows | None = None,
-    drafts: Drafts | None = None,
+    num_drafts: Int64Array | None = None,
 ) -> SamplingBatch:
-    """The rows of the table that sample in a step, as a sampler takes them. Drafts count as output
-    for the places after them."""
+    """The rows of the table that sample in a step, as a sampler takes them. num_drafts: tokens
+    after each one's last that count as output."""
     ends = table.num_tokens[row_ids]
-    if drafts is not None:
-        ends = ends + drafts.offsets
+    if num_drafts is not None:
+        ends = ends + num_drafts
     return SamplingBatch(
         row_ids=row_ids,
         positions=ends - table.num_prompt_tokens[row_ids],

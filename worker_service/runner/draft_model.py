@@ -2,7 +2,7 @@
 
 The draft model has a KV cache of its own with the same number and size of blocks, so that the
 target's block tables are valid for it. The cache operations of a plan are not repeated in it.
-Instead, `_num_computed` counts the first tokens of a sequence whose draft KV is in the sequence's
+Instead, a column of the table counts the first tokens of a sequence whose draft KV is in its
 current blocks; the KV of all others is computed before the next draft: for a new sequence, a fork,
 a sequence that was swapped, and a block that was copied. Wrong KV would make drafts worse, but
 never change a sampled token.
@@ -19,7 +19,7 @@ from torch import Tensor
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import Drafts, StepRows, sampling_batch
+from worker_service.runner.batch import StepRows, sampling_batch
 from worker_service.runner.drafter import Draft, Drafter
 from worker_service.runner.forward import HostForward
 from worker_service.runner.sequence_table import SequenceTable
@@ -41,35 +41,23 @@ class DraftModel(Drafter):
         """cache: KV cache of `model`, with the same number and size of blocks as the target's."""
         self._max_model_len = model.max_model_len
         self._forward = HostForward(model, cache)
-        self._num_computed = np.zeros(0, np.int64)
-        """By row of the table: first tokens of the sequence whose draft KV is in the cache."""
-
-    def forget(self, row_ids: Int64Array) -> None:
-        """Note that the next sequences in these rows have no draft KV."""
-        self._num_computed[row_ids[row_ids < len(self._num_computed)]] = 0
-
-    def forget_all(self) -> None:
-        """As `forget`, for all rows."""
-        self._num_computed[:] = 0
 
     def begin(self, plan: StepPlan, table: SequenceTable) -> None:
         """Keep only the KV in blocks before the first one that changes in a block table."""
         row_ids = table.row_ids(plan.block_updates[:, 0], "block_updates")
-        known = row_ids < len(self._num_computed)
-        firsts = plan.block_updates[known, 1].astype(np.int64) * table.block_size
-        np.minimum.at(self._num_computed, row_ids[known], firsts)
+        firsts = plan.block_updates[:, 1].astype(np.int64) * table.block_size
+        np.minimum.at(table.drafter_state[:, 0], row_ids, firsts)
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sample drafts as if each had been output. Sequences that lack KV of more than
         `MAX_CATCH_UP` tokens have no drafts yet."""
-        missing = table.num_rows - len(self._num_computed)
-        self._num_computed = np.append(self._num_computed, np.zeros(missing, np.int64))
+        num_computed = table.drafter_state[:, 0]
         ends = table.num_tokens[row_ids]
         most = np.minimum(np.array(counts, np.int64), self._max_model_len - ends)
-        num_tokens = ends - self._num_computed[row_ids]
+        num_tokens = ends - num_computed[row_ids]
         num_drafts = np.zeros(len(row_ids), np.int64)
         own = copy(table)  # the same tokens and blocks, with this model's progress
-        own.num_computed_tokens = self._num_computed
+        own.num_computed_tokens = num_computed
         rows = np.flatnonzero(most > 0)
         is_behind = num_tokens > MAX_CATCH_UP
         num_tokens = np.minimum(num_tokens, MAX_CATCH_UP)
@@ -78,14 +66,14 @@ class DraftModel(Drafter):
             tokens = self._sample(
                 row_ids[rows], num_tokens[rows], sampling, num_drafts[rows], table, own
             )
-            self._num_computed[row_ids[rows]] += num_tokens[rows]
+            num_computed[row_ids[rows]] += num_tokens[rows]
             rows, tokens = rows[sampling][tokens != NO_TOKEN], tokens[tokens != NO_TOKEN]
             table.token_ids[row_ids[rows], ends[rows] + num_drafts[rows]] = tokens
             num_drafts[rows] += 1
             num_tokens[rows] = 1
             rows = rows[num_drafts[rows] < most[rows]]
         # Drafts may be rejected, so their KV is computed again, together with the next token.
-        self._num_computed[row_ids] = np.minimum(self._num_computed[row_ids], ends)
+        num_computed[row_ids] = np.minimum(num_computed[row_ids], ends)
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
         return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
 
@@ -122,6 +110,5 @@ class DraftModel(Drafter):
         logits = self._forward.last_logits(rows, forward)
         if logits is None:
             return _NO_ROWS
-        drafts = Drafts(num_drafts.astype(np.int32), num_drafts[sampling])
-        batch = sampling_batch(row_ids[sampling], table, None, drafts)
+        batch = sampling_batch(row_ids[sampling], table, num_drafts=num_drafts[sampling])
         return sample(logits[0], batch, table.sampling, logits[1]).tokens

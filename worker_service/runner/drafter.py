@@ -37,8 +37,7 @@ class Draft(NamedTuple):
 class Drafter(ABC):
     """Proposes tokens that may follow a sequence. A wrong draft costs time, but no correctness.
 
-    A drafter is notified of steps, and of rows of the table that become free. Drafters without
-    state ignore these notifications.
+    A drafter is notified of steps. What it knows of a sequence is in `SequenceTable.drafter_state`.
     """
 
     takes_time = False
@@ -63,23 +62,19 @@ class Drafter(ABC):
         forward: the hidden states of the step, valid until the model's next forward pass.
         """
 
-    def forget(self, row_ids: Int64Array) -> None:  # noqa: B027
-        """Called when the sequences in these rows have been removed."""
-
-    def forget_all(self) -> None:  # noqa: B027
-        """Called when all sequences have been removed and the table is replaced."""
-
 
 class SequenceDrafter(Drafter):
-    """A drafter whose drafts depend only on the sequence's own tokens."""
+    """A drafter that proposes for each sequence separately, from its tokens and its tenant."""
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        """Propose drafts for each sequence separately."""
-        rows = zip(row_ids.tolist(), counts, strict=True)
-        return [self.follow(table.token_ids[row, : table.num_tokens[row]], n) for row, n in rows]
+        """Propose drafts for each sequence."""
+        return [
+            self.follow(table.token_ids[row, : table.num_tokens[row]], count, table.tenants[row])
+            for row, count in zip(row_ids.tolist(), counts, strict=True)
+        ]
 
     @abstractmethod
-    def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
+    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
         """Propose at most `num_drafts` tokens after `tokens`, the sequence's prompt and output."""
 
 
@@ -89,7 +84,7 @@ class NgramDrafter(SequenceDrafter):
     one that continues with the most frequent next token. Where a copy is edited, it proposes how
     the original continues after the edit."""
 
-    def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
+    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
         """Search prompt and output. A continuation that is too short is repeated: its tokens may be
         a loop."""
         ends, num_matched = find_continued(tokens)

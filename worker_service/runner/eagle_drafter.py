@@ -23,7 +23,6 @@ from worker_service.models.eagle import EagleHead
 from worker_service.plan import StepPlan
 from worker_service.runner.batch import (
     DecodeInputs,
-    Drafts,
     StepRows,
     build_inputs,
     lay_out,
@@ -33,6 +32,11 @@ from worker_service.runner.drafter import Draft, Drafter
 from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
+
+_LENGTH, _PROVISIONAL, _POSITION = range(3)
+"""Columns of a sequence: number of tokens up to the last one whose hidden state is known, 0 if none
+is; whether the head's row for that token must be written again; the next position that the head
+computes."""
 
 
 class EagleDrafter(Drafter):
@@ -49,36 +53,24 @@ class EagleDrafter(Drafter):
         self._hidden = head.hidden_like
         """By row of the table: the fused hidden state of the last token that the target has
         computed."""
-        self._num_computed = np.zeros(0, np.int64)
-        """By row: number of tokens up to that token; 0 if there is none."""
-        self._is_provisional = np.zeros(0, np.bool_)
-        """By row: whether the head's row for that token must be written again."""
-        self._positions = np.zeros(0, np.int64)
-        """By row: the next position that the head computes."""
 
     def begin(self, plan: StepPlan, table: SequenceTable) -> None:
         """Repeat the plan's cache operations in the head's cache."""
         self._cache.execute(plan)
 
-    def forget(self, row_ids: Int64Array) -> None:
-        """Note that the next sequences in these rows have no hidden state yet."""
-        row_ids = row_ids[row_ids < len(self._num_computed)]
-        self._num_computed[row_ids], self._is_provisional[row_ids] = 0, False
-
-    def forget_all(self) -> None:
-        """As `forget`, for all rows."""
-        self.forget(np.arange(len(self._num_computed)))
-
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
         """Write the head's KV for the tokens that the target computed in this step, and keep the
         last hidden state of each sequence."""
-        self._make_room(table.num_rows)
+        if missing := table.num_rows - len(self._hidden):
+            more = self._hidden.new_zeros(missing, self._hidden.shape[1])
+            self._hidden = torch.cat([self._hidden, more])
+        length, provisional = table.drafter_state[:, _LENGTH], table.drafter_state[:, _PROVISIONAL]
         computed = np.flatnonzero(rows.computes)
         row_ids, starts = rows.row_ids[computed], forward.starts[computed]
         firsts, ends = forward.firsts[computed], table.num_computed_tokens[row_ids]
         hidden = torch.cat([self._head.fuse(forward.captured), self._hidden[row_ids]])
         num_fused = len(hidden) - len(row_ids)
-        is_again = self._is_provisional[row_ids] & (self._num_computed[row_ids] == firsts)
+        is_again = provisional[row_ids].astype(bool) & (length[row_ids] == firsts)
         begins = firsts - is_again
         stops = np.minimum(ends, self._head.max_model_len)
         # If the core has yet to choose the next token, any token can stand in for it.
@@ -87,7 +79,7 @@ class EagleDrafter(Drafter):
         counts = np.maximum(stops - begins, 0)
         written = np.flatnonzero(counts)
         if len(written):
-            self._positions[row_ids] = begins
+            table.drafter_state[row_ids, _POSITION] = begins
             inputs = lay_out(
                 row_ids[written], counts[written].astype(np.int32), self._shifted(table)
             )
@@ -106,32 +98,30 @@ class EagleDrafter(Drafter):
                 batch.metadata.slot_mapping,
             )
         self._hidden[row_ids] = hidden[starts + ends - firsts - 1]
-        self._num_computed[row_ids] = ends
-        self._is_provisional[row_ids] = unknown
+        length[row_ids], provisional[row_ids] = ends, unknown
         forks, parents = rows.row_ids[rows.forks], rows.row_ids[rows.parents]
         self._hidden[forks] = self._hidden[parents]
-        self._num_computed[forks] = self._num_computed[parents]
-        self._is_provisional[forks] = True
+        length[forks], provisional[forks] = length[parents], True
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sample drafts as if each had been output."""
-        self._make_room(table.num_rows)
         ends = table.num_tokens[row_ids]
         most = np.minimum(np.array(counts, np.int64), self._head.max_model_len - ends)
         num_drafts = np.zeros(len(row_ids), np.int64)
-        rows = np.flatnonzero((most > 0) & (self._num_computed[row_ids] == ends - 1) & (ends > 1))
+        is_known = table.drafter_state[row_ids, _LENGTH] == ends - 1
+        rows = np.flatnonzero((most > 0) & is_known & (ends > 1))
         hidden = self._hidden[row_ids[rows]]
         shifted = self._shifted(table)
         while len(rows):
             ids = row_ids[rows]
-            self._positions[ids] = ends[rows] + num_drafts[rows] - 2
+            table.drafter_state[ids, _POSITION] = ends[rows] + num_drafts[rows] - 2
             batch = self._inputs.build(ids, shifted)
             output, hidden = self._head(
                 batch.token_ids, hidden, batch.positions, self._cache.device_cache, batch.metadata
             )
-            drafts = Drafts(num_drafts[rows].astype(np.int32), num_drafts[rows])
             logits = self._head.compute_logits(output)
-            tokens = sample(logits, sampling_batch(ids, table, None, drafts), table.sampling).tokens
+            sampling = sampling_batch(ids, table, num_drafts=num_drafts[rows])
+            tokens = sample(logits, sampling, table.sampling).tokens
             is_known = tokens != NO_TOKEN
             rows, tokens = rows[is_known], tokens[is_known]
             table.token_ids[row_ids[rows], ends[rows] + num_drafts[rows]] = tokens
@@ -141,19 +131,10 @@ class EagleDrafter(Drafter):
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
         return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
 
-    def _shifted(self, table: SequenceTable) -> SequenceTable:
+    @staticmethod
+    def _shifted(table: SequenceTable) -> SequenceTable:
         """The table with each position's next token as its token, and the head's progress."""
         shifted = copy(table)
         shifted.token_ids = table.token_ids[:, 1:]
-        shifted.num_computed_tokens = self._positions
+        shifted.num_computed_tokens = table.drafter_state[:, _POSITION]
         return shifted
-
-    def _make_room(self, num_rows: int) -> None:
-        missing = num_rows - len(self._positions)
-        if missing:
-            more = np.zeros(missing, np.int64)
-            self._positions = np.append(self._positions, more)
-            self._num_computed = np.append(self._num_computed, more)
-            self._is_provisional = np.append(self._is_provisional, more > 0)
-            like = self._hidden
-            self._hidden = torch.cat([like, like.new_zeros(missing, like.shape[1])])

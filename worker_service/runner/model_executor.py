@@ -36,7 +36,7 @@ from worker_service.runner.drafter import Drafter, NgramDrafter
 from worker_service.runner.eagle_drafter import EagleDrafter
 from worker_service.runner.in_flight_step import CudaEvent, DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import DraftLengths
+from worker_service.runner.speculation import DraftLengths, Speculation
 from worker_service.runner.suffix_drafter import SuffixDrafter
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class ModelExecutor:
                 device=self._device,
             )
             self._cache.populate(available_host_memory)
-        self._draft_lengths.forget_all()
+        drafter = self._make_drafter(num_gpu_blocks, num_cpu_blocks)
         return ModelRunner(
             self.loaded.model,
             self._cache,
@@ -223,9 +223,7 @@ class ModelExecutor:
             self._grammars,
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
-            drafter=self._make_drafter(num_gpu_blocks, num_cpu_blocks),
-            draft_lengths=self._draft_lengths,
-            max_drafts=self._runner.max_drafts,
+            speculation=Speculation(drafter, self._draft_lengths, self._runner.max_drafts),
         )
 
     def _group_settings(self) -> str:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from worker_service.array_types import Int32Array
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import FinishedStep, Step
@@ -37,19 +36,11 @@ from worker_service.plan import (
 )
 from worker_service.runner.batch import StepRows, prompt_spans, resolve_rows, sampling_batch
 from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.drafter import Drafter
 from worker_service.runner.forward import ForwardPass, HostForward
 from worker_service.runner.micro_batches import micro_batches
 from worker_service.runner.sequence_state import RankOutcomes, SequenceState
 from worker_service.runner.sequence_table import SequenceTable
-from worker_service.runner.speculation import (
-    DraftLengths,
-    add_drafts,
-    choose_drafts,
-    choose_next_drafts,
-    kept_drafts,
-    take_next_drafts,
-)
+from worker_service.runner.speculation import Speculation
 from worker_service.runner.step_outcome import StepOutcome, StepStart, nothing_sampled
 from worker_service.sampling.logprobs import prompt_logprobs
 from worker_service.sampling.sampler import NO_TOKEN, Largest, sample
@@ -75,15 +66,12 @@ class ModelRunner:
         *,
         communicator: Communicator | None = None,
         device: DeviceSteps | None = None,
-        drafter: Drafter | None = None,
-        draft_lengths: DraftLengths | None = None,
-        max_drafts: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         """grammars: for sequences with a constraint; None refuses those. communicator: of the ranks
         that share the model, which have joined for an epoch: then the runner is for that epoch.
-        device: launches steps ahead; None computes each step when it is launched. drafter: of a
-        sampling rank that computes each step at once; None adds no drafts. draft_lengths: of its
-        drafts. max_drafts: of a row, the same on all ranks."""
+        device: launches steps ahead; None computes each step when it is launched. speculation: of a
+        runner that computes each step at once; None adds no drafts."""
         self._model = model
         self._cache = cache
         self._block_size = block_size
@@ -91,18 +79,14 @@ class ModelRunner:
         self._forward = HostForward(model, cache.device_cache)
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))
         self._device = device
-        self._drafter = drafter
-        self._draft_lengths = draft_lengths or DraftLengths()
-        self._max_drafts = max_drafts
+        self._speculation = speculation or Speculation()
         self._sequences = self._no_sequences()
 
     def reset(self) -> None:
         """Forget all sequences and leave the other ranks; the caches' contents become meaningless.
         Steps in flight may still be collected."""
         self._sequences = self._no_sequences()
-        self._draft_lengths.forget_all()
-        if self._drafter is not None:
-            self._drafter.forget_all()
+        self._speculation.reset()
         if self._device is not None:
             self._device.forget_all()
             if self._ranks.layout.world_size > 1:
@@ -146,14 +130,10 @@ class ModelRunner:
         """Everything before the forward pass: cache operations, and changes of the sequences."""
         started_us = monotonic_us()
         forgotten = self._sequences.forget(plan)
-        self._draft_lengths.forget(forgotten)
-        if self._drafter is not None:
-            self._drafter.forget(forgotten)
         self._cache.execute(plan)
         cache_done_us = monotonic_us()
         self._sequences.admit(plan)
-        if self._drafter is not None:
-            self._drafter.begin(plan, self._sequences.table)
+        self._speculation.begin(plan, forgotten, self._sequences.table)
         if self._device is not None:
             self._device.admit(plan, self._sequences)
         return StepStart(started_us, cache_done_us, monotonic_us())
@@ -194,7 +174,8 @@ class ModelRunner:
         rows = resolve_rows(plan, table)
         are_decodes = rows.are_decodes
         if plan.lookahead is not None:
-            rows = self._add_drafts(rows, plan.lookahead)
+            is_shared = layout.world_size > 1
+            rows = self._speculation.add(rows, plan.lookahead, sequences, is_shared)
         outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
         masks = self._begin_masks(rows) if layout.samples else None
         forward = self._forward.run(rows, table)
@@ -207,36 +188,20 @@ class ModelRunner:
         rows.advance(table)
         if logits is not None and layout.samples:
             self._sample(outcome, *logits, rows, masks)
-        if self._drafter is not None and forward is not None:
-            self._drafter.observe(rows, forward, table)
+        if forward is not None:
+            self._speculation.observe(rows, forward, table)
         self._exchange(plan, rows, outcome)
-        if self._drafter is not None and are_decodes:
-            time_us = monotonic_us() - started_us
-            self._draft_lengths.note_step(int(rows.num_tokens.sum()), time_us)
+        if are_decodes:
+            self._speculation.note_decodes(rows, monotonic_us() - started_us)
         return outcome
-
-    def _add_drafts(self, rows: StepRows, lookahead: Int32Array) -> StepRows:
-        """The rows with their drafts. Ranks compute the same ones: the sampling rank has chosen
-        them after the step before, and has broadcast them with its tokens."""
-        table = self._sequences.table
-        if self._ranks.layout.world_size > 1:
-            return add_drafts(rows, take_next_drafts(rows, lookahead, table), table)
-        if self._drafter is None:
-            return rows
-        chosen = (self._sequences, self._drafter, self._draft_lengths)
-        return add_drafts(rows, choose_drafts(rows, lookahead, *chosen), table)
 
     def _exchange(self, plan: StepPlan, rows: StepRows, outcome: StepOutcome) -> None:
         """Give the other ranks the outcome, or expect it. Where the core allows drafts, it holds
         those of the next step."""
-        table = self._sequences.table
-        num_drafts = 0 if plan.lookahead is None else self._max_drafts
-        if num_drafts and self._drafter is not None and self._ranks.layout.world_size > 1:
-            chosen = (self._sequences, self._drafter, self._draft_lengths)
-            outcome.next_drafts = choose_next_drafts(rows, num_drafts, *chosen)
-            for row, drafts in outcome.next_drafts.items():
-                table.next_drafts[int(rows.row_ids[row])] = drafts
-        pending = self._sequences.pending
+        table, pending = self._sequences.table, self._sequences.pending
+        num_drafts = 0 if plan.lookahead is None else self._speculation.max_drafts
+        if num_drafts and self._ranks.layout.world_size > 1:
+            outcome.next_drafts = self._speculation.choose_next(rows, self._sequences)
         self._ranks.exchange(plan.step_id, rows, outcome, table, pending, num_drafts)
 
     def _begin_masks(self, rows: StepRows) -> "Future[MaskedRows] | None":
@@ -276,16 +241,14 @@ class ModelRunner:
     ) -> None:
         table, sampling = self._sequences.table, rows.sampling
         masked = masks.result() if masks is not None else None
-        batch = sampling_batch(rows.row_ids[sampling], table, masked, rows.drafts)
+        offsets = None if rows.drafts is None else rows.drafts.offsets
+        batch = sampling_batch(rows.row_ids[sampling], table, masked, offsets)
         samples = sample(logits, batch, table.sampling, largest)
         errors, tokens = outcome.errors, samples.tokens
         non_finite, no_candidates = samples.non_finite, samples.no_candidates
         if rows.drafts is not None:
             outcome.num_drafts = rows.drafts.counts
-            outcome.kept = kept_drafts(rows, tokens, table)
-            for row in np.flatnonzero(rows.drafts.counts).tolist():
-                num_drafts, num_kept = rows.drafts.counts[row], len(outcome.kept.get(row, ()))
-                self._draft_lengths.note_drafts(int(rows.row_ids[row]), int(num_drafts), num_kept)
+            outcome.kept = self._speculation.accepted(rows, tokens, table)
             is_first = rows.drafts.offsets == 0
             non_finite = non_finite[is_first[non_finite]]
             no_candidates = no_candidates[is_first[no_candidates]]

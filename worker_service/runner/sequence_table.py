@@ -69,6 +69,8 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_blocks = np.zeros(_INITIAL_ROWS, np.int64)
         self.tenants = np.zeros(_INITIAL_ROWS, np.uint64)
+        self.drafter_state = np.zeros((_INITIAL_ROWS, 3), np.int64)
+        """Columns that the drafter defines; zeros for a new sequence."""
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
         """Requests by row, of sequences with prompt log probabilities."""
         self.next_drafts: dict[int, Int32Array] = {}
@@ -125,6 +127,7 @@ class SequenceTable:
             self.block_tables[row_id, : self.num_blocks[row_id]] = NO_BLOCK
             self.failures.pop(row_id, None)
             self.next_drafts.pop(row_id, None)
+            self.drafter_state[row_id] = 0
             self.prompt_logprobs.pop(row_id, None)
             self.sampling.remove(row_id)
             part = row_id % self.num_parts
@@ -349,6 +352,7 @@ class SequenceTable:
         self.num_computed_tokens = _grown(self.num_computed_tokens, 0)
         self.num_blocks = _grown(self.num_blocks, 0)
         self.tenants = _grown(self.tenants, 0)
+        self.drafter_state = _grown(self.drafter_state, 0)
         self.sampling.resize(2 * old)
         self._add_rows(old, 2 * old)
 

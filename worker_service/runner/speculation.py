@@ -31,7 +31,7 @@ neither its prompt nor itself, and is searched less often until some of its draf
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict, deque
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
@@ -39,8 +39,10 @@ from typing import NamedTuple
 import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
+from worker_service.plan import StepPlan
 from worker_service.runner.batch import Drafts, StepRows
 from worker_service.runner.drafter import Draft, Drafter
+from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_state import SequenceState
 from worker_service.runner.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
@@ -175,35 +177,39 @@ class Proposal(NamedTuple):
     """See `Draft.num_matched`."""
 
 
+@dataclass(slots=True)
+class _Row:
+    """What is known of a sequence's drafts."""
+
+    acceptance: _Acceptance = field(default_factory=_Acceptance)
+    num_matched: int = 0
+    """`num_matched` of the last drafts."""
+
+    num_empty: int = 0
+    """Last searches that found no drafts; half as many after one that did."""
+
+
 class DraftLengths:
     """Chooses how many drafts rows compute, which affects the time of steps, but not tokens."""
 
     def __init__(self) -> None:
-        self._of_row = defaultdict[int, _Acceptance](_Acceptance)
+        self._rows = defaultdict[int, _Row](_Row)
         self._shared = _Acceptance()
-        self._num_matched: dict[int, int] = {}
-        """`num_matched` of each row's last drafts."""
-        self._num_empty = defaultdict[int, int](int)
-        """By row: last searches that found no drafts; half as many after one that did."""
         self._times = _StepTimes()
         self._alike_steps = _ALIKE_STEPS
 
     def forget(self, row_ids: Int64Array) -> None:
         """Drop the statistics of the sequences in these rows of the table."""
         for row_id in row_ids.tolist():
-            self._of_row.pop(row_id, None)
-            self._num_matched.pop(row_id, None)
-            self._num_empty.pop(row_id, None)
+            self._rows.pop(row_id, None)
 
     def forget_all(self) -> None:
         """Drop the statistics of all sequences, but keep the times of steps."""
-        self._of_row.clear()
-        self._num_matched.clear()
-        self._num_empty.clear()
+        self._rows.clear()
 
     def is_due(self, row_id: int, num_tokens: int) -> bool:
         """Whether to search for drafts of a sequence that has this number of tokens."""
-        num_doubled = min(self._num_empty[row_id] // _EMPTY_SEARCHES, _MOST_DOUBLED)
+        num_doubled = min(self._rows[row_id].num_empty // _EMPTY_SEARCHES, _MOST_DOUBLED)
         return num_tokens % (1 << num_doubled) == 0
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
@@ -213,9 +219,9 @@ class DraftLengths:
         """
         counts, times = [0] * len(proposals), self._times
         asked = [index for index, each in enumerate(proposals) if each.num_drafts]
-        num_empty = self._num_empty
-        for row_id, num_drafts, _ in proposals:
-            num_empty[row_id] = num_empty[row_id] // 2 if num_drafts else num_empty[row_id] + 1
+        rows = [self._rows[each.row_id] for each in proposals]
+        for row, proposal in zip(rows, proposals, strict=True):
+            row.num_empty = row.num_empty // 2 if proposal.num_drafts else row.num_empty + 1
         if not asked:
             return counts
         if times.num_alike >= self._alike_steps and times.last_tokens > num_tokens:
@@ -225,9 +231,8 @@ class DraftLengths:
 
         def chance(index: int) -> float:
             """That a proposal's next draft is accepted, if those that are chosen are."""
-            row_id, _, num_matched = proposals[index]
-            kind = _kind(num_matched, counts[index])
-            return self._of_row[row_id].chance(kind, priors[kind])
+            kind = _kind(proposals[index].num_matched, counts[index])
+            return rows[index].acceptance.chance(kind, priors[kind])
 
         # The next draft of each proposal, the most likely first. Probabilities do not increase from
         # one draft of a proposal to the next, so once the rate falls, it does not rise again.
@@ -249,12 +254,12 @@ class DraftLengths:
         if rate <= _LEAST_GAIN * least_rate:
             counts = [0] * len(proposals)
         for index in asked:
-            row_id, _, num_matched = proposals[index]
-            self._num_matched[row_id] = num_matched
+            row = rows[index]
+            row.num_matched = proposals[index].num_matched
             if counts[index]:
-                num_empty[row_id] = 0
+                row.num_empty = 0
             else:
-                self._of_row[row_id].decay(_kind(num_matched, 0), _ROW_SKIP_DECAY)
+                row.acceptance.decay(_kind(row.num_matched, 0), _ROW_SKIP_DECAY)
         if not any(counts):
             for kind in {_kind(proposals[index].num_matched, 0) for index in asked}:
                 self._shared.decay(kind, _SHARED_SKIP_DECAY)
@@ -262,11 +267,11 @@ class DraftLengths:
 
     def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
         """Note the number of drafts that a sequence computed, and of those that were accepted."""
-        num_matched = self._num_matched.get(row_id, 0)
+        row = self._rows[row_id]
         # Drafts after the first rejected one were not verified.
         num_verified = min(num_right + 1, num_drafts)
-        kinds = [_kind(num_matched, place) for place in range(num_verified)]
-        self._of_row[row_id].note(kinds, num_right, _ROW_DECAY)
+        kinds = [_kind(row.num_matched, place) for place in range(num_verified)]
+        row.acceptance.note(kinds, num_right, _ROW_DECAY)
         self._shared.note(kinds, num_right, _SHARED_DECAY)
 
     def note_step(self, num_tokens: int, time_us: int) -> None:
@@ -274,138 +279,175 @@ class DraftLengths:
         self._times.note(num_tokens, time_us)
 
 
-def choose_drafts(
-    rows: StepRows,
-    lookahead: Int32Array,
-    sequences: SequenceState,
-    drafter: Drafter,
-    lengths: DraftLengths,
-) -> dict[int, Int32Array]:
-    """Return by row the drafts that the plan allows, the drafter proposes and `lengths` chooses.
+class Speculation:
+    """The drafts of a runner's rows: those that a step computes, and those that are accepted.
 
-    lookahead: [num_rows], maximum number of drafts of each row in the plan.
+    If several ranks share the model, the one that samples chooses a sequence's next drafts as soon
+    as it has sampled, and broadcasts them; all ranks compute them.
     """
-    table = sequences.table
-    columns = (lookahead, rows.computes, rows.row_ids, table.num_tokens[rows.row_ids])
-    asked = [
-        row
-        for row, (most, computes, row_id, num_tokens) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
+
+    def __init__(
+        self,
+        drafter: Drafter | None = None,
+        lengths: DraftLengths | None = None,
+        max_drafts: int = 0,
+    ) -> None:
+        """drafter: None on a rank that does not sample. lengths: of an earlier runner, whose times
+        of steps are still valid. max_drafts: of a row, the same on all ranks that share a model."""
+        self.max_drafts = max_drafts
+        self._drafter = drafter
+        self._lengths = lengths or DraftLengths()
+        self._lengths.forget_all()
+
+    def reset(self) -> None:
+        """Drop the statistics of all sequences."""
+        self._lengths.forget_all()
+
+    def begin(self, plan: StepPlan, forgotten: Int64Array, table: SequenceTable) -> None:
+        """Begin a step, after its cache operations and its changes to the table. forgotten: rows
+        of the sequences that it has dropped."""
+        self._lengths.forget(forgotten)
+        if self._drafter is not None:
+            self._drafter.begin(plan, table)
+
+    def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
+        """Note that the tokens of a step are in the table."""
+        if self._drafter is not None:
+            self._drafter.observe(rows, forward, table)
+
+    def note_decodes(self, rows: StepRows, time_us: int) -> None:
+        """Note the time of a step whose rows were decodes before drafts were added to them."""
+        if self._drafter is not None:
+            self._lengths.note_step(int(rows.num_tokens.sum()), time_us)
+
+    def add(
+        self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState, is_shared: bool
+    ) -> StepRows:
+        """Return the rows with their drafts, which are written to the table after the sequences'
+        last tokens.
+
+        lookahead: [num_rows], maximum number of drafts of each row. is_shared: whether several
+        ranks share the model, and the previous step has chosen.
+        """
+        table = sequences.table
+        if is_shared:
+            row_ids = rows.row_ids.tolist()
+            drafts = {
+                row: table.next_drafts.pop(row_ids[row])[: lookahead[row]]
+                for row in np.flatnonzero(rows.computes & rows.sample).tolist()
+                if row_ids[row] in table.next_drafts
+            }
+        else:
+            drafts = self._choose(rows, lookahead, sequences)
+        counts = np.zeros(len(rows.row_ids), np.int32)
+        for row, tokens in drafts.items():
+            counts[row] = len(tokens)
+            row_id = int(rows.row_ids[row])
+            end = int(table.num_tokens[row_id])
+            table.token_ids[row_id, end : end + len(tokens)] = tokens
+        if not counts.any():
+            return rows
+        places = 1 + counts[rows.sampling].astype(np.int64)
+        firsts = np.repeat(np.cumsum(places) - places, places)
+        return replace(
+            rows,
+            num_tokens=rows.num_tokens + counts,
+            are_decodes=False,
+            sampling=np.repeat(rows.sampling, places),
+            drafts=Drafts(counts, np.arange(len(firsts)) - firsts),
         )
-        if most > 0
-        and computes
-        and table.may_draft(row_id)
-        and (drafter.takes_time or lengths.is_due(row_id, num_tokens))
-    ]
-    if not asked:
-        return {}
-    row_ids = rows.row_ids[asked]
-    most = lookahead[asked].tolist()
-    if drafter.takes_time:
-        proposals = [Proposal(*each) for each in zip(row_ids.tolist(), most, strict=True)]
-    else:
-        found = _propose(row_ids, most, sequences, drafter)
-        proposals = [
-            Proposal(row_id, len(draft.tokens), draft.num_matched)
-            for row_id, draft in zip(row_ids.tolist(), found, strict=True)
+
+    def _choose(
+        self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState
+    ) -> dict[int, Int32Array]:
+        """Return by row the drafts that `lookahead` allows, the drafter proposes and the lengths
+        choose."""
+        if self._drafter is None:
+            return {}
+        table, lengths = sequences.table, self._lengths
+        columns = (lookahead, rows.computes, rows.row_ids, table.num_tokens[rows.row_ids])
+        asked = [
+            row
+            for row, (most, computes, row_id, num_tokens) in enumerate(
+                zip(*(column.tolist() for column in columns), strict=True)
+            )
+            if most > 0
+            and computes
+            and table.may_draft(row_id)
+            and lengths.is_due(row_id, num_tokens)
         ]
-    chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
-    if drafter.takes_time:
-        found = _propose(row_ids, chosen, sequences, drafter)
-    triples = zip(asked, found, chosen, strict=True)
-    return {row: draft.tokens[:count] for row, draft, count in triples if count}
+        if not asked:
+            return {}
+        row_ids, most = rows.row_ids[asked], lookahead[asked].tolist()
+        if self._drafter.takes_time:
+            sizes = [(num_drafts, 0) for num_drafts in most]
+        else:
+            found = self._propose(row_ids, most, sequences)
+            sizes = [(len(draft.tokens), draft.num_matched) for draft in found]
+        proposals = [
+            Proposal(row_id, *size) for row_id, size in zip(row_ids.tolist(), sizes, strict=True)
+        ]
+        chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
+        if self._drafter.takes_time:
+            found = self._propose(row_ids, chosen, sequences)
+        triples = zip(asked, found, chosen, strict=True)
+        return {row: draft.tokens[:count] for row, draft, count in triples if count}
 
+    def _propose(
+        self, row_ids: Int64Array, counts: list[int], sequences: SequenceState
+    ) -> list[Draft]:
+        """Propose drafts for sequences, up to the first one that a constraint does not allow."""
+        assert self._drafter is not None
+        found = self._drafter.propose(row_ids, counts, sequences.table)
+        for row in sequences.constrained_rows(row_ids):
+            assert sequences.masks is not None
+            draft = found[row.row]
+            num_allowed = sequences.masks.num_allowed(row, draft.tokens)
+            found[row.row] = draft._replace(tokens=draft.tokens[:num_allowed])
+        return found
 
-def choose_next_drafts(
-    rows: StepRows,
-    max_drafts: int,
-    sequences: SequenceState,
-    drafter: Drafter,
-    lengths: DraftLengths,
-) -> dict[int, Int32Array]:
-    """Return by row the drafts for the sequence's next step, whose plan is not known yet.
+    def choose_next(self, rows: StepRows, sequences: SequenceState) -> dict[int, Int32Array]:
+        """Return by row the drafts for the sequence's next step, whose plan is not known yet, and
+        put them into the table.
 
-    The next step is assumed to have the same rows. A sequence has no drafts beyond the last slot of
-    its current blocks.
-    """
-    table, row_ids = sequences.table, rows.row_ids
-    ends = np.minimum(table.num_blocks[row_ids] * table.block_size, table.max_model_len)
-    lookahead = np.clip(ends - table.num_tokens[row_ids], 0, max_drafts).astype(np.int32)
-    is_over = np.isin(row_ids, list(table.failures))
-    lookahead[~rows.sample | is_over] = 0
-    own = replace(rows, num_tokens=np.ones_like(rows.num_tokens), sampling=np.unique(rows.sampling))
-    return choose_drafts(own, lookahead, sequences, drafter, lengths)
+        The next step is assumed to have the same rows. A sequence has no drafts beyond the last
+        slot of its current blocks.
+        """
+        table, row_ids = sequences.table, rows.row_ids
+        ends = np.minimum(table.num_blocks[row_ids] * table.block_size, table.max_model_len)
+        lookahead = np.clip(ends - table.num_tokens[row_ids], 0, self.max_drafts).astype(np.int32)
+        is_over = np.isin(row_ids, list(table.failures))
+        lookahead[~rows.sample | is_over] = 0
+        sampling = np.unique(rows.sampling)
+        own = replace(rows, num_tokens=np.ones_like(rows.num_tokens), sampling=sampling)
+        drafts = self._choose(own, lookahead, sequences)
+        table.next_drafts |= {int(row_ids[row]): tokens for row, tokens in drafts.items()}
+        return drafts
 
+    def accepted(
+        self, rows: StepRows, tokens: Int64Array, table: SequenceTable
+    ) -> dict[int, Int64Array]:
+        """Return by row the tokens sampled after accepted drafts, before any of them is appended.
 
-def take_next_drafts(
-    rows: StepRows, lookahead: Int32Array, table: SequenceTable
-) -> dict[int, Int32Array]:
-    """Return by row the drafts that the previous step chose, as many as the plan allows.
-
-    lookahead: [num_rows], maximum number of drafts of each row in the plan.
-    """
-    row_ids = rows.row_ids.tolist()
-    return {
-        row: table.next_drafts.pop(row_ids[row])[: lookahead[row]]
-        for row in np.flatnonzero(rows.computes & rows.sample).tolist()
-        if row_ids[row] in table.next_drafts
-    }
-
-
-def add_drafts(rows: StepRows, drafts: dict[int, Int32Array], table: SequenceTable) -> StepRows:
-    """Return the rows with their drafts, which are written to the table after the sequences' last
-    tokens."""
-    if not any(map(len, drafts.values())):
-        return rows
-    counts = np.zeros(len(rows.row_ids), np.int32)
-    for row, tokens in drafts.items():
-        counts[row] = len(tokens)
-        row_id = int(rows.row_ids[row])
-        end = int(table.num_tokens[row_id])
-        table.token_ids[row_id, end : end + len(tokens)] = tokens
-    places = 1 + counts[rows.sampling].astype(np.int64)
-    firsts = np.repeat(np.cumsum(places) - places, places)
-    return replace(
-        rows,
-        num_tokens=rows.num_tokens + counts,
-        are_decodes=False,
-        sampling=np.repeat(rows.sampling, places),
-        drafts=Drafts(counts, np.arange(len(firsts)) - firsts),
-    )
-
-
-def _propose(
-    row_ids: Int64Array, counts: list[int], sequences: SequenceState, drafter: Drafter
-) -> list[Draft]:
-    """Propose drafts for these sequences, up to the first one that a constraint does not allow."""
-    found = drafter.propose(row_ids, counts, sequences.table)
-    for row in sequences.constrained_rows(row_ids):
-        assert sequences.masks is not None
-        draft = found[row.row]
-        num_allowed = sequences.masks.num_allowed(row, draft.tokens)
-        found[row.row] = draft._replace(tokens=draft.tokens[:num_allowed])
-    return found
-
-
-def kept_drafts(rows: StepRows, tokens: Int64Array, table: SequenceTable) -> dict[int, Int64Array]:
-    """Return by row the tokens sampled after accepted drafts, before any of them is appended.
-
-    tokens: [num_sampling]; NO_TOKEN where none could be sampled, which ends a row's tokens.
-    """
-    kept = {}
-    assert rows.drafts is not None
-    sampled = tokens.tolist()
-    for start in np.flatnonzero(rows.drafts.offsets == 0).tolist():
-        row = int(rows.sampling[start])
-        row_id, num_drafts = int(rows.row_ids[row]), int(rows.drafts.counts[row])
-        end = int(table.num_tokens[row_id])
-        drafts = table.token_ids[row_id, end : end + num_drafts].tolist()
-        # Each accepted draft brings the token that was sampled after it.
-        stop = start
-        while stop < start + num_drafts and sampled[stop] == drafts[stop - start]:
-            stop += 1
-        if sampled[stop] == NO_TOKEN:
-            stop -= 1
-        if stop > start:
-            kept[row] = tokens[start + 1 : stop + 1]
-    return kept
+        tokens: [num_sampling]; NO_TOKEN where none could be sampled, which ends a row's tokens.
+        """
+        kept = {}
+        assert rows.drafts is not None
+        sampled = tokens.tolist()
+        for start in np.flatnonzero(rows.drafts.offsets == 0).tolist():
+            row = int(rows.sampling[start])
+            row_id, num_drafts = int(rows.row_ids[row]), int(rows.drafts.counts[row])
+            if num_drafts == 0:
+                continue
+            end = int(table.num_tokens[row_id])
+            drafts = table.token_ids[row_id, end : end + num_drafts].tolist()
+            # Each accepted draft brings the token that was sampled after it.
+            stop = start
+            while stop < start + num_drafts and sampled[stop] == drafts[stop - start]:
+                stop += 1
+            if sampled[stop] == NO_TOKEN:
+                stop -= 1
+            if stop > start:
+                kept[row] = tokens[start + 1 : stop + 1]
+            self._lengths.note_drafts(row_id, num_drafts, max(stop - start, 0))
+        return kept

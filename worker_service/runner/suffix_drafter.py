@@ -14,7 +14,13 @@ import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.runner.batch import StepRows
-from worker_service.runner.drafter import MAX_MATCH, Draft, Drafter, find_continued, most_frequent
+from worker_service.runner.drafter import (
+    MAX_MATCH,
+    Draft,
+    SequenceDrafter,
+    find_continued,
+    most_frequent,
+)
 from worker_service.runner.forward import ForwardPass
 from worker_service.runner.sequence_table import SequenceTable
 
@@ -24,29 +30,22 @@ HISTORY_TOKENS = 1 << 17
 
 _NONE = -1
 _PAIR = 2
+_LENGTH, _NEXT = 0, 1
+"""Columns of a sequence: length up to which its output is in the history, 0 if it is new; and the
+position after its last token there, 0 if there is none."""
 
 
-class SuffixDrafter(Drafter):
+class SuffixDrafter(SequenceDrafter):
     """Proposes continuations from the sequence's own tokens or from its tenant's history, whichever
     contains the longer suffix of the sequence."""
 
     def __init__(self, history_tokens: int = HISTORY_TOKENS) -> None:
         self.history = OutputHistory(history_tokens)
-        self._num_tokens = np.zeros(0, np.int64)
-        """By row of the table: length up to which the sequence's output is in the history; 0: the
-        sequence is new."""
-        self._last = np.zeros(0, np.int64)
-        """By row: position of the sequence's last token in the history, or _NONE."""
 
-    def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
-        """Propose drafts for each sequence separately."""
-        rows = zip(row_ids.tolist(), counts, strict=True)
-        return [self._follow(row_id, count, table) for row_id, count in rows]
-
-    def _follow(self, row_id: int, num_drafts: int, table: SequenceTable) -> Draft:
-        tokens = table.token_ids[row_id, : table.num_tokens[row_id]]
+    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
+        """Search prompt and output, and the history."""
         ends, num_matched = find_continued(tokens)
-        found, num_found = self.history.match(table.tenants[row_id], tokens)
+        found, num_found = self.history.match(tenant, tokens)
         if num_found > num_matched:
             continuations = self.history.continuations(found, num_drafts)
         else:
@@ -57,12 +56,9 @@ class SuffixDrafter(Drafter):
 
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
         """Add the step's output tokens to the history."""
-        missing = table.num_rows - len(self._last)
-        self._num_tokens = np.append(self._num_tokens, np.zeros(missing, np.int64))
-        self._last = np.append(self._last, np.full(missing, _NONE))
         row_ids = np.unique(rows.row_ids[rows.sampling])
         row_ids = row_ids[table.sampling.num_candidates[row_ids] == 0]  # the core chooses a beam's
-        ends, starts = table.num_tokens[row_ids], self._num_tokens[row_ids]
+        ends, starts = table.num_tokens[row_ids], table.drafter_state[row_ids, _LENGTH]
         # The earlier output of a sequence that was preempted is in the history already.
         starts = np.where(starts > 0, starts, ends - 1)
         starts = np.maximum(starts, table.num_prompt_tokens[row_ids])
@@ -73,24 +69,15 @@ class SuffixDrafter(Drafter):
         places = np.repeat(starts - firsts, counts) + np.arange(len(all_rows))
         positions = self.history.num_added + np.arange(len(all_rows))
         before = positions - 1
-        before[firsts] = self._last[row_ids]
+        before[firsts] = table.drafter_state[row_ids, _NEXT] - 1
         self.history.add(
             table.tenants[all_rows],
             table.token_ids[all_rows, places - 1],
             table.token_ids[all_rows, places],
             before,
         )
-        self._num_tokens[row_ids] = starts + counts
-        self._last[row_ids] = positions[firsts + counts - 1]
-
-    def forget(self, row_ids: Int64Array) -> None:
-        """Forget these rows; the outputs of their sequences stay in the history."""
-        row_ids = row_ids[row_ids < len(self._last)]
-        self._num_tokens[row_ids], self._last[row_ids] = 0, _NONE
-
-    def forget_all(self) -> None:
-        """As `forget`, for all rows."""
-        self.forget(np.arange(len(self._last)))
+        table.drafter_state[row_ids, _LENGTH] = starts + counts
+        table.drafter_state[row_ids, _NEXT] = positions[firsts + counts - 1] + 1
 
 
 class OutputHistory:

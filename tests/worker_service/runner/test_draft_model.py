@@ -30,6 +30,7 @@ from worker_service.runner.draft_model import DraftModel
 from worker_service.runner.drafter import Draft
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.speculation import Speculation
 from worker_service.service import wire
 
 
@@ -92,7 +93,7 @@ def test_a_copied_block_is_computed_again() -> None:
         for _ in range(2)
     ]
     drafter = DraftModel(loaded(str(checkpoint("llama"))).model, caches[1].device_cache)
-    runner = ModelRunner(model, caches[0], 4, drafter=drafter, draft_lengths=AllDrafts())
+    runner = ModelRunner(model, caches[0], 4, speculation=Speculation(drafter, AllDrafts()))
     plans = PlanBuilder(block_size=4)
 
     def step(row: Row, **fields: Any) -> list[int]:

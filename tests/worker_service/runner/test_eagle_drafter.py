@@ -409,7 +409,7 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
         loaded, cache = sampler.executor._draft, sampler.executor._draft_cache
         assert isinstance(loaded, EagleHead)
         assert cache is not None
-        drafter = sampler.runner._drafter = Noted(loaded, cache)
+        drafter = sampler.runner._speculation._drafter = Noted(loaded, cache)
         others = [rank for rank in engine.group.ranks if rank is not sampler]
         assert [rank.executor._draft for rank in others] == [None] * len(others)
         drafting = engine.generate(PROMPTS, 12)

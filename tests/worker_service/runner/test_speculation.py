@@ -22,6 +22,7 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
 from worker_service.runner.drafter import Draft, NgramDrafter, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.speculation import Speculation
 from worker_service.service import wire
 
 EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
@@ -50,9 +51,9 @@ EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
 def test_ngrams_propose_what_followed_the_longest_match(
     tokens: list[int], drafts: list[int]
 ) -> None:
-    found = NgramDrafter().follow(np.array(tokens, np.int32), 4)
-    assert found.tokens.tolist() == drafts
-    assert NgramDrafter().follow(np.array(tokens, np.int32), 1).tokens.tolist() == drafts[:1]
+    for count in (4, 1):
+        found = NgramDrafter().follow(np.array(tokens, np.int32), count, np.uint64(0))
+        assert found.tokens.tolist() == drafts[:count]
 
 
 class FixedDrafter(SequenceDrafter):
@@ -61,7 +62,7 @@ class FixedDrafter(SequenceDrafter):
     def __init__(self) -> None:
         self.drafts: list[int] = []
 
-    def follow(self, tokens: Int32Array, num_drafts: int) -> Draft:
+    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
         """The drafts."""
         return Draft(np.array(self.drafts[:num_drafts], np.int32))
 
@@ -84,8 +85,7 @@ class Bench:
             cache,
             4,
             vocabularies.grammars(model.vocab_size),
-            drafter=self.drafter,
-            draft_lengths=AllDrafts(),
+            speculation=Speculation(self.drafter, AllDrafts()),
         )
         self.plans = PlanBuilder(block_size=4)
 
