@@ -52,31 +52,25 @@ def repeat_rows(sampled: list[Sequence], num_sampled: list[int]) -> list[Sequenc
     return [seq for seq, count in rows for _ in range(count)]
 
 
-def _check_num_sampled(step: InFlightStep, num_sampled: list[int]) -> None:
-    if len(num_sampled) != len(step.sampled):
-        raise ResultMismatch(
-            f"expected {len(step.sampled)} numbers of tokens, result has {len(num_sampled)}"
-        )
-    lookahead = step.lookahead or [0] * len(num_sampled)
-    for seq, count, num_drafts in zip(step.sampled, num_sampled, lookahead, strict=False):
-        if not 1 <= count <= 1 + num_drafts:
-            raise ResultMismatch(
-                f"seq_id={seq.seq_id} has {count} tokens, expected 1 to {1 + num_drafts}"
-            )
-
-
-def _check_num_drafts(step: InFlightStep, num_drafts: list[int], result: StepResult) -> None:
+def _check_counts(step: InFlightStep, result: StepResult) -> None:
+    """A row has at most the drafts that its plan allows, and from one token to one more than it has
+    drafts."""
     num_rows = len(step.sampled)
-    if len(num_drafts) != num_rows:
-        raise ResultMismatch(f"expected {num_rows} numbers of drafts, result has {len(num_drafts)}")
-    counts = result.num_sampled or [1] * num_rows
+    for what, column in (("tokens", result.num_sampled), ("drafts", result.num_drafts)):
+        if column is not None and len(column) != num_rows:
+            raise ResultMismatch(f"expected {num_rows} numbers of {what}, result has {len(column)}")
     lookahead = step.lookahead or [0] * num_rows
-    rows = zip(step.sampled, num_drafts, counts, lookahead, strict=False)
-    for seq, number, count, most in rows:
-        if not count - 1 <= number <= most:
-            raise ResultMismatch(
-                f"seq_id={seq.seq_id} has {number} drafts, expected {count - 1} to {most}"
-            )
+    counts = result.num_sampled or [1] * num_rows
+    num_drafts = result.num_drafts or lookahead
+    for row in zip(step.sampled, counts, num_drafts, lookahead, strict=False):
+        seq, count, number, most = row
+        if not 1 <= count <= 1 + most:
+            problem = f"{count} tokens, expected 1 to {1 + most}"
+        elif not count - 1 <= number <= most:
+            problem = f"{number} drafts, expected {count - 1} to {most}"
+        else:
+            continue
+        raise ResultMismatch(f"seq_id={seq.seq_id} has {problem}")
 
 
 def _check_logprobs(step: InFlightStep, result: StepResult) -> None:
@@ -162,11 +156,10 @@ class Pipeline:
 
     def _check_rows(self, step: InFlightStep, result: StepResult) -> None:
         tokens, sampled = result.token_ids, step.sampled
+        if result.num_sampled is not None or result.num_drafts is not None:
+            _check_counts(step, result)
         if result.num_sampled is not None:
-            _check_num_sampled(step, result.num_sampled)
             sampled = repeat_rows(sampled, result.num_sampled)
-        if result.num_drafts is not None:
-            _check_num_drafts(step, result.num_drafts, result)
         if len(tokens) != len(sampled):
             raise ResultMismatch(f"expected {len(sampled)} tokens, result has {len(tokens)}")
         self._check_candidates(step, result)
