@@ -8,6 +8,7 @@ replaced by the machine and a table. `benchmarks.plots` draws the plots.
 
 import json
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from benchmarks import (
     online,
     pipelining,
     plots,
+    speculation,
     startup,
 )
 from benchmarks.machine import RESULTS
@@ -251,6 +253,26 @@ def _offline(results: Mapping[str, Any]) -> tuple[str, str]:
     return offline_facts(results), _table(*offline_rows(results))
 
 
+def _speculation(results: Mapping[str, Any]) -> tuple[str, str]:
+    """A table without the lines of single prompts, of which it has the range."""
+    kept, ratios = [], defaultdict[tuple[str, int], list[float]](list)
+    for row in results["rows"]:
+        if "prompt" in row:
+            ratios[row["workload"], row["streams"]].append(row["ratio"])
+        else:
+            kept.append(row)
+    for row in kept:
+        if by_prompt := ratios[row["workload"], row.get("streams", 0)]:
+            row["prompt"] = f"{min(by_prompt)} to {max(by_prompt)}"
+    columns = speculation.COLUMNS | {"prompt": "by prompt"}
+    weights = results["quantization"] or results["dtype"]
+    facts = (
+        f"{results['model']}, {weights}, `--speculative {results['speculative']}`; at "
+        f"most {results['tokens']} tokens per output, medians of {results['turns']} pairs of turns."
+    )
+    return facts, _table(columns, kept)
+
+
 def _startup(results: Mapping[str, Any]) -> tuple[str, str]:
     facts = f"{results['kv_cache_gib']} GiB for KV. Medians of {results['rows'][0]['repeats']}."
     return facts, _table(startup.COLUMNS, results["rows"])
@@ -282,12 +304,13 @@ SECTIONS: Mapping[str, Section] = {
     "kernels": _kernels,
     "kernels_gpu": _kernels,
 }
-"""By the names of result files, but for the many of `offline`."""
+"""By the names of result files, but for the many of `offline` and `speculation`."""
 
 
 def render(name: str, results: Mapping[str, Any]) -> str:
     """A result as Markdown."""
-    section = _offline if name.startswith("offline_") else SECTIONS[name]
+    kinds = {"offline": _offline, "speculation": _speculation}
+    section = SECTIONS.get(name) or kinds[name.partition("_")[0]]
     return _section(results, *section(results))
 
 

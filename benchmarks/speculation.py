@@ -23,6 +23,7 @@ and greedily, each to the number of tokens that our output has.
 
 import argparse
 import os
+import re
 import sys
 import time
 import tomllib
@@ -374,13 +375,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows += peers(args, greedy)
     print_table(rows, f"{args.speculative} against no speculation", COLUMNS)
     figures = {
-        "model": args.model,
+        "model": Path(args.model).name,
         "dtype": args.dtype,
         "quantization": args.quantization,
         **runner,
+        "tokens": args.tokens,
+        "turns": args.turns,
         "rows": rows,
     }
-    save(f"speculation_{args.speculative}", figures, load.cores, args.results)
+    weights = args.quantization or args.dtype
+    name = f"speculation_{Path(args.model).stem}_{weights}_{args.speculative}".lower()
+    save(re.sub(r"\W", "_", name), figures, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ def test_it_writes_a_row_for_each_workload_and_number_of_streams(
 ) -> None:
     flags = ["--dtype", "float32", "--streams", "1", "4", "--turns", "1", "--tokens", "24"]
     main(["embedded", *flags, "--results", str(tmp_path)])
-    content = json.loads((tmp_path / "speculation_ngram.json").read_text())
+    content = json.loads((tmp_path / "speculation_embedded_float32_ngram.json").read_text())
     rows = content["rows"]
     totals = [row for row in rows if "prompt" not in row]
     assert [(row["streams"], row["workload"]) for row in totals] == [
