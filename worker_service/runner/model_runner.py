@@ -245,23 +245,18 @@ class ModelRunner:
         batch = sampling_batch(rows.row_ids[sampling], table, masked, offsets)
         samples = sample(logits, batch, table.sampling, largest)
         errors, tokens = outcome.errors, samples.tokens
-        non_finite, no_candidates = samples.non_finite, samples.no_candidates
+        is_first = np.ones(len(sampling), np.bool_)
         if rows.drafts is not None:
             outcome.num_drafts = rows.drafts.counts
             outcome.kept = self._speculation.accepted(rows, tokens, table)
             is_first = rows.drafts.offsets == 0
-            non_finite = non_finite[is_first[non_finite]]
-            no_candidates = no_candidates[is_first[no_candidates]]
+        failed = [(samples.no_candidates, RowErrorReason.NO_CANDIDATES)]
         if masked is not None:
-            unmatched = masked.rows[masked.failed]
-            if rows.drafts is not None:
-                unmatched = unmatched[is_first[unmatched]]
-            self._fail(outcome, rows, sampling[unmatched].tolist(), RowErrorReason.CONSTRAINT)
-        self._fail(outcome, rows, sampling[non_finite].tolist(), RowErrorReason.NON_FINITE_LOGITS)
-        failed = [row for row in sampling[no_candidates].tolist() if row not in errors]
-        self._fail(outcome, rows, failed, RowErrorReason.NO_CANDIDATES)
-        if rows.drafts is not None:
-            sampling, tokens = sampling[is_first], tokens[is_first]
+            failed.append((masked.rows[masked.failed], RowErrorReason.CONSTRAINT))
+        failed.append((samples.non_finite, RowErrorReason.NON_FINITE_LOGITS))
+        for places, reason in failed:  # a row's last reason counts
+            self._fail(outcome, rows, sampling[places[is_first[places]]].tolist(), reason)
+        sampling, tokens = sampling[is_first], tokens[is_first]
         outcome.tokens[sampling] = tokens
         outcome.tokens[list(errors)] = NO_TOKEN
         self._add_logprobs(outcome, rows, samples.logprobs)

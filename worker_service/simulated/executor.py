@@ -26,7 +26,6 @@ from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import NextToken, prompt_logprobs, token_logprobs
 from worker_service.simulated.sequences import (
     Batch,
-    KnownSequence,
     Row,
     SimulatedSequenceTable,
     resolve_rows,
@@ -201,58 +200,43 @@ class SimulatedRunner:
     def _sample(self, batch: Batch, drafts: dict[int, list[int]], outcome: RowResults) -> None:
         for row in batch.rows:
             num_before = len(outcome.tokens)
-            if row.sequence.failure is None and row.sample:
-                self._sample_row(row, outcome)
-            elif row.sequence.failure is not None:
+            if row.sequence.failure is not None:
                 outcome.errors[row.index] = row.sequence.failure
-                if row.sample:
-                    outcome.tokens.append(NO_TOKEN)
+            elif row.sample:
+                self._sample_row(row, drafts.get(row.index, []), outcome)
             if row.sample:
-                self._sample_after(row, drafts.get(row.index, []), outcome)
+                if len(outcome.tokens) == num_before:
+                    outcome.tokens.append(NO_TOKEN)
                 outcome.num_sampled.append(len(outcome.tokens) - num_before)
                 outcome.num_drafts.append(len(drafts.get(row.index, ())))
 
-    def _sample_after(self, row: Row, drafts: list[int], outcome: RowResults) -> None:
-        """Sample a token after each draft that was right."""
-        for draft in drafts:
-            sequence = row.sequence
-            if outcome.tokens[-1] != draft:
-                return
-            distribution = NextToken(sequence.histories[-1], self._config.vocab_size)
+    def _sample_row(self, row: Row, drafts: list[int], outcome: RowResults) -> None:
+        """Sample a token after the row's last one, and one after each draft that was right."""
+        sequence, vocab_size = row.sequence, self._config.vocab_size
+        if sequence.sampling.num_candidates is not None:
+            distribution = NextToken(sequence.histories[-1], vocab_size)
+            outcome.candidates[row.index] = sequence.offer(distribution)
+            return
+        num_top = sequence.sampling.num_logprobs
+        for place, draft in enumerate([*drafts, NO_TOKEN]):
+            distribution = NextToken(sequence.histories[-1], vocab_size)
             token = sequence.next_token(distribution)
             if token is None:
-                return  # its next row fails
-            if (entry := self._logprobs(sequence, distribution, token)) is not None:
-                outcome.kept_logprobs.setdefault(row.index, []).append(entry)
-            sequence.num_computed = sequence.num_checked = len(sequence.tokens)
+                if place == 0:  # else its next row fails
+                    sequence.failure = outcome.errors[row.index] = RowErrorReason.NO_CANDIDATES
+                return
+            if place > 0:
+                sequence.num_computed = sequence.num_checked = len(sequence.tokens)
+            if num_top is not None:
+                entry = token_logprobs(distribution, token, min(num_top, vocab_size))
+                if place == 0:
+                    outcome.logprobs[row.index] = entry
+                else:
+                    outcome.kept_logprobs.setdefault(row.index, []).append(entry)
             sequence.extend((token,))
             outcome.tokens.append(token)
-
-    def _sample_row(self, row: Row, outcome: RowResults) -> None:
-        sequence = row.sequence
-        distribution = NextToken(sequence.histories[-1], self._config.vocab_size)
-        if sequence.sampling.num_candidates is not None:
-            outcome.candidates[row.index] = sequence.offer(distribution)
-            outcome.tokens.append(NO_TOKEN)
-            return
-        token = sequence.next_token(distribution)
-        if token is None:
-            sequence.failure = outcome.errors[row.index] = RowErrorReason.NO_CANDIDATES
-            outcome.tokens.append(NO_TOKEN)
-            return
-        if (entry := self._logprobs(sequence, distribution, token)) is not None:
-            outcome.logprobs[row.index] = entry
-        sequence.extend((token,))
-        outcome.tokens.append(token)
-
-    def _logprobs(
-        self, sequence: KnownSequence, distribution: NextToken, token: int
-    ) -> TokenLogprobs | None:
-        """A sampled token's log probabilities, if the sequence asks for them."""
-        num_top = sequence.sampling.num_logprobs
-        if num_top is None:
-            return None
-        return token_logprobs(distribution, token, min(num_top, self._config.vocab_size))
+            if token != draft:
+                return
 
 
 def _wait_until(end_us: float) -> None:
