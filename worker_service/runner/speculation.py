@@ -339,6 +339,8 @@ class Speculation:
             }
         else:
             drafts = self._choose(rows, lookahead, sequences)
+        if not drafts:
+            return rows
         counts = np.zeros(len(rows.row_ids), np.int32)
         for row, tokens in drafts.items():
             counts[row] = len(tokens)
