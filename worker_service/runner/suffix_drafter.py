@@ -117,17 +117,10 @@ class OutputHistory:
         previous token of the same output, or _NONE. All are [num_tokens].
         """
         half = self._capacity // 2
-        for start in range(0, len(tokens), half):
-            part = slice(start, start + half)
-            self._add_part(tenants[part], previous[part], tokens[part], before[part])
-
-    def _add_part(
-        self,
-        tenants: npt.NDArray[np.uint64],
-        previous: Int32Array,
-        tokens: Int32Array,
-        before: Int64Array,
-    ) -> None:
+        if len(tokens) > half:
+            for part in (slice(half), slice(half, None)):
+                self.add(tenants[part], previous[part], tokens[part], before[part])
+            return
         if self._size + len(tokens) > self._capacity:
             self._drop_oldest()
         new = slice(self._size, self._size + len(tokens))

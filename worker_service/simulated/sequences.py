@@ -301,8 +301,11 @@ def _resolve_fork(
 
 
 def _check_length(row: Row, block_size: int, max_model_len: int) -> None:
+    """Rows compute tokens that exist, within blocks and the model's length. Only rows that sample
+    have drafts, of sequences that choose their tokens."""
     sequence, end = row.sequence, row.end
-    known = len(sequence.tokens)
+    known, num_slots = len(sequence.tokens), len(sequence.block_table) * block_size
+    most, with_drafts = min(max_model_len, num_slots), end + row.lookahead
     field = "num_tokens"
     if end > known:
         problem = f"computes {end} tokens of {known}"
@@ -310,24 +313,13 @@ def _check_length(row: Row, block_size: int, max_model_len: int) -> None:
         field, problem = "sample", "samples before its last token"
     elif end > max_model_len:
         problem = "goes beyond the model's length"
-    elif end > len(sequence.block_table) * block_size:
+    elif end > num_slots:
         problem = "lacks blocks"
+    elif row.lookahead and (not row.sample or sequence.sampling.num_candidates is not None):
+        field, problem = "lookahead", "has drafts, but does not sample a token"
+    elif with_drafts > most:
+        field = "lookahead"
+        problem = f"may compute {with_drafts} tokens of {most} with its drafts"
     else:
-        _check_lookahead(row, min(max_model_len, len(sequence.block_table) * block_size))
         return
     raise InvalidPlan(field, f"row {row.index}: sequence {sequence.seq_id} {problem}")
-
-
-def _check_lookahead(row: Row, most_tokens: int) -> None:
-    """Only rows that sample have drafts, of sequences that choose their tokens, within blocks and
-    the model's length."""
-    if row.lookahead == 0:
-        return
-    if not row.sample or row.sequence.sampling.num_candidates is not None:
-        problem = "has drafts, but does not sample a token"
-    elif row.end + row.lookahead > most_tokens:
-        problem = f"may compute {row.end + row.lookahead} tokens of {most_tokens} with its drafts"
-    else:
-        return
-    problem = f"row {row.index}: sequence {row.sequence.seq_id} {problem}"
-    raise InvalidPlan("lookahead", problem)
