@@ -57,7 +57,8 @@ class Batch:
 
     def add_decode(self, seq: Sequence, num_drafts: int) -> None:
         """Add a row that samples one token, and may add drafts."""
-        self.lookahead += [0] * (len(self.rows) - len(self.lookahead))  # rows of beams
+        if num_beams := len(self.rows) - len(self.lookahead):
+            self.lookahead += [0] * num_beams
         self.lookahead.append(num_drafts)
         self.num_attended_pairs += seq.length
         self.seq_ids.append(seq.seq_id)

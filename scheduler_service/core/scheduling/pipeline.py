@@ -9,6 +9,7 @@ results of several steps are sent together.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.sequence import Sequence
@@ -44,12 +45,6 @@ class InFlightStep:
     """Rows that report candidates, in order."""
     work: StepWork
     """Estimated duration on the worker."""
-
-
-def repeat_rows(sampled: list[Sequence], num_sampled: list[int]) -> list[Sequence]:
-    """The sequence of each token of a result whose rows have brought `num_sampled` tokens."""
-    rows = zip(sampled, num_sampled, strict=True)
-    return [seq for seq, count in rows for _ in range(count)]
 
 
 def _check_counts(step: InFlightStep, result: StepResult) -> None:
@@ -155,13 +150,13 @@ class Pipeline:
         return self._steps.popleft()
 
     def _check_rows(self, step: InFlightStep, result: StepResult) -> None:
-        tokens, sampled = result.token_ids, step.sampled
+        tokens, num_tokens = result.token_ids, len(step.sampled)
         if result.num_sampled is not None or result.num_drafts is not None:
             _check_counts(step, result)
         if result.num_sampled is not None:
-            sampled = repeat_rows(sampled, result.num_sampled)
-        if len(tokens) != len(sampled):
-            raise ResultMismatch(f"expected {len(sampled)} tokens, result has {len(tokens)}")
+            num_tokens = sum(result.num_sampled)
+        if len(tokens) != num_tokens:
+            raise ResultMismatch(f"expected {num_tokens} tokens, result has {len(tokens)}")
         self._check_candidates(step, result)
         named = (result.errors, result.logprobs, result.kept_logprobs, result.prompt_logprobs)
         for rows in named:
@@ -173,6 +168,8 @@ class Pipeline:
         if tokens and min(tokens) < 0:
             failed = {step.rows[row] for row in result.errors}
             failed |= {step.rows[row] for row in result.candidates}
+            counts = result.num_sampled or [1] * num_tokens
+            sampled = chain.from_iterable(map(repeat, step.sampled, counts))
             for seq, token in zip(sampled, tokens, strict=True):
                 if token < 0 and seq not in failed:
                     raise ResultMismatch(f"seq_id={seq.seq_id} has neither a token nor an error")

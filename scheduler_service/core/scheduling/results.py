@@ -63,21 +63,25 @@ def take_drafts(
     num_drafts = result.num_drafts or [0] * len(step.sampled)
     sampled: list[Sequence] = []
     token_ids: list[int] = []
-    end = 0
+    accepted: list[int] = []
+    end = total = 0
     for row, (seq, count) in enumerate(zip(step.sampled, counts, strict=True)):
         start, end = end, end + count
-        first = len(sampled)
-        for token in result.token_ids[start:end]:
-            sampled.append(seq)
-            token_ids.append(token)
-            if token in seq.stop_token_ids:
-                break
+        tokens = result.token_ids[start:end]
+        if count > 1 and not seq.stop_token_ids.isdisjoint(tokens):
+            stop = next(at for at, token in enumerate(tokens) if token in seq.stop_token_ids)
+            del tokens[stop + 1 :]
+        sampled += [seq] * len(tokens)
+        token_ids += tokens
         if row < len(lookahead) and lookahead[row]:
             seq.take_back_drafts(lookahead[row], count - 1)
-            if not seq.status.is_finished:
-                num_accepted = len(sampled) - first - 1
+            if seq.status is RUNNING or not seq.status.is_finished:
+                num_accepted = len(tokens) - 1
                 seq.seq_group.clock.timings.note_drafts(num_drafts[row], num_accepted)
-                totals.note_drafts(num_drafts[row], num_accepted)
+                if number := num_drafts[row]:
+                    total += number
+                    accepted.append(num_accepted)
+    totals.note_drafts(total, accepted)
     return sampled, token_ids
 
 

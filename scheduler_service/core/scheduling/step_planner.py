@@ -112,6 +112,8 @@ class StepPlanner:
             num_drafts = min(num_drafts, request.num_speculative_tokens)
         max_length = seq.seq_group.num_prompt_tokens + seq.max_output_tokens
         end = min(seq.length + num_drafts, max_length - 1)
+        if end <= seq.reserved_length:
+            return end - seq.length
         num_kept = self._running.num_places
         while seq.reserved_length < end:
             length = seq.reserved_length + 1

@@ -80,12 +80,11 @@ class ModelTotals:
         most = max(rows, default=0)
         return [sum(rows[each] for each in range(place, most + 1)) for place in range(1, most + 1)]
 
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count a row that may have drafts."""
-        if num_drafts:
-            self.num_draft_rows += 1
-            self.num_drafts += num_drafts
-            self.num_rows_by_accepted[num_accepted] += 1
+    def note_drafts(self, num_drafts: int, num_accepted: list[int]) -> None:
+        """Count the drafts of a step's rows. num_accepted: of each row that computed any."""
+        self.num_draft_rows += len(num_accepted)
+        self.num_drafts += num_drafts
+        self.num_rows_by_accepted.update(num_accepted)
 
     def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
         """Record that a running sequence's first `num_tokens` tokens are computed; with `is_last`,
