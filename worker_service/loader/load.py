@@ -100,12 +100,12 @@ class LoadedModel:
     """Connects the ranks that have shards of the model."""
 
 
-ARITHMETIC_VERSION = 3
+ARITHMETIC_VERSION = 4
 """Incremented when a change to a kernel changes the rounding of its results."""
 
 
 def arithmetic_of(loaded: LoadedModel) -> str:
-    """Return the identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/3`.
+    """Return the identity of the arithmetic behind a model's logits, such as `cpu/avx512_bf16/4`.
 
     It names everything that changes the rounding of a sum: instruction set or GPU architecture,
     attention backend, model implementation, tensor parallelism, dtype of the KV cache, and

@@ -123,4 +123,22 @@ inline void interleave_bytes(Words a, Words b, Words& low, Words& high) {
   high = _mm256_unpackhi_epi8(a, b);
 }
 
+// As assembly, since GCC takes two instructions for it, and changes the order of additions until the
+// registers do not suffice.
+
+inline Words broadcast_word_at(const void* from) {
+  using AnyWord = int32_t __attribute__((may_alias));
+  Words word;
+  asm("vpbroadcastd %1, %0" : "=x"(word) : "m"(*static_cast<const AnyWord*>(from)));
+  return word;
+}
+
+// Add products of 16-bit numbers, two for each word.
+inline void add_pairs(Words a, Words b, Words& sums) {
+  Words products;
+  asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0"
+      : "+x"(sums), "=&x"(products)
+      : "x"(a), "x"(b));
+}
+
 }  // namespace pagewire

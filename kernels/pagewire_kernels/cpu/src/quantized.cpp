@@ -40,7 +40,7 @@ constexpr int kFewRows = Dot::kRegisterRows;
 // A block of rows, turned into what `Dot` takes.
 template <class Dot>
 struct Block {
-  const char* inputs;  // [num_rows][in_features] of kTurnedBytes, or as `turn_for_tiles` has them
+  const char* inputs;  // [num_rows][in_features] of Dot::kTurnedBytes, or as `turn_for_tiles` has them
   const typename Dot::Inputs* groups;  // [num_rows][num_groups]
   int64_t num_rows, row_bytes, num_groups;
 #if defined(PAGEWIRE_HAS_TILES)
@@ -94,7 +94,7 @@ inline __attribute__((always_inline)) void add_register(
     weights[v] = Source::template operand<kRegister>(codes, v, table);
   }
   _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
-    const auto step = Dot::load_step(inputs[r] + kRegister * 4 * kTurnedBytes);
+    const auto step = Dot::load_step(inputs[r] + kRegister * 4 * Dot::kTurnedBytes);
     _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
       Dot::add(step, weights[v], sums[r][v][kChain]);
     }
@@ -121,7 +121,7 @@ inline __attribute__((always_inline)) void add_group(
       sums[r][v][1] = Dot::no_sum();
     }
   }
-  const char* first = block.inputs + row * block.row_bytes + g * num_inputs * kTurnedBytes;
+  const char* first = block.inputs + row * block.row_bytes + g * num_inputs * Dot::kTurnedBytes;
   TileRows<char, kRows> inputs(first, block.row_bytes);
   const char* codes = group.codes;
   if constexpr (!std::is_same_v<Source, Unpacked<Dot>>) {
@@ -133,7 +133,7 @@ inline __attribute__((always_inline)) void add_group(
     }
     add_registers<Dot, Source, kRows>(inputs, codes, table, sums,
                                       std::make_integer_sequence<int, Source::kInputs / 4>());
-    inputs.advance(Source::kInputs * kTurnedBytes);
+    inputs.advance(Source::kInputs * Dot::kTurnedBytes);
     codes += Source::kBytes;
   }
   _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
@@ -366,14 +366,14 @@ Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows
   }
 #endif
   const Quantization& q = task.quantization;
-  const int64_t row_bytes = task.in_features * kTurnedBytes;
+  const int64_t row_bytes = task.in_features * Dot::kTurnedBytes;
   const int64_t group_bytes = num_groups * static_cast<int64_t>(sizeof(typename Dot::Inputs));
   char* inputs = working_memory(num_rows * (row_bytes + group_bytes));
   auto* groups = reinterpret_cast<typename Dot::Inputs*>(inputs + num_rows * row_bytes);
   for (int64_t r = 0; r < num_rows; ++r) {
     const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
     for (int64_t g = 0; g < num_groups; ++g) {
-      char* to = inputs + r * row_bytes + g * q.group_size * kTurnedBytes;
+      char* to = inputs + r * row_bytes + g * q.group_size * Dot::kTurnedBytes;
       groups[r * num_groups + g] = Dot::turn(x + g * q.group_size, q.group_size, q.zero, to);
     }
   }
@@ -383,7 +383,7 @@ Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows
 // Blocks are of about the same size.
 template <class Dot>
 inline int64_t rows_per_block(const LinearTask& task) {
-  int64_t most = kBlockBytes / (task.in_features * kTurnedBytes);
+  int64_t most = kBlockBytes / (task.in_features * Dot::kTurnedBytes);
   if (most < Dot::kRegisterRows) most = Dot::kRegisterRows;
   if (most > kBlockRows) most = kBlockRows;
   return divide_up(*task.num_rows, divide_up(*task.num_rows, most));

@@ -10,13 +10,34 @@
 
 namespace pagewire {
 
-constexpr int64_t kTurnedBytes = 4;  // that an input becomes
-
 inline float from_bits(uint32_t bits) {
   float x;
   memcpy(&x, &bits, 4);
   return x;
 }
+
+// Whole numbers of `kDigits` digits of 8 bits for a group's inputs, which are rounded to multiples of a
+// power of two.
+template <int kDigits>
+struct WholeNumbers {
+  static constexpr uint32_t kInfinity = 0x7f800000;
+  static constexpr int32_t kOnes = kDigits == 2 ? 0x0101 : 0x010101;  // one in every digit
+
+  // largest: the bits of the largest magnitude; those of NaN are above infinity's.
+  explicit WholeNumbers(uint32_t largest) {
+    constexpr uint32_t kBits = 8 * kDigits - 2;  // of the largest whole number, less its first one
+    // Digits are at most 127: there is no room for whole numbers beyond.
+    constexpr uint32_t kMost = 127 * kOnes;
+    constexpr uint32_t kNearPowerOfTwo = (((2u << kBits) - kMost) << (23 - kBits)) - 1;
+    uint32_t exponent = (largest + kNearPowerOfTwo) >> 23;
+    if (exponent < kBits + 1) exponent = kBits + 1;
+    units_per_one = from_bits((254 + kBits - exponent) << 23);
+    unit = from_bits((exponent - kBits) << 23) + (largest < kInfinity ? 0.0f : __builtin_nanf(""));
+  }
+
+  float units_per_one;
+  float unit;  // NaN if an input is NaN or infinite
+};
 
 #if defined(__AVX512VNNI__)
 
@@ -30,8 +51,7 @@ struct DigitsDot {
   static constexpr bool kIsExact = true;
   static constexpr int kDigits = kNumDigits;
   static constexpr int kRegisterRows = kDigits == 2 ? 6 : 4;
-  static constexpr uint32_t kInfinity = 0x7f800000;
-  static constexpr int32_t kOnes = kDigits == 2 ? 0x0101 : 0x010101;  // one in every digit
+  static constexpr int64_t kTurnedBytes = 4;  // that an input becomes
   using Operand = Words;
   struct Sum {
     Words of_digits[kDigits];
@@ -39,8 +59,7 @@ struct DigitsDot {
 
   // A row's group of inputs, turned.
   struct Inputs {
-    float unit;  // of the whole numbers; NaN if an input is NaN or infinite
-    float sum;
+    float unit, sum;
     int32_t start[kDigits];
   };
 
@@ -54,16 +73,9 @@ struct DigitsDot {
       const Words magnitude = and_words(as_words(widen(x + i)), broadcast_word(0x7fffffff));
       most = _mm512_max_epi32(most, magnitude);
     }
-    auto exponent = static_cast<uint32_t>(_mm512_reduce_max_epi32(most));
-    const float broken = exponent < kInfinity ? 0.0f : __builtin_nanf("");
-    constexpr uint32_t kBits = 8 * kDigits - 2;  // of the largest whole number, less its first one
-    // Digits are at most 127: there is no room for whole numbers beyond.
-    constexpr uint32_t kMost = 127 * kOnes;
-    constexpr uint32_t kNearPowerOfTwo = (((2u << kBits) - kMost) << (23 - kBits)) - 1;
-    exponent = (exponent + kNearPowerOfTwo) >> 23;
-    if (exponent < kBits + 1) exponent = kBits + 1;
-    const Floats units_per_one = broadcast(from_bits((254 + kBits - exponent) << 23));
-    const Words bias = broadcast_word(0x80 * kOnes);
+    const WholeNumbers<kDigits> whole(static_cast<uint32_t>(_mm512_reduce_max_epi32(most)));
+    const Floats units_per_one = broadcast(whole.units_per_one);
+    const Words bias = broadcast_word(0x80 * whole.kOnes);
     const __m128i by_digit = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     Words sums = broadcast_word(0);
     for (int64_t i = 0; i < num_inputs; i += kLanes) {
@@ -80,7 +92,7 @@ struct DigitsDot {
                     _mm_add_epi32(_mm256_castsi256_si128(of_eight),
                                   _mm256_extracti128_si256(of_eight, 1)));
     Inputs turned;
-    turned.unit = from_bits((exponent - kBits) << 23) + broken;
+    turned.unit = whole.unit;
     int32_t total = 0;
     for (int d = 0; d < kDigits; ++d) {
       turned.start[d] = -zero * of_digits[d];
@@ -151,10 +163,85 @@ using QuantizedDot = DigitsDot<std::is_same_v<Input, BFloat16> ? 2 : 3>;
 
 #else
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// Inputs of bfloat16 as whole numbers of 15 bits and a sign, whose products with the codes are summed
+// exactly, two at a time. The sums are those of `DigitsDot<2>`, and so are the results.
+struct PairsDot {
+  static constexpr bool kIsExact = true;
+  static constexpr int kRegisterRows = 4;
+  static constexpr int64_t kTurnedBytes = 2;
+  struct Operand {
+    Words even, odd;  // of four inputs the first and the third, and the others
+  };
+  using Step = Operand;
+  using Sum = Words;
+
+  struct Inputs {
+    float unit, sum;
+    int32_t start;
+  };
+
+  template <class Input>
+  static Inputs turn(const Input* x, int64_t num_inputs, int32_t zero, char* pairs) {
+    Words most = broadcast_word(0);
+    for (int64_t i = 0; i < num_inputs; i += kLanes) {
+      const Words magnitude = and_words(as_words(widen(x + i)), broadcast_word(0x7fffffff));
+      most = _mm256_max_epi32(most, magnitude);
+    }
+    alignas(32) int32_t lanes[kLanes];
+    store_words(lanes, most);
+    int32_t largest = 0;
+    for (const int32_t lane : lanes) largest = lane > largest ? lane : largest;
+    const WholeNumbers<2> whole(static_cast<uint32_t>(largest));
+    const Floats units_per_one = broadcast(whole.units_per_one);
+    const __m128i places = _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1);
+    Words sums = broadcast_word(0);
+    for (int64_t i = 0; i < num_inputs; i += kLanes, pairs += kLanes * kTurnedBytes) {
+      const Words numbers = _mm256_cvtps_epi32(multiply(widen(x + i), units_per_one));
+      const Words of_fours = _mm256_shuffle_epi8(numbers, _mm256_broadcastsi128_si256(places));
+      const Words together = _mm256_permute4x64_epi64(of_fours, 0x08);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(pairs), _mm256_castsi256_si128(together));
+      sums = add_words(sums, numbers);
+    }
+    store_words(lanes, sums);
+    int32_t total = 0;
+    for (const int32_t lane : lanes) total += lane;
+    return {whole.unit, static_cast<float>(total) * whole.unit, -zero * total};
+  }
+
+  static Sum first_sum(const Inputs& inputs) { return broadcast_word(inputs.start); }
+  static Sum no_sum() { return broadcast_word(0); }
+
+  static Operand operand(Words bytes) {
+    return {and_words(bytes, broadcast_word(0x00ff00ff)), _mm256_srli_epi16(bytes, 8)};
+  }
+  static void store(char* to, const Operand& x) {
+    store_words(to, x.even);
+    store_words(to + sizeof(Words), x.odd);
+  }
+  static Operand load(const char* from) { return {load_words(from), load_words(from + sizeof(Words))}; }
+
+  static Step load_step(const char* turned) {
+    return {broadcast_word_at(turned), broadcast_word_at(turned + 4)};
+  }
+  static void add(const Step& step, const Operand& weights, Sum& sum) {
+    add_pairs(step.even, weights.even, sum);
+    add_pairs(step.odd, weights.odd, sum);
+  }
+
+  static Floats total(Sum a, Sum b, const Inputs& inputs) {
+    return multiply(to_floats(add_words(a, b)), broadcast(inputs.unit));
+  }
+};
+
+#endif
+
 // Products of float32. Bytes become numbers where they are in their words, which makes them 1, 2^8 or
 // 2^16 times too large; the inputs are as much smaller, and nothing is rounded by that.
 struct FloatsDot {
   static constexpr bool kIsExact = false;
+  static constexpr int64_t kTurnedBytes = 4;
 #if defined(__AVX512F__)
   static constexpr int kRegisterRows = 6;
 #elif defined(__aarch64__)
@@ -224,8 +311,13 @@ struct FloatsDot {
   static Floats total(Sum a, Sum b, const Inputs&) { return pagewire::add(a, b); }
 };
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <class Input>
+using QuantizedDot = std::conditional_t<std::is_same_v<Input, BFloat16>, PairsDot, FloatsDot>;
+#else
 template <class Input>
 using QuantizedDot = FloatsDot;
+#endif
 
 #endif
 

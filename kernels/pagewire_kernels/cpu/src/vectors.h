@@ -18,7 +18,8 @@
 //   interleave_bytes(a, b, low, high)  the bytes of `a` and `b`, alternating: of each 128 bits, those
 //                            of the first 64, and those of the others
 //
-// Results with NEON are those with AVX2, bit by bit.
+// Results with NEON are those with AVX2, bit by bit, except where AVX2 multiplies whole numbers
+// (quantized_dot.h).
 #pragma once
 
 #include <cstdint>

@@ -92,13 +92,15 @@ constexpr Layout kLayout = Layout::kPairs;
 #if defined(__AVX512F__)
 inline Words first_bytes(Words x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
 inline Words second_bytes(Words x) { return _mm512_srai_epi16(x, 8); }
-inline Words multiply_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
+inline void add_pairs(Words a, Words b, Words& sums) {
+  sums = add_words(sums, _mm512_madd_epi16(a, b));
+}
+inline Words broadcast_word_at(const char* from) { return broadcast_word(load_step(from)); }
 constexpr int kPairRows = 8;
 #else
 inline Words first_bytes(Words x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
 inline Words second_bytes(Words x) { return _mm256_srai_epi16(x, 8); }
-inline Words multiply_pairs(Words a, Words b) { return _mm256_madd_epi16(a, b); }
-constexpr int kPairRows = 3;
+constexpr int kPairRows = 4;
 #endif
 
 // The instruction for bytes saturates sums of two products, so bytes are widened to 16 bits.
@@ -115,11 +117,11 @@ struct PlainDot {
   static Sums nothing() { return broadcast_word(0); }
   static Weights weights(Words words) { return {first_bytes(words), second_bytes(words)}; }
   static Inputs inputs(const char* at) {
-    return {broadcast_word(load_step(at)), broadcast_word(load_step(at + 4))};
+    return {broadcast_word_at(at), broadcast_word_at(at + 4)};
   }
   static void add(const Inputs& x, const Weights& w, Sums& sums) {
-    sums = add_words(sums, multiply_pairs(x.first, w.first));
-    sums = add_words(sums, multiply_pairs(x.second, w.second));
+    add_pairs(x.first, w.first, sums);
+    add_pairs(x.second, w.second, sums);
   }
   static Words total(Sums sums) { return sums; }
 };
