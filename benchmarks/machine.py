@@ -11,7 +11,16 @@ from pathlib import Path
 import psutil
 
 RESULTS = Path(__file__).parent / "results"
-VECTOR_EXTENSIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+VECTOR_EXTENSIONS = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx512_vnni": "AVX512-VNNI",
+    "avx512_bf16": "AVX512-BF16",
+    "amx_bf16": "AMX",
+}
+"""Extensions that determine how fast a processor multiplies matrices, by their names in
+`/proc/cpuinfo`, the widest last."""
+
 PACKAGES = ("protobuf", "grpcio", "torch", "transformers")
 
 

@@ -30,7 +30,8 @@ class Shape:
     extra: dict[str, Any] = field(default_factory=dict)
     """Additional keys of its configuration."""
     weights: str | None = None
-    """The format of its quantized layers, a key of `quantized_layers.CONFIGS`; None: dense."""
+    """The format of its quantized weights, a key of `quantized_layers.BITS_PER_WEIGHT`; None:
+    dense."""
 
     def quantized(self, weights: str | None) -> "Shape":
         """The same shape with weights in another format, under another name."""
@@ -39,6 +40,10 @@ class Shape:
             if weights is None
             else replace(self, name=f"{self.name}-{weights}", weights=weights)
         )
+
+    def dense(self) -> "Shape":
+        """The shape that `quantized` was called on."""
+        return replace(self, name=self.name.removesuffix(f"-{self.weights}"), weights=None)
 
     def config(self) -> dict[str, Any]:
         """The arguments of the configuration in `transformers`."""
@@ -108,6 +113,21 @@ SHAPES = {
             max_position_embeddings=2048,
             tied=False,
             scale=1 / 2,
+        ),
+        Shape(
+            name="smollm2-135m",
+            model_type="llama",
+            vocab_size=49_152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_layers=30,
+            num_heads=9,
+            num_kv_heads=3,
+            head_dim=64,
+            max_position_embeddings=8192,
+            tied=True,
+            scale=1 / 2,
+            extra={"rms_norm_eps": 1e-5, "rope_theta": 100_000.0},
         ),
         Shape(
             name="qwen3-0.6b",

@@ -26,7 +26,7 @@ from rich.console import Console
 from benchmarks.ceilings import Ceilings, CeilingsProcess
 from benchmarks.comparison import PAGEWIRE, agreements, all_runs, ceilings_range, compare, table
 from benchmarks.engines import transformers_static
-from benchmarks.engines.choice import NAMES, Programs, start_all
+from benchmarks.engines.choice import DEFAULT_NAMES, NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
 from benchmarks.interleaved_runs import (
     MOST_REPEATS,
@@ -39,7 +39,7 @@ from benchmarks.interleaved_runs import (
 from benchmarks.machine import RESULTS, ForeignLoad, save
 from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.quantized_layers import CONFIGS
+from benchmarks.quantized_layers import BITS_PER_WEIGHT, CONFIGS
 from benchmarks.roofline import floor_seconds
 from benchmarks.workloads import FOUR, WORKLOADS, Workload
 
@@ -183,7 +183,7 @@ def settings_of(args: argparse.Namespace, shape: str, dtype: str) -> Settings:
     if args.logs is not None:
         args.logs.mkdir(parents=True, exist_ok=True)
     return Settings(
-        shape=SHAPES[shape].quantized(args.weights),
+        shape=SHAPES[shape].quantized(args.weights or args.quantization),
         dtype=dtype,
         checkpoints=args.checkpoints,
         device=args.device,
@@ -192,6 +192,7 @@ def settings_of(args: argparse.Namespace, shape: str, dtype: str) -> Settings:
         kv_cache_gib=args.kv_cache_gib,
         **{name: getattr(args, name) for name in Settings.FLAGS},
         threads=args.threads,
+        model_path=args.model,
         logs=args.logs,
     )
 
@@ -201,7 +202,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_common(parser)
     parser.add_argument("--workloads", nargs="+", default=list(FOUR), choices=list(WORKLOADS))
-    parser.add_argument("--engines", nargs="+", default=list(NAMES), choices=list(NAMES))
+    parser.add_argument("--engines", nargs="+", default=list(DEFAULT_NAMES), choices=list(NAMES))
     parser.add_argument("--one-at-a-time", action="store_true", help="if memory is scarce")
     parser.add_argument("--no-ceilings", action="store_true", help="no share of the floor")
     parser.add_argument("--name", help="the result file's, without its ending")
@@ -213,7 +214,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slow-factor", type=float, default=1.5, help="how far: times as long")
     parser.add_argument("--nano-vllm-python", type=Path, help="the Python that has nano-vllm")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.weights and args.quantization:
+        parser.error("--quantization is for dense checkpoints, without --weights")
+    if args.weights not in (None, *CONFIGS) and args.model is None:
+        parser.error(f"--weights {args.weights} needs --model: such a checkpoint is not written")
+    return args
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
@@ -221,8 +227,12 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", nargs="+", default=["llama-160m"], choices=list(SHAPES))
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=list(BYTES_PER_VALUE))
     parser.add_argument(
-        "--weights", choices=list(CONFIGS), help="quantized weights; default: dense"
+        "--weights",
+        choices=list(BITS_PER_WEIGHT),
+        help=f"quantized weights, written as {', '.join(CONFIGS)}; default: dense",
     )
+    parser.add_argument("--model", help="a checkpoint or GGUF file of --shape and --weights")
+    parser.add_argument("--quantization", choices=["int4", "int8"], help="Pagewire's")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--vllm-python", type=Path, help="the Python that has vLLM")
     parser.add_argument(

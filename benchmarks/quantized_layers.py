@@ -4,6 +4,7 @@ Written from the specifications of the formats, independently of the code that r
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,7 +56,26 @@ CONFIGS: Mapping[str, dict[str, Any]] = {
 }
 """The `quantization_config` of each format."""
 
-BITS_PER_WEIGHT = {"awq": 4 + 20 / GROUP_SIZE, "gptq": 4 + 20 / GROUP_SIZE, "w8a8": 8.0}
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bits:
+    """Bits per weight of a format, with the scales and offsets of its groups."""
+
+    layers: float
+    head: float | None = None
+    """Those of the LM head; None: those of the dtype."""
+
+
+BITS_PER_WEIGHT: Mapping[str, Bits] = {
+    "awq": Bits(layers=4 + 20 / GROUP_SIZE),
+    "gptq": Bits(layers=4 + 20 / GROUP_SIZE),
+    "w8a8": Bits(layers=8),
+    # Dense checkpoints that Pagewire rounds while it loads them; --quantization.
+    "int4": Bits(layers=4 + 32 / GROUP_SIZE, head=8 + 16 / GROUP_SIZE),
+    "int8": Bits(layers=8 + 16 / GROUP_SIZE, head=8 + 16 / GROUP_SIZE),
+    # The GGUF file of `make test-real`, whose embedding is in Q8_0.
+    "q4_1": Bits(layers=5, head=8.5),
+}
 
 
 def quantized(weight: Tensor, kind: str) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     clients_at_scale,
     endurance,
+    loading_memory,
     many_groups,
     online,
     pipelining,
@@ -23,7 +24,8 @@ from benchmarks import (
     speculation,
     startup,
 )
-from benchmarks.machine import RESULTS
+from benchmarks.machine import RESULTS, VECTOR_EXTENSIONS
+from benchmarks.model_shapes import SHAPES
 
 Columns = Mapping[str, str]
 """Titles by the names in a result's rows."""
@@ -278,6 +280,10 @@ def _startup(results: Mapping[str, Any]) -> tuple[str, str]:
     return facts, _table(startup.COLUMNS, results["rows"])
 
 
+def _loading_memory(results: Mapping[str, Any]) -> tuple[str, str]:
+    return "In bfloat16.", _table(loading_memory.COLUMNS, results["rows"])
+
+
 def _kernels(results: Mapping[str, Any]) -> tuple[str, str]:
     threads = f", {results['threads']} threads" if results["threads"] else ""
     facts = (
@@ -301,6 +307,7 @@ SECTIONS: Mapping[str, Section] = {
     "wire": _wire,
     "online": _online,
     "startup": _startup,
+    "loading_memory": _loading_memory,
     "kernels": _kernels,
     "kernels_gpu": _kernels,
 }
@@ -316,8 +323,9 @@ def render(name: str, results: Mapping[str, Any]) -> str:
 
 def _section(results: Mapping[str, Any], facts: str, table: str) -> str:
     machine = results["machine"]
+    extensions = [VECTOR_EXTENSIONS[name] for name in machine.get("vector_extensions", ())]
     where = (
-        f"{machine['processor']}, {machine['cores']} cores, "
+        f"{' with '.join([machine['processor'], *extensions[-1:]])}, {machine['cores']} cores, "
         f"Python {machine['python']}, protobuf {machine['protobuf']}, grpcio {machine['grpcio']}; "
         f"other processes used {results['foreign_cores']} cores meanwhile. {facts}"
     )
@@ -358,8 +366,9 @@ def main() -> None:
         if path.exists():
             plots.draw(name, json.loads(path.read_text()))
     offline = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("offline_*.json"))]
-    if offline:
-        plots.draw("offline", {"cells": offline})
+    dense = [results for results in offline if results["shape"] in SHAPES]
+    if dense:
+        plots.draw("offline", {"cells": dense})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.model_shapes import BYTES_PER_VALUE, Shape
-from benchmarks.quantized_layers import BITS_PER_WEIGHT
+from benchmarks.quantized_layers import BITS_PER_WEIGHT, Bits
 from benchmarks.workloads import Job
 
 
@@ -43,10 +43,11 @@ class Step:
 
     def num_bytes(self, shape: Shape, dtype: str) -> int:
         """Weights and KV read, and new KV written."""
-        bits = 8 * BYTES_PER_VALUE[dtype]
-        weights = shape.layer_weights * BITS_PER_WEIGHT.get(shape.weights or "", bits) // 8
+        dense = 8 * BYTES_PER_VALUE[dtype]
+        bits = BITS_PER_WEIGHT.get(shape.weights or "", Bits(layers=dense))
+        weights = shape.layer_weights * bits.layers / 8
         if any(row.samples for row in self.rows):
-            weights += shape.output_weights * BYTES_PER_VALUE[dtype]
+            weights += shape.output_weights * (bits.head or dense) / 8
         own = sum(row.context - self.shared for row in self.rows)
         kv_tokens = own + self.shared + self.num_tokens
         return int(weights) + kv_tokens * shape.kv_bytes(dtype)

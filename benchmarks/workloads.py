@@ -94,6 +94,13 @@ WORKLOADS = {
             lengths=_fixed(128, 128),
         ),
         Workload(
+            name="streams",
+            what="16 requests, 128 tokens in and 128 out",
+            num_requests=16,
+            lengths=_fixed(128, 128),
+            scales=False,
+        ),
+        Workload(
             name="prefill",
             what="prompts of 1,024 tokens, one out; prompt tokens count",
             num_requests=8,

@@ -23,12 +23,14 @@ logger = logging.getLogger(__name__)
 OURS = (pagewire.NAME, in_process.NAME)
 NAMES = (
     *OURS,
+    pagewire.DENSE,
     vllm.NAME,
     llama_cpp.NAME,
     nano_vllm.NAME,
     transformers_static.NAME,
     transformers_continuous.NAME,
 )
+DEFAULT_NAMES = tuple(name for name in NAMES if name != pagewire.DENSE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +82,12 @@ def _pagewire(settings: Settings, _: Programs) -> Engine:
     return pagewire.Pagewire(settings)
 
 
+def _pagewire_dense(settings: Settings, _: Programs) -> Engine:
+    if settings.shape.weights is None:
+        raise EngineUnavailable("the weights are dense")
+    return pagewire.Pagewire(settings.dense(), pagewire.DENSE)
+
+
 def _vllm(settings: Settings, programs: Programs) -> Engine:
     return vllm.engine(_given(programs.vllm_python, "--vllm-python"), settings)
 
@@ -96,7 +104,10 @@ def _llama_cpp(settings: Settings, programs: Programs) -> Engine:
         raise EngineUnavailable("compared on CPUs only")
     if find_spec("gguf") is None:
         raise EngineUnavailable("requires the package gguf to write its files")
-    return llama_cpp.LlamaCpp(server, settings)
+    model = settings.model_path
+    if (model or settings.shape.weights) and not str(model).endswith(".gguf"):
+        raise EngineUnavailable("requires a GGUF file")
+    return llama_cpp.LlamaCpp(server, settings, Path(model) if model else None)
 
 
 def _given(program: Path | None, flag: str) -> Path:
@@ -110,6 +121,7 @@ def _given(program: Path | None, flag: str) -> Path:
 
 _MAKERS: dict[str, Callable[[Settings, Programs], Engine]] = {
     pagewire.NAME: _pagewire,
+    pagewire.DENSE: _pagewire_dense,
     in_process.NAME: lambda settings, _: in_process.engine(settings),
     vllm.NAME: _vllm,
     llama_cpp.NAME: _llama_cpp,

@@ -1,6 +1,6 @@
 """The interface of an engine to benchmarks, and its options."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
@@ -27,20 +27,28 @@ class Settings:
     kv_cache_dtype: str = "auto"
     attention_backend: str | None = None
     batch_invariant: bool = False
+    quantization: str | None = None
+    """What Pagewire rounds the weights of a dense checkpoint to; as `shape.weights`, which the
+    floor is that of."""
     model_path: str | None = None
-    """A checkpoint that all engines load instead of one of `shape`, which must need as much memory
-    for KV or more."""
+    """A checkpoint, or a GGUF file, that all engines load instead of one of `shape`, which must
+    need as much memory for KV or more."""
     logs: Path | None = None
     """Directory for the engines' logs; None discards them."""
 
     LIMITS: ClassVar = ("max_model_len", "max_num_seqs", "max_num_batched_tokens")
     """Names of the settings that bound a batch."""
-    FLAGS: ClassVar = ("kv_cache_dtype", "attention_backend", "batch_invariant")
+    FLAGS: ClassVar = ("kv_cache_dtype", "attention_backend", "batch_invariant", "quantization")
     """Names of the settings that are Pagewire's flags."""
 
     def model(self) -> str:
         """The path of the checkpoint that all engines load; created if necessary."""
-        return self.model_path or str(checkpoint(self.shape, self.dtype, self.checkpoints))
+        shape = self.shape if self.quantization is None else self.shape.dense()
+        return self.model_path or str(checkpoint(shape, self.dtype, self.checkpoints))
+
+    def dense(self) -> "Settings":
+        """The same settings with the dense checkpoint of the same shape."""
+        return replace(self, shape=self.shape.dense(), quantization=None, model_path=None)
 
     def named(self, *names: str) -> dict[str, Any]:
         """The settings of these names."""

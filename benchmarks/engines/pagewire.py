@@ -11,6 +11,8 @@ from benchmarks.workloads import Job
 from service_common.version import VERSION
 
 NAME = "pagewire"
+DENSE = "pagewire dense"
+"""With the dense weights of the same shape, to compare quantized ones with."""
 
 _OF_SERVICES = ("google.rpc", "grpc_health", "grpc_reflection", "llguidance")
 """Modules that the services need, and scheduler core and worker in one process do not."""
@@ -28,9 +30,8 @@ class Pagewire:
     wait for messages, which takes no measurable time; it would show as foreign load.
     """
 
-    name = NAME
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, name: str = NAME) -> None:
+        self.name = name
         self._flags = flags(settings)
         self._model = settings.model()
         self.about = About(version=VERSION, settings=self._flags)

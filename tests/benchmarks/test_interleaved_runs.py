@@ -187,7 +187,14 @@ def test_without_peers_there_is_nothing_to_compare() -> None:
 def test_results_become_a_section_and_a_picture(tmp_path: Path) -> None:
     rows = compare(results_of(pagewire=[10], vllm=[8]), {"mixed": four_seconds})
     results = {
-        "machine": {"processor": "P", "cores": 2, "python": "3", "protobuf": "6", "grpcio": "1"},
+        "machine": {
+            "processor": "P",
+            "vector_extensions": [],
+            "cores": 2,
+            "python": "3",
+            "protobuf": "6",
+            "grpcio": "1",
+        },
         "foreign_cores": 0.0,
         "shape": "llama-160m",
         "dtype": "float32",

@@ -34,7 +34,14 @@ def test_results_are_drawn_and_twice_the_same(name: str, tmp_path: Path) -> None
 
 
 def test_a_result_becomes_a_table() -> None:
-    machine = {"processor": "P", "cores": 2, "python": "3", "protobuf": "6", "grpcio": "1"}
+    machine = {
+        "processor": "P",
+        "vector_extensions": ["avx2", "avx512f"],
+        "cores": 2,
+        "python": "3",
+        "protobuf": "6",
+        "grpcio": "1",
+    }
     line = {
         "process": "core",
         "rss_mib_at_a_fifth": 50.5,
@@ -49,5 +56,5 @@ def test_a_result_becomes_a_table() -> None:
         "processes": [line],
     }
     text = render("endurance", results)
-    assert text.startswith("P, 2 cores")
+    assert text.startswith("P with AVX-512, 2 cores")
     assert text.endswith("| core | 50.5 | 51 | 1,234 |")

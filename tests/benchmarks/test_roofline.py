@@ -81,6 +81,15 @@ def test_a_step_that_samples_nothing_leaves_the_output_layer_alone() -> None:
     assert step.num_bytes(SHAPE, "float32") == LAYERS * 4 + 2 * SHAPE.kv_bytes("float32")
 
 
+def test_a_format_has_bits_of_layers_and_of_the_head() -> None:
+    step = Step(rows=[Row(num_tokens=1, context=1, samples=True)], shared=0)
+    kv = 2 * SHAPE.kv_bytes("bfloat16")
+    gguf = int(LAYERS * 5 / 8 + OUTPUT * 8.5 / 8) + kv
+    assert step.num_bytes(SHAPE.quantized("q4_1"), "bfloat16") == gguf
+    assert step.num_bytes(SHAPE.quantized("w8a8"), "bfloat16") == LAYERS + OUTPUT * 2 + kv
+    assert SHAPE.quantized("w8a8").dense() == SHAPE
+
+
 def test_the_slower_of_memory_and_multipliers_decides() -> None:
     (step,) = ideal_steps([job(0, 4, 1)], 100)
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from benchmarks.loading_memory import measure
 from benchmarks.quantized_layers import CONFIGS, GROUP_SIZE
+from tests.support.checkpoints import checkpoint
 
 HIDDEN, INNER, NUM_LAYERS, VOCAB_SIZE = 768, 2304, 16, 16_384
 """Enough weights that a second copy of them is far more than `SMALL_BYTES`."""
@@ -38,39 +38,6 @@ CONFIG: dict[str, Any] = {
     "hidden_act": "silu",
     "tie_word_embeddings": True,
 }
-
-# In a process of its own, whose memory nothing else has grown: the peak above what it had before.
-SCRIPT = """
-import json, re, sys
-from pathlib import Path
-import gguf, torch
-from pagewire_kernels.cpu.native_library import library
-from worker_service.config import ModelConfig
-from worker_service.loader import load_model
-
-def resident_bytes(kind):
-    return int(re.search(rf"{kind}:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-
-def packed_bytes(model):
-    found = {}
-    for module in model.modules():
-        for value in [*vars(module).values(), *module.parameters(recurse=False)]:
-            if isinstance(value, torch.Tensor):
-                found[value.data_ptr()] = value.nbytes
-            elif hasattr(value, "num_bytes"):
-                found[value.address] = value.num_bytes
-    return sum(found.values())
-
-torch.set_num_threads(1)
-warm, path, options = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-load_model(ModelConfig(model=warm, device="cpu", dtype="bfloat16"))  # what is imported on the way
-before = resident_bytes("VmRSS")
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-loaded = load_model(ModelConfig(model=path, device="cpu", dtype="bfloat16", **options))
-peak = resident_bytes("VmHWM") - before
-print(json.dumps([packed_bytes(loaded.model), peak]))
-"""
-
 
 LARGE_TABLE: dict[str, Any] = {**CONFIG, "vocab_size": 98_304, "num_hidden_layers": 4}
 """A model of which most is the table that embedding and head share."""
@@ -221,10 +188,9 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ],
 )
 def test_the_peak_is_the_packed_weights_15_percent_and_a_small_constant(
-    name: str, options: dict[str, Any], paths: dict[str, Path]
+    name: str, options: dict[str, str], paths: dict[str, Path]
 ) -> None:
-    packed, peak = _measure(paths, name, options)
-    assert packed <= peak <= 1.15 * packed + SMALL_BYTES
+    _load_within_the_limit(paths[name], options)
 
 
 @pytest.mark.parametrize("is_written", [False, True])
@@ -233,21 +199,11 @@ def test_a_cache_of_rounded_weights_takes_no_more(
 ) -> None:
     options = {"quantization": "int4", "quantization_cache": str(tmp_path)}
     if is_written:
-        _measure(paths, "dense", options)
-    packed, peak = _measure(paths, "dense", options)
-    assert packed <= peak <= 1.15 * packed + SMALL_BYTES
+        _load_within_the_limit(paths["dense"], options)
+    _load_within_the_limit(paths["dense"], options)
 
 
-def _measure(paths: dict[str, Path], name: str, options: dict[str, Any]) -> tuple[int, int]:
-    """(bytes of the packed weights, bytes that the process grew to at most while loading)"""
-    from tests.support.checkpoints import checkpoint
-
-    path = [entry for entry in sys.path if entry]
-    script = f"import sys; sys.path = {path!r}\n{SCRIPT}"
-    arguments = [str(checkpoint("llama")), str(paths[name]), json.dumps(options)]
-    run = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    packed, peak = json.loads(run.stdout.splitlines()[-1])
-    return packed, peak
+def _load_within_the_limit(path: Path, options: dict[str, str]) -> None:
+    loaded = measure(checkpoint("llama"), path, options)
+    packed = loaded.packed_bytes
+    assert packed <= loaded.peak_bytes <= 1.15 * packed + SMALL_BYTES
