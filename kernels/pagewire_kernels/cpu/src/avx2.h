@@ -117,7 +117,7 @@ inline Words look_up(const ByteTable& table, Words bytes) {
 
 inline Words look_up_or_zero(const ByteTable& table, Words bytes) { return look_up(table, bytes); }
 inline Words xor_words(Words a, Words b) { return _mm256_xor_si256(a, b); }
-inline Words add_bytes(Words a, Words b) { return _mm256_add_epi8(a, b); }
+inline Words add_bytes_saturating(Words a, Words b) { return _mm256_adds_epu8(a, b); }
 inline void interleave_bytes(Words a, Words b, Words& low, Words& high) {
   low = _mm256_unpacklo_epi8(a, b);
   high = _mm256_unpackhi_epi8(a, b);

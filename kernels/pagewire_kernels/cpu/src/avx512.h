@@ -139,7 +139,7 @@ inline Words look_up(const ByteTable& table, Words bytes) {
 
 inline Words look_up_or_zero(const ByteTable& table, Words bytes) { return look_up(table, bytes); }
 inline Words xor_words(Words a, Words b) { return _mm512_xor_si512(a, b); }
-inline Words add_bytes(Words a, Words b) { return _mm512_add_epi8(a, b); }
+inline Words add_bytes_saturating(Words a, Words b) { return _mm512_adds_epu8(a, b); }
 inline void interleave_bytes(Words a, Words b, Words& low, Words& high) {
   low = _mm512_unpacklo_epi8(a, b);
   high = _mm512_unpackhi_epi8(a, b);

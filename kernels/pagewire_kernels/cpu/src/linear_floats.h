@@ -1,7 +1,8 @@
 // Products with codes of floats, packed as quantized.h says.
 //
 // A group is unpacked into the first-level cache, to the steps that a dense weight would have, and the
-// sums of its products are multiplied by its scale.
+// sums of its products are multiplied by its scale. Few rows unpack in registers, and add the same
+// numbers in the same order.
 #pragma once
 
 #include "linear_tile.h"
@@ -72,6 +73,70 @@ void add_products(const float* products, int64_t stride, const Scales* scales, i
   }
 }
 
+// Adds the products of a register of codes to the sums of `kRows` rows. first: of the codes' inputs.
+template <class Dot, int kRegister, class Codes, int kRows>
+inline __attribute__((always_inline)) void add_register(
+    const TileRows<typename Dot::Input, kRows>& rows, int64_t first, const char* words,
+    const Codes& codes, Floats (&sums)[kRows][kPanelVectors]) {
+  constexpr int kSteps = 4 / Dot::kInputsPerStep;
+  typename Dot::Operand weights[kPanelVectors][kSteps];
+  _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
+    const Words bytes = Codes::template bytes<kRegister>(words + v * kLanes * 4, ByteTable());
+    if constexpr (kSteps == 2) {
+      Words pairs[2];
+      codes.unpack(bytes, pairs[0], pairs[1]);
+      weights[v][0] = Dot::operand(as_floats(pairs[0]));
+      weights[v][1] = Dot::operand(as_floats(pairs[1]));
+    } else {
+      codes.unpack(bytes, weights[v]);
+    }
+  }
+  _Pragma("GCC unroll 4") for (int step = 0; step < kSteps; ++step) {
+    _Pragma("GCC unroll 4") for (int r = 0; r < kRows; ++r) {
+      const auto inputs = Dot::broadcast(load_step(rows[r] + first + Dot::kInputsPerStep * step));
+      _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
+        sums[r][v] = Dot::add(inputs, weights[v][step], sums[r][v]);
+      }
+    }
+  }
+}
+
+// Adds the scaled products of `kGroups` groups of `size` inputs, one after the other, to the sums of
+// `kRows` rows, [kRows, kPanel]. An addition to a sum waits for the one before: several groups at a time
+// have more sums.
+template <class Dot, int kRows, int kGroups, class Codes>
+void add_groups(const typename Dot::Input* x, int64_t x_stride, const Group* groups, int64_t size,
+                Codes codes, float* sums) {
+  constexpr int64_t kBytes = Codes::kWords * kStepBytes;
+  Floats products[kGroups][kRows][kPanelVectors];
+  const char* words[kGroups];
+  _Pragma("GCC unroll 2") for (int g = 0; g < kGroups; ++g) {
+    words[g] = groups[g].codes;
+    _Pragma("GCC unroll 8") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+      products[g][i / kPanelVectors][i % kPanelVectors] = zeros();
+    }
+  }
+  TileRows<typename Dot::Input, kRows> rows(x, x_stride);
+  for (int64_t i = 0; i < size; i += Codes::kInputs) {
+    _Pragma("GCC unroll 2") for (int g = 0; g < kGroups; ++g) {
+      fetch_ahead<kBytes>(words[g]);
+      add_register<Dot, 0>(rows, g * size, words[g], codes, products[g]);
+      add_register<Dot, 1>(rows, g * size + 4, words[g], codes, products[g]);
+      words[g] += kBytes;
+    }
+    rows.advance(Codes::kInputs);
+  }
+  _Pragma("GCC unroll 2") for (int g = 0; g < kGroups; ++g) {
+    _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
+      const Floats scale = multiply(groups[g].scales.load(v * kLanes), broadcast(Codes::kUnit));
+      _Pragma("GCC unroll 4") for (int r = 0; r < kRows; ++r) {
+        float* sum = sums + r * kPanel + v * kLanes;
+        store_floats(sum, multiply_add(scale, products[g][r][v], load_floats(sum)));
+      }
+    }
+  }
+}
+
 // Products with the panels of a weight.
 template <class D, class Codes>
 class FloatsProduct {
@@ -84,9 +149,10 @@ class FloatsProduct {
   // sums: [num_rows, kPanel]
   void operator()(const typename Dot::Input* x, int64_t num_rows, int64_t panel, int64_t,
                   float* sums) {
+    if (num_rows <= kFewRows) return multiply_few<kFewRows>(x, num_rows, panel, sums);
     const int64_t size = task_.quantization.group_size, stride = task_.x_stride;
     const int64_t num_tiles = divide_up(num_rows, Dot::kMaxRows);
-    // Few rows alternate between unpacking and products, which the processor then overlaps.
+    // The rows of one tile alternate between unpacking and products, which the processor overlaps.
     const int64_t piece = num_tiles == 1 ? 16 : size;
     alignas(64) char steps[kMaxGroup * kPanelInputBytes<Dot>];
     alignas(64) float products[Dot::kMaxRows * kPanel];
@@ -111,6 +177,29 @@ class FloatsProduct {
   }
 
  private:
+  static constexpr int kFewRows = 4;  // which unpack in registers
+
+  template <int kRows>
+  void multiply_few(const typename Dot::Input* x, int64_t num_rows, int64_t panel, float* sums) {
+    if constexpr (kRows > 1) {
+      if (num_rows < kRows) return multiply_few<kRows - 1>(x, num_rows, panel, sums);
+    }
+    constexpr int kGroups = kRows > 2 ? 1 : 2;
+    const int64_t size = task_.quantization.group_size;
+    Group groups[kGroups];
+    memset(sums, 0, kRows * kPanel * sizeof(float));
+    const char* weights = static_cast<const char*>(task_.weight) + panel * layout_.panel_bytes;
+    layout_.for_each_group(weights, [&](int64_t g, const Group& group) {
+      groups[g % kGroups] = group;
+      if (g % kGroups == kGroups - 1) {
+        add_groups<Dot, kRows, kGroups>(x, task_.x_stride, groups, size, codes_, sums);
+        x += kGroups * size;
+      } else if (g == layout_.num_groups - 1) {
+        add_groups<Dot, kRows, 1>(x, task_.x_stride, groups, size, codes_, sums);
+      }
+    });
+  }
+
   const LinearTask& task_;
   const GroupLayout<Codes> layout_;
   const Codes codes_;

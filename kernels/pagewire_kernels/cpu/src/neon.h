@@ -218,11 +218,11 @@ inline Words look_up_or_zero(const ByteTable& table, Words bytes) {
 inline Words xor_words(Words a, Words b) {
   return {veorq_s32(a.low, b.low), veorq_s32(a.high, b.high)};
 }
-inline int32x4_t add_bytes(int32x4_t a, int32x4_t b) {
-  return vreinterpretq_s32_s8(vaddq_s8(vreinterpretq_s8_s32(a), vreinterpretq_s8_s32(b)));
+inline int32x4_t add_bytes_saturating(int32x4_t a, int32x4_t b) {
+  return vreinterpretq_s32_u8(vqaddq_u8(vreinterpretq_u8_s32(a), vreinterpretq_u8_s32(b)));
 }
-inline Words add_bytes(Words a, Words b) {
-  return {add_bytes(a.low, b.low), add_bytes(a.high, b.high)};
+inline Words add_bytes_saturating(Words a, Words b) {
+  return {add_bytes_saturating(a.low, b.low), add_bytes_saturating(a.high, b.high)};
 }
 inline void interleave_bytes(int32x4_t a, int32x4_t b, int32x4_t& low, int32x4_t& high) {
   const int8x16_t x = vreinterpretq_s8_s32(a), y = vreinterpretq_s8_s32(b);

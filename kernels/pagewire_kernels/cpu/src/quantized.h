@@ -111,24 +111,31 @@ inline Words of_bytes(uint32_t byte) {
   return broadcast_word(static_cast<int32_t>(byte * 0x01010101u));
 }
 
-// Floats of 8 bits, e4m3 without infinities; none is NaN.
+// Floats of 8 bits, e4m3 without infinities; none is NaN. Packed, the sign is after the upper three
+// bits of the exponent.
 struct FloatCodes8 : Codes8 {
   static constexpr float kUnit = 256.0f;  // by which unpacked numbers are too small
 
   explicit FloatCodes8(const uint8_t*) {}
+
+  static int code(const uint8_t* words, int i, const uint8_t*) {
+    return (words[i] & 0x0f) | (words[i] & 0xe0) >> 1 | (words[i] & 0x10) << 3;
+  }
+  static void put(uint8_t* words, int i, int code) {
+    words[i] = static_cast<uint8_t>((code & 0x0f) | (code & 0x70) << 1 | (code & 0x80) >> 3);
+  }
 
   // Four inputs of each output as bfloat16: the first two in a word of `first`. Their upper bytes have
   // the sign and the upper bits of the exponent, which is 112 larger than the code's; the lower ones
   // its last bit and the fraction. Subnormal numbers are normal ones of bfloat16: tables have the bits
   // that differ.
   void unpack(Words codes, Words& first, Words& second) const {
-    // From 0x78 to 0x7f of a subnormal number; the upper bit is set of others.
-    const Words place = add_bytes(and_words(codes, of_bytes(0x7f)), of_bytes(0x78));
-    Words upper = or_words(and_words(shift_right<4>(codes), of_bytes(0x07)), of_bytes(0x38));
+    // The upper bit is set unless the upper bits of the exponent are zero.
+    const Words place = add_bytes_saturating(codes, of_bytes(0x60));
+    Words upper = look_up(upper_of_normal, and_words(shift_right<4>(codes), of_bytes(0x0f)));
     Words lower = and_words(shift_left<4>(codes), of_bytes(0xf0));
     upper = xor_words(upper, look_up_or_zero(upper_of_subnormal, place));
     lower = xor_words(lower, look_up_or_zero(lower_of_subnormal, place));
-    upper = or_words(upper, and_words(codes, of_bytes(0x80)));
     interleave_bytes(lower, upper, first, second);
   }
   void unpack(Words codes, Floats (&inputs)[4]) const {
@@ -149,10 +156,12 @@ struct FloatCodes8 : Codes8 {
   }
 
  private:
-  alignas(16) static constexpr uint8_t kUpper[16] = {0, 0, 0, 0, 0, 0, 0, 0,
-                                                     0x38, 0x0f, 0x0f, 0x0f};
-  alignas(16) static constexpr uint8_t kLower[16] = {0, 0, 0, 0, 0, 0, 0, 0,
-                                                     0, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};
+  alignas(16) static constexpr uint8_t kNormal[16] = {0x38, 0xb8, 0x39, 0xb9, 0x3a, 0xba,
+                                                      0x3b, 0xbb, 0x3c, 0xbc, 0x3d, 0xbd,
+                                                      0x3e, 0xbe, 0x3f, 0xbf};
+  alignas(16) static constexpr uint8_t kUpper[16] = {0x38, 0x0f, 0x0f, 0x0f};
+  alignas(16) static constexpr uint8_t kLower[16] = {0, 0x10, 0xa0, 0xf0, 0x40, 0x70, 0x20, 0x10};
+  const ByteTable upper_of_normal = load_table(kNormal);
   const ByteTable upper_of_subnormal = load_table(kUpper), lower_of_subnormal = load_table(kLower);
 };
 

@@ -15,6 +15,7 @@
 //   shift_left<bits>, shift_right<bits>  of each word, zeros come in
 //   look_up(table, x)        for each byte below 16, the table's
 //   look_up_or_zero(table, x)  the same of the lower four bits; 0 where the upper bit is set
+//   add_bytes_saturating     of unsigned bytes
 //   interleave_bytes(a, b, low, high)  the bytes of `a` and `b`, alternating: of each 128 bits, those
 //                            of the first 64, and those of the others
 //
