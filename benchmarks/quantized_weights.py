@@ -41,10 +41,20 @@ def _quantized(bits: int, group_size: int, offsets: bool) -> QuantizedWeight:
     )
 
 
+def _table_of_floats(group_size: int) -> QuantizedWeight:
+    return QuantizedWeight(
+        codes=torch.randint(0, 16, (OUT_FEATURES, IN_FEATURES), dtype=torch.uint8),
+        scales=torch.rand(OUT_FEATURES, IN_FEATURES // group_size),
+        table=tuple(torch.linspace(-1.0, 1.0, 16).tolist()),
+        is_float=True,
+    )
+
+
 def _weights(dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     dense = torch.randn(OUT_FEATURES, IN_FEATURES)
     yield "dense", dense.to(dtype)
     yield "FP8 (E4M3), groups of 128", quantize(dense, "fp8")
+    yield "NF4, blocks of 64", _table_of_floats(64)
     yield "int8, groups of 128", _quantized(8, 128, offsets=False)
     yield "Q8_0 (8 bits, 32)", _quantized(8, 32, offsets=False)
     yield "6 bits, groups of 32", _quantized(6, 32, offsets=False)

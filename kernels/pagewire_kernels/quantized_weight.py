@@ -59,11 +59,12 @@ class QuantizedWeight:
     offset_units: Tensor | None = None
     """Units of the offsets, like `units`."""
 
-    table: tuple[int, ...] | None = None
-    """The values, -128 to 127, of codes 0 to 15; None: codes are the bytes of int8 numbers"""
+    table: tuple[float, ...] | None = None
+    """The values of codes 0 to 15: whole numbers, -128 to 127, or with `is_float` any numbers of
+    float32; None: codes are the bytes of int8 or float8_e4m3fn numbers"""
 
     is_float: bool = False
-    """Whether codes are the bytes of float8_e4m3fn numbers; then `table` is None."""
+    """Whether values are floats."""
 
     order: Tensor | None = None
     """int64 [in_features]: the input of each column; None: columns are in the order of the inputs.
@@ -88,12 +89,12 @@ class QuantizedWeight:
         return self.codes.shape[1] // self.scales.shape[1]
 
     def values(self) -> Tensor:
-        """The values of the codes: int8 or float8_e4m3fn [out_features, in_features]."""
-        if self.is_float:
-            return self.codes.view(torch.float8_e4m3fn)
+        """The values of the codes: int8, float8_e4m3fn or, of a table of floats, float32
+        [out_features, in_features]."""
         if self.table is None:
-            return self.codes.view(torch.int8)
-        table = torch.tensor(self.table, dtype=torch.int8, device=self.codes.device)
+            return self.codes.view(torch.float8_e4m3fn if self.is_float else torch.int8)
+        dtype = torch.float32 if self.is_float else torch.int8
+        table = torch.tensor(self.table, dtype=dtype, device=self.codes.device)
         return table[self.codes.int()]
 
     def dequantize(self) -> Tensor:
@@ -192,9 +193,9 @@ def assemble(slices: Iterable[QuantizedWeight], num_rows: int) -> QuantizedWeigh
 def stack(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
     """Concatenate the rows of several weights with the same inputs, without rounding.
 
-    `is_float` and `activations` must be equal. If group sizes differ, the smaller groups are used;
-    if tables differ, codes become 8-bit integers; if the orders of columns differ, each input
-    becomes a group of its own.
+    `is_float`, tables of floats and `activations` must be equal. If group sizes differ, the smaller
+    groups are used; if tables differ, codes become 8-bit integers; if the orders of columns differ,
+    each input becomes a group of its own.
     """
     if len(parts) == 1:
         return parts[0]

@@ -159,11 +159,17 @@ NF4 = (
 )
 
 
-def nf4(weight: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Codes of bitsandbytes in blocks of 64; nested: scales are codes, too, in blocks of 5."""
-    table = torch.tensor(NF4)
+FP4 = tuple(sign * n / 12 for sign in (1, -1) for n in (0.0, 0.0625, 8, 12, 4, 6, 2, 3))
+
+
+def bitsandbytes(
+    weight: Tensor, *, nested: bool, kind: str = "nf4"
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Codes of bitsandbytes in blocks of 64; nested: scales are codes, too, in blocks of 5; kind:
+    nf4 or fp4."""
+    table = torch.tensor(NF4 if kind == "nf4" else FP4)
     state: dict[str, Any] = {
-        "quant_type": "nf4",
+        "quant_type": kind,
         "blocksize": 64,
         "dtype": "float32",
         "shape": list(weight.shape),
@@ -184,7 +190,7 @@ def nf4(weight: Tensor, *, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
     pairs = codes.flatten()[: weight.numel()].view(-1, 2).to(torch.uint8)
     parts["weight"] = (pairs[:, :1] << 4) | pairs[:, 1:]
     encoded = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
-    parts["weight.quant_state.bitsandbytes__nf4"] = encoded
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = encoded
     dense = (table[codes] * scales[:, None]).flatten()[: weight.numel()]
     return parts, dense.view(weight.shape)
 

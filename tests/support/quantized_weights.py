@@ -1,5 +1,7 @@
 """Weights in fewer bits with random codes."""
 
+from dataclasses import replace
+
 import torch
 
 from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations, QuantizedWeight
@@ -13,13 +15,13 @@ def random_weight(
     *,
     offsets: bool,
     scales: str = "float16",
-    table: tuple[int, ...] = SIGNED_TABLE,
+    table: tuple[float, ...] = SIGNED_TABLE,
     is_float: bool = False,
     ordered: bool = True,
 ) -> QuantizedWeight:
-    """scales: float16, float32, or units, of which an output has two; is_float: codes of 8 bits
-    are those of finite numbers of float8_e4m3fn; ordered: whether columns are in the order of the
-    inputs."""
+    """scales: float16, float32, or units, of which an output has two; is_float: whether a table is
+    one of floats, and codes of 8 bits are those of finite numbers of float8_e4m3fn; ordered:
+    whether columns are in the order of the inputs."""
     generator = torch.Generator().manual_seed(out_features + in_features + bits)
 
     def random(spread: float, columns: int) -> torch.Tensor:
@@ -36,7 +38,7 @@ def random_weight(
         return random(spread, 2) if scales == "units" else None
 
     codes = torch.randint(0, 2**bits, (out_features, in_features), generator=generator)
-    if is_float:
+    if is_float and bits == 8:
         codes -= ((codes & 127) == 127).long()
     return QuantizedWeight(
         codes=codes.to(torch.uint8),
@@ -48,6 +50,14 @@ def random_weight(
         is_float=is_float,
         order=None if ordered else torch.randperm(in_features, generator=generator),
     )
+
+
+def as_multiplied(weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedWeight:
+    """The weight that kernels for CPUs multiply rows of `dtype` by: a table of floats is rounded to
+    it."""
+    if not weight.is_float or weight.table is None:
+        return weight
+    return replace(weight, table=tuple(torch.tensor(weight.table).to(dtype).tolist()))
 
 
 def random_int8_weight(

@@ -23,6 +23,7 @@ from worker_service.loader.quantized_formats import (
     FACTS,
     FLOATS,
     Awq,
+    Fp4,
     Fp8,
     Gptq,
     GptqV2,
@@ -43,7 +44,7 @@ _FORMATS: Mapping[str, Formats] = {
     "compressed-tensors": {"pack-quantized": Packed, "int-quantized": Int8, "float-quantized": Fp8},
     "fp8": {"e4m3": Fp8},
     "modelopt": {"fp8": Fp8, "fp8_per_channel_per_token": Fp8, "fp8_pb_wo": Fp8},
-    "bitsandbytes": {"nf4": Nf4},
+    "bitsandbytes": {"nf4": Nf4, "fp4": Fp4},
 }
 """By `quant_method`, then by the method's own name of the format."""
 
@@ -367,25 +368,24 @@ class QuantizedTensors:
     def get_tensor(self, name: str) -> Tensor:
         """Read a tensor; a quantized one is dequantized to float32. Raises UnsupportedModel if its
         scheme quantizes activations, too."""
+        if name not in self._weights:
+            dense: Tensor = self._tensors.get_tensor(name)
+            return dense
         found = self._read(name)
-        if isinstance(found, QuantizedWeight) and found.activations is not None:
+        if found.activations is not None:
             raise UnsupportedModel(
                 f"{self._file}: {name}: expected no input_activations in quantization_config: no"
                 " kernel for this layer supports 8-bit activations"
             )
-        return found.dequantize() if isinstance(found, QuantizedWeight) else found
+        return found.dequantize()
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """Read a weight without dequantizing it; None if it is dense, or can only be read as dense
-        numbers."""
+        """Read a weight without dequantizing it; None if it is dense, or each input has a scale."""
         found = self._read(name) if name in self._weights else None
-        return found if isinstance(found, QuantizedWeight) and found.group_size > 1 else None
+        return found if found is not None and found.group_size > 1 else None
 
-    def _read(self, name: str) -> QuantizedWeight | Tensor:
-        if name in self._weights:
-            return self._weights[name].read(lambda suffix: self._part(name, suffix))
-        tensor: Tensor = self._tensors.get_tensor(name)
-        return tensor
+    def _read(self, name: str) -> QuantizedWeight:
+        return self._weights[name].read(lambda suffix: self._part(name, suffix))
 
     def _part(self, name: str, suffix: str) -> Tensor | None:
         weight = self._weights[name]

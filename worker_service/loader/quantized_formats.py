@@ -1,8 +1,8 @@
 """The tensors that make up a quantized weight, format by format.
 
-A weight is checked against file headers when it is found, and converted to a `QuantizedWeight`, or
-to a dense tensor, when it is read. Codes of 4 bits are packed into 32-bit words, the first in the
-lowest bits.
+A weight is checked against file headers when it is found, and converted to a `QuantizedWeight` when
+it is read. Codes of 4 bits are packed into 32-bit words, the first in the lowest bits, unless a
+format says otherwise.
 """
 
 import json
@@ -29,7 +29,7 @@ Read = Callable[[str], Any]
 FLOATS = ("F16", "BF16", "F32")
 _INTEGERS = ("I32", "I64")
 
-FACTS = (".weight_shape", ".bitsandbytes__nf4")
+FACTS = (".weight_shape", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
 """Suffixes of small tensors that must be read before shapes can be checked."""
 
 
@@ -109,11 +109,8 @@ class StoredWeight(ABC):
         """Expected shapes of the parts and of `weight.dense`."""
 
     @abstractmethod
-    def read(self, read: Read) -> QuantizedWeight | Tensor:
-        """Read the weight; in float32 if it cannot be expressed as a `QuantizedWeight`.
-
-        Raises BadCheckpoint if its numbers are invalid.
-        """
+    def read(self, read: Read) -> QuantizedWeight:
+        """Read the weight. Raises BadCheckpoint if its numbers are invalid."""
 
     def _fault(self, message: str) -> BadCheckpoint:
         return BadCheckpoint(f"{self.file}: {message}")
@@ -436,12 +433,12 @@ class Nf4(StoredWeight):
 
     codes = "weight"
     _STATE = "weight.quant_state.bitsandbytes__nf4"
-    required: ClassVar = {
+    _PARTS: ClassVar = {
         "weight": ("U8",),
         "weight.absmax": ("F32", "U8"),
         "weight.quant_map": ("F32",),
-        _STATE: ("U8",),
     }
+    required: ClassVar = {**_PARTS, _STATE: ("U8",)}
     optional: ClassVar = {"weight.nested_absmax": ("F32",), "weight.nested_quant_map": ("F32",)}
 
     def _shapes(self) -> dict[str, Shape]:
@@ -479,7 +476,7 @@ class Nf4(StoredWeight):
             "weight.nested_quant_map": [256],
         }
 
-    def read(self, read: Read) -> Tensor:
+    def read(self, read: Read) -> QuantizedWeight:
         scales = self._scales(read, "weight.absmax").flatten()
         if self._is_nested:
             values = self._scales(read, "weight.nested_quant_map")[scales.int()]
@@ -487,7 +484,22 @@ class Nf4(StoredWeight):
                 self._nested_block
             )
             scales = values * nested[: len(values)] + self._offset
+        out_features, in_features = self.shape
         packed = read("weight").flatten()
         codes = torch.stack((packed >> 4, packed & 15), dim=1).flatten()[: prod(self.shape)]
-        numbers = self._scales(read, "weight.quant_map")[codes.int()]
-        return numbers.mul_(scales.repeat_interleave(self._block)[: len(codes)]).view(self.shape)
+        size = gcd(self._block, in_features)  # blocks may extend over the ends of rows
+        num_groups = in_features // size
+        scales = scales.repeat_interleave(self._block // size)[: out_features * num_groups]
+        return QuantizedWeight(
+            codes=codes.view(self.shape),
+            scales=scales.view(out_features, num_groups),
+            table=tuple(self._scales(read, "weight.quant_map").flatten().tolist()),
+            is_float=True,
+        )
+
+
+class Fp4(Nf4):
+    """FP4 of bitsandbytes, which differs in the table."""
+
+    _STATE = "weight.quant_state.bitsandbytes__fp4"
+    required: ClassVar = {**Nf4._PARTS, _STATE: ("U8",)}

@@ -158,12 +158,13 @@ def _obstacle(weight: QuantizedWeight) -> str:
         return "scattered groups that ranks share, or that differ in one product"
     if weight.group_size % GROUP_INPUTS:
         return f"groups of {weight.group_size} inputs"
-    return "no kernels for this dtype"
+    return "no kernels for these codes or this dtype"
 
 
 def can_stack(parts: Sequence[QuantizedWeight]) -> bool:
     """Whether these weights can be stacked to one product."""
-    return len({(part.is_float, part.activations) for part in parts}) == 1
+    kinds = {(part.is_float, part.is_float and part.table, part.activations) for part in parts}
+    return len(kinds) == 1
 
 
 def refuse_quantized_rows(parts: Sequence[Tensor | QuantizedWeight], names: Sequence[str]) -> None:

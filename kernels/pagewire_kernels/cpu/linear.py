@@ -131,7 +131,7 @@ class _Codes(NamedTuple):
     """The zero point, which is subtracted from codes."""
 
     table: Tensor
-    """uint8 [16]: values plus `zero` of the codes of kind `table4`."""
+    """[16]: of kind `table4`, values plus `zero` in uint8; of kind `float4`, values in float32."""
 
     def of(self, weight: QuantizedWeight) -> Tensor:
         """Encode the rows of a weight: uint8 [out_features, in_features]."""
@@ -143,10 +143,12 @@ class _Codes(NamedTuple):
 def _codes_of(weight: QuantizedWeight) -> _Codes:
     """Choose the encoding with the fewest bits that holds the values of a weight."""
     no_table = torch.zeros(16, dtype=torch.uint8)
-    if weight.is_float:
+    if weight.is_float and weight.table is None:
         return _Codes("float8", 8, 0, no_table)
+    if weight.is_float:
+        return _Codes("float4", 4, 0, torch.tensor(weight.table, dtype=torch.float32))
     if weight.table is not None:
-        first = weight.table[0]
+        first = int(weight.table[0])
         if weight.table == tuple(range(first, first + 16)):
             return _Codes("int4", 4, -first, no_table)
         table = torch.tensor(weight.table, dtype=torch.int16) + 128

@@ -234,8 +234,9 @@ def _gather(
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
-    """Whether the kernels support the group size of a weight."""
-    return weight.group_size % _GROUP_INPUTS == 0
+    """Whether the kernels support the codes and the group size of a weight."""
+    has_table_of_floats = weight.is_float and weight.table is not None
+    return weight.group_size % _GROUP_INPUTS == 0 and not has_table_of_floats
 
 
 class TritonQuantizedWeight:
@@ -254,11 +255,14 @@ class TritonQuantizedWeight:
 
         dtype: of the rows that are multiplied by it; batch_invariant: whether the bits of a row
         must not depend on the other rows; has_float8: whether the device converts fp8 numbers,
-        None to query it. Raises ValueError for an unsupported group size.
+        None to query it. Raises ValueError for an unsupported weight.
         """
         if has_float8 is None:
             has_float8 = device.type != "cuda" or get_device_capability(device) >= (8, 9)
-        expect(can_pack_codes(weight), f"groups: expected a multiple of {_GROUP_INPUTS} inputs")
+        expect(
+            can_pack_codes(weight),
+            f"groups: expected a multiple of {_GROUP_INPUTS} inputs, and no table of floats",
+        )
         self.out_features, self.in_features = weight.shape
         self._dtype, self._is_invariant = dtype, batch_invariant
         self._order = None if weight.order is None else weight.order.to(device)
@@ -407,7 +411,7 @@ def _meaning(weight: QuantizedWeight, has_float8: bool) -> dict[str, Any]:
     """The constants from which `_values` computes the values of codes."""
     if weight.is_float:
         return {"KIND": "e4m3" if has_float8 else "bits of e4m3", "TABLE": None}
-    table = weight.table or tuple(range(-128, 128))
+    table = tuple(map(int, weight.table or range(-128, 128)))
     if table == tuple(range(table[0], table[0] + len(table))):
         return {"KIND": "consecutive", "TABLE": table[:1]}
     # Four values per word, the first in the lowest bits, each as the byte `value + 128`.

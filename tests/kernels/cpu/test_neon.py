@@ -19,11 +19,12 @@ from pagewire_kernels.cpu.layers import NativeLayerKernels, find_largest
 from pagewire_kernels.cpu.linear import HugeMemory, NativeGatedWeight, NativeWeight
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.interface import stored_head_size
-from pagewire_kernels.quantized_weight import Int8Activations
+from pagewire_kernels.quantized_weight import SIGNED_TABLE, Int8Activations
 from tests.support.emulated_kernels import EmulatedLibrary
 from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
-from tests.support.quantized_weights import random_int8_weight, random_weight
+from tests.support.quantized_files import NF4
+from tests.support.quantized_weights import as_multiplied, random_int8_weight, random_weight
 
 CXX, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 SYSTEM = "/usr/aarch64-linux-gnu"
@@ -96,17 +97,32 @@ def test_products(neon: Library, avx2: Library, shape: tuple[int, int], dtype: t
 
 @each_dtype
 @pytest.mark.parametrize(
-    ("bits", "scales", "is_float"),
-    [(4, "float16", False), (4, "units", False), (8, "float32", False), (8, "float16", True)],
+    ("bits", "scales", "table", "is_float"),
+    [
+        (4, "float16", SIGNED_TABLE, False),
+        (4, "units", SIGNED_TABLE, False),
+        (4, "float32", NF4, True),
+        (8, "float32", SIGNED_TABLE, False),
+        (8, "float16", SIGNED_TABLE, True),
+    ],
 )
 def test_quantized_products(
-    neon: Library, avx2: Library, bits: int, scales: str, is_float: bool, dtype: torch.dtype
+    neon: Library,
+    avx2: Library,
+    bits: int,
+    scales: str,
+    table: tuple[float, ...],
+    is_float: bool,
+    dtype: torch.dtype,
 ) -> None:
-    weight = random_weight(70, 64, bits, 32, offsets=not is_float, scales=scales, is_float=is_float)
+    weight = random_weight(
+        70, 64, bits, 32, offsets=not is_float, scales=scales, table=table, is_float=is_float
+    )
     rows = _random(5, 64, dtype=dtype)
     mine, twin = (NativeWeight(weight, each, HugeMemory(), dtype) for each in (neon, avx2))
     sums = mine.apply(rows, output_dtype=torch.float32)
-    torch.testing.assert_close(sums, rows.float() @ weight.dequantize().T, rtol=1e-4, atol=1e-4)
+    dense = as_multiplied(weight, dtype).dequantize()
+    torch.testing.assert_close(sums, rows.float() @ dense.T, rtol=1e-4, atol=1e-4)
     if dtype == torch.float32 or is_float:  # AVX2 multiplies other inputs as whole numbers
         assert torch.equal(sums, twin.apply(rows, output_dtype=torch.float32))
     assert torch.equal(mine.apply(rows[:1]), mine.apply(rows)[:1])

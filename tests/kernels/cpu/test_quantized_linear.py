@@ -17,7 +17,8 @@ from pagewire_kernels.cpu.linear import (
 )
 from pagewire_kernels.cpu.native_library import Library, instruction_sets
 from pagewire_kernels.quantized_weight import SIGNED_TABLE, QuantizedWeight, stack
-from tests.support.quantized_weights import random_weight
+from tests.support.quantized_files import FP4, NF4
+from tests.support.quantized_weights import as_multiplied, random_weight
 
 DTYPES = [torch.float32, torch.bfloat16]
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -84,15 +85,23 @@ def test_products_agree_with_float64(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scales", ["float16", "float32"])
 @pytest.mark.parametrize("group_size", [16, 32, 48, 128, 288, 1152])
-def test_products_with_floats_of_8_bits_agree_with_float64(
-    kernels: Library, group_size: int, scales: str, dtype: torch.dtype
+@pytest.mark.parametrize(("bits", "table"), [(4, NF4), (4, FP4), (8, SIGNED_TABLE)])
+def test_products_with_floats_agree_with_float64(
+    kernels: Library,
+    bits: int,
+    table: tuple[float, ...],
+    group_size: int,
+    scales: str,
+    dtype: torch.dtype,
 ) -> None:
-    weight = _floats(70, 1152, group_size, scales)
+    weight = random_weight(
+        70, 1152, bits, group_size, offsets=False, scales=scales, table=table, is_float=True
+    )
     packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
     rows = _rows(205, weight, dtype)
     bias = _rows(1, weight, dtype)[0, :70]
     sums = packed.apply(rows, bias, output_dtype=torch.float32)
-    dense = weight.dequantize().double()
+    dense = as_multiplied(weight, dtype).dequantize().double()
     exact = rows.double() @ dense.T + bias.double()
     spread = rows.double().abs() @ dense.abs().T + bias.double().abs()
     assert ((sums - exact).abs() <= 1e-6 * spread).all()
@@ -100,14 +109,6 @@ def test_products_with_floats_of_8_bits_agree_with_float64(
         alone = packed.apply(rows[:num_rows], bias, output_dtype=torch.float32)
         assert torch.equal(alone, sums[:num_rows])
     assert torch.equal(packed.apply(rows, bias), sums.to(dtype))
-
-
-def _floats(
-    out_features: int, in_features: int, group_size: int, scales: str = "float16"
-) -> QuantizedWeight:
-    return random_weight(
-        out_features, in_features, 8, group_size, offsets=False, scales=scales, is_float=True
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -127,6 +128,26 @@ def test_all_floats_of_8_bits_are_exact(kernels: Library, dtype: torch.dtype) ->
         found = packed.apply(rows.to(dtype), output_dtype=torch.float32)
         assert torch.equal(found, rows @ expected.T)
     assert torch.equal(packed.gather(torch.tensor([69, 0, 70]))[:2], expected[[69, 0]].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_values_of_a_table_of_floats_are_exact(kernels: Library, dtype: torch.dtype) -> None:
+    """But in products with rows of bfloat16, for which the table is rounded."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    weight = QuantizedWeight(
+        codes=torch.stack([codes.roll(i).repeat(4) for i in range(70)]),
+        scales=torch.full((70, 2), 0.75),
+        table=tuple((torch.tensor(NF4) * 3e-30).tolist()),
+        is_float=True,
+    )
+    packed = NativeWeight(weight, kernels, HugeMemory(), dtype)
+    assert packed.num_bytes == 96 * (32 + 4)  # outputs are padded to a multiple of 32
+    expected = as_multiplied(weight, dtype).dequantize()
+    for rows in (torch.eye(64), torch.eye(64)[:1], torch.eye(64)[7:20]):
+        found = packed.apply(rows.to(dtype), output_dtype=torch.float32)
+        assert torch.equal(found, rows @ expected.T)
+    gathered = packed.gather(torch.tensor([69, 0, 70]))[:2]
+    assert torch.equal(gathered, weight.dequantize()[[69, 0]].to(dtype))
 
 
 def _rounding_of_rows(rows: Tensor, weight: QuantizedWeight) -> Tensor:
@@ -266,15 +287,31 @@ def test_rows_by_token(kernels: Library, bits: int, scales: str, dtype: torch.dt
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
-@pytest.mark.parametrize(("bits", "is_float"), [(4, False), (6, False), (8, False), (8, True)])
+@pytest.mark.parametrize(
+    ("bits", "table", "is_float"),
+    [
+        (4, SIGNED_TABLE, False),
+        (4, NF4, True),
+        (6, SIGNED_TABLE, False),
+        (8, SIGNED_TABLE, False),
+        (8, SIGNED_TABLE, True),
+    ],
+)
 def test_gated_products(
-    kernels: Library, bits: int, is_float: bool, activation: str, dtype: torch.dtype
+    kernels: Library,
+    bits: int,
+    table: tuple[float, ...],
+    is_float: bool,
+    activation: str,
+    dtype: torch.dtype,
 ) -> None:
-    weight = random_weight(2 * 37, 192, bits, 64, offsets=not is_float, is_float=is_float)
+    weight = random_weight(
+        2 * 37, 192, bits, 64, offsets=not is_float, table=table, is_float=is_float
+    )
     packed = NativeGatedWeight(weight, activation, kernels, HugeMemory(), dtype)
     rows = _rows(65, weight, dtype)
     products = packed.apply(rows)
-    dense = weight.dequantize().double()
+    dense = as_multiplied(weight, dtype).dequantize().double()
     sums = rows.double() @ dense.T
     exact = reference.act_and_mul(sums, activation)
     gate, up = (1e-6 * rows.double().abs() @ dense.abs().T).chunk(2, dim=1)  # errors of the sums

@@ -108,6 +108,21 @@ def _fp8(path: Path) -> Path:
     return _write(path, tensors, settings)
 
 
+def _nf4(path: Path) -> Path:
+    tensors = {}
+    for name, (outputs, inputs) in _names():
+        state = {"shape": [outputs, inputs], "blocksize": 64}
+        size = outputs * inputs
+        tensors[f"{name}.weight"] = torch.randint(256, (size // 2, 1), dtype=torch.uint8)
+        tensors[f"{name}.weight.absmax"] = torch.rand(size // 64)
+        tensors[f"{name}.weight.quant_map"] = torch.linspace(-1.0, 1.0, 16)
+        tensors[f"{name}.weight.quant_state.bitsandbytes__nf4"] = torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        )
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    return _write(path, tensors, settings)
+
+
 def _w8a8(path: Path) -> Path:
     tensors = {}
     for name, (outputs, inputs) in _names():
@@ -163,6 +178,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "large table": _dense(folder / "large_table", LARGE_TABLE),
         "awq": _awq(folder / "awq"),
         "fp8": _fp8(folder / "fp8"),
+        "nf4": _nf4(folder / "nf4"),
         "w8a8": _w8a8(folder / "w8a8"),
         "Q4_K": _gguf("Q4_K", folder / "q4_k"),
         "Q5_0": _gguf("Q5_0", folder / "q5_0"),
@@ -182,6 +198,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("large table", {"quantization": "int4"}),
         ("awq", {}),
         ("fp8", {}),
+        ("nf4", {}),
         ("w8a8", {}),
         ("Q4_K", {}),
         ("Q5_0", {}),

@@ -24,12 +24,12 @@ from tests.support.quantized_files import (
     Integers,
     Quantize,
     awq,
+    bitsandbytes,
     compressed,
     fp8,
     gptq,
     integers,
     make_quantized,
-    nf4,
     pack,
 )
 from tests.support.transformers_oracle import Oracle
@@ -55,7 +55,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP_SIZE}
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 MODELOPT = {"quant_method": "modelopt"}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+NF4 = {**BITSANDBYTES, "bnb_4bit_quant_type": "nf4"}
 
 
 def _load(path: Path) -> LoadedModel:
@@ -72,7 +73,7 @@ def _assert_same(path: Path, reference: Path) -> None:
     assert found.argmax(1)[len(TOKENS) - 1 : -1].tolist() == tokens[len(TOKENS) :]
 
 
-def _assert_expressed(path: Path, reference: Path, *, expressed: bool) -> None:
+def _assert_expressed(path: Path, reference: Path) -> None:
     """Every quantized weight is dequantized as in the reference, and given without rounding."""
     checkpoint = open_checkpoint(path, read_schemes(path / "config.json", read_config(path)))
     dense = load_file(reference / "model.safetensors")
@@ -83,7 +84,7 @@ def _assert_expressed(path: Path, reference: Path, *, expressed: bool) -> None:
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 torch.testing.assert_close(tensors.get_tensor(name), dense[name])
                 weight = tensors.get_quantized(name)
-                assert (weight is not None) == (expressed and name in checkpoint.quantized), name
+                assert (weight is not None) == (name in checkpoint.quantized), name
                 if weight is not None:
                     torch.testing.assert_close(weight.dequantize(), dense[name])
 
@@ -108,7 +109,7 @@ def _whole(write: Callable[[Integers, int], Mapping[str, Tensor]], bits: int) ->
     return quantize
 
 
-def _compressed(kind: str, **arguments: Any) -> tuple[dict[str, Any], Quantize, bool]:
+def _compressed(kind: str, **arguments: Any) -> tuple[dict[str, Any], Quantize]:
     """A format of compressed-tensors; arguments: of `compressed`."""
     weights = {name: value for name, value in arguments.items() if name != "scale_dtype"}
     weights.setdefault("num_bits", 8)
@@ -119,10 +120,10 @@ def _compressed(kind: str, **arguments: Any) -> tuple[dict[str, Any], Quantize, 
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
     }
-    return settings, lambda _, weight: compressed(weight, kind, **arguments), True
+    return settings, lambda _, weight: compressed(weight, kind, **arguments)
 
 
-def _fp8_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantize, bool]:
+def _fp8_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantize]:
     """Dequantized by compressed-tensors."""
 
     def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
@@ -135,37 +136,33 @@ def _fp8_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantize, bool
         torch.testing.assert_close(reference.process(named)[f"{module}.weight"], dense)
         return stored, dense
 
-    return {**FP8, "weight_block_size": [rows, columns]}, quantize, True
+    return {**FP8, "weight_block_size": [rows, columns]}, quantize
 
 
-FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
-    "awq": (AWQ, _integers(awq, 4, symmetric=False), True),
-    "awq symmetric": ({**AWQ, "zero_point": False}, _integers(awq, 4, symmetric=True), True),
-    "awq, one group": ({**AWQ, "group_size": -1}, _whole(awq, 4), True),
-    "gptq 4": (GPTQ, _integers(gptq, 4, symmetric=False), True),
-    "gptq 4 symmetric": (GPTQ, _integers(gptq, 4, symmetric=True), True),
-    "gptq 8": ({**GPTQ, "bits": 8}, _integers(gptq, 8, symmetric=False), True),
-    "gptq 8 symmetric": ({**GPTQ, "bits": 8}, _integers(gptq, 8, symmetric=True), True),
-    "gptq, one group": ({**GPTQ, "group_size": -1}, _whole(gptq, 4), True),
+FORMATS: dict[str, tuple[dict[str, Any], Quantize]] = {
+    "awq": (AWQ, _integers(awq, 4, symmetric=False)),
+    "awq symmetric": ({**AWQ, "zero_point": False}, _integers(awq, 4, symmetric=True)),
+    "awq, one group": ({**AWQ, "group_size": -1}, _whole(awq, 4)),
+    "gptq 4": (GPTQ, _integers(gptq, 4, symmetric=False)),
+    "gptq 4 symmetric": (GPTQ, _integers(gptq, 4, symmetric=True)),
+    "gptq 8": ({**GPTQ, "bits": 8}, _integers(gptq, 8, symmetric=False)),
+    "gptq 8 symmetric": ({**GPTQ, "bits": 8}, _integers(gptq, 8, symmetric=True)),
+    "gptq, one group": ({**GPTQ, "group_size": -1}, _whole(gptq, 4)),
     "gptq_v2 4": (
         {**GPTQ, "checkpoint_format": "gptq_v2"},
         _integers(partial(gptq, version=2), 4, symmetric=False),
-        True,
     ),
     "gptq_v2 8": (
         {**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2"},
         _integers(partial(gptq, version=2), 8, symmetric=False),
-        True,
     ),
     "gptq with ordered groups": (
         {**GPTQ, "desc_act": True},
         _integers(gptq, 4, symmetric=False, shuffled=True),
-        True,
     ),
     "gptq with ordered symmetric groups of 8 bits": (
         {**GPTQ, "bits": 8, "desc_act": True},
         _integers(gptq, 8, symmetric=True, shuffled=True),
-        True,
     ),
     "pack-quantized 4": _compressed("pack-quantized", num_bits=4, group_size=32),
     "pack-quantized 4 with zero points": _compressed(
@@ -199,49 +196,52 @@ FORMATS: dict[str, tuple[dict[str, Any], Quantize, bool]] = {
     "fp8 of tensors": (
         FP8,
         lambda _, weight: fp8(weight, tuple(weight.shape), "weight_scale", []),
-        True,
     ),
     "fp8 of outputs": (
         FP8,
         lambda _, weight: fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1]),
-        True,
     ),
     "fp8 of blocks of 128": _fp8_blocks(128, 128),
     "fp8 of smaller blocks": _fp8_blocks(32, 40),
     "modelopt fp8 of tensors": (
         {**MODELOPT, "quant_algo": "FP8"},
         lambda _, weight: fp8(weight, tuple(weight.shape), "weight_scale", []),
-        True,
     ),
     "modelopt fp8 of outputs": (
         {**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         lambda _, weight: fp8(weight, (1, weight.shape[1]), "weight_scale", [-1]),
-        True,
     ),
     "modelopt fp8 of blocks": (
         {**MODELOPT, "quant_algo": "fp8_pb_wo"},
         lambda _, weight: fp8(
             weight, (128, 128), "weight_scale", [-(-weight.shape[0] // 128), 1, -1, 1]
         ),
-        True,
     ),
-    "nf4": (NF4, lambda _, weight: nf4(weight, nested=False), False),
-    "nf4 with scales that are codes": (NF4, lambda _, weight: nf4(weight, nested=True), False),
+    **{
+        f"{kind}{' with scales that are codes' if nested else ''}": (
+            {**BITSANDBYTES, "bnb_4bit_quant_type": kind},
+            lambda _, weight, nested=nested, kind=kind: bitsandbytes(
+                weight, nested=nested, kind=kind
+            ),
+        )
+        for kind in ("nf4", "fp4")
+        for nested in (False, True)
+    },
 }
-"""By name: `quantization_config`, how weights are stored, and whether they have an exact form."""
+"""By name: `quantization_config`, and how weights are stored."""
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_computes_as_its_dequantized_weights(name: str, tmp_path: Path) -> None:
-    settings, quantize, expressed = FORMATS[name]
+    settings, quantize = FORMATS[name]
     paths = make_quantized(tmp_path, settings, quantize)
-    _assert_expressed(*paths, expressed=expressed)
+    _assert_expressed(*paths)
     _assert_same(*paths)
 
 
 @pytest.mark.parametrize("name", ["awq, one group", "int-quantized of outputs", "fp8 of outputs"])
 def test_scales_may_lack_dimensions_of_size_one(name: str, tmp_path: Path) -> None:
-    settings, quantize, expressed = FORMATS[name]
+    settings, quantize = FORMATS[name]
     paths = make_quantized(tmp_path, settings, quantize)
 
     def flatten(tensors: dict[str, Tensor]) -> None:
@@ -249,7 +249,7 @@ def test_scales_may_lack_dimensions_of_size_one(name: str, tmp_path: Path) -> No
             tensors[part] = tensor.squeeze() if "scale" in part else tensor
 
     _edit_tensors(paths[0], flatten)
-    _assert_expressed(*paths, expressed=expressed)
+    _assert_expressed(*paths)
 
 
 def test_words_that_are_not_full_and_groups_of_targets(tmp_path: Path) -> None:
@@ -299,7 +299,7 @@ def test_older_forms_of_compressed_tensors_are_read(tmp_path: Path) -> None:
         }
         return parts, rounded.values
 
-    settings, _, _ = _compressed("pack-quantized", num_bits=4, group_size=32, symmetric=False)
+    settings, _ = _compressed("pack-quantized", num_bits=4, group_size=32, symmetric=False)
     _assert_same(*make_quantized(tmp_path, settings, quantize))
 
 
@@ -358,12 +358,12 @@ def test_scales_of_the_kv_cache_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_settings_are_found_where_older_tools_wrote_them(tmp_path: Path) -> None:
     """compressed-tensors under another key of config.json, ModelOpt in a file of its own."""
-    settings, quantize, _ = FORMATS["pack-quantized 4"]
+    settings, quantize = FORMATS["pack-quantized 4"]
     path, reference = make_quantized(tmp_path / "compressed", settings, quantize)
     _move_settings(path, "config.json", lambda rest: {**rest, "compression_config": settings})
     _assert_same(path, reference)
 
-    settings, quantize, _ = FORMATS["modelopt fp8 of tensors"]
+    settings, quantize = FORMATS["modelopt fp8 of tensors"]
     path, reference = make_quantized(tmp_path / "modelopt", settings, quantize)
     quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["a*"]}
     _move_settings(path, "hf_quant_config.json", lambda _: {"quantization": quantization})
@@ -397,18 +397,18 @@ FAMILIES = ["qwen2", "qwen3", "opt", "mixtral", "phi3", "gemma2"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ["gptq 4", "fp8 of blocks of 128"])
+@pytest.mark.parametrize("name", ["gptq 4", "fp8 of blocks of 128", "nf4"])
 def test_other_families_and_models_of_transformers_read_them(
     name: str, family: str, tmp_path: Path
 ) -> None:
-    settings, quantize, _ = FORMATS[name]
+    settings, quantize = FORMATS[name]
     shape = {"ffn_dim": 128} if family == "opt" else {}
     _assert_same(*make_quantized(tmp_path, settings, quantize, family=family, **shape))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_biases_of_zeros_may_be_there(family: str, tmp_path: Path) -> None:
-    settings, quantize, _ = FORMATS["gptq 4"]
+    settings, quantize = FORMATS["gptq 4"]
 
     def with_bias(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
         stored, dense = quantize(module, weight)
@@ -424,7 +424,7 @@ def test_biases_of_zeros_may_be_there(family: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    settings, quantize, _ = FORMATS["gptq 4"]
+    settings, quantize = FORMATS["gptq 4"]
     return make_quantized(tmp_path_factory.mktemp("gptq"), settings, quantize)[0]
 
 
@@ -501,7 +501,7 @@ def _columns(linear: Linear) -> tuple[Tensor, bool]:
 def test_scattered_groups_stay_packed(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings, quantize, _ = ACT_ORDER
+    settings, quantize = ACT_ORDER
     shape = {"moe_intermediate_size": 64}
     path, reference = make_quantized(tmp_path, settings, quantize, family=family, **shape)
     with caplog.at_level(logging.INFO):
@@ -515,7 +515,7 @@ def test_rows_of_scattered_groups_do_not_depend_on_the_batch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Layers that gather their inputs are a part of recorded programs."""
-    path, _ = make_quantized(tmp_path, *ACT_ORDER[:2])
+    path, _ = make_quantized(tmp_path, *ACT_ORDER)
     config = ModelConfig(model=str(path), device="cpu", dtype="bfloat16")
     loaded = load_model(config)
     assert loaded.batch_invariant
@@ -528,7 +528,7 @@ def test_rows_of_scattered_groups_do_not_depend_on_the_batch(
 
 
 def test_ranks_keep_scattered_groups_where_they_share_no_inputs(tmp_path: Path) -> None:
-    path, _ = make_quantized(tmp_path, *ACT_ORDER[:2])
+    path, _ = make_quantized(tmp_path, *ACT_ORDER)
     whole = _linears(path)
     num_bytes = 4 * 2 * (64 * 48 + 64 * 64)  # of a rank's half of `output` and `down`
     dense = {"scattered groups that ranks share, or that differ in one product": num_bytes}
@@ -559,7 +559,12 @@ def test_layers_of_one_product_with_other_groups_are_dequantized(
     assert f"weights dequantized num_bytes={num_bytes} reason={reason}" in caplog.text
 
 
-def test_ranks_read_their_parts_of_the_dequantized_weights(path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["gptq 4", "fp8 of blocks of 128", "nf4 with scales that are codes"]
+)
+def test_ranks_read_their_parts_of_the_weights(name: str, tmp_path: Path) -> None:
+    path, _ = make_quantized(tmp_path, *FORMATS[name])
+
     def weights(layout: Layout) -> dict[str, Tensor]:
         """What the packed layers multiply by, from their products with unit vectors."""
         model = empty_model(path, layout)
@@ -570,7 +575,7 @@ def test_ranks_read_their_parts_of_the_dequantized_weights(path: Path) -> None:
         found = {}
         for name in ("layers.1.output", "layers.0.down"):
             packed = linears[name].packed
-            assert packed is not None
+            assert isinstance(packed, NativeWeight)
             found[name] = packed.apply(torch.eye(packed.in_features))
         return found
 
@@ -634,7 +639,7 @@ INT8 = {"num_bits": 8, "type": "int", "dynamic": True, "strategy": "token"}
         ({**FP8, "weight_block_size": [128, 0]}, "weight_block_size: expected two positive"),
         ({**FP8, "weight_block_size": 128}, "weight_block_size: expected two positive"),
         ({**NF4, "load_in_4bit": False}, "load_in_4bit: expected True, got False"),
-        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type: expected nf4, got 'fp4'"),
+        ({**NF4, "bnb_4bit_quant_type": "af4"}, "quant_type: expected nf4 or fp4, got 'af4'"),
         ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage: expected uint8"),
     ],
 )
@@ -733,6 +738,7 @@ DAMAGED = (
     "fp8 of blocks of 128",
     "nf4",
     "nf4 with scales that are codes",
+    "fp4",
 )
 
 
@@ -755,7 +761,7 @@ DAMAGED = (
 def test_no_part_of_a_weight_can_be_damaged(
     name: str, damage: Callable[[Tensor], Tensor | None], folder: Path, tmp_path: Path
 ) -> None:
-    settings, quantize, _ = FORMATS[name]
+    settings, quantize = FORMATS[name]
     if not (folder / name).is_dir():
         (folder / name).mkdir()
         make_quantized(folder / name, settings, quantize)
@@ -777,7 +783,7 @@ def test_no_part_of_a_weight_can_be_damaged(
 
 @pytest.mark.parametrize("shape", [7, [7], [64, 0], [64, -128], [64, 1 << 62], [64, 64], [1, 1, 1]])
 def test_the_stored_shape_of_packed_weights_is_checked(shape: Any, tmp_path: Path) -> None:
-    settings, quantize, _ = FORMATS["pack-quantized 4"]
+    settings, quantize = FORMATS["pack-quantized 4"]
     path, _ = make_quantized(tmp_path, settings, quantize)
     _edit_tensors(path, _replace("weight_shape", torch.tensor(shape)))
     with pytest.raises(BadCheckpoint, match=rf"model\.safetensors: {LAYER}\.weight_"):
@@ -815,7 +821,7 @@ STATE = {"shape": [64, 128], "blocksize": 64, "nested_blocksize": 5, "nested_off
     ],
 )
 def test_the_state_of_nf4_is_checked(state: bytes, tmp_path: Path) -> None:
-    settings, quantize, _ = FORMATS["nf4 with scales that are codes"]
+    settings, quantize = FORMATS["nf4 with scales that are codes"]
     path, _ = make_quantized(tmp_path, settings, quantize)
     value = torch.tensor(list(state), dtype=torch.uint8)
     _edit_tensors(path, _replace("weight.quant_state.bitsandbytes__nf4", value))
@@ -843,7 +849,7 @@ W8A8["config_groups"]["group_0"]["input_activations"] = INT8
 
 @pytest.mark.parametrize(
     "known",
-    [*(settings for settings, _, _ in FORMATS.values()), W8A8],
+    [*(settings for settings, _ in FORMATS.values()), W8A8],
     ids=[*FORMATS, "int-quantized with activations"],
 )
 def test_no_setting_causes_another_error(known: dict[str, Any]) -> None:

@@ -18,7 +18,14 @@ from pagewire_kernels.cpu.linear import NativeWeight
 from tests.support.checkpoints import TRANSFORMERS_FAMILIES, checkpoint, make_checkpoint
 from tests.support.gguf_files import make_gguf
 from tests.support.paged_driver import PagedDriver
-from tests.support.quantized_files import GROUP_SIZE, awq, fp8, integers, make_quantized
+from tests.support.quantized_files import (
+    GROUP_SIZE,
+    awq,
+    bitsandbytes,
+    fp8,
+    integers,
+    make_quantized,
+)
 from tests.support.transformers_oracle import Oracle
 from worker_service.config import ModelConfig
 from worker_service.errors import BadCheckpoint
@@ -33,6 +40,7 @@ from worker_service.models.transformers_backend.packed import (
 TOKENS = list(range(3, 30))
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
 
 
@@ -61,6 +69,10 @@ def _to_fp8(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
     return fp8(weight, (1, weight.shape[1]), "weight_scale", [-1, 1])
 
 
+def _to_nf4(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+    return bitsandbytes(weight, nested=True)
+
+
 def _to_small_blocks(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
     grid = [-(-size // 8) for size in weight.shape]
     return fp8(weight, (8, 8), "weight_scale_inv", grid)
@@ -86,6 +98,9 @@ def _bits(loaded: LoadedModel) -> dict[str, set[str]]:
     return found
 
 
+KINDS = {"_int4": (AWQ, _to_awq), "_float8": (FP8, _to_fp8), "_float4": (NF4, _to_nf4)}
+"""Settings and conversions of checkpoints, by the suffix of the kernels."""
+
 MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
@@ -94,12 +109,13 @@ MOE = ("mixtral", "qwen2_moe", "qwen3_moe")
     [
         *((family, "_int4") for family in ("gemma", "gemma2", "gemma3", "phi3", *MOE)),
         *((family, "_float8") for family in ("gemma2", "mixtral")),
+        *((family, "_float4") for family in ("gemma2", "mixtral")),
     ],
 )
 def test_all_quantized_weights_stay_packed(
     family: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings, convert = (AWQ, _to_awq) if kind == "_int4" else (FP8, _to_fp8)
+    settings, convert = KINDS[kind]
     path, reference = make_quantized(tmp_path, settings, convert, family=family, **SHAPE)
     with caplog.at_level(logging.INFO):
         loaded = _load(path)

@@ -170,6 +170,8 @@ void multiply_gated(LinearTask& task) {
 }
 
 template <class Dot>
+using Float4Product = FloatsProduct<Dot, FloatCodes4>;
+template <class Dot>
 using Float8Product = FloatsProduct<Dot, FloatCodes8>;
 
 }  // namespace
@@ -196,4 +198,5 @@ using namespace pagewire;
   }
 
 PAGEWIRE_LINEAR(, DenseProduct)
+PAGEWIRE_LINEAR(_float4, Float4Product)
 PAGEWIRE_LINEAR(_float8, Float8Product)

@@ -30,7 +30,7 @@ struct Quantization {
   int64_t has_offsets;
   int64_t unit_groups;  // groups that share a unit; 0 without units
   int64_t zero;  // what is subtracted from codes
-  const uint8_t* table;  // of the codes that 4 bits mean, or null
+  const uint8_t* table;  // what 4 bits mean, codes or numbers of float32; or null
 };
 
 struct LinearTask : Task {

@@ -579,4 +579,5 @@ PAGEWIRE_QUANTIZED(int6, Codes6)
 PAGEWIRE_QUANTIZED(int8, Codes8)
 
 // Their products are those of linear_floats.h.
+PAGEWIRE_PACKED(float4, FloatCodes4)
 PAGEWIRE_PACKED(float8, FloatCodes8)

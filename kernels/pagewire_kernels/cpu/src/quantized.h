@@ -111,6 +111,51 @@ inline Words of_bytes(uint32_t byte) {
   return broadcast_word(static_cast<int32_t>(byte * 0x01010101u));
 }
 
+// Four bits, with a table of the 16 numbers of float32 that they mean. For rows of bfloat16, these are
+// rounded to it, as a dense weight would be. A register has one byte of each number.
+struct FloatCodes4 : Codes4 {
+  static constexpr float kUnit = 1.0f;
+
+  explicit FloatCodes4(const uint8_t* table) {
+    for (int at = 0; at < 4; ++at) {
+      uint8_t bytes[16], rounded[16];
+      for (int code = 0; code < 16; ++code) {
+        const BFloat16 number = round_to_bfloat16(value(code, table));
+        bytes[code] = table[4 * code + at];
+        rounded[code] = static_cast<uint8_t>(number.bits >> 8 * (at % 2));
+      }
+      bytes_[at] = load_table(bytes);
+      rounded_[at % 2] = load_table(rounded);
+    }
+  }
+
+  // As FloatCodes8.
+  void unpack(Words codes, Words& first, Words& second) const {
+    interleave_bytes(look_up(rounded_[0], codes), look_up(rounded_[1], codes), first, second);
+  }
+  void unpack(Words codes, Floats (&inputs)[4]) const {
+    Words lower[2], upper[2];
+    interleave_bytes(look_up(bytes_[0], codes), look_up(bytes_[1], codes), lower[0], lower[1]);
+    interleave_bytes(look_up(bytes_[2], codes), look_up(bytes_[3], codes), upper[0], upper[1]);
+    for (int i = 0; i < 2; ++i) {
+      const Words low = and_words(lower[i], broadcast_word(0xffff));
+      inputs[2 * i] = as_floats(or_words(as_words(first_of_pairs(upper[i])), low));
+      const Words high = as_words(second_of_pairs(upper[i]));
+      inputs[2 * i + 1] = as_floats(or_words(high, shift_right<16>(lower[i])));
+    }
+  }
+
+  static int code(const uint8_t* words, int i, const uint8_t*) { return half_byte(words, i); }
+  static float value(int code, const uint8_t* table) {
+    float number;
+    memcpy(&number, table + 4 * code, 4);
+    return number;
+  }
+
+ private:
+  ByteTable bytes_[4], rounded_[2];
+};
+
 // Floats of 8 bits, e4m3 without infinities; none is NaN. Packed, the sign is after the upper three
 // bits of the exponent.
 struct FloatCodes8 : Codes8 {
@@ -166,7 +211,8 @@ struct FloatCodes8 : Codes8 {
 };
 
 template <class Codes>
-constexpr bool kIsFloat = std::is_same_v<Codes, FloatCodes8>;
+constexpr bool kIsFloat =
+    std::is_same_v<Codes, FloatCodes4> || std::is_same_v<Codes, FloatCodes8>;
 
 // Where a step has the first two bytes of an output's word, or the others.
 template <class Codes>
