@@ -18,6 +18,7 @@ from pagewire_kernels.cpu.linear import NativeWeight
 from tests.support.checkpoints import TRANSFORMERS_FAMILIES, checkpoint, make_checkpoint
 from tests.support.gguf_files import make_gguf
 from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_checkpoints import AWQ, FP8, NF4
 from tests.support.quantized_files import (
     GROUP_SIZE,
     awq,
@@ -38,9 +39,6 @@ from worker_service.models.transformers_backend.packed import (
 )
 
 TOKENS = list(range(3, 30))
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP_SIZE, "version": "gemm"}
-FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 SHAPE = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 32}
 
 

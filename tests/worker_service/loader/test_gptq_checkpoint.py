@@ -1,0 +1,215 @@
+"""GPTQ: groups in the order of activations, settings of modules, and tensors that do not fit."""
+
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pagewire_kernels.cpu.linear import NativeWeight
+from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_checkpoints import (
+    FORMATS,
+    GPTQ,
+    LAYER,
+    TOKENS,
+    assert_same,
+    edit_tensors,
+    load,
+    replace_part,
+)
+from tests.support.quantized_files import GROUP_SIZE, gptq, integers, make_quantized
+from tests.worker_service.loader.test_sharded_loading import empty_model, layouts
+from worker_service.config import ModelConfig
+from worker_service.distributed.layout import Layout
+from worker_service.errors import BadCheckpoint, WorkerError
+from worker_service.loader import load_model
+from worker_service.loader.model_files import read_config
+from worker_service.loader.quantized_checkpoint import read_schemes
+from worker_service.loader.weights import load_weights, open_checkpoint
+from worker_service.models.linear import Linear
+
+
+@pytest.fixture
+def path(gptq_checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint of GPTQ to change."""
+    return Path(shutil.copytree(gptq_checkpoint, tmp_path / "changed"))
+
+
+def test_the_tensors_of_a_weight_may_be_in_several_files(path: Path) -> None:
+    expected = PagedDriver(load(path).model).run([(0, 0, TOKENS)])[0]
+    tensors = load_file(path / "model.safetensors")
+    parts = [{name: tensors[name] for name in sorted(tensors)[part::2]} for part in range(2)]
+    (path / "model.safetensors").unlink()
+    for part, content in enumerate(parts):
+        save_file(content, path / f"model-{part}.safetensors", metadata={"format": "pt"})
+    assert PagedDriver(load(path).model).run([(0, 0, TOKENS)])[0].equal(expected)
+
+
+def test_settings_of_some_modules_take_precedence(tmp_path: Path) -> None:
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        if "layers.1.self_attn" in module:
+            return {"weight": weight}, weight
+        bits = 8 if "down_proj" in module else 4
+        size = 64 if "up_proj" in module else GROUP_SIZE
+        rounded = integers(weight, bits, size=size, symmetric=False)
+        return gptq(rounded, bits), rounded.values
+
+    dynamic = {
+        r"-:model\.layers\.1\.self_attn": {},
+        r"+:.*\.down_proj": {"bits": 8},
+        r".*up_proj": {"group_size": 64},
+    }
+    assert_same(*make_quantized(tmp_path, {**GPTQ, "dynamic": dynamic}, quantize))
+
+
+ACT_ORDER = FORMATS["gptq with ordered groups"]
+
+
+def _linears(
+    path: Path, layout: Layout | None = None, expected: Mapping[str, int] | None = None
+) -> dict[str, Linear]:
+    """expected: what is dequantized, in bytes, by reason."""
+    model = empty_model(path, layout or Layout())
+    schemes = read_schemes(path / "config.json", read_config(path))
+    load_weights(model, open_checkpoint(path, schemes), show_progress=False)
+    model.finish_loading()
+    assert model.dequantized == (expected or {})
+    return {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+
+
+def _columns(linear: Linear) -> tuple[Tensor, bool]:
+    """(what a packed layer multiplies by, whether its inputs are gathered)"""
+    packed = linear.packed
+    assert isinstance(packed, NativeWeight)
+    return packed.apply(torch.eye(packed.in_features)), packed._order is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_scattered_groups_stay_packed(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, quantize = ACT_ORDER
+    shape = {"moe_intermediate_size": 64}
+    path, reference = make_quantized(tmp_path, settings, quantize, family=family, **shape)
+    with caplog.at_level(logging.INFO):
+        assert_same(path, reference)
+    assert "weights dequantized" not in caplog.text
+    if family == "llama":
+        assert all(_columns(linear)[1] for name, linear in _linears(path).items() if ".qkv" in name)
+
+
+def test_rows_of_scattered_groups_do_not_depend_on_the_batch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers that gather their inputs are a part of recorded programs."""
+    path, _ = make_quantized(tmp_path, *ACT_ORDER)
+    config = ModelConfig(model=str(path), device="cpu", dtype="bfloat16")
+    loaded = load_model(config)
+    assert loaded.batch_invariant
+    driver = PagedDriver(loaded.model)
+    with caplog.at_level(logging.INFO):
+        whole = driver.run([(0, 0, TOKENS)])[0]
+        parts = [driver.run([(1, i, [token])])[0] for i, token in enumerate(TOKENS)]
+    assert "layers run eagerly" not in caplog.text
+    assert torch.cat(parts).equal(whole)
+
+
+def test_ranks_keep_scattered_groups_where_they_share_no_inputs(tmp_path: Path) -> None:
+    path, _ = make_quantized(tmp_path, *ACT_ORDER)
+    whole = _linears(path)
+    num_bytes = 4 * 2 * (64 * 48 + 64 * 64)  # of a rank's half of `output` and `down`
+    dense = {"scattered groups that ranks share, or that differ in one product": num_bytes}
+    ranks = [_linears(path, layout, dense) for layout in layouts(tensor=2, pipeline=1)]
+    for name in ("layers.1.output", "layers.0.down"):
+        halves = [_columns(rank[name]) for rank in ranks]
+        expected, is_gathered = _columns(whole[name])
+        assert is_gathered
+        assert not any(gathered for _, gathered in halves)
+        assert torch.cat([columns for columns, _ in halves]).equal(expected)
+    for rank in ranks:
+        assert _columns(rank["layers.1.qkv"])[1]
+
+
+def test_layers_of_one_product_with_other_groups_are_dequantized(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def quantize(module: str, weight: Tensor) -> tuple[Mapping[str, Tensor], Tensor]:
+        is_shuffled = not module.endswith(("k_proj", "up_proj"))
+        rounded = integers(weight, 4, symmetric=False, shuffled=is_shuffled)
+        return gptq(rounded, 4), rounded.values
+
+    path, reference = make_quantized(tmp_path, ACT_ORDER[0], quantize)
+    with caplog.at_level(logging.INFO):
+        assert_same(path, reference)
+    num_bytes = 4 * 2 * (64 * (96 + 48 + 48) + 64 * 256)  # of `qkv` and `gate_up`
+    reason = "scattered groups that ranks share, or that differ in one product"
+    assert f"weights dequantized num_bytes={num_bytes} reason={reason}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("suffix", "value", "message"),
+    [
+        ("scales", None, f"missing tensors: {LAYER}.scales"),
+        ("qzeros", None, f"missing tensors: {LAYER}.qzeros"),
+        ("qweight", None, "missing tensors: {LAYER}.weight; unexpected"),
+        ("scales", torch.ones(3, 64).half(), r"scales is \[3, 64\], expected \[4, 64\]"),
+        ("scales", torch.ones(4, 64).int(), r"scales is stored as I32, expected F16 or BF16"),
+        (
+            "scales",
+            torch.full((4, 64), torch.nan).half(),
+            "scales: expected finite numbers, got nan",
+        ),
+        (
+            "scales",
+            torch.full((4, 64), torch.inf).half(),
+            "scales: expected finite numbers, got inf",
+        ),
+        ("qzeros", torch.ones(4, 9).int(), r"qzeros is \[4, 9\], expected \[4, 8\]"),
+        ("qweight", torch.ones(16, 64), r"qweight is stored as F32, expected I32"),
+        ("qweight", torch.ones(16).int(), r"qweight is \[16\], expected a matrix"),
+        ("qweight", torch.ones(0, 64).int(), r"qweight is \[0, 64\], expected a matrix"),
+        (
+            "qweight",
+            torch.ones(13, 64).int(),
+            "expected a multiple of the group size 32 .*, got 104",
+        ),
+        ("qweight", torch.ones(16, 60).int(), "expected a multiple of 8 .*, got 60"),
+        ("qweight", torch.ones(8, 64).int(), r"scales is \[4, 64\], expected \[2, 64\]"),
+        ("g_idx", torch.full((128,), 4).int(), r"g_idx: expected groups 0 to 3, got 4 to 4"),
+        ("g_idx", torch.full((128,), -1).int(), r"g_idx: expected groups 0 to 3, got -1 to -1"),
+        ("g_idx", torch.zeros(127).int(), r"g_idx is \[127\], expected \[128\]"),
+        ("weight", torch.ones(64, 128), "weight is stored both dense and quantized"),
+        ("weight", torch.ones(64, 128).char(), "weight is stored as I8, which"),
+    ],
+)
+def test_parts_that_do_not_fit_are_named(
+    suffix: str, value: Tensor | None, message: str, path: Path
+) -> None:
+    edit_tensors(path, replace_part(suffix, value))
+    with pytest.raises(WorkerError, match=message.replace("{LAYER}", LAYER)):
+        load(path)
+
+
+def test_weights_that_fit_each_other_must_fit_the_model(path: Path) -> None:
+    words = {"qweight": (8, 64), "scales": (2, 64), "qzeros": (2, 8), "g_idx": (64,)}
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for suffix, shape in words.items():
+            kind = torch.float16 if suffix == "scales" else torch.int32
+            tensors[f"{LAYER}.{suffix}"] = torch.zeros(shape, dtype=kind)
+
+    edit_tensors(path, edit)
+    with pytest.raises(BadCheckpoint, match=rf"{LAYER}\.weight is \[64, 64\], expected \[64, 128"):
+        load(path)
+
+
+def test_settings_without_quantized_tensors_are_refused(path: Path, gptq_checkpoint: Path) -> None:
+    dense = gptq_checkpoint.with_name("source") / "model.safetensors"
+    (path / "model.safetensors").write_bytes(dense.read_bytes())
+    with pytest.raises(BadCheckpoint, match=r"no tensor is quantized: expected \*\.qweight"):
+        load(path)
