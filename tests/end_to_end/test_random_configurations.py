@@ -29,7 +29,8 @@ from tests.support.in_process import (
     KnowingDrafter,
     SpeculatingWorker,
 )
-from tests.support.quantized_files import make_w8a8
+from tests.support.quantized_checkpoints import FORMATS
+from tests.support.quantized_files import make_quantized, make_w8a8
 from tests.support.random_configurations import (
     MODELS,
     Configuration,
@@ -108,6 +109,9 @@ def loaded(name: str, captures: bool = False) -> LoadedModel:
         if rounded == "w8a8":
             inputs = {"dynamic": True, "strategy": "token"}
             path, _ = make_w8a8(Path(folder), inputs, family=name)
+        if rounded == "nf4":
+            nested = FORMATS["nf4 with scales that are codes"]
+            path, _ = make_quantized(Path(folder), *nested, family=name)
         config = ModelConfig(
             model=str(path), device="cpu", dtype="float32", quantization=quantization
         )

@@ -27,9 +27,12 @@ MODELS = (
     "embedded-kv",
     "gemma2-kv",
     "llama-w8a8",
+    "embedded-fp8",
+    "llama-nf4",
+    "gemma2-nf4",
 )
 """The embedded model, as it is, with rounded weights and with keys and values in int8, and families
-of tests/support/checkpoints.py, one as a checkpoint with 8-bit activations."""
+of tests/support/checkpoints.py, some as checkpoints in NF4 or with 8-bit activations."""
 
 FIRST_TOKEN_ID, END_TOKEN_ID = 5, 250
 """Tokens of prompts, stops and biases are from here; all vocabularies are larger."""
