@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table: a row for each kind of weight, a column for each number of rows."""
     parser = script_parser(__doc__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--rows", type=int, nargs="*", default=NUM_ROWS, help="besides one row")
     parser.add_argument(
         "--processor-time",
         action="store_true",
@@ -91,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     args = parser.parse_args(arguments)
     dtype, clock = getattr(torch, args.dtype), time.perf_counter
+    num_rows = sorted({1, *args.rows})
     if args.processor_time:
         torch.set_num_threads(1)
         clock = time.thread_time
@@ -104,12 +106,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         memory = HugeMemory()
         weights = [NativeWeight(weight, kernels, memory, dtype) for _ in range(NUM_WEIGHTS)]
         times = {
-            n: _seconds(weights, torch.randn(n, IN_FEATURES).to(dtype), clock) for n in NUM_ROWS
+            n: _seconds(weights, torch.randn(n, IN_FEATURES).to(dtype), clock) for n in num_rows
         }
         dense = dense or times
         floor = weights[0].num_bytes / memory_reads.rate() / times[1]
         row: dict[str, object] = {"weight": name, "floor": f"{floor:.2f}"}
-        table.append(row | {f"{n} rows": f"{dense[n] / times[n]:.2f}" for n in NUM_ROWS})
+        table.append(row | {f"{n} rows": f"{dense[n] / times[n]:.2f}" for n in num_rows})
     print_table(table, f"speed over dense {dtype}, {IN_FEATURES} inputs, {OUT_FEATURES} outputs")
 
 
