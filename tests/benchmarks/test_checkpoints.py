@@ -103,4 +103,5 @@ def test_the_shapes_have_as_many_weights_as_their_names_say() -> None:
         "qwen3-0.6b": 0.6,
         "llama-8b": 8.03,
         "qwen3-8b": 8.19,
+        "smollm2-135m": 0.13,
     }

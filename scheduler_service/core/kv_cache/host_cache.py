@@ -154,8 +154,8 @@ class HostCache:
 class CopyAhead:
     """Keeps blocks ready to be allocated without a copy: empty ones, and those least recently used.
 
-    The blocks stay cached on the device until they are evicted. At most half of the host's free
-    blocks hold such copies, so that it does not evict them before the device does.
+    The blocks stay cached on the device until they are evicted. At most a quarter of the free host
+    blocks hold such copies, so that the host does not evict them before the device does.
     """
 
     def __init__(self, device: BlockPool, host: HostCache) -> None:
@@ -175,7 +175,7 @@ class CopyAhead:
         if not has_rows:
             return
         num_wanted = min(
-            math.ceil(PLANS_AHEAD * self._demand), self._host.pool.num_free_blocks // 2
+            math.ceil(PLANS_AHEAD * self._demand), self._host.pool.num_free_blocks // 4
         )
         num_missing = num_wanted - self._device.num_ready_blocks
         most = PLANS_AHEAD * num_allocated + SPARE_COPIES

@@ -80,7 +80,10 @@ def test_a_comparison_is_drawn(what_if: WhatIf, recording: Path, suffix: str) ->
     ("arguments", "message"),
     [
         (["--with", "max_num_seqs"], "'max_num_seqs': expected FIELD=VALUE"),
-        (["--with", "max_seqs=3"], "max_seqs: no such field; there are default_tenant,"),
+        (
+            ["--with", "max_seqs=3"],
+            "max_seqs: no such field; there are copies_ahead,",
+        ),
         (["--with", "max_num_seqs=many"], "max_num_seqs: expected int, got 'many'"),
         (["--with", "max_num_seqs=0"], "max_num_seqs must be at least 1"),
         (["--with", "enable_prefix_caching=1"], "expected true or false, got '1'"),
