@@ -155,7 +155,8 @@ class CopyAhead:
     """Keeps blocks ready to be allocated without a copy: empty ones, and those least recently used.
 
     The blocks stay cached on the device until they are evicted. At most a quarter of the free host
-    blocks hold such copies, so that the host does not evict them before the device does.
+    blocks hold such copies, so that the host does not evict them before the device does. A host
+    with room for few of them has none: it keeps what was evicted last.
     """
 
     def __init__(self, device: BlockPool, host: HostCache) -> None:
@@ -174,9 +175,10 @@ class CopyAhead:
         self._demand = max(float(num_allocated), DECAY * self._demand)
         if not has_rows:
             return
-        num_wanted = min(
-            math.ceil(PLANS_AHEAD * self._demand), self._host.pool.num_free_blocks // 4
-        )
+        room = self._host.pool.num_free_blocks // 4
+        if room < SPARE_COPIES:
+            return
+        num_wanted = min(math.ceil(PLANS_AHEAD * self._demand), room)
         num_missing = num_wanted - self._device.num_ready_blocks
         most = PLANS_AHEAD * num_allocated + SPARE_COPIES
         for block, key in self._device.cached.save(min(num_missing, most)):

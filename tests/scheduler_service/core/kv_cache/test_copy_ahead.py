@@ -79,12 +79,17 @@ def test_the_demand_of_a_large_plan_is_forgotten_slowly() -> None:
 
 
 def test_at_most_a_quarter_of_the_hosts_free_blocks_holds_copies_made_ahead() -> None:
-    manager = make_manager(40, 6)
-    fill(manager, per_plan=2)
-    assert num_copied(manager) == 1
-    assert num_copied(manager) == 0
+    manager = make_manager(40, 36)
+    fill(manager, per_plan=20)
+    assert [num_copied(manager) for _ in range(3)] == [SPARE_COPIES, 1, 0]
     manager.allocate(100, 2 * BLOCK_SIZE)
     assert num_copied(manager) == 2
+
+
+def test_a_small_host_holds_no_copies_made_ahead() -> None:
+    manager = make_manager(40, 31)
+    fill(manager, per_plan=20)
+    assert num_copied(manager) == 0
 
 
 def test_copies_ahead_do_not_take_the_room_of_evicted_blocks() -> None:
