@@ -6,6 +6,7 @@ before they are used.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ def check_products(
     floats = dense.to(FP8).view(torch.uint8)
     weights = [quantize(dense, quantization) for quantization in ("int4", "int8")]
     weights.append(QuantizedWeight(codes=floats, scales=torch.ones(128, 1), is_float=True))
+    squares = tuple(n * abs(n) / 64 for n in range(-8, 8))
+    weights.append(replace(weights[0], table=squares, is_float=True))
     for weight in weights:
         packed, expected = pack(weight), rows.float() @ weight.dequantize().T
         for num_rows in (1, len(rows)):

@@ -4,6 +4,7 @@ The interpreter takes Python that Triton's compiler does not, so that it alone p
 """
 
 import inspect
+import re
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from pagewire_kernels.batch import (
 from pagewire_kernels.reference import ACTIVATIONS
 from pagewire_kernels.triton import few_rows
 from pagewire_kernels.triton.attention import Launch, num_stages
+from tests.support.quantized_files import NF4
 from tests.support.quantized_weights import random_weight
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -59,6 +61,9 @@ def for_every_gpu(cases: Iterable[str], short: Container[str]) -> pytest.MarkDec
 
 WIDE_COPY = "cp.async.cg.shared.global"
 """The asynchronous copy that takes sixteen bytes and no fewer."""
+
+CODES_AHEAD = r"async_copy_global_to_local .*tensor<[0-9x]+x!tt.ptr<i8>"
+"""The asynchronous copy of codes, in Triton's representation of a kernel."""
 
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 FP8 = torch.float8_e4m3fn
@@ -235,6 +240,14 @@ def test_attention_of_any_shape_fits_into_shared_memory(
 
 
 TABLE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+NF4_KIND: dict[str, Any] = {
+    "bits": 4,
+    "group_size": 64,
+    "offsets": False,
+    "scales": "float32",
+    "table": NF4,
+    "is_float": True,
+}
 QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "4 bits": ({"bits": 4, "group_size": 128, "offsets": False}, torch.bfloat16),
     "4 bits of two levels, with a table": (
@@ -246,6 +259,14 @@ QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
         torch.bfloat16,
     ),
     "8 bits in small groups": ({"bits": 8, "group_size": 16, "offsets": False}, torch.float32),
+    "4 bits of floats": (
+        NF4_KIND,
+        torch.bfloat16,
+    ),
+    "4 bits of exact floats": (
+        NF4_KIND,
+        torch.float32,
+    ),
     "floats": (
         {"bits": 8, "group_size": 128, "offsets": False, "scales": "float32", "is_float": True},
         torch.bfloat16,
@@ -253,7 +274,7 @@ QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-@for_every_gpu(QUANTIZED, short=("4 bits",))
+@for_every_gpu(QUANTIZED, short=("4 bits", "4 bits of floats"))
 def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
     case: str, target: GPUTarget, launched: list[Any]
 ) -> None:
@@ -275,7 +296,7 @@ def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
     for kernel in launched:
         if kernel.metadata.name == "_product":
             assert "mma" in kernel.asm["ptx"] or dtype == torch.float32
-            assert "cp.async" in kernel.asm["ptx"], "codes are loaded ahead"
+            assert re.search(CODES_AHEAD, kernel.asm["ttgir"]), "codes are loaded ahead"
 
 
 def _write_kv(cache_dtype: torch.dtype) -> None:

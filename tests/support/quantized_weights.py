@@ -53,8 +53,7 @@ def random_weight(
 
 
 def as_multiplied(weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedWeight:
-    """The weight that kernels for CPUs multiply rows of `dtype` by: a table of floats is rounded to
-    it."""
+    """The weight that kernels multiply rows of `dtype` by: a table of floats is rounded to it."""
     if not weight.is_float or weight.table is None:
         return weight
     return replace(weight, table=tuple(torch.tensor(weight.table).to(dtype).tolist()))

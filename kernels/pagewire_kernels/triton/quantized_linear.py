@@ -4,8 +4,9 @@ Decodes are bound by reading the packed weight. The inputs are divided into runs
 within one group. The codes of a run are stored by output, so that a tile is contiguous in memory.
 Codes of 4 bits share a byte with those of the next run, which are in the upper bits: unpacking
 leaves each code in its register, from which it enters the product as the left operand. Values of
-codes are small integers or fp8 numbers, which bfloat16 and float16 represent exactly, so rows are
-multiplied by values, and the sum of a run by its scale, in float32. Only sums are rounded.
+codes are small integers or fp8 numbers, which bfloat16 and float16 represent exactly, or those of a
+table, which is rounded to the dtype of the rows and read from shared memory. Rows are multiplied by
+values, and the sum of a run by its scale, in float32. Only sums are rounded.
 
 For decodes with few outputs the inputs are split among programs, too. The splits depend only on the
 shape of the weight, and are added in order, whether one program computes all of them or each has
@@ -13,7 +14,6 @@ its own.
 """
 
 import math
-import struct
 from typing import Any
 
 import torch
@@ -44,13 +44,17 @@ _GATHER_TILE = _SUM_TILE = 1024
 
 
 @triton.jit
-def _values(codes, KIND: tl.constexpr, TABLE: tl.constexpr):
-    """The values of codes, in float32. TABLE: the first of consecutive values, or words of all.
+def _values(codes, table, KIND: tl.constexpr, FIRST: tl.constexpr):
+    """The values of codes, in float32 or the dtype of the table. FIRST: of consecutive values.
 
     A small integer is converted by placing it into the lowest bits of 2^23, which is faster than a
-    conversion instruction.
+    conversion instruction. Looking a code up in shared memory takes one instruction; selecting from
+    constants would take ten or more, and an indirect load from global memory would keep the codes
+    from being loaded ahead.
     """
-    if KIND == "e4m3":
+    if KIND == "table":
+        values = tl.gather(table, codes.to(tl.int32).reshape(codes.numel), 0).reshape(codes.shape)
+    elif KIND == "e4m3":
         values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND == "bits of e4m3":
         # The same bits, shifted, are a float16 number that is 2^8 times smaller.
@@ -58,14 +62,8 @@ def _values(codes, KIND: tl.constexpr, TABLE: tl.constexpr):
         half = ((bits & 0x80) << 8 | (bits & 0x7F) << 7).to(tl.float16, bitcast=True)
         values = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
     else:
-        first: tl.constexpr = TABLE[0] if KIND == "consecutive" else -128
-        if KIND == "table":
-            low = tl.where(codes < 4, TABLE[0], TABLE[1])
-            high = tl.where(codes < 12, TABLE[2], TABLE[3])
-            word = tl.where(codes < 8, low, high)
-            codes = (word >> ((codes & 3) * 8).to(tl.int32)) & 255
         values = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-        values -= 8388608.0 - first
+        values -= 8388608.0 - FIRST
     return values
 
 
@@ -93,6 +91,7 @@ def _product(
     rows,
     bias,
     codes,
+    table,
     scales,
     offsets,
     units,
@@ -103,7 +102,7 @@ def _product(
     NUM_INPUTS: tl.constexpr,
     NUM_PADDED: tl.constexpr,
     KIND: tl.constexpr,
-    TABLE: tl.constexpr,
+    FIRST: tl.constexpr,
     BITS: tl.constexpr,
     RUN: tl.constexpr,
     GROUP_RUNS: tl.constexpr,
@@ -134,6 +133,8 @@ def _product(
         code_at += (first_split * split_steps).to(tl.int64) * (NUM_PADDED * RUN)
     else:
         first_split, end_split = 0, NUM_SPLITS
+    if KIND == "table":
+        table = tl.load(table + tl.arange(0, 16))
     total = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
     for split in range(first_split, end_split):
         part = tl.zeros([TILE_OUTPUTS, TILE_ROWS], tl.float32)
@@ -149,7 +150,7 @@ def _product(
                     is_there = is_there & (column < NUM_INPUTS)[None, :]
                 x = tl.load(row_at + column[None, :], mask=is_there, other=0.0)
                 found = packed if BITS == 8 else (packed >> 4 if half == 1 else packed & 15)
-                values = _values(found, KIND, TABLE).to(x.dtype)
+                values = _values(found, table, KIND, FIRST).to(x.dtype)
                 sums = tl.dot(values, tl.trans(x), input_precision="ieee")
                 scale = _numbers(scales, units, run, out, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
                 part += sums * scale[:, None]
@@ -197,6 +198,7 @@ def _gather(
     output,
     token_ids,
     codes,
+    table,
     scales,
     offsets,
     units,
@@ -205,7 +207,7 @@ def _gather(
     NUM_INPUTS: tl.constexpr,
     NUM_PADDED: tl.constexpr,
     KIND: tl.constexpr,
-    TABLE: tl.constexpr,
+    FIRST: tl.constexpr,
     BITS: tl.constexpr,
     RUN: tl.constexpr,
     GROUP_RUNS: tl.constexpr,
@@ -226,7 +228,9 @@ def _gather(
         found = tl.load(codes + (run // 2 * NUM_PADDED + token) * RUN + column % RUN)
         found = tl.where(run % 2 == 1, found >> 4, found & 15)
     scale = _numbers(scales, units, run, token, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
-    values = _values(found, KIND, TABLE) * scale
+    if KIND == "table":
+        table = tl.load(table + tl.arange(0, 16))
+    values = _values(found, table, KIND, FIRST).to(tl.float32) * scale
     if HAS_OFFSETS:
         values += _numbers(offsets, offset_units, run, token, NUM_PADDED, GROUP_RUNS, UNIT_RUNS)
     values = tl.where(mask, values, 0.0).to(output.dtype.element_ty)
@@ -234,9 +238,8 @@ def _gather(
 
 
 def can_pack_codes(weight: QuantizedWeight) -> bool:
-    """Whether the kernels support the codes and the group size of a weight."""
-    has_table_of_floats = weight.is_float and weight.table is not None
-    return weight.group_size % _GROUP_INPUTS == 0 and not has_table_of_floats
+    """Whether the kernels support the group size of a weight."""
+    return weight.group_size % _GROUP_INPUTS == 0
 
 
 class TritonQuantizedWeight:
@@ -255,14 +258,11 @@ class TritonQuantizedWeight:
 
         dtype: of the rows that are multiplied by it; batch_invariant: whether the bits of a row
         must not depend on the other rows; has_float8: whether the device converts fp8 numbers,
-        None to query it. Raises ValueError for an unsupported weight.
+        None to query it. Raises ValueError for an unsupported group size.
         """
         if has_float8 is None:
             has_float8 = device.type != "cuda" or get_device_capability(device) >= (8, 9)
-        expect(
-            can_pack_codes(weight),
-            f"groups: expected a multiple of {_GROUP_INPUTS} inputs, and no table of floats",
-        )
+        expect(can_pack_codes(weight), f"groups: expected a multiple of {_GROUP_INPUTS} inputs")
         self.out_features, self.in_features = weight.shape
         self._dtype, self._is_invariant = dtype, batch_invariant
         self._order = None if weight.order is None else weight.order.to(device)
@@ -283,8 +283,13 @@ class TritonQuantizedWeight:
             stored = torch.int8
         elif all(each.half().float().equal(each) for each in numbers):
             stored = torch.float16
+        meaning = _meaning(weight, has_float8)
+        table = self._codes
+        if meaning["KIND"] == "table":
+            table = torch.tensor(weight.table, dtype=dtype, device=device)
         self._tensors = (
             self._codes,
+            table,
             self._by_group(weight.scales, stored),
             self._by_group(weight.offsets, stored),
             self._by_group(weight.units, torch.float16),
@@ -296,7 +301,7 @@ class TritonQuantizedWeight:
             "NUM_OUTPUTS": self.out_features,
             "NUM_INPUTS": self.in_features,
             "NUM_PADDED": num_padded,
-            **_meaning(weight, has_float8),
+            **meaning,
             "BITS": weight.bits,
             "RUN": run,
             "GROUP_RUNS": weight.group_size // run,
@@ -408,11 +413,10 @@ class TritonQuantizedWeight:
 
 
 def _meaning(weight: QuantizedWeight, has_float8: bool) -> dict[str, Any]:
-    """The constants from which `_values` computes the values of codes."""
-    if weight.is_float:
-        return {"KIND": "e4m3" if has_float8 else "bits of e4m3", "TABLE": None}
-    table = tuple(map(int, weight.table or range(-128, 128)))
-    if table == tuple(range(table[0], table[0] + len(table))):
-        return {"KIND": "consecutive", "TABLE": table[:1]}
-    # Four values per word, the first in the lowest bits, each as the byte `value + 128`.
-    return {"KIND": "table", "TABLE": struct.unpack("<4i", bytes(v + 128 for v in table))}
+    """The constants that say what codes mean to `_values`."""
+    if weight.table is None and weight.is_float:
+        return {"KIND": "e4m3" if has_float8 else "bits of e4m3", "FIRST": 0}
+    table = weight.table or tuple(range(-128, 128))
+    if table == tuple(range(int(table[0]), int(table[0]) + len(table))):
+        return {"KIND": "consecutive", "FIRST": int(table[0])}
+    return {"KIND": "table", "FIRST": 0}

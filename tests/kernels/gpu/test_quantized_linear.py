@@ -9,12 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire_kernels.quantized_weight import UNSIGNED_TABLE, QuantizedWeight, stack
+from pagewire_kernels.quantized_weight import (
+    SIGNED_TABLE,
+    UNSIGNED_TABLE,
+    QuantizedWeight,
+    stack,
+)
 from pagewire_kernels.reference.backend import TorchLayerKernels
 from pagewire_kernels.select import can_keep_weights_packed
 from pagewire_kernels.triton import TritonLayerKernels, TritonQuantizedWeight, can_pack_codes
 from tests.support.gpu_kernels import DEVICE, INTERPRETED, MARKS
-from tests.support.quantized_weights import random_weight
+from tests.support.quantized_files import FP4, NF4
+from tests.support.quantized_weights import as_multiplied, random_weight
 
 pytestmark = MARKS
 
@@ -95,6 +101,26 @@ def test_codes_of_four_bits_mean_what_their_table_says(table: tuple[int, ...], s
     _assert_exact_but_for_sums(sums, rows, weight)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("table", [NF4, FP4])
+def test_codes_of_four_bits_may_be_floats_which_are_rounded_to_the_dtype_of_the_rows(
+    table: tuple[float, ...], dtype: torch.dtype
+) -> None:
+    """Every code is among them, of both halves of a byte."""
+    weight = random_weight(
+        39, 320, 4, 64, offsets=False, scales="float32", table=table, is_float=True
+    )
+    weight.codes[0, 56:72] = torch.arange(16)
+    weight.codes[1, 120:136] = torch.arange(16)
+    rounded, packed = as_multiplied(weight, dtype), _packed(weight, dtype)
+    rows = torch.cat([torch.eye(320).to(dtype), _rows(7, weight, dtype)])
+    sums = packed.apply(rows.to(DEVICE), output_dtype=torch.float32)
+    assert torch.equal(sums[:320].cpu(), rounded.dequantize().T)
+    _assert_exact_but_for_sums(sums, rows, rounded)
+    tokens = torch.tensor([0, 1, 38], device=DEVICE)
+    _assert_rounded(packed.gather(tokens).cpu(), rounded.dequantize()[tokens.cpu()])
+
+
 @pytest.mark.parametrize(
     ("group_size", "dtype"), [(16, torch.float16), *((256, dtype) for dtype in DTYPES)]
 )
@@ -138,21 +164,31 @@ SOME = (1, 16, 17, 63, 64, 65)
 
 
 @pytest.mark.parametrize(
-    ("bits", "scales", "offsets", "dtype", "counts"),
+    ("bits", "scales", "table", "offsets", "dtype", "counts"),
     [
-        (4, "units", True, torch.float16, SOME),
-        pytest.param(4, "units", True, torch.float16, range(1, 66), marks=pytest.mark.long),
-        (4, "float16", False, torch.bfloat16, SOME),
-        (8, "float32", True, torch.float32, SOME),
+        (4, "units", SIGNED_TABLE, True, torch.float16, SOME),
+        pytest.param(
+            4, "units", SIGNED_TABLE, True, torch.float16, range(1, 66), marks=pytest.mark.long
+        ),
+        (4, "float16", SIGNED_TABLE, False, torch.bfloat16, SOME),
+        (4, "float32", NF4, False, torch.bfloat16, SOME),
+        (8, "float32", SIGNED_TABLE, True, torch.float32, SOME),
     ],
 )
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    bits: int, scales: str, offsets: bool, dtype: torch.dtype, counts: Sequence[int]
+    bits: int,
+    scales: str,
+    table: tuple[float, ...],
+    offsets: bool,
+    dtype: torch.dtype,
+    counts: Sequence[int],
 ) -> None:
-    weight = random_weight(39, 1024, bits, 64, offsets=offsets, scales=scales)
+    weight = random_weight(
+        39, 1024, bits, 64, offsets=offsets, scales=scales, table=table, is_float=table is NF4
+    )
     packed, rows = _packed(weight, dtype), _rows(130, weight, dtype).to(DEVICE)
     together = packed.apply(rows, output_dtype=torch.float32)
-    _assert_exact_but_for_sums(together, rows.cpu(), weight)
+    _assert_exact_but_for_sums(together, rows.cpu(), as_multiplied(weight, dtype))
     assert packed.num_splits > 1
     for n in counts:
         assert torch.equal(packed.apply(rows[:n], output_dtype=torch.float32), together[:n]), n

@@ -16,7 +16,7 @@ from pagewire_kernels.triton import TritonBackend, TritonLayerKernels, TritonQua
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.gpu_kernels import DEVICE, MARKS
 from tests.support.paged_driver import PagedDriver
-from tests.support.quantized_files import awq, fp8, integers, make_quantized
+from tests.support.quantized_files import awq, bitsandbytes, fp8, integers, make_quantized
 from worker_service.config import ModelConfig
 from worker_service.loader import load_model
 from worker_service.loader.load import arithmetic_of
@@ -71,10 +71,24 @@ def _fp8(folder: Path) -> tuple[Path, Path]:
     return make_quantized(folder, settings, quantize)
 
 
+def _nf4(folder: Path) -> tuple[Path, Path]:
+    """As `make_quantized`."""
+    settings = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+    }
+    return make_quantized(folder, settings, lambda _, weight: bitsandbytes(weight, nested=True))
+
+
 def _gguf(source: str, folder: Path) -> tuple[Path, Path]:
     gguf_files = pytest.importorskip("tests.support.gguf_files")
     paths: tuple[Path, Path] = gguf_files.make_gguf(*source.split(), folder)
     return paths
+
+
+DENSE_EMBEDDING = {"awq": _awq, "fp8": _fp8, "nf4": _nf4}
+"""Makers of checkpoints whose embeddings are not quantized."""
 
 
 def _packed_model(path: Path, **options: Any) -> NativeModel:
@@ -146,6 +160,7 @@ def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> Non
     [
         "awq",
         pytest.param("fp8", marks=LONG),
+        pytest.param("nf4", marks=LONG),
         pytest.param("llama_tied Q4_K", marks=LONG),
         pytest.param("qwen3 IQ4_XS", marks=LONG),
     ],
@@ -153,13 +168,13 @@ def _assert_same_in_any_batch(model: NativeModel, reference: NativeModel) -> Non
 def test_quantized_weights_stay_packed_and_give_the_logits_of_the_dequantized_ones(
     source: str, tmp_path: Path
 ) -> None:
-    make = {"awq": _awq, "fp8": _fp8}.get(source, partial(_gguf, source))
+    make = DENSE_EMBEDDING.get(source, partial(_gguf, source))
     path, reference = make(tmp_path)
     model = _packed_model(path)
     assert model.embedding is not None
     of_layers = [linear for linear in _linears(model) if linear is not model.head]
     assert all(_is_packed(linear) for linear in of_layers)
-    assert _is_packed(model.embedding) == (make not in (_awq, _fp8))  # whose files have it dense
+    assert _is_packed(model.embedding) == (source not in DENSE_EMBEDDING)
     _assert_same_in_any_batch(model, _model(reference, PLAIN))
 
 
