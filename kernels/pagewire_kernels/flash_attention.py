@@ -67,7 +67,6 @@ class FlashAttention3:
 
     version = "flash-attn 3"
     abilities = Abilities(
-        devices=("cuda",),
         dtypes=HALVES,
         sinks=False,
         alibi=False,
@@ -106,7 +105,6 @@ class FlashAttention2:
 
     version = "flash-attn 2"
     abilities = Abilities(
-        devices=("cuda",),
         dtypes=HALVES,
         sinks=False,
         max_head_dim=256,
@@ -163,7 +161,6 @@ class VllmFlashAttention:
     def __init__(self, varlen: Callable[..., Any], fa_version: int) -> None:
         self.version = f"vllm flash-attn {fa_version}"
         self.abilities = Abilities(
-            devices=("cuda",),
             dtypes=HALVES,
             sinks=False,
             alibi=fa_version == 2,
@@ -203,7 +200,6 @@ class TorchVarlen:
 
     version = f"torch {torch.__version__}"
     abilities = Abilities(
-        devices=("cuda",),
         dtypes=HALVES,
         soft_cap=False,
         sinks=False,

@@ -160,7 +160,6 @@ class FlashInferBackend:
     name = "flashinfer"
 
     abilities = Abilities(
-        devices=("cuda",),
         dtypes=HALVES,
         fp8_cache=True,
         mixed_graphs=False,

@@ -149,9 +149,6 @@ class AttentionNeeds:
 class Abilities:
     """The features that a backend supports."""
 
-    devices: tuple[str, ...]
-    """Device types on which it runs; empty for all."""
-
     dtypes: tuple[torch.dtype, ...] = FLOATS
     fp8_cache: bool = False
     int8_cache: bool = False
@@ -160,8 +157,11 @@ class Abilities:
     sinks: bool = True
     alibi: bool = True
     batch_invariant: bool = False
+    decode_graphs: bool = True
+    """Whether batches of decodes can be captured in CUDA graphs; not if it waits for the device."""
+
     mixed_graphs: bool = True
-    """Whether mixed batches can be captured in CUDA graphs, not only batches of decodes."""
+    """Whether mixed batches can be, too."""
 
     head_dims: tuple[int, ...] | None = None
     """None for all."""

@@ -23,7 +23,7 @@ class FakeBackend(ReferenceBackend):
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name = name
-        self.abilities = Abilities(devices=("cuda",))
+        self.abilities = Abilities()
         self.seconds = seconds
 
 
@@ -177,7 +177,7 @@ def test_mixed_batches_that_cannot_be_captured_are_measured_as_eager_steps(
     plans: list[list[int]] = []
 
     class Eager(ReferenceBackend):
-        abilities = Abilities(devices=(), mixed_graphs=False)
+        abilities = Abilities(mixed_graphs=False)
 
         def paged_attention(self, query, key, value, metadata, **kwargs):  # type: ignore[no-untyped-def,override]
             layers = metadata.plans.setdefault("layers", [])

@@ -21,7 +21,7 @@ class FakeBackend(ReferenceBackend):
 
     def __init__(self, name: str, **abilities: Any) -> None:
         self.name = name
-        self.abilities = Abilities(devices=("cuda",), **abilities)
+        self.abilities = Abilities(**abilities)
 
 
 def _passes(*arguments: object) -> None:

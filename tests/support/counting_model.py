@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.reference.backend import ReferenceBackend
 from worker_service.config import ModelConfig
 from worker_service.loader import LoadedModel
 from worker_service.models.interface import KVCacheSpec
@@ -97,4 +98,5 @@ def loaded_counting_model(
         bos_token_id=None,
         fingerprint="counting",
         batch_invariant=True,
+        attention_abilities=ReferenceBackend.abilities,
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pagewire_kernels.interface import AttentionNeeds
+from pagewire_kernels.interface import Abilities, AttentionNeeds
 from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_kernels
 from worker_service.config import CacheConfig, ModelConfig, local_model
 from worker_service.distributed.communicator import Communicator, require_symmetric_memory
@@ -95,6 +95,9 @@ class LoadedModel:
     batch_invariant: bool
     """Whether the logits of a row are guaranteed to be bitwise independent of the batch and of how
     its tokens are divided into prefill chunks and decodes."""
+
+    attention_abilities: Abilities
+    """Those of the attention backend."""
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
     """Connects the ranks that have shards of the model."""
@@ -337,6 +340,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         bos_token_id=bos_token_id,
         fingerprint=fingerprint(model_dir, config.load_format, config.quantization),
         communicator=context.communicator,
+        attention_abilities=kernels.attention.abilities,
         batch_invariant=same_bits and is_guaranteed,
     )
     logger.info(

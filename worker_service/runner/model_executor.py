@@ -92,13 +92,6 @@ class Profiler:
         return str(path)
 
 
-_WAITING_BACKENDS = ("reference",)
-"""Attention backends that synchronise with the device in the middle of a step."""
-
-_DECODE_GRAPH_BACKENDS = ("flashinfer",)
-"""Attention backends whose graphs of decodes only can be captured."""
-
-
 class ModelExecutor:
     """Implements `worker_service.engine.executor.Executor` with torch."""
 
@@ -313,7 +306,7 @@ class ModelExecutor:
         return (
             self._runner.cuda_graphs
             and self._has_device_steps
-            and self.loaded.config.attention_backend not in _WAITING_BACKENDS
+            and self.loaded.attention_abilities.decode_graphs
         )
 
     def _graph_sizes(self) -> list[int]:
@@ -324,8 +317,7 @@ class ModelExecutor:
 
     def _mixed_sizes(self) -> list[int]:
         """Padded numbers of tokens of the mixed batches to record."""
-        backend = self.loaded.config.attention_backend
-        if not self._uses_cuda_graphs or backend in _DECODE_GRAPH_BACKENDS:
+        if not self._uses_cuda_graphs or not self.loaded.attention_abilities.mixed_graphs:
             return []
         return mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens))
 

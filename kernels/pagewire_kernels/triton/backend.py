@@ -49,7 +49,7 @@ class TritonBackend:
 
     name = "triton"
 
-    abilities = Abilities(devices=("cuda",), fp8_cache=True, batch_invariant=True)
+    abilities = Abilities(fp8_cache=True, batch_invariant=True)
 
     write_kv = staticmethod(write_rows)
 

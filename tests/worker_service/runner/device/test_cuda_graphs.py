@@ -1,15 +1,20 @@
 """Which sizes are recorded, and what happens where recording fails."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.counting_model import CountingModel
+from pagewire_kernels.interface import Abilities
+from tests.support.counting_model import CountingModel, loaded_counting_model
+from tests.support.rank_threads import AheadExecutor
 from tests.support.runners import EagerRecorder, HostEvent
 from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
+from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.batch import lay_out
@@ -17,6 +22,7 @@ from worker_service.runner.cuda_graphs import MAX_MIXED_CONTEXT, Replay, graph_s
 from worker_service.runner.device_rows import capacity
 from worker_service.runner.device_state import DeviceState, rows_for, state_bytes
 from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.model_executor import Profiler
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.sequence_table import SequenceTable
 
@@ -121,6 +127,24 @@ def test_recordings_outlive_an_epoch() -> None:
         results = [bench.step([Row(1, 3)]), *(bench.step([Row(1)]) for _ in range(3))]
         assert [int(each.token_ids[0]) for each in results] == continuation([5, 6, 7], 4)
     assert recorder.num_recorded == 8
+
+
+@pytest.mark.parametrize(
+    ("abilities", "num_recorded"),
+    [({}, 7), ({"mixed_graphs": False}, 6), ({"decode_graphs": False}, 0)],
+    ids=str,
+)
+def test_what_is_recorded_is_what_the_attention_backend_can_have_captured(
+    abilities: dict[str, bool], num_recorded: int, tmp_path: Path
+) -> None:
+    loaded = replace(
+        loaded_counting_model(model_dir=tmp_path), attention_abilities=Abilities(**abilities)
+    )
+    runner = RunnerConfig(max_graph_batch_size=4, max_graph_tokens=32)
+    executor = AheadExecutor(CacheConfig(), Profiler(tmp_path), lambda: loaded, runner=runner)
+    assert executor.load().uses_cuda_graphs == (num_recorded > 0)
+    executor.make_runner(num_gpu_blocks=8, num_cpu_blocks=0, epoch=1)
+    assert executor.num_recorded == num_recorded, "two graphs of sizes 1, 2 and 4, one of 32 tokens"
 
 
 def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
