@@ -33,6 +33,10 @@ _WARM_UP_TOKENS = 32
 _WARM_UP_PROMPT = 512
 """Tokens of a prompt that is long enough for a GPU to split its attention."""
 
+_WARM_UP_DECODES = (1, 2, 3, 4, 32, 64)
+"""Numbers of decodes for which a GPU has kernels of their own: those of few rows, and tiles of 16,
+32 and 64 rows. Graphs do not compile all of them: eager steps compute heads for any number."""
+
 _BYTES_PER_GRAPH = 8 * 2**20
 """The driver's memory for one graph, which torch does not count. A generous estimate, not
 measured."""
@@ -86,10 +90,7 @@ def profile_blocks(
         if num_graphs:
             later_bytes += num_graphs * _BYTES_PER_GRAPH
             later_bytes += _pool_bytes(model, block_size, device, largest_graph, sample)
-        # A single prompt uses other kernels than a batch: compile them before the first request.
-        run_batch(
-            model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens), sample
-        )
+        warm_up(model, block_size, device, max_num_seqs, max_num_batched_tokens, sample)
         torch.cuda.reset_peak_memory_stats(device)
         run_batch(model, block_size, device, max_num_seqs, max_num_batched_tokens, sample)
         budget = _gpu_budget(config, device, held_bytes, later_bytes)
@@ -143,6 +144,21 @@ def require_host_memory(
             f"{names}: {sum(wanted.values()) / 2**30:.1f} GiB are more than the"
             f" {available / 2**30:.1f} GiB of memory that are available here; choose less"
         )
+
+
+def warm_up(
+    model: Model,
+    block_size: int,
+    device: torch.device,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    sample: Sample,
+) -> None:
+    """Compile the kernels of batches that are smaller than the largest one."""
+    run_batch(model, block_size, device, 1, min(_WARM_UP_PROMPT, max_num_batched_tokens), sample)
+    for count in _WARM_UP_DECODES:
+        if count <= min(max_num_seqs, max_num_batched_tokens):
+            run_batch(model, block_size, device, count, count, sample)
 
 
 @torch.inference_mode()

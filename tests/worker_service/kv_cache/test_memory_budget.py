@@ -91,6 +91,21 @@ def test_the_largest_batch_is_shared_out_among_its_sequences(
     assert sampled == [(batch[0], model.vocab_size)]
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "num_tokens", "batches"),
+    [
+        (256, 2048, [(1, 256), (1, 1), (2, 2), (3, 3), (4, 4), (32, 32), (64, 64)]),
+        (3, 100, [(1, 100), (1, 1), (2, 2), (3, 3)]),
+    ],
+)
+def test_kernels_for_few_decodes_are_compiled_before_the_first_request(
+    num_seqs: int, num_tokens: int, batches: list[tuple[int, int]]
+) -> None:
+    model = CountingModel()
+    memory_budget.warm_up(model, 4, CPU, num_seqs, num_tokens, lambda logits: None)
+    assert model.batches == batches
+
+
 VERSIONS = {
     1: ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
