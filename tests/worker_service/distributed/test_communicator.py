@@ -1,7 +1,7 @@
 """What ranks exchange within a stage."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.gloo_ranks import GlooRendezvous, RankProcess, SymmetricRendezvous
 from tests.support.rank_threads import free_port
 from tests.support.runners import EagerRecorder
 from worker_service.address import TcpAddress
@@ -16,7 +17,6 @@ from worker_service.distributed.communicator import (
     ESTIMATED_DEVICE_BYTES,
     SYMMETRIC_BYTES,
     Communicator,
-    EpochRendezvous,
     ProcessGroups,
     Rendezvous,
     connect,
@@ -61,20 +61,6 @@ def test_a_rank_alone_repeats_its_own_columns() -> None:
     assert torch.equal(Communicator(Layout()).gather_columns(part, 3), part)
     alone = Communicator(Layout(tensor_parallel_size=2)).gather_columns(part, 5)
     assert torch.equal(alone, part.repeat(1, 2)[:, :5])
-
-
-class GlooMeeting(EpochRendezvous):
-    """Lets ranks that believe that they are on GPUs communicate on CPUs."""
-
-    def device_process_group(self, name: str, ranks: Any) -> Any:
-        return self.process_group(name, ranks)
-
-
-class GlooRendezvous(Rendezvous):
-    """Where they meet."""
-
-    def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
-        return GlooMeeting(self._store(f"epoch-{epoch}"), self._layout, "127.0.0.1", cancelled)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
@@ -123,27 +109,6 @@ def test_memory_of_nccl_is_estimated_then_measured_and_counted_only_until_it_is_
     assert Communicator(Layout()).bytes_to_allocate(gpu) == 0
 
 
-class SymmetricMeeting(GlooMeeting):
-    """Where ranks get host memory as symmetric memory."""
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.buffer = torch.full((SYMMETRIC_BYTES,), 7, dtype=torch.uint8)
-
-    def symmetric_buffer(self, group: Any, device: torch.device) -> tuple[torch.Tensor, Any]:
-        return self.buffer, None
-
-
-class SymmetricRendezvous(GlooRendezvous):
-    """Where they meet."""
-
-    def meet(self, epoch: int, cancelled: threading.Event) -> EpochRendezvous:
-        self.meeting = SymmetricMeeting(
-            self._store(f"epoch-{epoch}"), self._layout, "127.0.0.1", cancelled
-        )
-        return self.meeting
-
-
 @pytest.mark.parametrize(
     ("options", "passes"),
     [
@@ -181,6 +146,45 @@ def test_small_sums_pass_through_symmetric_memory_and_large_ones_do_not(
     for meeting in meetings:
         held = meeting.meeting.buffer[:8].view(torch.bfloat16)
         assert (held == 41.0).all() == passes
+
+
+SOON_S = 60
+"""Far below gloo's own timeout, and enough to start processes."""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_a_killed_rank_ends_the_sums_of_the_others_who_go_on_with_another(
+    is_inside: bool, victim: int
+) -> None:
+    """is_inside: whether it is in the sum that the others wait for; victim: rank 0 is the one that
+    hosts the store."""
+    layouts, port = [Layout(tensor_parallel_size=3, rank=rank) for rank in range(3)], free_port()
+    ranks = [RankProcess(layout, port) for layout in layouts]
+    first, last = (rank for i, rank in enumerate(ranks) if i != victim)
+
+    def together(action: str, numbers: Iterable[float]) -> list[Any]:
+        for rank, number in zip(ranks, numbers, strict=True):
+            rank.begin(action, number)
+        return [rank.result(SOON_S) for rank in ranks]
+
+    try:
+        assert together("join", [1, 1, 1]) == [None] * 3
+        assert together("sum", [1, 2, 4]) == [(7.0, 7.0)] * 3
+        first.begin("sum", 1)
+        if is_inside:
+            ranks[victim].begin("sum", 1)
+        assert not any(rank.is_done() for rank in ranks)
+        ranks[victim].kill()
+        last.begin("sum", 1)
+        for rank in (first, last):
+            assert isinstance(rank.result(SOON_S), RuntimeError | GroupBroken)
+        ranks[victim] = RankProcess(layouts[victim], port)
+        assert together("join", [2, 2, 2]) == [None] * 3
+        assert together("sum", [1, 3, 5]) == [(9.0, 9.0)] * 3
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_symmetric_memory_requires_a_gpu_and_a_torch_that_can_abort_it() -> None:
