@@ -191,7 +191,7 @@ STAGES: dict[int, Sequence[Part]] = {
         for name, flags in (
             ("fp8_kv", "--kv-cache-dtype fp8"),
             ("gptq", "--weights gptq"),
-            ("w8a8", "--weights w8a8"),
+            ("int8", "--quantization int8"),
             ("batch_invariant", "--batch-invariant"),
         )
     ),

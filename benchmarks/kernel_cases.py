@@ -5,7 +5,7 @@ written once, and no product is computed for masked scores.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -295,10 +295,12 @@ def _products(
         yield "batch-invariant", weight.nbytes, lambda rows: linear(rows, weight)
         if few_rows.can_multiply(weight):
             yield "few rows", weight.nbytes, lambda rows: few_rows.multiply(rows, weight)
-        for name in QUANTIZATIONS:
-            rounded = quantize(weight.cpu(), name)
+        rounded = {name: quantize(weight.cpu(), name) for name in QUANTIZATIONS}
+        floats = tuple(torch.linspace(-1.0, 1.0, 16).tolist())
+        rounded["nf4"] = replace(rounded["int4"], table=floats, is_float=True, offsets=None)
+        for name, each in rounded.items():
             quantized = TritonQuantizedWeight(
-                rounded, where.dtype, where.device, batch_invariant=False
+                each, where.dtype, where.device, batch_invariant=False
             )
             yield name, quantized.num_bytes, quantized.apply
     else:
