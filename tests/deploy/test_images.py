@@ -9,9 +9,9 @@ from shutil import which
 
 import pytest
 from dockerfile_parse import DockerfileParser
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.docker import torch_requirement
 from tools import image_pins
 from tools.launch import ROOT
 
@@ -71,11 +71,12 @@ def test_only_workers_have_torch() -> None:
     assert "torch" not in (ROOT / "deploy/docker/constraints.txt").read_text()
 
 
-def test_an_argument_selects_attention_kernels_among_the_extras() -> None:
+def test_an_argument_selects_attention_kernels() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     arguments = [value for name, value in stages()["worker-cuda"] if name == "ARG"]
-    assert 'ATTENTION=""' in arguments, "none by default"
+    assert "ATTENTION=vllm" in arguments
     (command,) = (value for _, value in stages()["worker-cuda"] if 'case "${ATTENTION}"' in value)
+    assert 'vllm) pip install --no-deps "${VLLM}"' in command
     for name in ("flashinfer", "flash-attn"):
         assert name in extras["optional-dependencies"]
         assert f"{name}) pip install" in command
@@ -101,12 +102,5 @@ def test_the_versions_are_ones_that_the_project_takes() -> None:
 
 
 def test_torch_is_the_version_that_the_tests_run_with() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    (tested,) = (
-        Requirement(line.removeprefix("TORCH ?= "))
-        for line in makefile.splitlines()
-        if line.startswith("TORCH ?= ")
-    )
-    (version,) = (each.version for each in tested.specifier)
-    for image, build in (("worker-cpu", "cpu"), ("worker-cuda", "cu130")):
-        assert any(f'"torch=={version}+{build}"' in value for _, value in stages()[image])
+    for image, build in (("worker-cpu", "+cpu"), ("worker-cuda", "")):
+        assert ("ARG", f'TORCH="{torch_requirement()}{build}"') in stages()[image]

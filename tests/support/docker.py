@@ -131,14 +131,14 @@ def _answers(docker: Docker) -> bool:
 
 
 def make_base(docker: Docker, folder: Path) -> str:
-    """The image that the others are built on: the distribution's Python, this machine's mirror and
-    certificates. It is made once."""
+    """The image that the others are built on: the distribution's Python with its headers, this
+    machine's mirror and certificates. It is made once."""
     recipe = inspect.getsource(make_base) + SUITE
     tag = f"pagewire-test/base:{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if docker.has_image(tag):
         return tag
     root = folder / "root"
-    packages = "ca-certificates,python3,python3-pip,python-is-python3"
+    packages = "ca-certificates,libpython3-dev,python3,python3-pip,python-is-python3"
     run("debootstrap", "--variant=minbase", f"--include={packages}", SUITE, str(root), *mirrors())
     (root / f"usr/lib/python{PYTHON_VERSION}/EXTERNALLY-MANAGED").unlink()
     authorities = Path("/etc/ssl/certs/ca-certificates.crt")
@@ -160,19 +160,24 @@ def mirrors() -> list[str]:
     return [line.split()[1] for line in listed.splitlines() if line.startswith(f"{SUITE} ")][:1]
 
 
-@contextmanager
-def torch_index() -> Iterator[tuple[str, str]]:
-    """The requirement of torch as it is installed here, and an index that has it."""
+def torch_requirement() -> str:
+    """The torch that the tests run with, without the device that it was built for."""
     [requirement] = [
         line.removeprefix("TORCH ?= ")
         for line in (ROOT / "Makefile").read_text().splitlines()
         if line.startswith("TORCH ?= ")
     ]
+    return requirement
+
+
+@contextmanager
+def torch_index() -> Iterator[tuple[str, str]]:
+    """The requirement of torch as it is installed here, and an index that has it."""
     wheels = CACHE / "index/torch"
     if not list(wheels.glob("*.whl")):
         options = ["--no-deps", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}"]
         pip = [sys.executable, "-m", "pip", "download", "--quiet"]
-        run(*pip, *options, "--dest", str(wheels), requirement)
+        run(*pip, *options, "--dest", str(wheels), torch_requirement())
     [wheel] = wheels.glob("*.whl")
     handler = functools.partial(_Silent, directory=CACHE / "index")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", INDEX_PORT), handler)
