@@ -34,6 +34,7 @@ from tests.support.docker import (
     make_base,
     run,
     torch_index,
+    torch_requirement,
     why_not,
 )
 from tests.support.waiting import wait_until
@@ -74,7 +75,7 @@ def build(docker: Docker, base: str, target: str, tag: str, context: Path = ROOT
         )
 
 
-IMAGES = {"scheduler": "pagewire/scheduler:0.1.0", "worker-cpu": "pagewire/worker-cpu:0.1.0"}
+IMAGES = {each: f"pagewire/{each}:0.1.0" for each in ("scheduler", "worker-cpu", "worker-cuda")}
 """By target, as the compose file names them."""
 
 
@@ -148,24 +149,33 @@ def size(docker: Docker, tag: str) -> float:
     return float(docker.inspect(tag)["Size"]) / MIB
 
 
-def torch_size(docker: Docker) -> float:
+def layer_size(docker: Docker, image: str, command: str) -> float:
+    """Of the layer that a command with this text in it has made."""
     history = docker(
-        "history", "--no-trunc", "--human=false", "--format", "{{json .}}", IMAGES["worker-cpu"]
+        "history", "--no-trunc", "--human=false", "--format", "{{json .}}", IMAGES[image]
     )
     layers = [json.loads(line) for line in history.splitlines()]
-    [torch] = [each for each in layers if 'pip install "${TORCH}"' in each["CreatedBy"]]
-    return float(torch["Size"]) / MIB
+    [found] = [each for each in layers if command in each["CreatedBy"]]
+    return float(found["Size"]) / MIB
 
 
 def test_images_are_small(docker: Docker, base: str, images: dict[str, str]) -> None:
-    of_base, torch = size(docker, base), torch_size(docker)
-    scheduler, worker = (size(docker, tag) - of_base for tag in images.values())
-    print(
-        f"MiB over a base of {of_base:.0f}: scheduler {scheduler:.0f}, "
-        f"worker-cpu {worker:.0f}, of which torch {torch:.0f}"
-    )
-    assert scheduler <= 250
-    assert worker - torch <= 320
+    of_base = size(docker, base)
+    over = {image: size(docker, tag) - of_base for image, tag in images.items()}
+    torch = {
+        image: layer_size(docker, image, 'pip install "${TORCH}"')
+        for image in ("worker-cpu", "worker-cuda")
+    }
+    compiler = layer_size(docker, "worker-cuda", "--no-install-recommends gcc")
+    packages = layer_size(docker, "worker-cuda", "/requirements/gpu.txt")
+    attention = layer_size(docker, "worker-cuda", 'case "${ATTENTION}"')
+    print(f"MiB over a base of {of_base:.0f}: {over}, of which torch {torch}")
+    print(f"worker-cuda: {compiler=:.0f}, {packages=:.0f}, {attention=:.0f}")
+    assert over["scheduler"] <= 250
+    assert over["worker-cpu"] - torch["worker-cpu"] <= 320
+    assert compiler <= 250
+    assert attention <= 500
+    assert over["worker-cuda"] - torch["worker-cuda"] - compiler - packages - attention <= 40
 
 
 def test_a_change_to_the_code_rebuilds_the_last_layer_only(
@@ -200,6 +210,52 @@ def test_a_container_that_starts_can_be_stopped(
         docker("stop", "--time", "20", name)
         [code] = exit_codes(docker, [name]).values()
         assert code in (0, 143), f"{code}; 137 is SIGKILL after the whole time"
+    finally:
+        docker("rm", "--force", name)
+
+
+# The image for GPUs, on a machine without one, and with the torch for CPUs: that for CUDA
+# takes 4.6 GiB.
+
+CONFINED = (
+    *("--network", "none", "--read-only", "--tmpfs", "/tmp:rw,exec,nosuid,nodev,mode=1777"),
+    *("--cap-drop", "ALL", "--security-opt", "no-new-privileges:true", "--env", "HOME=/tmp"),
+)
+"""The limits of the compose file."""
+
+
+def test_the_gpu_image_ends_where_there_is_no_gpu(docker: Docker, images: dict[str, str]) -> None:
+    with pytest.raises(AssertionError, match="device: expected cpu, because torch finds no GPU"):
+        docker("run", "--rm", *CONFINED, images["worker-cuda"], timeout_s=60)
+
+
+def test_the_gpu_image_has_what_the_first_start_on_a_gpu_needs(
+    docker: Docker, images: dict[str, str]
+) -> None:
+    tag = images["worker-cuda"]
+    script = (Path(__file__).parent / "inside_worker_cuda.py").read_text()
+    inside = ["run", "--rm", "--interactive", *CONFINED, "--entrypoint", "python", tag, "-"]
+    found = json.loads(docker(*inside, input=script).splitlines()[-1])
+    assert found["kernel"] > 0
+    assert found["launcher"] == ["launch", "load_binary"]
+    assert found["torch of vLLM"] == [torch_requirement()]
+    assert not found["has vLLM"]
+    assert {"seqused_k", "block_table", "fa_version"} <= {*found["parameters"]}
+
+
+def test_a_worker_of_the_gpu_image_computes_on_cpus_if_told_to(
+    docker: Docker, images: dict[str, str]
+) -> None:
+    name = f"{PROJECT}-gpu-image"
+    docker(
+        *("run", "--detach", "--name", name, *CONFINED),
+        *(images["worker-cuda"], "worker", "--device", "cpu"),
+    )
+    try:
+        assert docker("exec", name, "id", "--user") == "10001"
+        ready = "until pagewire health 127.0.0.1:7620; do sleep 0.1; done"
+        docker("exec", name, "sh", "-c", ready, timeout_s=60)
+        docker("exec", name, "pagewire", "conformance", "--only", "steps:", "127.0.0.1:7620")
     finally:
         docker("rm", "--force", name)
 
