@@ -284,7 +284,8 @@ def import_vllm_flash_attn() -> Any | None:
 
 def import_if_whole(name: str) -> Any | None:
     """Import a package; None if it is not installed, or was built for another version of torch."""
-    if find_spec(name) is None:
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:  # only a namespace, as flash-attn 4 leaves `flash_attn`
         return None
     try:
         return import_module(name)

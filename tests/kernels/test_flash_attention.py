@@ -138,7 +138,9 @@ def test_a_package_built_for_another_torch_is_as_good_as_none(
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_flash.py").write_text("raise ImportError('undefined symbol')")
     (tmp_path / "whole_flash.py").write_text("answer = 1")
+    (tmp_path / "namespace_flash/cute").mkdir(parents=True)
     assert import_if_whole("absent_flash") is None
+    assert import_if_whole("namespace_flash") is None
     assert not caplog.records
     assert import_if_whole("broken_flash") is None
     assert "name=broken_flash error=undefined symbol" in caplog.text
