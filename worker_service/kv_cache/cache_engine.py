@@ -29,6 +29,7 @@ With prefix caching every block is used once before any is used twice: what the 
 end, it takes at the start, where a machine with too little memory is noticed.
 """
 
+import atexit
 import ctypes
 import logging
 import mmap
@@ -178,7 +179,25 @@ class _Population(threading.Thread):
         self._available = available
         self.stopped = threading.Event()
 
+    def start(self) -> None:
+        # A thread that frees a tensor while the interpreter ends aborts the process. Services leave
+        # the interpreter's end out, others do not.
+        atexit.register(self.stop)
+        super().start()
+
+    def stop(self) -> None:
+        """Stop, and wait for that."""
+        self.stopped.set()
+        self.join()
+
     def run(self) -> None:
+        try:
+            self._populate()
+        finally:
+            self._cache = None
+            atexit.unregister(self.stop)
+
+    def _populate(self) -> None:
         assert self._cache is not None
         first, num_bytes = self._cache.data_ptr(), self._cache.nbytes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -202,7 +221,6 @@ class _Population(threading.Thread):
                 error = os.strerror(ctypes.get_errno())
                 logger.debug("kv cache is not populated start=%d error=%s", start, error)
                 break
-        self._cache = None
 
 
 class OperationStream(Protocol):
@@ -278,8 +296,7 @@ class CacheEngine:
         freed."""
         self.finish()
         if self._population is not None:
-            self._population.stopped.set()
-            self._population.join()
+            self._population.stop()
 
     def fits(self, num_gpu_blocks: int, num_cpu_blocks: int) -> bool:
         """Whether the caches have exactly these sizes."""

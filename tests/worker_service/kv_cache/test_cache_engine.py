@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -152,6 +153,29 @@ def test_nothing_populates_a_closed_cache() -> None:
     assert thread is not None
     engine.close()
     assert not thread.is_alive()
+
+
+ENDS_WHILE_POPULATING = """
+import atexit, time
+from tests.worker_service.kv_cache.test_cache_engine import large_engine
+
+def available():
+    time.sleep(0.2)
+    return 2**40
+
+engine = large_engine()
+atexit.register(lambda: print("alive:", thread.is_alive()))
+thread = engine.populate(available)
+"""
+
+
+@LINUX
+def test_a_process_waits_for_the_populating_thread_before_it_ends() -> None:
+    """What frees a tensor while the interpreter ends aborts it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_POPULATING], capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stdout) == (0, "alive: False\n"), ended.stderr
 
 
 def test_sizes_are_compared_exactly() -> None:
