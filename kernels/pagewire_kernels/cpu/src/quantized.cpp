@@ -37,12 +37,24 @@ template <class Dot>
 constexpr int kFewRows = Dot::kRegisterRows;
 #endif
 
-// A block of rows, turned into what `Dot` takes.
+template <class Dot>
+constexpr int64_t kTurnedStep = 4 * Dot::kTurnedBytes;  // of a row
+
+// Of a block's rows, how many are multiplied at a time: about as many each time.
+template <class Dot>
+int64_t rows_together(int64_t num_rows) {
+  return divide_up(num_rows, divide_up(num_rows, Dot::kRegisterRows));
+}
+
+// A block of rows, turned into what `Dot` takes. The rows that are multiplied together have a step's
+// inputs side by side: all are read sequentially.
 template <class Dot>
 struct Block {
-  const char* inputs;  // [num_rows][in_features] of Dot::kTurnedBytes, or as `turn_for_tiles` has them
-  const typename Dot::Inputs* groups;  // [num_rows][num_groups]
-  int64_t num_rows, row_bytes, num_groups;
+  // Of each group `rows_together` after the other, and of these [group_size / 4][rows] steps; or as
+  // `turn_for_tiles` has them.
+  const char* inputs;
+  const typename Dot::Inputs* groups;  // [num_groups][num_rows]
+  int64_t num_rows;
 #if defined(PAGEWIRE_HAS_TILES)
   GroupTiles<Dot>* tiles = nullptr;  // of the thread
 #endif
@@ -72,6 +84,20 @@ struct Unpacked {
   }
 };
 
+// The scales and offsets of a group's outputs, read once for all rows of a block.
+struct GroupNumbers {
+  GroupNumbers() = default;
+  explicit GroupNumbers(const Group& group) : has_offsets(group.offsets.numbers != nullptr) {
+    for (int64_t v = 0; v < kPanelVectors; ++v) {
+      scales[v] = group.scales.load(v * kLanes);
+      offsets[v] = has_offsets ? group.offsets.load(v * kLanes) : zeros();
+    }
+  }
+
+  Floats scales[kPanelVectors], offsets[kPanelVectors];
+  bool has_offsets;
+};
+
 // Add a group's total to a register of a row's sums.
 inline void add_scaled(Floats total, Floats scale, bool has_offsets, Floats offset, float row_sum,
                        float* at) {
@@ -85,8 +111,7 @@ using Sums = typename Dot::Sum[kRows][kPanelVectors][2];
 
 template <class Dot, class Source, int kRows, int kRegister>
 inline __attribute__((always_inline)) void add_register(
-    const TileRows<char, kRows>& inputs, const char* codes, const ByteTable& table,
-    Sums<Dot, kRows>& sums) {
+    const char* inputs, const char* codes, const ByteTable& table, Sums<Dot, kRows>& sums) {
   // One of exact sums is enough where the registers are scarce.
   constexpr int kChain = Dot::kIsExact && kRows > 2 ? 0 : kRegister % 2;
   typename Dot::Operand weights[kPanelVectors];
@@ -94,7 +119,7 @@ inline __attribute__((always_inline)) void add_register(
     weights[v] = Source::template operand<kRegister>(codes, v, table);
   }
   _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
-    const auto step = Dot::load_step(inputs[r] + kRegister * 4 * Dot::kTurnedBytes);
+    const auto step = Dot::load_step(inputs + (kRegister * kRows + r) * kTurnedStep<Dot>);
     _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
       Dot::add(step, weights[v], sums[r][v][kChain]);
     }
@@ -103,47 +128,42 @@ inline __attribute__((always_inline)) void add_register(
 
 template <class Dot, class Source, int kRows, int... kRegister>
 inline __attribute__((always_inline)) void add_registers(
-    const TileRows<char, kRows>& inputs, const char* codes, const ByteTable& table,
-    Sums<Dot, kRows>& sums, std::integer_sequence<int, kRegister...>) {
+    const char* inputs, const char* codes, const ByteTable& table, Sums<Dot, kRows>& sums,
+    std::integer_sequence<int, kRegister...>) {
   (add_register<Dot, Source, kRows, kRegister>(inputs, codes, table, sums), ...);
 }
 
 // Add a group's products to the sums of `kRows` rows from `row` on, [kRows, kPanel].
 template <class Dot, class Source, int kRows>
 inline __attribute__((always_inline)) void add_group(
-    const Block<Dot>& block, int64_t row, int64_t g, int64_t num_inputs, const Group& group,
-    const ByteTable& table, float* kept) {
-  const typename Dot::Inputs* turned = block.groups + row * block.num_groups + g;
+    const Block<Dot>& block, int64_t row, int64_t g, int64_t num_inputs, const char* codes,
+    const GroupNumbers& numbers, const ByteTable& table, float* kept) {
+  asm("" : "+r"(kept));  // or GCC stores the sums a second time, for the group that follows
+  const typename Dot::Inputs* turned = block.groups + g * block.num_rows + row;
   Sums<Dot, kRows> sums;
   _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
     _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
-      sums[r][v][0] = Dot::first_sum(turned[r * block.num_groups]);
+      sums[r][v][0] = Dot::first_sum(turned[r]);
       sums[r][v][1] = Dot::no_sum();
     }
   }
-  const char* first = block.inputs + row * block.row_bytes + g * num_inputs * Dot::kTurnedBytes;
-  TileRows<char, kRows> inputs(first, block.row_bytes);
-  const char* codes = group.codes;
-  if constexpr (!std::is_same_v<Source, Unpacked<Dot>>) {
-    for (const char* at = group.scales.numbers; at < codes; at += 64) fetch_ahead<64>(at);
-  }
+  const char* inputs =
+      block.inputs + (g * block.num_rows + row) * num_inputs * Dot::kTurnedBytes;
   for (int64_t i = 0; i < num_inputs; i += Source::kInputs) {
     if constexpr (!std::is_same_v<Source, Unpacked<Dot>>) {
       fetch_ahead<Source::kBytes>(codes);
     }
     add_registers<Dot, Source, kRows>(inputs, codes, table, sums,
                                       std::make_integer_sequence<int, Source::kInputs / 4>());
-    inputs.advance(Source::kInputs * Dot::kTurnedBytes);
+    inputs += Source::kInputs * kRows * Dot::kTurnedBytes;
     codes += Source::kBytes;
   }
   _Pragma("GCC unroll 2") for (int v = 0; v < kPanelVectors; ++v) {
-    const Floats scale = group.scales.load(v * kLanes);
-    const bool has_offsets = group.offsets.numbers != nullptr;
-    const Floats offset = has_offsets ? group.offsets.load(v * kLanes) : zeros();
     _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
-      const typename Dot::Inputs& of_row = turned[r * block.num_groups];
+      const typename Dot::Inputs& of_row = turned[r];
       const Floats total = Dot::total(sums[r][v][0], sums[r][v][1], of_row);
-      add_scaled(total, scale, has_offsets, offset, of_row.sum, kept + r * kPanel + v * kLanes);
+      add_scaled(total, numbers.scales[v], numbers.has_offsets, numbers.offsets[v], of_row.sum,
+                 kept + r * kPanel + v * kLanes);
     }
   }
 }
@@ -185,52 +205,44 @@ void multiply_few(const Block<Dot>& block, const GroupLayout<Codes>& layout, con
                   const char* panel, const ByteTable& table, float* sums) {
   // A call for each group would cost as much as a tenth of a small group's products.
   const auto add = [&](int64_t g, const Group& group) __attribute__((always_inline)) {
-    add_group<Dot, Packed<Dot, Codes>, kRows>(block, 0, g, q.group_size, group, table, sums);
+    for (const char* at = group.scales.numbers; at < group.codes; at += 64) fetch_ahead<64>(at);
+    add_group<Dot, Packed<Dot, Codes>, kRows>(block, 0, g, q.group_size, group.codes,
+                                              GroupNumbers(group), table, sums);
   };
   layout.for_each_group(panel, add);
 }
 
 template <class Dot, int kRows>
-void add_unpacked(const Block<Dot>& block, int64_t row, int64_t g, int64_t group_size,
-                  const Group& group, float* sums) {
+void add_unpacked(const Block<Dot>& block, int64_t row, int64_t num_rows, int64_t g,
+                  int64_t group_size, const char* operands, const GroupNumbers& numbers, float* sums) {
   if constexpr (kRows > 1) {
-    if (block.num_rows - row < kRows) {
-      return add_unpacked<Dot, kRows - 1>(block, row, g, group_size, group, sums);
+    if (num_rows < kRows) {
+      return add_unpacked<Dot, kRows - 1>(block, row, num_rows, g, group_size, operands, numbers,
+                                          sums);
     }
   }
-  add_group<Dot, Unpacked<Dot>, kRows>(block, row, g, group_size, group, ByteTable(),
+  add_group<Dot, Unpacked<Dot>, kRows>(block, row, g, group_size, operands, numbers, ByteTable(),
                                        sums + row * kPanel);
 }
 
 template <class Dot, class Codes>
 void multiply_many(const Block<Dot>& block, const GroupLayout<Codes>& layout, const Quantization& q,
                    const char* panel, const ByteTable& table, float* sums) {
+  const int64_t most = rows_together<Dot>(block.num_rows);
   alignas(64) char operands[kMaxGroup / 4 * kPanelVectors * kOperandBytes<Dot>];
-  layout.for_each_group(panel, [&](int64_t g, Group group) {
+  layout.for_each_group(panel, [&](int64_t g, const Group& group) {
     const auto as_is = [](const typename Dot::Operand& codes) { return codes; };
     unpack_group<Dot, Codes>(group.codes, q.group_size, table, as_is, operands);
-    group.codes = operands;
-    for (int64_t row = 0; row < block.num_rows; row += Dot::kRegisterRows) {
-      add_unpacked<Dot, Dot::kRegisterRows>(block, row, g, q.group_size, group, sums);
+    const GroupNumbers numbers(group);
+    for (int64_t row = 0; row < block.num_rows; row += most) {
+      const int64_t left = block.num_rows - row;
+      add_unpacked<Dot, Dot::kRegisterRows>(block, row, left < most ? left : most, g, q.group_size,
+                                            operands, numbers, sums);
     }
   });
 }
 
 #if defined(PAGEWIRE_HAS_TILES)
-// The scales and offsets of a group's outputs, read once for all rows of a block.
-struct GroupNumbers {
-  GroupNumbers() = default;
-  explicit GroupNumbers(const Group& group) : has_offsets(group.offsets.numbers != nullptr) {
-    for (int64_t v = 0; v < kPanelVectors; ++v) {
-      scales[v] = group.scales.load(v * kLanes);
-      offsets[v] = has_offsets ? group.offsets.load(v * kLanes) : zeros();
-    }
-  }
-
-  Floats scales[kPanelVectors], offsets[kPanelVectors];
-  bool has_offsets;
-};
-
 // Scale a group's sums of some rows and add them to the rows', [num_rows, kPanel].
 template <class Dot, bool kHasOffsets>
 inline __attribute__((always_inline)) void add_sums(
@@ -353,7 +365,7 @@ Block<Dot> turn_for_tiles(const LinearTask& task, int64_t first_row, int64_t num
       groups[g * num_rows + r] = Dot::turn(x + g * q.group_size, q.group_size, q.zero, store);
     }
   }
-  return {inputs, groups, num_rows, 0, num_groups};
+  return {inputs, groups, num_rows};
 }
 #endif
 
@@ -366,18 +378,25 @@ Block<Dot> turn_rows(const LinearTask& task, int64_t first_row, int64_t num_rows
   }
 #endif
   const Quantization& q = task.quantization;
-  const int64_t row_bytes = task.in_features * Dot::kTurnedBytes;
-  const int64_t group_bytes = num_groups * static_cast<int64_t>(sizeof(typename Dot::Inputs));
-  char* inputs = working_memory(num_rows * (row_bytes + group_bytes));
-  auto* groups = reinterpret_cast<typename Dot::Inputs*>(inputs + num_rows * row_bytes);
+  const int64_t row_bytes = q.group_size * Dot::kTurnedBytes, num_turned = num_groups * num_rows;
+  const auto size_of_inputs = static_cast<int64_t>(sizeof(typename Dot::Inputs));
+  char* inputs = working_memory(num_turned * (row_bytes + size_of_inputs));
+  auto* groups = reinterpret_cast<typename Dot::Inputs*>(inputs + num_turned * row_bytes);
+  const int64_t most = rows_together<Dot>(num_rows);
+  alignas(64) char row[kMaxGroup * Dot::kTurnedBytes];
   for (int64_t r = 0; r < num_rows; ++r) {
     const Input* x = static_cast<const Input*>(task.x) + (first_row + r) * task.x_stride;
+    const int64_t first = r / most * most, left = num_rows - first;
+    const int64_t together = left < most ? left : most;
     for (int64_t g = 0; g < num_groups; ++g) {
-      char* to = inputs + r * row_bytes + g * q.group_size * Dot::kTurnedBytes;
-      groups[r * num_groups + g] = Dot::turn(x + g * q.group_size, q.group_size, q.zero, to);
+      groups[g * num_rows + r] = Dot::turn(x + g * q.group_size, q.group_size, q.zero, row);
+      char* to = inputs + (g * num_rows + first) * row_bytes + (r - first) * kTurnedStep<Dot>;
+      for (int64_t at = 0; at < row_bytes; at += kTurnedStep<Dot>) {
+        memcpy(to + at * together, row + at, kTurnedStep<Dot>);
+      }
     }
   }
-  return {inputs, groups, num_rows, row_bytes, num_groups};
+  return {inputs, groups, num_rows};
 }
 
 // Blocks are of about the same size.

@@ -143,13 +143,15 @@ struct DigitsDot {
     }
   }
 
-  static Floats total(const Sum& a, const Sum& b, const Inputs& inputs) {
+  // GCC keeps the sums of some numbers of rows in memory, for a call, unless this is inlined.
+  static inline __attribute__((always_inline)) Floats total(const Sum& a, const Sum& b,
+                                                            const Inputs& inputs) {
     Sum sum;
 #pragma GCC unroll 3
     for (int d = 0; d < kDigits; ++d) sum.of_digits[d] = add_words(a.of_digits[d], b.of_digits[d]);
     return total(sum, inputs);
   }
-  static Floats total(const Sum& sum, const Inputs& inputs) {
+  static inline __attribute__((always_inline)) Floats total(const Sum& sum, const Inputs& inputs) {
     Floats all = to_floats(add_words(sum.of_digits[0], shift_left<8>(sum.of_digits[1])));
     if constexpr (kDigits == 3) {
       all = multiply_add(to_floats(sum.of_digits[2]), broadcast(65536.0f), all);
