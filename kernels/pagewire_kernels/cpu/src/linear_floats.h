@@ -73,6 +73,28 @@ void add_products(const float* products, int64_t stride, const Scales* scales, i
   }
 }
 
+// Adds the scaled products of a group's unpacked steps to the sums of up to `kRows` rows, [num_rows, kPanel].
+template <class Dot, int kRows = Dot::kMaxRows>
+void add_scaled_tile(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
+                     const char* steps, int64_t num_inputs, const Floats (&scale)[kPanelVectors],
+                     float* sums) {
+  if constexpr (kRows > 1) {
+    if (num_rows < kRows) {
+      return add_scaled_tile<Dot, kRows - 1>(x, x_stride, num_rows, steps, num_inputs, scale, sums);
+    }
+  }
+  Floats products[kRows][kPanelVectors];
+  _Pragma("GCC unroll 24") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+    products[i / kPanelVectors][i % kPanelVectors] = zeros();
+  }
+  add_steps<Dot, kRows, 0>(x, x_stride, steps, num_inputs, nullptr, products);
+  _Pragma("GCC unroll 24") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+    const int r = i / kPanelVectors, v = i % kPanelVectors;
+    float* sum = sums + i * kLanes;
+    store_floats(sum, multiply_add(scale[v], products[r][v], load_floats(sum)));
+  }
+}
+
 // Adds the products of a register of codes to the sums of `kRows` rows. first: of the codes' inputs.
 template <class Dot, int kRegister, class Codes, int kRows>
 inline __attribute__((always_inline)) void add_register(
@@ -92,7 +114,7 @@ inline __attribute__((always_inline)) void add_register(
     }
   }
   _Pragma("GCC unroll 4") for (int step = 0; step < kSteps; ++step) {
-    _Pragma("GCC unroll 4") for (int r = 0; r < kRows; ++r) {
+    _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
       const auto inputs = Dot::broadcast(load_step(rows[r] + first + Dot::kInputsPerStep * step));
       _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
         sums[r][v] = Dot::add(inputs, weights[v][step], sums[r][v]);
@@ -112,7 +134,7 @@ void add_groups(const typename Dot::Input* x, int64_t x_stride, const Group* gro
   const char* words[kGroups];
   _Pragma("GCC unroll 2") for (int g = 0; g < kGroups; ++g) {
     words[g] = groups[g].codes;
-    _Pragma("GCC unroll 8") for (int i = 0; i < kRows * kPanelVectors; ++i) {
+    _Pragma("GCC unroll 16") for (int i = 0; i < kRows * kPanelVectors; ++i) {
       products[g][i / kPanelVectors][i % kPanelVectors] = zeros();
     }
   }
@@ -129,7 +151,7 @@ void add_groups(const typename Dot::Input* x, int64_t x_stride, const Group* gro
   _Pragma("GCC unroll 2") for (int g = 0; g < kGroups; ++g) {
     _Pragma("GCC unroll 2") for (int64_t v = 0; v < kPanelVectors; ++v) {
       const Floats scale = multiply(groups[g].scales.load(v * kLanes), broadcast(Codes::kUnit));
-      _Pragma("GCC unroll 4") for (int r = 0; r < kRows; ++r) {
+      _Pragma("GCC unroll 8") for (int r = 0; r < kRows; ++r) {
         float* sum = sums + r * kPanel + v * kLanes;
         store_floats(sum, multiply_add(scale, products[g][r][v], load_floats(sum)));
       }
@@ -152,32 +174,27 @@ class FloatsProduct {
     if (num_rows <= kFewRows) return multiply_few<kFewRows>(x, num_rows, panel, sums);
     const int64_t size = task_.quantization.group_size, stride = task_.x_stride;
     const int64_t num_tiles = divide_up(num_rows, Dot::kMaxRows);
-    // The rows of one tile alternate between unpacking and products, which the processor overlaps.
-    const int64_t piece = num_tiles == 1 ? 16 : size;
     alignas(64) char steps[kMaxGroup * kPanelInputBytes<Dot>];
-    alignas(64) float products[Dot::kMaxRows * kPanel];
     memset(sums, 0, num_rows * kPanel * sizeof(float));
     const char* weights = static_cast<const char*>(task_.weight) + panel * layout_.panel_bytes;
     layout_.for_each_group(weights, [&](int64_t, const Group& group) {
-      if (num_tiles > 1) unpack_floats<Dot>(group.codes, size, codes_, steps);
+      unpack_floats<Dot>(group.codes, size, codes_, steps);
+      Floats scale[kPanelVectors];
+      for (int64_t v = 0; v < kPanelVectors; ++v) {
+        scale[v] = multiply(group.scales.load(v * kLanes), broadcast(Codes::kUnit));
+      }
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t row = t * num_rows / num_tiles, count = (t + 1) * num_rows / num_tiles - row;
-        const AddTile<Dot> add = tile_of<Dot, 0>(count);
-        memset(products, 0, count * kPanel * sizeof(float));
-        for (int64_t i = 0; i < size; i += piece) {
-          if (num_tiles == 1) {
-            unpack_floats<Dot>(group.codes + i * kCodeBytes<Codes>, piece, codes_, steps);
-          }
-          add(x + row * stride + i, stride, steps, piece, nullptr, products);
-        }
-        add_products<1, Codes>(products, 0, &group.scales, count, sums + row * kPanel);
+        add_scaled_tile<Dot>(x + row * stride, stride, count, steps, size, scale,
+                             sums + row * kPanel);
       }
       x += size;
     });
   }
 
  private:
-  static constexpr int kFewRows = 4;  // which unpack in registers
+  // Which unpack in registers.
+  static constexpr int kFewRows = kLanes == 16 && Dot::kInputsPerStep == 2 ? 8 : 4;
 
   template <int kRows>
   void multiply_few(const typename Dot::Input* x, int64_t num_rows, int64_t panel, float* sums) {

@@ -65,15 +65,12 @@ inline __attribute__((always_inline)) void add_step(
   }
 }
 
-// Adds the products of `num_inputs` inputs to the sums of `kRows` rows, [kRows, kPanel], and prefetches
-// `kLines` cache lines of `fetched` at each step.
+// Adds the products of `num_inputs` inputs to the sums of `kRows` rows, and prefetches `kLines` cache
+// lines of `fetched` at each step.
 template <class Dot, int kRows, int kLines>
-void add_tile(const typename Dot::Input* x, int64_t x_stride, const char* weights,
-              int64_t num_inputs, const char* fetched, float* kept) {
-  Floats sums[kRows][kPanelVectors];
-  PAGEWIRE_UNROLL for (int i = 0; i < kRows * kPanelVectors; ++i) {
-    sums[i / kPanelVectors][i % kPanelVectors] = load_floats(kept + i * kLanes);
-  }
+inline __attribute__((always_inline)) void add_steps(
+    const typename Dot::Input* x, int64_t x_stride, const char* weights, int64_t num_inputs,
+    const char* fetched, Floats (&sums)[kRows][kPanelVectors]) {
   TileRows<typename Dot::Input, kRows> rows(x, x_stride);
   const int64_t num_steps = num_inputs / Dot::kInputsPerStep;
   for (int64_t i = 0; i < num_steps; ++i) {
@@ -86,6 +83,17 @@ void add_tile(const typename Dot::Input* x, int64_t x_stride, const char* weight
   if (num_inputs % Dot::kInputsPerStep) {
     add_step<Dot, kRows, load_half_step>(rows, weights, sums);
   }
+}
+
+// The same for sums in memory, [kRows, kPanel].
+template <class Dot, int kRows, int kLines>
+void add_tile(const typename Dot::Input* x, int64_t x_stride, const char* weights,
+              int64_t num_inputs, const char* fetched, float* kept) {
+  Floats sums[kRows][kPanelVectors];
+  PAGEWIRE_UNROLL for (int i = 0; i < kRows * kPanelVectors; ++i) {
+    sums[i / kPanelVectors][i % kPanelVectors] = load_floats(kept + i * kLanes);
+  }
+  add_steps<Dot, kRows, kLines>(x, x_stride, weights, num_inputs, fetched, sums);
   PAGEWIRE_UNROLL for (int i = 0; i < kRows * kPanelVectors; ++i) {
     store_floats(kept + i * kLanes, sums[i / kPanelVectors][i % kPanelVectors]);
   }
