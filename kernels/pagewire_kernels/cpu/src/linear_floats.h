@@ -73,7 +73,8 @@ void add_products(const float* products, int64_t stride, const Scales* scales, i
   }
 }
 
-// Adds the scaled products of a group's unpacked steps to the sums of up to `kRows` rows, [num_rows, kPanel].
+// Adds the scaled products of a group's unpacked steps to the sums of up to `kRows` rows,
+// [num_rows, kPanel].
 template <class Dot, int kRows = Dot::kMaxRows>
 void add_scaled_tile(const typename Dot::Input* x, int64_t x_stride, int64_t num_rows,
                      const char* steps, int64_t num_inputs, const Floats (&scale)[kPanelVectors],

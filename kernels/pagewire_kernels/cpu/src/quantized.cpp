@@ -10,7 +10,6 @@
 #include <stdlib.h>
 
 #include "linear_finish.h"
-#include "linear_tile.h"
 #include "quantized_dot.h"
 #include "quantized_tiles.h"
 #include "share.h"
