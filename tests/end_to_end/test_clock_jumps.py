@@ -1,5 +1,6 @@
 """The wall clocks of all processes jump, each by itself; only the expiry of keys follows them."""
 
+import json
 import mmap
 import os
 import shlex
@@ -20,6 +21,7 @@ from scheduler_service.frontend.auth import hash_of
 from tests.support.cluster import Cluster
 from tests.support.requests import inference_stub, request_for
 from tests.support.streaming_client import EVERY, TIMEOUT_S
+from tests.support.waiting import wait_until
 from tools.launch import ROOT, environment, module
 
 HOUR, YEAR = 3600, 365 * 24 * 3600
@@ -154,6 +156,28 @@ def test_no_stream_lease_or_retry_notices(cluster: Cluster, clocks: Clocks) -> N
         clocks.jump(2 * YEAR)
         assert clients.answers() == undisturbed
     assert "lease expired" not in cluster.logs()
+
+
+def test_a_clock_set_ahead_while_a_client_connects(cluster: Cluster, clocks: Clocks) -> None:
+    [frontend] = cluster.start().frontends
+    address = cluster.frontend_address()
+    before = num_connections(address)
+    frontend.process.send_signal(signal.SIGSTOP)
+    command = ["node", "--input-type=module", "--eval", NODE_PROGRAM, address]
+    variables = environment() | dict(clocks.variables("node"))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as client:
+        wait_until(lambda: num_connections(address) > before, "a connection of the client")
+        clocks.jump(HOUR, "node")
+        frontend.process.send_signal(signal.SIGCONT)
+        output, _ = client.communicate(timeout=TIMEOUT_S)
+    assert client.returncode == 0
+    assert json.loads(output)
+
+
+def num_connections(address: str) -> int:
+    """Connections to a Unix socket, accepted or not, and the socket that listens."""
+    path = address.removeprefix("unix:")
+    return Path("/proc/net/unix").read_text().split().count(path)
 
 
 def test_leases_and_deadlines_end_in_spite_of_a_clock_set_back(

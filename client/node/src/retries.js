@@ -61,7 +61,10 @@ export class Retries {
     const isFull = error.code === grpc.status.RESOURCE_EXHAUSTED && retryDelayMs > 0;
     const isRestarting = isBreak(error, reason) || reason === "SHUTTING_DOWN";
     const isAway = error.code === grpc.status.UNAVAILABLE;
-    if (!isFull && !isRestarting && !isAway) throw error;
+    // The library counts to its deadlines by the wall clock, which may have been set ahead. Those
+    // that the request has reached are thrown below, as no delay fits.
+    const isEarly = error.code === grpc.status.DEADLINE_EXCEEDED;
+    if (!isFull && !isRestarting && !isAway && !isEarly) throw error;
     const byTime = this.#hasBegun || isFull || (isRestarting && this.#server.wasReached);
     // The server may be full with other requests of this client.
     const since = Math.max(this.#failingSince, isFull ? this.#server.progressedAt : 0);
