@@ -138,7 +138,7 @@ int64_t rows_per_block(int64_t num_rows, int64_t in_features) {
   int64_t most = kBlockBytes / (in_features * sizeof(typename Dot::Input));
   if (most > kBlockRows) most = kBlockRows;
   if (most < Dot::kMaxRows) most = Dot::kMaxRows;
-  return divide_up(num_rows, divide_up(num_rows, most));
+  return even_part(num_rows, most);
 }
 
 template <class Product, class Finish>

@@ -39,10 +39,10 @@ constexpr int kFewRows = Dot::kRegisterRows;
 template <class Dot>
 constexpr int64_t kTurnedStep = 4 * Dot::kTurnedBytes;  // of a row
 
-// Of a block's rows, how many are multiplied at a time: about as many each time.
+// Of a block's rows, how many are multiplied at a time.
 template <class Dot>
 int64_t rows_together(int64_t num_rows) {
-  return divide_up(num_rows, divide_up(num_rows, Dot::kRegisterRows));
+  return even_part(num_rows, Dot::kRegisterRows);
 }
 
 // A block of rows, turned into what `Dot` takes. The rows that are multiplied together have a step's
@@ -404,7 +404,7 @@ inline int64_t rows_per_block(const LinearTask& task) {
   int64_t most = kBlockBytes / (task.in_features * Dot::kTurnedBytes);
   if (most < Dot::kRegisterRows) most = Dot::kRegisterRows;
   if (most > kBlockRows) most = kBlockRows;
-  return divide_up(*task.num_rows, divide_up(*task.num_rows, most));
+  return even_part(*task.num_rows, most);
 }
 
 template <class Input, class Codes, class Finish>

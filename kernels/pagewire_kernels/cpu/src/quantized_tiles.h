@@ -30,7 +30,7 @@ class GroupTiles {
 
   // Tiles of a block have about the same number of rows: fewer take less time.
   static int64_t rows_per_tile(int64_t num_rows) {
-    return divide_up(num_rows, divide_up(num_rows, kMostRows));
+    return even_part(num_rows, kMostRows);
   }
 
   GroupTiles() = default;

@@ -18,6 +18,9 @@ namespace pagewire {
 
 inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The size of a part if `n` is divided evenly into as few parts of at most `most` as there can be.
+inline int64_t even_part(int64_t n, int64_t most) { return divide_up(n, divide_up(n, most)); }
+
 // The first field of every task.
 struct Task {
   int64_t next_item;  // 0 before the task runs

@@ -274,7 +274,7 @@ void multiply(LinearTask& task, Finish finish) {
   int64_t most = kBlockBytes / task.x_stride;
   if (most < Dot::kMaxRows) most = Dot::kMaxRows;
   if (most > kBlockRows) most = kBlockRows;
-  int64_t block = divide_up(num_rows, divide_up(num_rows, most));
+  int64_t block = even_part(num_rows, most);
   block = divide_up(block, Dot::kBlockUnit) * Dot::kBlockUnit;
   const int64_t num_panels = Finish::num_panels(task);
   alignas(64) int32_t totals[kBlockRows * kPanel];
