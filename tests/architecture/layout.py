@@ -1,4 +1,7 @@
-"""Figures by which the layout of the code is judged: `python -m tests.architecture.layout`.
+"""Figures about the layout of the code: `python -m tests.architecture.layout`.
+
+Only structure has bounds: who assigns a field, and which modules import each other. Counts of
+modules and collaborators are printed for a reader; a bound on them merges unrelated modules.
 
 Nothing depends on where modules are within their packages: the scheduler's core is the sub-package
 that defines the class `Scheduler`, and `Sequence` is looked up in it. `source_tree.py` defines what
@@ -24,16 +27,17 @@ from tools.launch import ROOT
 
 NATIVE_SUFFIXES = {".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 SEQUENCE_FIELDS = ("length", "num_computed")
-MAX_COLLABORATORS = 6
+MANY_COLLABORATORS = 6
+"""Classes of the core with at least this number of collaborators are listed."""
 
 FIGURES: dict[str, tuple[str, int | None]] = {
-    "core_modules": ("modules in the scheduler's core", 42),
-    "frontend_modules": ("modules in scheduler_service/frontend", 60),
-    "worker_modules": ("modules in worker_service", 90),
-    "kernel_modules": ("modules in kernels", 50),
+    "core_modules": ("modules in the scheduler's core", None),
+    "frontend_modules": ("modules in scheduler_service/frontend", None),
+    "worker_modules": ("modules in worker_service", None),
+    "kernel_modules": ("modules in kernels", None),
     "kernel_files": ("the same with C++ files", None),
-    "scheduler_collaborators": ("collaborators of Scheduler", MAX_COLLABORATORS),
-    "max_collaborators": ("most collaborators of a class in the core", MAX_COLLABORATORS),
+    "scheduler_collaborators": ("collaborators of Scheduler", None),
+    "max_collaborators": ("most collaborators of a class in the core", None),
     "length_writers": ("modules that assign Sequence.length", 1),
     "num_computed_writers": ("modules that assign Sequence.num_computed", 1),
     "field_writers": ("most modules that assign one field of Sequence", 1),
@@ -149,7 +153,7 @@ def _measure_core(
     details["collaborators"] = {
         name: f"{len(each)}: {', '.join(each)}"
         for name, each in sorted(counts.items(), key=lambda item: -len(item[1]))
-        if len(each) >= MAX_COLLABORATORS
+        if len(each) >= MANY_COLLABORATORS
     }
 
 
