@@ -13,6 +13,7 @@
 | `multiplexer` | several requests in one call |
 | `input/` | validation, tokenization, defaults: a request as the core gets it |
 | `structured_output/` | checks of constraints on the output |
+| `chat_formats/` | thoughts and tool calls in a model's output |
 | `output/` | detokenization, stop strings, log probabilities: responses from tokens |
 | `served_models` | the models that can be used, and their files |
 | `core_client` | the one stream to the core |

@@ -11,7 +11,6 @@
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |
 | `anthropic` | `/v1/messages` |
-| `tool_parsers/` | tool calls in a model's output |
 | `monitoring`, `tokenize` | health and metrics; `/tokenize` and its like, `/version` |
 | `unsupported` | what vLLM's server answers and this one does not, by path |
 | `dashboard/` | the deployment's state in a browser |

@@ -16,6 +16,20 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.chat_formats.constrained import (
+    NamedParser,
+    RequiredParser,
+    named_schema,
+    required_schema,
+)
+from scheduler_service.frontend.chat_formats.events import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    MessageParser,
+)
+from scheduler_service.frontend.chat_formats.formats import ChatFormat, find_format
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
@@ -49,19 +63,6 @@ from scheduler_service.frontend.http.openai.serving import (
     streamed_or_whole,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
-from scheduler_service.frontend.http.tool_parsers.base import (
-    CallStart,
-    Content,
-    Event,
-    ToolCallParser,
-)
-from scheduler_service.frontend.http.tool_parsers.constrained import (
-    NamedParser,
-    RequiredParser,
-    named_schema,
-    required_schema,
-)
-from scheduler_service.frontend.http.tool_parsers.formats import ToolCallFormat, detect_format
 from scheduler_service.frontend.metrics import FINISH_LABELS
 from scheduler_service.frontend.structured_output.constraint import closed
 
@@ -74,17 +75,17 @@ class ToolPlan:
     """Whether the chat template gets the tools."""
     json_schema: str | None = None
     """The schema of the output if a call is required."""
-    make_parser: Callable[[], ToolCallParser] | None = None
+    make_parser: Callable[[], MessageParser] | None = None
     """Makes the parser of one choice; None if the output is not parsed."""
     is_named: bool = False
     """Whether the request itself names the function."""
     keeps_special_tokens: bool = False
 
 
-def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> ToolPlan:
+def plan_tools(body: ChatRequest, chat_format: Callable[[], ChatFormat]) -> ToolPlan:
     """How to treat the tools of a request. Raises InvalidArgument for an invalid `tool_choice`.
 
-    `find_format` returns the format in which the model writes calls.
+    `chat_format` returns the format in which the model answers.
     """
     choice = body.tool_choice or "auto"
     functions = {tool.function.name: tool.function for tool in body.tools or ()}
@@ -114,11 +115,12 @@ def plan_tools(body: ChatRequest, find_format: Callable[[], ToolCallFormat]) -> 
             json_schema=required_schema(tools, one=body.parallel_tool_calls is False),
             make_parser=lambda: RequiredParser(names),
         )
-    found = find_format()
+    found = chat_format()
+    schemas = {name: function.parameters for name, function in functions.items()}
     return ToolPlan(
         shows_tools=True,
-        make_parser=lambda: found.make_parser(names),
-        keeps_special_tokens=found.uses_special_tokens,
+        make_parser=lambda: found.parser(schemas),
+        keeps_special_tokens=bool(found.special_tokens),
     )
 
 
@@ -191,7 +193,7 @@ class AssistantMessage:
                 pieces.append({"content": event.text})
             elif isinstance(event, CallStart):
                 pieces += self._start_call(event)
-            elif not self._drops_call:
+            elif isinstance(event, CallArguments) and not self._drops_call:
                 self._arguments[-1].append(event.text)
                 pieces.append(self._call_delta({"arguments": event.text}))
         return pieces
@@ -472,11 +474,12 @@ def make_router(services: HttpServices) -> APIRouter:
 def find_plan(services: HttpServices, body: ChatRequest, tenant: Principal) -> ToolPlan:
     """How to treat the tools of a request, by the format of its model. Raises InvalidArgument."""
 
-    def find_format() -> ToolCallFormat:
+    def chat_format() -> ChatFormat:
         tokenizer = services.models.current(body.model, tenant).tokenizer
-        return detect_format(tokenizer.tool_template_source if tokenizer is not None else None)
+        template = tokenizer.tool_template_source if tokenizer is not None else None
+        return find_format(template, template, lambda token: False)
 
-    return plan_tools(body, find_format)
+    return plan_tools(body, chat_format)
 
 
 def generate_request(body: ChatRequest, plan: ToolPlan) -> inference_pb.GenerateRequest:

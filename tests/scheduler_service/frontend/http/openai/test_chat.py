@@ -8,9 +8,9 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.chat_formats.formats import LLAMA, ChatFormat
 from scheduler_service.frontend.http.openai.protocol import ChatRequest
 from scheduler_service.frontend.http.openai.serving_chat import generate_request, plan_tools
-from scheduler_service.frontend.http.tool_parsers.formats import LLAMA
 from tests.support.fake_core import FakeCore
 from tests.support.http_frontends import http_served
 from tests.support.tokenizers import byte_level, model_files, tokens
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 def translated(**wish: Any) -> pb.GenerateRequest:
     body = ChatRequest.model_validate({"messages": [USER]} | wish)
-    return generate_request(body, plan_tools(body, lambda: LLAMA))
+    return generate_request(body, plan_tools(body, lambda: ChatFormat(calls=LLAMA)))
 
 
 def test_every_part_of_a_conversation_is_translated() -> None:

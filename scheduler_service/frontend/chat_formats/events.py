@@ -1,4 +1,4 @@
-"""Events of parsers, and their interface."""
+"""Events of a parser, and its interface."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,10 +12,19 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's thought."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStart:
     """A call of this function begins; its arguments follow."""
 
     name: str
+    call_id: str | None = None
+    """The id that the model wrote, in the formats that have one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +34,15 @@ class CallArguments:
     text: str
 
 
-Event = Content | CallStart | CallArguments
+Event = Content | Reasoning | CallStart | CallArguments
 
 
-class ToolCallParser(Protocol):
-    """Takes one choice's text."""
+class MessageParser(Protocol):
+    """Reads the text of one choice."""
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the text so far ends inside a thought."""
 
     def push(self, text: str) -> list[Event]:
         """The events in the next piece of text."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection
 from enum import Enum, auto
 
-from scheduler_service.frontend.http.tool_parsers.base import CallArguments, CallStart, Event
+from scheduler_service.frontend.chat_formats.events import CallArguments, CallStart, Event
 
 ARGUMENT_KEYS = ("arguments", "parameters")
 SPACE = " \t\r\n"

@@ -2,14 +2,16 @@
 
 from collections.abc import Collection
 
-from scheduler_service.frontend.http.tool_parsers.base import Content, Event, partial_marker
-from scheduler_service.frontend.http.tool_parsers.partial_json import JsonCall
+from scheduler_service.frontend.chat_formats.events import Content, Event, partial_marker
+from scheduler_service.frontend.chat_formats.partial_json import JsonCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser:
-    """See `ToolCallParser`."""
+    """See `MessageParser`."""
+
+    in_reasoning = False
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

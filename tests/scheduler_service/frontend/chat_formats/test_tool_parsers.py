@@ -7,28 +7,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.http.tool_parsers.base import (
-    CallArguments,
-    CallStart,
-    Event,
-    ToolCallParser,
-)
-from scheduler_service.frontend.http.tool_parsers.constrained import (
+from scheduler_service.frontend.chat_formats.constrained import (
     NamedParser,
     RequiredParser,
 )
-from scheduler_service.frontend.http.tool_parsers.formats import (
+from scheduler_service.frontend.chat_formats.events import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    MessageParser,
+)
+from scheduler_service.frontend.chat_formats.formats import (
     HERMES,
     LLAMA,
     MISTRAL,
-    detect_format,
+    find_format,
 )
-from scheduler_service.frontend.http.tool_parsers.hermes import HermesParser
-from scheduler_service.frontend.http.tool_parsers.llama import LlamaParser
-from scheduler_service.frontend.http.tool_parsers.mistral import MistralParser
+from scheduler_service.frontend.chat_formats.hermes import HermesParser
+from scheduler_service.frontend.chat_formats.llama import LlamaParser
+from scheduler_service.frontend.chat_formats.mistral import MistralParser
 
 NAMES = frozenset({"get_weather", "add"})
-PARSERS: dict[str, Callable[[], ToolCallParser]] = {
+PARSERS: dict[str, Callable[[], MessageParser]] = {
     "hermes": lambda: HermesParser(NAMES),
     "llama": lambda: LlamaParser(NAMES),
     "mistral": lambda: MistralParser(NAMES),
@@ -102,7 +103,7 @@ CASES: list[tuple[str, str, Outcome]] = [
 ]
 
 
-def outcome(parser: ToolCallParser, pieces: Iterable[str]) -> Outcome:
+def outcome(parser: MessageParser, pieces: Iterable[str]) -> Outcome:
     """All text, and all calls with their arguments."""
     events: list[Event] = []
     for piece in pieces:
@@ -115,7 +116,7 @@ def outcome(parser: ToolCallParser, pieces: Iterable[str]) -> Outcome:
         elif isinstance(event, CallArguments):
             name, arguments = calls[-1]
             calls[-1] = (name, arguments + event.text)
-        else:
+        elif isinstance(event, Content):
             text += event.text
     return text, calls
 
@@ -191,4 +192,4 @@ def test_arguments_of_any_kind_come_through(kind: str, value: object) -> None:
     ],
 )
 def test_the_template_tells_the_format(template: str | None, expected: object) -> None:
-    assert detect_format(template) is expected
+    assert find_format(template, template, lambda token: False).calls is expected

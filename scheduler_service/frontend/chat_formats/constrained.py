@@ -4,8 +4,8 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from scheduler_service.frontend.http.tool_parsers.base import CallArguments, CallStart, Event
-from scheduler_service.frontend.http.tool_parsers.partial_json import JsonCall
+from scheduler_service.frontend.chat_formats.events import CallArguments, CallStart, Event
+from scheduler_service.frontend.chat_formats.partial_json import JsonCall
 
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -33,7 +33,9 @@ def named_schema(parameters: dict[str, Any] | None) -> str:
 
 
 class RequiredParser:
-    """A list of calls; see `ToolCallParser`."""
+    """A list of calls; see `MessageParser`."""
+
+    in_reasoning = False
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
@@ -57,7 +59,9 @@ class RequiredParser:
 
 
 class NamedParser:
-    """The arguments of a call of one function; see `ToolCallParser`."""
+    """The arguments of a call of one function; see `MessageParser`."""
+
+    in_reasoning = False
 
     def __init__(self, name: str) -> None:
         self._name = name

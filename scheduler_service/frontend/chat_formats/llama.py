@@ -2,15 +2,17 @@
 
 from collections.abc import Collection
 
-from scheduler_service.frontend.http.tool_parsers.base import Content, Event, partial_marker
-from scheduler_service.frontend.http.tool_parsers.partial_json import SPACE, JsonCall
+from scheduler_service.frontend.chat_formats.events import Content, Event, partial_marker
+from scheduler_service.frontend.chat_formats.partial_json import SPACE, JsonCall
 
 PYTHON_TAG = "<|python_tag|>"
 _BETWEEN = SPACE + ";,"
 
 
 class LlamaParser:
-    """See `ToolCallParser`."""
+    """See `MessageParser`."""
+
+    in_reasoning = False
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names

@@ -6,14 +6,14 @@
 
 from collections.abc import Collection
 
-from scheduler_service.frontend.http.tool_parsers.base import (
+from scheduler_service.frontend.chat_formats.events import (
     CallArguments,
     CallStart,
     Content,
     Event,
     partial_marker,
 )
-from scheduler_service.frontend.http.tool_parsers.partial_json import JsonCall, JsonValue
+from scheduler_service.frontend.chat_formats.partial_json import JsonCall, JsonValue
 
 MARKER = "[TOOL_CALLS]"
 ARGS = "[ARGS]"
@@ -21,7 +21,9 @@ CALL_ID = "[CALL_ID]"
 
 
 class MistralParser:
-    """See `ToolCallParser`."""
+    """See `MessageParser`."""
+
+    in_reasoning = False
 
     def __init__(self, names: Collection[str]) -> None:
         self._names = names
