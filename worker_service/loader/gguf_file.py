@@ -9,11 +9,12 @@ the block's own scale. The numbers read from a block are exactly those that
 `gguf.quants.dequantize` multiplies and adds, so both give the same bits.
 """
 
+import logging
 import math
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,6 +34,8 @@ from pagewire_kernels.quantized_weight import (
 )
 from worker_service.array_types import Float32Array
 from worker_service.errors import BadCheckpoint
+
+logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
 Numbers = tuple[Float32Array, npt.NDArray[Any] | None]
@@ -208,6 +211,9 @@ _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 class GgufTensor:
     """Location, type and shape of a tensor in its file."""
 
+    name: str
+    """Its name in the file."""
+
     file: Path
     shape: tuple[int, ...]
     """In PyTorch's order: the last dimension is contiguous."""
@@ -227,7 +233,9 @@ class GgufTensor:
         else:
             kind = gguf.GGMLQuantizationType[self.type]
             rows = data.reshape(*self.shape[:-1], -1)
-            values = torch.from_numpy(gguf.quants.dequantize(rows, kind))
+            with np.errstate(invalid="ignore"):  # infinite scales are reported below
+                values = torch.from_numpy(gguf.quants.dequantize(rows, kind))
+            self._require_finite(values)
         return values.reshape(self.shape)
 
     @property
@@ -244,9 +252,21 @@ class GgufTensor:
 
         def read(rows: slice) -> QuantizedWeight:
             data = self._bytes(rows)
-            return quantized_weight(data, self.type, (rows.stop - rows.start, in_features))
+            part = quantized_weight(data, self.type, (rows.stop - rows.start, in_features))
+            # The scales of parts of a block are whole numbers in these units.
+            own, least = part.units, part.offset_units
+            self._require_finite(part.scales if own is None else own)
+            self._require_finite(part.offsets if least is None else least)
+            return part
 
         return assemble(map(read, slices_of_rows(num_rows, in_features)), num_rows)
+
+    def _require_finite(self, values: Tensor | None) -> None:
+        if values is not None and not values.isfinite().all():
+            raise BadCheckpoint(
+                f"{self.file}: {self.name}: expected finite scales of {self.type} blocks, got"
+                f" {values[~values.isfinite()][0]:g}"
+            )
 
     def _bytes(self, rows: slice | None = None) -> npt.NDArray[np.uint8]:
         """The bytes of some rows of a matrix; None: of the whole tensor."""
@@ -318,12 +338,28 @@ def _open_all(files: tuple[Path, ...], _stats: tuple[tuple[int, int], ...]) -> G
                 f"{file} is one of {count} parts (split.count): expected names that end in"
                 f" -00001-of-{count:05d}.gguf and so on, as `gguf-split` writes them"
             )
-        metadata = {**found, **metadata}
+        metadata = {**_without_wrong_ids(file, found), **metadata}
         for name, tensor in parts.items():
             if name in tensors:
                 raise BadCheckpoint(f"{file}: {name} is also in {tensors[name].file.name}")
             tensors[name] = tensor
     return Gguf(files, metadata, tensors, tuple(sizes))
+
+
+def _without_wrong_ids(file: Path, metadata: dict[str, Any]) -> dict[str, Any]:
+    """Drop ids of special tokens that the vocabulary does not have, as converters write for none,
+    with a warning."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    num_tokens = len(tokens) if isinstance(tokens, list) else math.inf
+    wrong = {
+        key: value
+        for key, value in metadata.items()
+        if key.startswith("tokenizer.ggml.") and key.endswith("_token_id")
+        if isinstance(value, int) and not 0 <= value < num_tokens
+    }
+    for key, value in wrong.items():
+        logger.warning("%s: %s: no token has the id %d; ignored", file, key, value)
+    return {key: value for key, value in metadata.items() if key not in wrong}
 
 
 class _Reader:
@@ -353,24 +389,32 @@ class _Reader:
         infos = [self._tensor_info() for _ in range(num_tensors)]
         start = -(-self._stream.tell() // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
-        for name, tensor in infos:
+        end = 0
+        for tensor in infos:
+            name, first = tensor.name, start + tensor.offset
             if name in tensors:
                 raise self._fault(f"{name} occurs twice")
-            if tensor.offset % alignment:
-                raise self._fault(
-                    f"{name}: offset {tensor.offset} is not a multiple of {alignment}"
-                )
-            if start + tensor.offset + tensor.num_bytes > self._size:
+            if first + tensor.num_bytes > self._size:
                 raise self._fault(
                     f"truncated or damaged: {name} needs {tensor.num_bytes} bytes at"
-                    f" {start + tensor.offset}, but the file has {self._size}"
+                    f" {first}, but the file has {self._size}"
                 )
-            tensors[name] = GgufTensor(
-                self._file, tensor.shape, tensor.type, start + tensor.offset, tensor.num_bytes
+            if tensor.offset != end:
+                before = next(reversed(tensors), "the header")
+                raise self._fault(
+                    f"damaged: {name}: expected the offset {end}, where {before} ends, got"
+                    f" {tensor.offset}; the type, the shape or the offset of one of them is wrong"
+                )
+            end += -(-tensor.num_bytes // alignment) * alignment
+            tensors[name] = replace(tensor, offset=first)
+        if tensors and start + end + alignment <= self._size:
+            raise self._fault(
+                f"damaged: {self._size - start - end} bytes follow {name}, the last tensor, whose"
+                " type or shape may be wrong"
             )
         return metadata, tensors, start
 
-    def _tensor_info(self) -> tuple[str, GgufTensor]:
+    def _tensor_info(self) -> GgufTensor:
         name = self._string("a tensor's name")
         num_dims = self._scalar(4, name)
         if not 1 <= num_dims <= _MAX_DIMS:
@@ -392,7 +436,7 @@ class _Reader:
                 f"{name}: expected rows of a multiple of {block} for {kind.name}, got {list(shape)}"
             )
         num_bytes = math.prod(shape) // block * block_bytes
-        return name, GgufTensor(self._file, shape, kind.name, offset, num_bytes)
+        return GgufTensor(name, self._file, shape, kind.name, offset, num_bytes)
 
     def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:

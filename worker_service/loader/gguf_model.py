@@ -86,8 +86,24 @@ _LONG_ROPE = {
     "long_factor": "rope_factors_long.weight",
     "short_factor": "rope_factors_short.weight",
 }
-_END_OF_TURN = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>", "phi3": "<|end|>"}
-"""Tokens that end a turn of a chat; files of these architectures have no metadata key for them."""
+END_TOKENS = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+        *("<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>", "<|tool_response>"),
+        *("[e~[", "<\uff5cend▁of▁sentence\uff5c>"),
+    )
+)
+"""Tokens that end a turn or a text wherever a vocabulary has them, as in llama.cpp: files often
+name only one of several. They are special even if a file says that they are not."""
+
+_CONTROL = 3
+_END_NAMES = END_TOKENS.union(
+    ("</s>", "<eos>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|fim_repo|>"),
+    ("<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>"),
+)
+"""With names that may also be text: those tokens end a text if the file says that they are
+special."""
 
 _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Number of layers of the 27B models, which scale attention scores by hidden_size / num_heads
@@ -362,13 +378,18 @@ class _Config:
         return config
 
     def _eos_token_ids(self) -> list[int]:
-        found = map(self._token_id, ("eos_token_id", "eot_token_id"))
-        ids = [token for token in found if token is not None]
+        keys = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+        ids = [self._token_id(f"{key}_token_id") for key in keys]
         tokens = self._gguf.metadata.get("tokenizer.ggml.tokens")
-        end = _END_OF_TURN.get(self._architecture)
-        if isinstance(tokens, list) and end in tokens:
-            ids.append(tokens.index(end))
-        return list(dict.fromkeys(ids))
+        types = self._gguf.metadata.get("tokenizer.ggml.token_type")
+        if isinstance(tokens, list) and isinstance(types, list) and len(types) == len(tokens):
+            places = {token: place for place, token in enumerate(tokens) if token in _END_NAMES}
+            ids += [place for token, place in places.items() if token in END_TOKENS]
+            ids += [place for place in places.values() if types[place] == _CONTROL]
+            if {"<|return|>", "<|call|>", "<|end|>"} <= places.keys():
+                # There `<|end|>` ends a message, of which a turn has several.
+                ids = [token for token in ids if token != places["<|end|>"]]
+        return list(dict.fromkeys(token for token in ids if token is not None))
 
     def _token_id(self, key: str) -> int | None:
         found = self._gguf.metadata.get(f"tokenizer.ggml.{key}")

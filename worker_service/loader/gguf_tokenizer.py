@@ -1,6 +1,7 @@
 """The tokenizer of a GGUF file, converted to the files from which frontends build tokenizers."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,38 +9,90 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader.gguf_model import END_TOKENS
 
-_DIGITS = "digits"
-_GPT2 = "gpt2"
-_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
-_QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+logger = logging.getLogger(__name__)
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
+_LLAMA3 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + _TAIL
+_QWEN2 = _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL
+_QWEN35 = (
+    _CONTRACTION
+    + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    + _SPACES
 )
-_WORD_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_GPT4O = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    + _WORD_ENDING
-    + r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    + _WORD_ENDING
-    + r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+
+def _cased_words(ending: str, digits: str) -> str:
+    """Split between words in lower case and a following capital. ending: pattern of the end of
+    words; digits: of a piece of a number."""
+    words = (f"{_UPPER}*{_LOWER}+{ending}", f"{_UPPER}+{_LOWER}*{ending}")
+    return "|".join(rf"[^\r\n\p{{L}}\p{{N}}]?{word}" for word in words) + (
+        rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
+    )
+
+
+_GPT4O = _cased_words(f"{_CONTRACTION}?", r"\p{N}{1,3}")
+_CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
 )
-PRE_TOKENIZERS = {
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), _GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx"), _LLAMA3),
-    **dict.fromkeys(("qwen2",), _QWEN2),
-    **dict.fromkeys(("tekken",), _TEKKEN),
-    **dict.fromkeys(("gpt-4o",), _GPT4O),
+_SENTENCES = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
+
+_BY_SPLITS: dict[tuple[str, ...], str] = {
+    (_GPT2,): "gpt-2 phi-2 mpt olmo jais trillion granite-docling gigachat a.x-4.0 mellum exaone4",
+    (r"\p{N}", _GPT2): "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    (_LLAMA3,): "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 smaug-bpe dbrx"
+    " glm4 chatglm-bpe",
+    (_QWEN2,): "qwen2 deepseek-r1-qwen kormo megrez stablelm2 hunyuan solar-open grok-2",
+    (_QWEN35,): "qwen35",
+    (_cased_words("", r"\p{N}"),): "tekken",
+    (_GPT4O,): "gpt-4o llama4 kanana2 minimax-m2",
+    (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O): "tiny_aya cohere2moe",
+    (r"\p{N}{1,3}", _CJK, _DEEPSEEK3): "deepseek-v3 hunyuan-dense joyai-llm hy_v4",
+    ("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"): "deepseek-coder",
+    (
+        "[\r\n]",
+        r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+        "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+        r"\s+$",
+        _ASIAN,
+        r"\p{N}",
+    ): "deepseek-llm",
+    (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"): "falcon",
+    (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"): "default",
+    (r"\p{N}{1,3}", _LLAMA3.replace("{1,3}", "+")): "minicpm5",
+    (_SENTENCES,): "poro-chat bloom gpt3-finnish",
+    (_SENTENCES, r"\p{N}"): "viking",
+    (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    ): "bailingmoe bailingmoe2 llada-moe",
+    (
+        _CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,
+    ): "seed-coder",
+    (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + _TAIL,): "ufakzeka",
 }
-"""By `tokenizer.ggml.pre`: a kind of pre-tokenizer, or the regular expression that splits text."""
+PRE_TOKENIZERS = {name: splits for splits, names in _BY_SPLITS.items() for name in names.split()}
+"""By `tokenizer.ggml.pre`: the regular expressions that split text, one after the other."""
 
-_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")
-"""Pre-tokenizers with which a word that is a token is not merged from parts. They also start every
-text with a BOS token."""
+_STARTS_WITH_BOS = (
+    *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
+    "tekken",
+)
+"""Pre-tokenizers that start every text with a BOS token, unless the file says otherwise."""
+
+_COMPOSED = ("qwen2", "deepseek-r1-qwen", "qwen35")
+"""Pre-tokenizers of models whose texts are composed (NFC) first."""
+
+_IGNORE_MERGES = (*_STARTS_WITH_BOS, "minicpm5")
+"""Pre-tokenizers with which a word that is a token is not merged from parts."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _KEEP_SPACE_AFTER = ("<unk>", "<s>", "<|endoftext|>")
@@ -102,12 +155,12 @@ class _Vocabulary:
         added = [
             AddedToken(
                 token,
-                special=kind == _CONTROL,
+                special=kind == _CONTROL or token in END_TOKENS,
                 normalized=False,
                 rstrip=is_phi3 and token not in _KEEP_SPACE_AFTER,
             )
             for token, kind in zip(self._tokens, self._types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED)
+            if kind in (_CONTROL, _USER_DEFINED) or token in END_TOKENS
         ]
         tokenizer.add_tokens(added)
         config: dict[str, Any] = {
@@ -116,41 +169,33 @@ class _Vocabulary:
             "clean_up_tokenization_spaces": False,
         }
         for name, key in _NAMED.items():
-            token_id = self._get(key)
-            if token_id is None:
-                continue
-            if not isinstance(token_id, int) or not 0 <= token_id < len(self._tokens):
-                raise BadCheckpoint(
-                    f"{self._path}: tokenizer.ggml.{key}: expected a number below"
-                    f" {len(self._tokens)}, got {token_id!r}"
-                )
-            config[name] = self._tokens[token_id]
+            if (token_id := self._get(key)) is not None:
+                config[name] = self._tokens[token_id]
         return tokenizer, config
 
     def _byte_level(self) -> tuple[Tokenizer, bool]:
-        pre = self._get("pre", "")
+        pre = self._get("pre")
+        if pre is None:  # files of before April 2024
+            pre = "default"
+            logger.warning(
+                "%s: tokenizer.ggml.pre is missing, so text is split as by `default`, which may not"
+                " be how the model was trained: convert it again",
+                self._path,
+            )
         if pre not in PRE_TOKENIZERS:
             raise UnsupportedModel(
                 f"{self._path}: tokenizer.ggml.pre: expected one of {', '.join(PRE_TOKENIZERS)},"
                 f" got {pre!r}"
             )
         merges = [self._merge(merge) for merge in self._list("merges", str)]
-        ignore = pre in _IGNORE_MERGES
-        tokenizer = Tokenizer(models.BPE(self._ids, merges, ignore_merges=ignore))
-        split = PRE_TOKENIZERS[pre]
-        splits: list[Any] = []
-        if split == _DIGITS:
-            splits = [pre_tokenizers.Digits(individual_digits=True)]
-        elif split != _GPT2:
-            splits = [pre_tokenizers.Split(Regex(split), "isolated")]
-        byte_level = pre_tokenizers.ByteLevel(
-            add_prefix_space=False, use_regex=split in (_GPT2, _DIGITS)
-        )
+        tokenizer = Tokenizer(models.BPE(self._ids, merges, ignore_merges=pre in _IGNORE_MERGES))
+        splits = [pre_tokenizers.Split(Regex(split), "isolated") for split in PRE_TOKENIZERS[pre]]
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-        if split == _QWEN2:
+        if pre in _COMPOSED:
             tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()
-        return tokenizer, ignore
+        return tokenizer, pre in _STARTS_WITH_BOS
 
     def _merge(self, merge: str) -> tuple[str, str]:
         left, _, right = merge[1:].partition(" ")

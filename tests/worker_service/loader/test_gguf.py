@@ -339,7 +339,10 @@ HUGE = 1 << 63
         (_header(tensors=1, rest=_tensor(2, shape=(33,))), "w: expected rows of a multiple of 32"),
         (_header(tensors=1, rest=_tensor(0, shape=(HUGE, HUGE))), "w needs"),
         (_header(tensors=1, rest=_tensor(0, offset=HUGE)), "w needs 128 bytes"),
-        (_header(tensors=1, rest=_tensor(0, offset=3) + bytes(999)), "w: offset 3"),
+        (
+            _header(tensors=1, rest=_tensor(0, offset=3) + bytes(999)),
+            "w: expected the offset 0, where the header ends, got 3",
+        ),
         (_header(tensors=1, rest=_tensor(0, dims=1 << 31)), "w: expected 1 to 4 dimensions"),
         (_header(tensors=2, rest=2 * _tensor(0) + bytes(999)), "w occurs twice"),
     ],

@@ -1,0 +1,227 @@
+"""GGUF files as other tools write them: what is missing, wrong or only implied in them."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+
+from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID
+from tests.support.gguf_files import make_gguf
+from worker_service.config import ModelConfig
+from worker_service.errors import BadCheckpoint
+from worker_service.loader import load_model
+from worker_service.loader.gguf_file import GgufTensor, open_gguf
+from worker_service.loader.gguf_model import gguf_config
+from worker_service.loader.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_assets
+from worker_service.loader.model_files import iter_assets
+
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+
+
+def _with_tokens(named: dict[str, int]) -> Callable[[gguf.GGUFWriter], None]:
+    """Put these tokens, of these types, at the end of the vocabulary of 300."""
+
+    def write(writer: gguf.GGUFWriter) -> None:
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        words = [*letters, "<bos>", "<stop>", "he", "ll"]
+        fill = [f"unused{number}" for number in range(300 - len(words) - len(named))]
+        types = [NORMAL] * (300 - len(named))
+        types[BOS_TOKEN_ID] = types[EOS_TOKEN_ID] = CONTROL
+        writer.add_token_list([*words, *fill, *named])
+        writer.add_token_types([*types, *named.values()])
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        ({"<|eot_id|>": CONTROL, "<|eom_id|>": CONTROL}, [298, 299]),
+        ({"<|im_start|>": CONTROL, "<|im_end|>": USER_DEFINED}, [299]),
+        ({"<|end|>": CONTROL, "<|endoftext|>": NORMAL}, [298, 299]),
+        ({"</s>": CONTROL, "<|file_sep|>": CONTROL}, [298, 299]),
+        ({"</s>": USER_DEFINED, "<end_of_turn>": CONTROL}, [299]),
+        ({"<|end|>": CONTROL, "<|return|>": CONTROL, "<|call|>": CONTROL}, [298, 299]),
+        ({"<\uff5cend▁of▁sentence\uff5c>": CONTROL}, [299]),
+    ],
+)
+def test_tokens_that_end_a_turn_are_recognised_by_their_names(
+    named: dict[str, int], ends: list[int], tmp_path: Path
+) -> None:
+    file, _ = make_gguf("llama", "F16", tmp_path, metadata=_with_tokens(named))
+    assert gguf_config(file)["eos_token_id"] == [EOS_TOKEN_ID, *ends]
+
+
+def test_a_token_that_ends_a_turn_is_special_whatever_the_file_says(tmp_path: Path) -> None:
+    write = _with_tokens({"<|im_end|>": NORMAL})
+    file, _ = make_gguf("llama", "F16", tmp_path, metadata=write)
+    files = dict(iter_assets(file))
+    tokenizer = ModelTokenizer(
+        files["tokenizer.json"], json.loads(files["tokenizer_config.json"]), None
+    )
+    ids = tokenizer.encode("he<|im_end|>", add_special_tokens=False)
+    assert ids[-1] == 299
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "he"
+
+
+@pytest.mark.parametrize("number", [-1, 300, 0xFFFFFFFF])
+@pytest.mark.parametrize("key", ["padding", "bos", "eos", "eot", "unknown"])
+def test_an_id_of_a_special_token_beyond_the_vocabulary_is_absent_with_a_warning(
+    key: str, number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(writer: gguf.GGUFWriter) -> None:
+        add = writer.add_int32 if number < 0 else writer.add_uint32
+        add(f"tokenizer.ggml.{key}_token_id", number)
+
+    file, _ = make_gguf("llama", "F16", tmp_path, metadata=write)
+    with caplog.at_level(logging.WARNING):
+        config, files = gguf_config(file), dict(iter_assets(file))
+    name = {"padding": "pad_token", "unknown": "unk_token"}.get(key, f"{key}_token")
+    assert name not in json.loads(files["tokenizer_config.json"])
+    assert number not in [config["bos_token_id"], *config["eos_token_id"]]
+    warnings = [record.getMessage() for record in caplog.records if "worker" in record.name]
+    expected = f"tokenizer.ggml.{key}_token_id: no token has the id {number}; ignored"
+    assert warnings == [f"{file}: {expected}"]
+
+
+def _retyped(file: Path, name: str, kind: str) -> None:
+    _edit_header(file, name, lambda place, content: _put(content, place, int(_number(kind)), 4))
+
+
+def _number(kind: str) -> int:
+    return int(gguf.GGMLQuantizationType[kind])
+
+
+def _put(content: bytearray, place: int, value: int, size: int) -> None:
+    content[place : place + size] = value.to_bytes(size, "little")
+
+
+def _edit_header(file: Path, name: str, edit: Callable[[int, bytearray], None]) -> None:
+    """Call `edit` with the place of a tensor's type, which its offset follows."""
+    num_dims = len(open_gguf(file).tensors[name].shape)
+    content = bytearray(file.read_bytes())
+    stored = len(name).to_bytes(8, "little") + name.encode()
+    edit(content.index(stored) + len(stored) + 4 + num_dims * 8, content)
+    file.write_bytes(content)
+
+
+def _moved(file: Path, name: str, other: str) -> None:
+    gguf_file = open_gguf(file)
+    offset = gguf_file.tensors[other].offset - gguf_file.header_bytes[0]
+    _edit_header(file, name, lambda place, content: _put(content, place + 4, offset, 8))
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda f: _moved(f, "blk.1.attn_v.weight", "blk.1.attn_k.weight"), r"blk\.1\.attn_v"),
+        (
+            lambda f: _retyped(f, "blk.0.attn_k.weight", "Q5_K"),
+            r"where blk\.0\.attn_k\.weight ends",
+        ),
+        (
+            lambda f: _retyped(f, "blk.0.attn_k.weight", "Q3_K"),
+            r"where blk\.0\.attn_k\.weight ends",
+        ),
+        (lambda f: _retyped(f, "output_norm.weight", "F16"), "512 bytes follow output_norm.weight"),
+        (lambda f: _retyped(f, "output_norm.weight", "Q4_K"), "bytes follow output_norm.weight"),
+    ],
+)
+def test_tensors_that_overlap_or_have_another_type_are_refused_by_name(
+    edit: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    file, _ = make_gguf("llama", "Q4_K", tmp_path)
+    edit(file)
+    with pytest.raises(BadCheckpoint, match=message):
+        open_gguf(file)
+
+
+def _overwrite(tensor: GgufTensor, offset: int, value: float) -> None:
+    with tensor.file.open("r+b") as stream:
+        stream.seek(tensor.offset + offset)
+        stream.write(np.float16(value).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("kind", "offset"),
+    [
+        *(("Q4_0", 0), ("Q4_1", 0), ("Q4_1", 2), ("Q5_0", 0), ("Q5_1", 2), ("Q8_0", 0)),
+        *(("Q2_K", 80), ("Q2_K", 82), ("Q3_K", 108), ("Q4_K", 0), ("Q4_K", 2), ("Q5_K", 2)),
+        *(("Q6_K", 208), ("IQ4_NL", 0), ("IQ4_XS", 0)),
+    ],
+)
+@pytest.mark.parametrize("name", ["blk.1.ffn_down.weight", "token_embd.weight"])
+def test_a_scale_that_is_not_finite_is_refused_by_tensor(
+    name: str, kind: str, offset: int, tmp_path: Path
+) -> None:
+    file, _ = make_gguf("llama", kind, tmp_path)
+    _overwrite(open_gguf(file).tensors[name], offset, -np.inf)
+    tensor = open_gguf(file).tensors[name]
+    for read in (tensor.read, tensor.read_quantized):
+        with pytest.raises(BadCheckpoint, match=rf"{name}: expected finite scales of {kind} "):
+            read()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_scale_that_is_not_finite_is_refused_at_start(family: str, tmp_path: Path) -> None:
+    file, _ = make_gguf(family, "Q8_0", tmp_path)
+    names = open_gguf(file).tensors
+    name = next(name for name in names if name.startswith("blk.1.ffn_down"))
+    _overwrite(names[name], 0, np.nan)
+    with pytest.raises(BadCheckpoint, match=f"{name}: expected finite scales of Q8_0 blocks"):
+        load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+
+
+def _pieces(pre: str | None, text: str) -> list[str]:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.token_type": [1] * len(letters),
+        "tokenizer.ggml.merges": [],
+    }
+    if pre is not None:
+        metadata["tokenizer.ggml.pre"] = pre
+    made = tokenizer_assets(Path("x.gguf"), metadata)["tokenizer.json"]
+    tokenizer = Tokenizer.from_str(made.decode())
+    pieces = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert "".join(text[start:end] for _, (start, end) in pieces) == text
+    return [text[start:end] for _, (start, end) in pieces]
+
+
+TEXT = "Don't  (12345) fooBar, e\u0301a\n\n y 中文かな!"
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("deepseek-v3", "Don|'t| | (|123|45|)| fooBar|,| e\u0301a|\n\n| y| |中文かな|!"),
+        ("deepseek-r1-qwen", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
+        ("qwen35", "Don|'t| | (|1|2|3|4|5|)| fooBar|,| e\u0301a|\n\n| y| 中文かな|!"),
+        ("llama4", "Don't| | (|123|45|)| foo|Bar|,| e\u0301a|\n\n| y| 中文かな|!"),
+        ("falcon3", "Don|'t| | (|123|45|)| fooBar|,| e|\u0301a|\n\n| y| 中文かな|!"),
+        ("default", "Don|'|t|  |(|123|45|)| fooBar|,| e|\u0301|a|\n\n| y| 中文かな|!"),
+        ("deepseek-llm", "Don|'|t| | (|1|2|3|4|5|)| fooBar|,| e|\u0301|a|\n|\n| y| |中文かな|!"),
+    ],
+)
+def test_a_pre_tokenizer_splits_text_as_llama_cpp_does(pre: str, expected: str) -> None:
+    assert _pieces(pre, TEXT) == expected.split("|")
+
+
+@pytest.mark.parametrize("pre", PRE_TOKENIZERS)
+def test_no_pre_tokenizer_drops_text(pre: str) -> None:
+    _pieces(pre, TEXT + " \t\u3000«a»_$5.00 ``` 'S don\u2019t \r\n  1 234,5 end  ")
+
+
+def test_a_file_without_a_pre_tokenizer_is_split_by_the_default_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert _pieces(None, "a12 (b)") == _pieces("default", "a12 (b)")
+    assert "tokenizer.ggml.pre is missing" in caplog.text
