@@ -176,7 +176,14 @@ def _gptq_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Patte
         name = part.one_of("checkpoint_format format", formats, "gptq")
         bits, size = part.one_of("bits", [4, 8]), part.group_size("group_size")
         pattern = settings.pattern(key.removeprefix("+:"))
-        yield pattern, Scheme(format=formats[name], bits=bits, block=(1, size))
+        scheme = Scheme(format=formats[name], bits=bits, block=(1, size))
+        in_order = not part.one_of("desc_act", [True, False], False) or size == -1
+        yield pattern, scheme if in_order else _with_order(scheme, "g_idx", "desc_act")
+
+
+def _with_order(scheme: Scheme, suffix: str, setting: str) -> Scheme:
+    """Require the tensor of each input feature's group, which `setting` says are scattered."""
+    return replace(scheme, more=(*scheme.more, suffix), because=f" with {setting}")
 
 
 def _compressed_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
@@ -231,6 +238,10 @@ def _compressed_scheme(settings: _Settings, group: _Settings, formats: Formats) 
         block=block or weights.block("block_structure"),
         more=("weight_zero_point",) if kind == "int" and not symmetric else (),
     )
+    orders = (None, False, True, "group", "weight", "dynamic", "static")
+    actorder = weights.one_of("actorder", orders)
+    if strategy == "group" and actorder in (True, "group", "dynamic"):
+        scheme = _with_order(scheme, "weight_g_idx", f"actorder {actorder}")
     return scheme if inputs is None else _with_quantized_inputs(scheme, inputs)
 
 
@@ -250,7 +261,7 @@ def _fp8_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Patter
     name = settings.one_of("fmt", formats, "e4m3")
     has_blocks = settings.get("weight_block_size")[1] is not None
     block = settings.block("weight_block_size") if has_blocks else (1, -1)
-    yield settings.pattern(""), Scheme(format=formats[name], block=block)
+    yield settings.pattern(""), Scheme(format=formats[name], block=block, one_scale=not has_blocks)
 
 
 def _modelopt_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[Pattern, Scheme]]:
@@ -258,7 +269,8 @@ def _modelopt_schemes(settings: _Settings, formats: Formats) -> Iterator[tuple[P
     if settings.get("quant_algo")[1] is not None:
         name = settings.one_of("quant_algo", formats)
         block = (128, 128) if name == "fp8_pb_wo" else (1, -1)
-        yield settings.pattern(""), Scheme(format=formats[name], block=block)
+        scheme = Scheme(format=formats[name], block=block, one_scale=name == "fp8")
+        yield settings.pattern(""), scheme
 
 
 def _bitsandbytes_schemes(

@@ -55,8 +55,14 @@ class Scheme:
     block: tuple[int, int] = (1, -1)
     """Numbers of output and input features that share a scale; -1: all."""
 
+    one_scale: bool = False
+    """Whether a single scale may be stored for all blocks."""
+
     more: tuple[str, ...] = ()
     """Suffixes of tensors that are required in addition to those of the format."""
+
+    because: str = ""
+    """The setting that requires them, for error messages."""
 
     activations: Int8Activations | None = None
     """How inputs are quantized; a static scale is stored as a tensor."""
@@ -91,7 +97,9 @@ class StoredWeight(ABC):
         required = [*self.required, *scheme.more]
         missing = [f"{module}.{suffix}" for suffix in required if found[suffix] is None]
         if missing:
-            raise self._fault(f"{self.name} is quantized; missing tensors: {', '.join(missing)}")
+            raise self._fault(
+                f"{self.name} is quantized{scheme.because}; missing tensors: {', '.join(missing)}"
+            )
         self.parts = {suffix: part for suffix, part in found.items() if part is not None}
         self.shapes = self._shapes()
         """Expected shapes of the parts; dimensions of size 1 are not compared."""
@@ -282,6 +290,10 @@ class Gptq(GptqV2):
         return words + (0x11111111 if self.scheme.bits == 4 else 0x01010101)
 
 
+_IN_ORDER = -1
+"""Each group in `weight_g_idx`, as earlier versions of compressed-tensors say `in order`."""
+
+
 class _Compressed(_Integers):
     """Integer formats of compressed-tensors: codes and zero points are stored minus the middle."""
 
@@ -296,7 +308,10 @@ class _Compressed(_Integers):
             zeros = unpack(zeros.t(), self.scheme.bits)[:, : self.shape[0]].t()
         elif zeros is not None:
             zeros = zeros.float() + (1 << (self.scheme.bits - 1))
-        return self._weight(codes, scales.contiguous(), zeros, read("weight_g_idx"))
+        group_of = read("weight_g_idx")
+        if group_of is not None and (group_of == _IN_ORDER).all():
+            group_of = None
+        return self._weight(codes, scales.contiguous(), zeros, group_of)
 
 
 class Packed(_Compressed):
@@ -402,7 +417,8 @@ class Fp8(StoredWeight):
         if len(found) != 1:
             raise self._fault(f"{self.name} is quantized: expected one *.weight_scale tensor")
         self._scale = found[0]
-        is_single = _significant(self.parts[self._scale].shape) == []
+        stored = self.parts[self._scale].shape
+        is_single = self.scheme.one_scale and _significant(stored) == []
         rows, columns = (-1, -1) if is_single else self.scheme.block
         self._block = (shape[0] if rows == -1 else rows, shape[1] if columns == -1 else columns)
         if rows == 1:

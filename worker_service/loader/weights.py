@@ -42,7 +42,7 @@ from worker_service.loader.quantized_checkpoint import (
     describe,
     find_weights,
 )
-from worker_service.loader.quantized_formats import StoredTensor, StoredWeight
+from worker_service.loader.quantized_formats import FLOATS, StoredTensor, StoredWeight
 from worker_service.models.interface import WeightTarget
 from worker_service.models.linear import Linear, round_weight
 from worker_service.models.native import LoadableModule, NativeModel
@@ -53,6 +53,9 @@ logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_CODE_TYPES = ("I8", "F8_", "F6_", "F4")
+"""Beginnings of types that only quantized tensors have; masks are U8, BOOL or whole numbers."""
+
 _MAX_NAMES = 8
 """Maximum number of tensors named in an error message."""
 
@@ -157,10 +160,24 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
                 file_of[name] = file
             if schemes:
                 stored.update((tensor.name, tensor) for tensor in describe(file, tensors))
+            elif not is_gguf(file):
+                _refuse_codes(file, tensors)
     if not schemes:
         return Checkpoint(tuple(files), file_of)
     weights = find_weights(schemes, stored)
     return Checkpoint(tuple(files), dense_names(stored, weights), weights)
+
+
+def _refuse_codes(file: Path, tensors: Any) -> None:
+    """Raise BadCheckpoint if a tensor is quantized: nothing says what its numbers stand for."""
+    for name in tensors.keys():  # noqa: SIM118 (no mapping)
+        kind = tensors.get_slice(name).get_dtype()
+        is_code = kind.startswith(_CODE_TYPES) or name.endswith("weight")
+        if is_code and kind not in (*FLOATS, "F64"):
+            raise BadCheckpoint(
+                f"{file}: {name} is stored as {kind}, which looks quantized, but config.json has no"
+                " quantization_config that says how; expected F16, BF16 or F32"
+            )
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
