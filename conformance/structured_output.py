@@ -98,6 +98,8 @@ class KnownConstraint:
     ends: Collection[int]
     lasts: Collection[int] = ()
     min_tokens: int = 0
+    thought: sampling_pb2.Thought | None = None
+    """What precedes the text that must match, which `allowed` says nothing of."""
     others: dict[str, Any] = field(default_factory=dict)
     """Further parameters."""
 
@@ -106,6 +108,7 @@ class KnownConstraint:
         constraint = sampling_pb2.Constraint(
             end_token_ids=columns.pack(sorted(self.ends)),
             last_token_ids=columns.pack(sorted(self.lasts)),
+            thought=self.thought,
             **self.kind,
         )
         mine = {"constraint": constraint, "min_tokens": self.min_tokens}

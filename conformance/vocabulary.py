@@ -29,11 +29,17 @@ def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
         raise Skipped(f"unsupported decoder in tokenizer.json: {decoders}")
     added = tokenizer.get("added_tokens", [])
     names = _names(tokenizer["model"]["vocab"]) | {each["id"]: each["content"] for each in added}
-    special = {each["id"] for each in added if each["special"]}
+    special = special_texts(tokenizer_json)
     return [
         b"" if token_id in special else text_of(names.get(token_id, ""))
         for token_id in range(vocab_size)
     ]
+
+
+def special_texts(tokenizer_json: bytes) -> dict[int, bytes]:
+    """The contents of special tokens, by id."""
+    added = json.loads(tokenizer_json).get("added_tokens", [])
+    return {each["id"]: each["content"].encode() for each in added if each["special"]}
 
 
 def spell(texts: Sequence[bytes], text: str | bytes, *, longest: bool = False) -> list[int]:

@@ -13,7 +13,7 @@ from conformance.generation import Generation, expect_same
 from conformance.registration_server import RegistrationServer
 from conformance.sequence import GREEDY, Sequence
 from conformance.step_stream import Refusal, StepStream
-from conformance.vocabulary import token_texts
+from conformance.vocabulary import special_texts, token_texts
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
@@ -76,11 +76,20 @@ class Worker:
     @cached_property
     def token_texts(self) -> list[bytes]:
         """Texts by token id. Raises Failed without tokenizer.json, Skipped for an unknown kind."""
+        return token_texts(self._tokenizer_json, self.vocab_size)
+
+    @cached_property
+    def special_texts(self) -> dict[int, bytes]:
+        """The contents of special tokens, by id. Raises Failed without tokenizer.json."""
+        return special_texts(self._tokenizer_json)
+
+    @cached_property
+    def _tokenizer_json(self) -> bytes:
         chunks = (response.chunk for response in self.model_assets())
         data = b"".join(chunk.data for chunk in chunks if chunk.file_name == "tokenizer.json")
         if not data:
             raise Failed("there is no tokenizer.json among the model's files")
-        return token_texts(data, self.vocab_size)
+        return data
 
     def get_info(self) -> pb.GetInfoResponse:
         """The worker's identity."""

@@ -8,6 +8,7 @@ messages into these and back. Nothing here imports torch.
 import time
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,14 @@ class ConstraintKind(Enum):
     CHOICE = "choice"
 
 
+class Thought(NamedTuple):
+    """The wire's `Thought`: texts that begin and end what precedes a constrained text."""
+
+    start: str
+    """Empty: every output begins inside a thought."""
+    ends: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Constraint:
     """The wire's `Constraint`; `sampling.proto` defines which tokens it allows."""
@@ -37,6 +46,9 @@ class Constraint:
 
     last_token_ids: Int32Array
     """Tokens that may end an output that cannot continue."""
+
+    thought: Thought | None = None
+    """What may precede the text that must match; None: nothing."""
 
 
 def _no_ids() -> Int32Array:

@@ -221,6 +221,7 @@ _NO_OPTIONS = {
     "prompt_logprobs",
     "skip_special_tokens",
     "include_stop_str_in_output",
+    "thought",
 }
 """Sampling parameters that the command line does not have."""
 

@@ -97,6 +97,9 @@ class SamplingParams:
     """The whole answer matches this context-free grammar's `start`, in Lark's notation."""
     choice: Sequence[str] | None = None
     """The answer is one of these texts."""
+    thought: tuple[str, Sequence[str]] | None = None
+    """With one of the last four: what precedes the answer and is not constrained, as the text that
+    it begins with (empty if the prompt ends inside it) and the texts that end it."""
 
     def __post_init__(self) -> None:
         # Built once here, so that a wrong value is reported where it was written.
@@ -130,6 +133,10 @@ class SamplingParams:
         if self.choice is not None:
             proto.choice.SetInParent()
             proto.choice.choices.extend(_texts("choice", self.choice))
+        if self.thought is not None:
+            start, ends = self.thought
+            proto.thought.start = _text("thought", start)
+            proto.thought.ends.extend(_texts("thought", ends))
         self._fill_beam_search(proto)
         return proto
 
@@ -183,6 +190,7 @@ class SamplingOptions(TypedDict, total=False):
     regex: str | None
     grammar: str | None
     choice: Sequence[str] | None
+    thought: tuple[str, Sequence[str]] | None
 
 
 def _integer(name: str, value: object, maximum: int = _MAX_UINT32, *, minimum: int = 0) -> int:

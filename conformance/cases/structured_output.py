@@ -1,9 +1,13 @@
 """Which tokens a constraint allows, derived from the texts of the model's tokens."""
 
+from dataclasses import replace
+
 from conformance import columns
-from conformance.assertions import Skipped, expect_true
+from conformance.assertions import Skipped, expect, expect_true
 from conformance.case import case
 from conformance.structured_output import (
+    MAX_CANDIDATES,
+    KnownConstraint,
     Language,
     end_of,
     expect_allowed,
@@ -17,6 +21,7 @@ from conformance.structured_output import (
 )
 from conformance.vocabulary import spell
 from conformance.worker import Worker
+from pagewire.v1 import sampling_pb2
 
 NAMES = ["red", "reed", "redder", "blue"]
 OBJECT = """{"type": "object", "additionalProperties": false, "required": ["b", "a"],
@@ -138,3 +143,71 @@ def a_last_token_is_allowed_where_nothing_else_is(worker: Worker) -> None:
     lasts = without[:1] or spell(known, "q")
     asked = known_choice(worker, "ab", "abcd", lasts=lasts)
     expect_allowed(worker, asked, "", "ab", "abcd")
+
+
+AFTER_THOUGHT = "the text that must match begins with the first token after the thought."
+NUM_FORBIDDEN = 32
+"""More than the tokens that end an output, or continue after the end `)-` of a thought."""
+
+
+def thoughtful(asked: KnownConstraint, start: str = "", end: str = ")-") -> KnownConstraint:
+    """The same constraint after a thought."""
+    return replace(asked, thought=sampling_pb2.Thought(start=start, ends=["<never>", end]))
+
+
+def expect_equal(
+    worker: Worker, asked: KnownConstraint, output: list[int], plain_output: list[int]
+) -> None:
+    """Fail unless the constraint, after `output`, offers what it offers without a thought after
+    `plain_output`."""
+    (found,) = offered(worker, asked, [output])
+    (plain,) = offered(worker, replace(asked, thought=None), [plain_output])
+    expect(f"the tokens offered after {output}", set(found.token_ids), set(plain.token_ids))
+
+
+@case("sampling", AFTER_THOUGHT)
+def the_constraint_applies_after_the_thought(worker: Worker) -> None:
+    known = texts_of(worker)
+    asked = thoughtful(known_choice(worker, "ab", "abcd"))
+    for thought in (")-", 'x"{}\n))-', ")(-a)-"):
+        for text in ("", "a", "ab"):
+            answer = spell(known, text)
+            expect_equal(worker, asked, spell(known, thought) + answer, answer)
+
+
+@case("sampling", "Until then every token is allowed but")
+def a_thought_is_free(worker: Worker) -> None:
+    known = texts_of(worker)
+    asked = thoughtful(known_choice(worker, "ab"))
+    outputs = [spell(known, text) for text in ("", "ab", ')"{\n', "-)", "(x)")]
+    for found in offered(worker, asked, outputs):
+        wrong = {
+            token
+            for token in found.token_ids
+            if token in asked.ends or b")-" in known[token][:-1] or b"<never>" in known[token][:-1]
+        }
+        expect_true(not wrong, f"tokens are offered that end the output or go on: {wrong}")
+        number = min(MAX_CANDIDATES, worker.vocab_size - NUM_FORBIDDEN)
+        expect_true(len(found.token_ids) >= number, "few tokens are offered inside the thought")
+
+
+@case("sampling", "A special token's text in a thought is its content in")
+def a_special_token_may_end_a_thought(worker: Worker) -> None:
+    known, asked = texts_of(worker), known_choice(worker, "ab")
+    special = {token: text for token, text in worker.special_texts.items() if text}
+    token = next((token for token in special if token not in asked.ends), None)
+    if token is None:
+        raise Skipped("the only special token ends the output")
+    thinking = thoughtful(asked, end=special[token].decode())
+    expect_equal(worker, thinking, [*spell(known, "x"), token], [])
+
+
+@case("sampling", "While an output with a thought.start consists of a proper prefix of")
+def an_output_without_a_thought_is_constrained_from_its_start(worker: Worker) -> None:
+    known = texts_of(worker)
+    asked = thoughtful(known_choice(worker, "ab", "(b"), start="((")
+    for text in ("a", "ab", "(b"):
+        expect_equal(worker, asked, spell(known, text), spell(known, text))
+    expect_equal(worker, asked, spell(known, "((x)-a"), spell(known, "a"))
+    shown = {known[token] for token in offered(worker, asked, [spell(known, "(")])[0].token_ids}
+    expect_true({b"(", b"b"} <= shown, "after `(` neither thought nor answer may be continued")

@@ -45,11 +45,11 @@ def test_every_field_arrives_in_the_message() -> None:
         field.name: value for field, value in proto.ListFields() if field.name != "beam_search"
     }
     renamed = {"include_stop_in_output": "include_stop_str_in_output"}
-    beam = {"beam_width", "length_penalty", "early_stopping", "logit_bias"}
+    others = {"beam_width", "length_penalty", "early_stopping", "logit_bias", "thought"}
     for name, value in carried.items():
         if name != "logit_bias":
             assert value == getattr(params, renamed.get(name, name)), name
-    assert {renamed.get(name, name) for name in carried} | beam | STRUCTURED == {
+    assert {renamed.get(name, name) for name in carried} | others | STRUCTURED == {
         field.name for field in dataclasses.fields(SamplingParams)
     }
     assert [(bias.token_id, bias.bias) for bias in proto.logit_bias] == [(5, -1.5)]
@@ -93,6 +93,13 @@ def test_what_the_answer_must_match_arrives(field: str, value: Any, carried: Any
     proto = SamplingParams(**{field: value}).to_proto()
     assert proto.WhichOneof("structured_output") == field
     assert getattr(proto, field) == carried
+
+
+def test_a_thought_arrives_as_its_start_and_its_ends() -> None:
+    proto = SamplingParams(regex="a", thought=("<think>", ["</think>", "<end>"])).to_proto()
+    assert proto.thought == sampling_pb2.Thought(start="<think>", ends=["</think>", "<end>"])
+    with pytest.raises(ValueError, match="thought must be a list of texts, not '</think>'"):
+        SamplingParams(regex="a", thought=("", "</think>"))
 
 
 def test_an_answer_matches_one_thing_only() -> None:

@@ -86,6 +86,19 @@ def _ignores_last_tokens(params: sampling_pb2.SamplerParams) -> None:
     params.constraint.ClearField("last_token_ids")
 
 
+def _ignores_thoughts(params: sampling_pb2.SamplerParams) -> None:
+    params.constraint.ClearField("thought")
+
+
+def _ignores_starts(params: sampling_pb2.SamplerParams) -> None:
+    params.constraint.thought.start = ""
+
+
+def _never_constrains(params: sampling_pb2.SamplerParams) -> None:
+    if params.constraint.HasField("thought"):
+        params.ClearField("constraint")
+
+
 def _suppresses(params: sampling_pb2.SamplerParams) -> None:
     if params.suppressed_token_ids:
         params.bad_words.add(token_ids=params.suppressed_token_ids)
@@ -160,6 +173,18 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     ),
     "ignores min_tokens": (lambda: on_params(_ignores_min_tokens), ["min tokens holds the end"]),
     "ignores last tokens": (lambda: on_params(_ignores_last_tokens), ["a last token"]),
+    "ignores thoughts": (
+        lambda: on_params(_ignores_thoughts),
+        ["the constraint applies after", "a thought is free", "a special token may end"],
+    ),
+    "ignores a thought's start": (
+        lambda: on_params(_ignores_starts),
+        ["an output without a thought"],
+    ),
+    "does not constrain what follows a thought": (
+        lambda: on_params(_never_constrains),
+        ["the constraint applies after", "a thought is free"],
+    ),
     "suppresses tokens": (lambda: on_params(_suppresses), ["suppressed tokens"]),
     "starts again": (
         lambda: Fault(plan=_begins_anew),

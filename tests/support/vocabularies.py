@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from worker_service.plan import Constraint, ConstraintKind
+from worker_service.plan import Constraint, ConstraintKind, Thought
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
@@ -39,12 +39,18 @@ def text_of(token_ids: Sequence[int]) -> str:
     return b"".join(texts[token_id] for token_id in token_ids).decode()
 
 
-def constraint(kind: str, *texts: str, ends: Sequence[int] = (END,), **fields: Any) -> Constraint:
+def constraint(
+    kind: str,
+    *texts: str,
+    ends: Sequence[int] = (END,),
+    lasts: Sequence[int] = (),
+    thought: Thought | None = None,
+) -> Constraint:
     """What an output must match, which `ends` may end."""
-    lasts = fields.pop("lasts", ())
     return Constraint(
         kind=ConstraintKind(kind),
         texts=texts,
         end_token_ids=np.array(ends, np.int32),
         last_token_ids=np.array(lasts, np.int32),
+        thought=thought,
     )

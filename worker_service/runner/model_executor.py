@@ -371,10 +371,12 @@ def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
     if find_spec("llguidance") is None:
         logger.warning("no structured output error=llguidance is not installed")
         return None
-    from worker_service.structured.grammars import Grammars, token_texts
+    from worker_service.structured.grammars import Grammars, special_texts, token_texts
 
+    tokenizer = assets["tokenizer.json"]
     try:
-        return Grammars(token_texts(assets["tokenizer.json"], loaded.model.vocab_size))
+        texts = token_texts(tokenizer, loaded.model.vocab_size)
+        return Grammars(texts, special_texts(tokenizer))
     except ValueError as error:
         logger.warning("no structured output error=%s", error)
         return None

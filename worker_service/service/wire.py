@@ -27,6 +27,7 @@ from worker_service.plan import (
     StepPlan,
     StepResult,
     StepTimings,
+    Thought,
     TokenLogprobs,
 )
 
@@ -187,6 +188,9 @@ def _decode_constraint(message: sampling_pb2.SamplerParams, path: str) -> Constr
         texts=tuple(texts),
         end_token_ids=_column(constraint.end_token_ids, f"{path}.end_token_ids"),
         last_token_ids=_column(constraint.last_token_ids, f"{path}.last_token_ids"),
+        thought=Thought(constraint.thought.start, tuple(constraint.thought.ends))
+        if constraint.HasField("thought")
+        else None,
     )
 
 

@@ -3,6 +3,7 @@
 | file | holds |
 | --- | --- |
 | `grammars.py` | texts of tokens; constraints as llguidance grammars, compiled once and shared |
+| `thoughts.py` | which tokens begin, continue and end the thought before a constrained text |
 | `masks.py` | each sequence's matcher, and a step's bitmasks, computed during the forward pass |
 
 What is allowed is a pure function of the constraint and the output tokens (`sampling.proto`,

@@ -7,6 +7,7 @@ the thread that has launched the pass.
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array, UInt32Array
 from worker_service.plan import Constraint
+from worker_service.structured.thoughts import Progress, Stage, ThoughtTexts
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -28,10 +30,21 @@ class OutputMatcher:
     Fails permanently if a token violates the constraint, or if the constraint exceeds its limits.
     """
 
-    def __init__(self, constraint: Constraint, min_tokens: int, matcher: "LLMatcher") -> None:
+    def __init__(
+        self,
+        constraint: Constraint,
+        min_tokens: int,
+        matcher: "LLMatcher",
+        thought: ThoughtTexts | None = None,
+    ) -> None:
         self._constraint = constraint
         self._min_tokens = min_tokens
         self.matcher = matcher
+        """Of the text after the thought; while a thought is possible, of the output."""
+        self._thought = thought
+        self._progress = Progress(Stage.ABSENT) if thought is None else thought.begin
+        self._is_wrong = False
+        """Whether the output matches only if it begins with a thought."""
         self._num_taken_in = 0
         self._has_ended = False
         self._ends = _bits(constraint.end_token_ids)
@@ -42,28 +55,52 @@ class OutputMatcher:
     @property
     def has_failed(self) -> bool:
         """Whether the output can no longer be matched."""
-        return bool(self.matcher.is_error())
+        return bool(self.matcher.is_error()) or (self._is_wrong and not self._may_think)
+
+    @property
+    def needs_matcher(self) -> bool:
+        """Whether the constraint determines which tokens are allowed, perhaps not alone."""
+        is_inside = self._progress.stage is Stage.INSIDE
+        return not (self.has_failed or self._is_wrong or is_inside)
+
+    @property
+    def _may_think(self) -> bool:
+        return self._progress.stage in (Stage.POSSIBLE, Stage.INSIDE)
 
     @property
     def error(self) -> str:
         """Why it has failed, for log lines."""
-        return str(self.matcher.get_error())
+        return str(self.matcher.get_error()) or "the output neither matches nor begins a thought"
 
     def fork(self) -> "OutputMatcher":
         """A copy for a fork of the sequence, or for its drafts."""
-        fork = OutputMatcher(self._constraint, self._min_tokens, self.matcher.deep_copy())
-        fork._num_taken_in, fork._has_ended = self._num_taken_in, self._has_ended
+        fork = copy(self)
+        fork.matcher = self.matcher.deep_copy()
         return fork
 
     def num_allowed(self, drafts: Int32Array) -> int:
         """How many of these tokens may follow the output as text, and the one that ends it."""
         if self._has_ended or self.has_failed:
             return 0
+        if self._thought is not None and self._may_think:
+            return self._num_allowed_in(self._thought, drafts)
         tokens = drafts.tolist()
         ends = [index for index, token in enumerate(tokens) if token in self._ending]
         num_texts = ends[0] if ends else len(tokens)
         num_valid = int(self.matcher.validate_tokens(tokens[:num_texts]))
         return num_valid + (num_valid == num_texts < len(tokens))
+
+    def _num_allowed_in(self, thought: ThoughtTexts, drafts: Int32Array) -> int:
+        """The same where the first tokens may be part of a thought."""
+        ahead = self.fork()
+        for index, token in enumerate(drafts.tolist()):
+            if not ahead._may_think:
+                return index + ahead.num_allowed(drafts[index:])
+            is_text = ahead.needs_matcher and ahead.matcher.validate_tokens([token])
+            if token in self._ending or not (is_text or thought.is_allowed(ahead._progress, token)):
+                return index
+            ahead._push(token)
+        return len(drafts)
 
     def take_in(self, output: Int32Array) -> None:
         """Match the rest of the output, which extends the output of the last call."""
@@ -71,8 +108,19 @@ class OutputMatcher:
             if self._has_ended or token in self._ending:
                 self._has_ended = True  # later tokens are irrelevant
             else:
-                self.matcher.consume_token(token)
+                self._push(token)
         self._num_taken_in = len(output)
+
+    def _push(self, token: int) -> None:
+        if self._thought is None or not self._may_think:
+            self.matcher.consume_token(token)
+            return
+        if self._progress.stage is Stage.POSSIBLE and not self._is_wrong:
+            self._is_wrong = not self.matcher.try_consume_tokens([token])
+        stage, rest = self._progress = self._thought.advance(self._progress, token)
+        if stage is Stage.AFTER:
+            self.matcher.reset()
+            self._is_wrong = bool(rest)
 
     def settle(self, allowed: UInt32Array) -> None:
         """Turn the tokens allowed as text into all that are allowed, in place.
@@ -82,12 +130,14 @@ class OutputMatcher:
         if self.has_failed:
             allowed[:] = 0
             return
+        if self._thought is not None and self._may_think:
+            allowed |= self._thought.allowed(self._progress)
         _clear(allowed, self._ends)
         _clear(allowed, self._lasts)
         if self._has_ended:
             allowed[:] = 0
         can_go_on = bool(allowed.any())
-        if self._has_ended or self.matcher.is_accepting():
+        if self._has_ended or (self.needs_matcher and self.matcher.is_accepting()):
             if self._num_taken_in >= self._min_tokens or not can_go_on:
                 _set(allowed, self._ends)
             if not can_go_on:
@@ -205,7 +255,7 @@ class TokenMasks:
                 matchers.append(self._follow(row))
         # One more token than logits: llguidance's own end of sequence.
         bitmask = np.zeros((len(rows), vocab_size // 32 + 1), np.uint32)
-        alive = [(each.matcher, i) for i, each in enumerate(matchers) if not each.has_failed]
+        alive = [(each.matcher, i) for i, each in enumerate(matchers) if each.needs_matcher]
         if alive:
             num_bytes = bitmask.shape[1] * bitmask.itemsize
             self._grammars.executor.unsafe_compute_mask_ptr(
@@ -231,7 +281,8 @@ class TokenMasks:
             asked = self._asked[row.row_id]
             assert asked.compiled is not None, "a row with a matcher from the start keeps it"
             start = asked.compiled.result().deep_copy()
-            matcher = OutputMatcher(asked.constraint, asked.min_tokens, start)
+            thought = asked.constraint.thought and self._grammars.thought(asked.constraint.thought)
+            matcher = OutputMatcher(asked.constraint, asked.min_tokens, start, thought)
             self._matchers[row.row_id] = matcher
         matcher.take_in(row.output)
         return matcher

@@ -95,7 +95,15 @@ def _check_sampling(params: sampling_pb2.SamplingParams) -> None:
 def _check_structured_output(params: sampling_pb2.SamplingParams) -> None:
     kind = params.WhichOneof("structured_output")
     if kind is None:
+        _expect(
+            not params.HasField("thought"),
+            "sampling_params.thought",
+            "expected to be absent without structured output, which it precedes",
+        )
         return
+    thought = params.thought
+    is_within = any(end in thought.start for end in thought.ends)
+    _expect(not is_within, "sampling_params.thought.ends", "expected none within thought.start")
     if kind != "choice":
         _expect(bool(getattr(params, kind)), f"sampling_params.{kind}", "expected a text")
     size = sum(len(text.encode()) for text in texts_of(params))

@@ -34,6 +34,7 @@ def constraint_of(
     constraint = sampling_pb2.Constraint(
         end_token_ids=to_column(sorted(end_token_ids)),
         last_token_ids=to_column(sorted(last_token_ids)),
+        thought=params.thought if params.HasField("thought") else None,
     )
     if kind == "choice":
         constraint.choice.CopyFrom(params.choice)

@@ -197,6 +197,9 @@ def test_a_worker_is_told_what_the_output_must_match_and_what_may_end_it() -> No
     assert constraint_of(json_schema="{}").json_schema == "{}"
     assert constraint_of(grammar="start: A").grammar == "start: A"
     assert constraint_of(choice={"choices": ["a", "b"]}).choice.choices == ["a", "b"]
+    assert not constraint_of(regex="a").HasField("thought")
+    thought = {"start": "<think>", "ends": ["</think>", "<answer>"]}
+    assert constraint_of(regex="a", thought=thought).thought == sampling_pb2.Thought(**thought)
 
 
 def test_an_end_of_sequence_that_is_ignored_ends_what_cannot_go_on() -> None:

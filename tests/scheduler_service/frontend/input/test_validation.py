@@ -61,6 +61,12 @@ def test_good_sampling_parameters_pass(sampling: dict[str, Any]) -> None:
     check(request_of({"text": "a", "sampling_params": sampling}))
 
 
+def test_a_constraint_may_apply_after_a_thought() -> None:
+    for thought in ({"start": "<think>", "ends": ["</think>"]}, {"ends": ["x" * 256] * 16}):
+        sampling = {"regex": "a", "thought": thought}
+        validation.check_request(request_of({"text": "a", "sampling_params": sampling}))
+
+
 BAD = [
     ({}, "prompt"),
     ({"text": ""}, "text"),
@@ -136,6 +142,13 @@ BAD_SAMPLING = [
     ({"choice": {"choices": ["a"] * 1025}}, "choice.choices"),
     ({"choice": {"choices": ["é" * 70_000, "a" * 130_000]}}, "choice"),
     ({"regex": "a" * 262_145}, "regex"),
+    ({"thought": {"ends": ["</think>"]}}, "thought"),
+    ({"regex": "a", "thought": {}}, "thought.ends"),
+    ({"regex": "a", "thought": {"ends": [""]}}, "thought.ends[0]"),
+    ({"regex": "a", "thought": {"ends": ["x"] * 17}}, "thought.ends"),
+    ({"regex": "a", "thought": {"ends": ["x" * 257]}}, "thought.ends[0]"),
+    ({"regex": "a", "thought": {"start": "x" * 257, "ends": ["y"]}}, "thought.start"),
+    ({"regex": "a", "thought": {"start": "<think>", "ends": ["k>"]}}, "thought.ends"),
 ]
 
 

@@ -1,0 +1,201 @@
+"""What may precede a constrained text, token by token, compared with the contract's definition."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.support.vocabularies import END, constraint, token_texts
+from worker_service.plan import Constraint, Thought
+from worker_service.structured.grammars import Grammars, special_texts
+from worker_service.structured.masks import ConstrainedRow, TokenMasks
+
+PIECES = [b"</", b"t>", b"t>\n", b"</t>x", b"x</", b"/t>ab", b"<t>x", b"", b""]
+TEXTS = [*token_texts(110), *PIECES]
+OPEN, CLOSE, LAST = 0, 1, 4
+IN_THOUGHTS = [{OPEN: b"<t>", CLOSE: b"</t>"}.get(i, text) for i, text in enumerate(TEXTS)]
+GRAMMARS = Grammars(TEXTS, {OPEN: b"<t>", CLOSE: b"</t>"})
+LANGUAGE = ["ab", "abc", "<t", "<b", "a b"]
+KINDS = {
+    "json_schema": ['{"enum": ["ab", 7]}'],
+    "regex": ["(ab)+c?"],
+    "choice": LANGUAGE,
+    "grammar": ['start: "(" start ")" | "ab"'],
+}
+
+
+def ids(*texts: str) -> list[int]:
+    """The tokens with these texts."""
+    return [IN_THOUGHTS.index(text.encode()) for text in texts]
+
+
+def allowed(asked: Constraint, output: Sequence[int], masks: TokenMasks | None = None) -> set[int]:
+    """The tokens allowed after an output; None in place of a set for a row that has failed."""
+    if masks is None:
+        masks = TokenMasks(GRAMMARS)
+        masks.add(0, asked, 0, None)
+    masked = masks.compute([ConstrainedRow(0, 0, np.array(output, np.int32))])
+    assert not masked.failed[0]
+    bits = np.unpackbits(masked.bitmask.view(np.uint8), axis=1, bitorder="little")
+    return set(np.flatnonzero(bits[0]).tolist())
+
+
+def has_failed(asked: Constraint, output: Sequence[int]) -> bool:
+    masks = TokenMasks(GRAMMARS)
+    masks.add(0, asked, 0, None)
+    return bool(masks.compute([ConstrainedRow(0, 0, np.array(output, np.int32))]).failed[0])
+
+
+def rest(thought: Thought, output: Sequence[int]) -> tuple[bytes, list[int]] | None:
+    """The text after an output's first end, and the tokens after it; None if there is none."""
+    text = b""
+    for count, token in enumerate(output, 1):
+        text += IN_THOUGHTS[token]
+        if not text.startswith(thought.start.encode()):
+            continue
+        ends = [text.find(end.encode()) + len(end) for end in thought.ends if end.encode() in text]
+        if ends:
+            return text[min(ends) :], list(output[count:])
+    return None
+
+
+def expected(asked: Constraint, thought: Thought, output: Sequence[int]) -> set[int]:
+    """The contract's words as a loop over all tokens."""
+    plain = constraint(asked.kind.value, *asked.texts)
+    start, text = thought.start.encode(), b"".join(IN_THOUGHTS[token] for token in output)
+    if found := rest(thought, output):
+        return allowed(plain, found[1])
+    if not (text.startswith(start) or start.startswith(text)):
+        return allowed(plain, output)
+
+    def stays_in_thought(token: int) -> bool:
+        found, after = rest(thought, [*output, token]), text + IN_THOUGHTS[token]
+        if found and found[0]:
+            return False
+        if text.startswith(start):
+            return True
+        return bool(IN_THOUGHTS[token]) and (after.startswith(start) or start.startswith(after))
+
+    tokens = {token for token in range(len(TEXTS)) if token != END and stays_in_thought(token)}
+    if not text.startswith(start) and not has_failed(plain, output):
+        tokens |= allowed(plain, output)
+    return tokens
+
+
+thoughts = st.builds(
+    Thought,
+    st.sampled_from(["", "<t>", "<t>x", "ab", "<"]),
+    st.sampled_from([("</t>",), ("t>",), ("</t>", "/t"), ("xx",), ("</t>\n", "</t>x"), ("tt>",)]),
+).filter(lambda thought: not any(end in thought.start for end in thought.ends))
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(list(KINDS)), thoughts, st.data())
+def test_every_token_is_allowed_in_a_thought_and_the_constraint_begins_after_it(
+    kind: str, thought: Thought, data: st.DataObject
+) -> None:
+    asked = constraint(kind, *KINDS[kind], thought=thought)
+    masks, output = TokenMasks(GRAMMARS), list[int]()
+    masks.add(0, asked, 0, None)
+    marks = ids("<", "/", "t", ">", "</", "t>", "x", "<t>", "</t>")
+    for _ in range(data.draw(st.integers(1, 12))):
+        found = allowed(asked, output, masks)
+        assert found == expected(asked, thought, output), output
+        assert found == allowed(asked, output), "a matcher that is built from the tokens"
+        likely = [token for token in marks if token in found]
+        token = data.draw(st.sampled_from(likely * 3 + sorted(found)))
+        if token == END:
+            return
+        output.append(token)
+
+
+@settings(deadline=None, max_examples=100)
+@given(thoughts, st.lists(st.sampled_from(range(len(TEXTS))), max_size=8), st.data())
+def test_as_many_drafts_are_allowed_as_one_by_one(
+    thought: Thought, tail: list[int], data: st.DataObject
+) -> None:
+    asked = constraint("choice", *LANGUAGE, thought=thought)
+    marks = st.sampled_from([*ids("<t>", "</t>", "</", "t>", "x", "ab", "a", "b"), END])
+    drafts = data.draw(st.lists(marks, max_size=8)) + tail
+    masks = TokenMasks(GRAMMARS)
+    masks.add(0, asked, 0, None)
+    row = ConstrainedRow(0, 0, np.empty(0, np.int32))
+    number = masks.num_allowed(row, np.array(drafts, np.int32))
+    for place in range(number):
+        if drafts[place] == END:
+            return
+        assert drafts[place] in allowed(asked, drafts[:place])
+    if number < len(drafts) and drafts[number] != END:
+        assert drafts[number] not in allowed(asked, drafts[:number])
+    assert allowed(asked, [], masks) == allowed(asked, []), "drafts have left no trace"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thought_is_free_to_hold_json_quotes_line_breaks_and_parts_of_the_end(kind: str) -> None:
+    asked = constraint(kind, *KINDS[kind], thought=Thought("<t>", ("</t>",)))
+    output = [OPEN, *ids('{"', "t>\n", "</", "x", "<", "/", "t", "x", "</", "x</"), OPEN]
+    for count in range(1, len(output) + 1):
+        found = allowed(asked, output[:count])
+        assert len(found) > len(TEXTS) - 8, output[:count]
+        assert END not in found
+    plain = allowed(constraint(kind, *KINDS[kind]), [])
+    assert allowed(asked, [*output, CLOSE]) == plain
+    assert allowed(asked, [*output, *ids("<", "/", "t", ">")]) == plain
+
+
+def test_an_output_that_does_not_think_is_constrained_from_its_first_token() -> None:
+    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",)))
+    assert allowed(asked, []) == set(ids("a", "ab", "<t>", "<", "<t>x"))
+    assert allowed(asked, ids("a")) == set(ids("b"))
+    assert allowed(asked, ids("ab")) == {END}
+
+
+def test_an_output_that_neither_matches_nor_thinks_fails() -> None:
+    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",)))
+    assert has_failed(asked, ids("<", "x"))
+    assert has_failed(asked, ids("x"))
+    assert has_failed(asked, [OPEN, *ids("</t>x")]), "beyond the end in one token"
+    assert has_failed(asked, [OPEN, CLOSE, *ids("x")])
+    assert not has_failed(asked, [OPEN, *ids("x")])
+
+
+def test_end_tokens_are_allowed_only_after_the_thought() -> None:
+    thought = Thought("", ("</t>",))
+    asked = constraint("regex", "a*", ends=[END, *ids("x")], lasts=[LAST], thought=thought)
+    inside = allowed(asked, ids("a"))
+    assert not inside & {END, LAST, *ids("x")}
+    assert allowed(asked, [*ids("a"), CLOSE]) >= {END, *ids("x", "a")}
+
+
+def test_a_fork_in_a_thought_follows_its_own_output() -> None:
+    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",)))
+    masks = TokenMasks(GRAMMARS)
+    masks.add(0, asked, 0, None)
+    allowed(asked, [OPEN, *ids("</")], masks)
+    masks.add(1, asked, 0, 0)
+    outputs = {0: [OPEN, *ids("</", "t", "x")], 1: [OPEN, *ids("</", "t>")]}
+    rows = [ConstrainedRow(i, i, np.array(output)) for i, output in outputs.items()]
+    bits = np.unpackbits(masks.compute(rows).bitmask.view(np.uint8), axis=1, bitorder="little")
+    for row, output in outputs.items():
+        assert set(np.flatnonzero(bits[row]).tolist()) == allowed(asked, output)
+
+
+def test_a_thought_of_thousands_of_tokens_computes_as_many_masks_as_its_end_has_bytes() -> None:
+    asked = constraint("json_schema", '{"type": "object"}', thought=Thought("", ("</t>",)))
+    masks = TokenMasks(GRAMMARS)
+    masks.add(0, asked, 0, None)
+    output = ids("x", "</", "x", "<", "t", '{"') * 500
+    for count in range(len(output)):
+        masks.compute([ConstrainedRow(0, 0, np.array(output[:count], np.int32))])
+    assert asked.thought is not None
+    assert GRAMMARS.thought(asked.thought).allowed.cache_info().currsize <= len("</t>")
+
+
+def test_special_tokens_have_their_contents_in_thoughts() -> None:
+    tokenizer = b"""{"added_tokens": [
+        {"id": 3, "content": "<|channel|>", "special": true},
+        {"id": 4, "content": "<think>", "special": false}]}"""
+    assert special_texts(tokenizer) == {3: b"<|channel|>"}
+    assert special_texts(b"{}") == {}
