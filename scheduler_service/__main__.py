@@ -6,7 +6,7 @@ from importlib import import_module
 
 import typer
 
-from service_common.config_flags import run_to_exit
+from service_common.config_flags import CONTEXT, run_to_exit
 
 MODULES = {
     "scheduler": "scheduler_service.core_service.cli",
@@ -24,6 +24,7 @@ def make_app(commands: Iterable[str] = MODULES) -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
+        context_settings=CONTEXT,
     )
     app.callback(
         help="The scheduling side of Pagewire: one scheduler core, any number of frontends."

@@ -9,10 +9,12 @@ import asyncio
 import atexit
 import inspect
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
+from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, NoReturn, TypeAlias, TypeVar, get_type_hints
@@ -40,15 +42,41 @@ _METAVARS = {
 }
 
 
-def flag(name: str, kind: Any, default: object, text: str, **settings: Any) -> inspect.Parameter:
+CONTEXT = {"token_normalize_func": lambda name: name.replace("_", "-")}
+"""Settings of a command line on which `--max_num_seqs` is `--max-num-seqs`, as on vLLM's."""
+
+_MULTIPLES = {"": 1} | {
+    unit: base**power
+    for base, units in ((1000, "kmgt"), (1024, "KMGT"))
+    for power, unit in enumerate(units, 1)
+}
+
+
+def parse_count(text: str | int) -> int:
+    """`8192`, `8k` (8,000), `8K` (8,192) or `1.5m`, as vLLM reads counts of tokens."""
+    match = re.fullmatch(r"(\d+)(\.\d+)?([kmgtKMGT]?)", str(text).strip())
+    if match is None or (match[2] and (match[3] or "K").isupper()):
+        raise typer.BadParameter(
+            f"expected a whole number, such as 8192, 8k (8000) or 8K (8192), got {text!r}"
+        )
+    return int(Decimal(match[1] + (match[2] or "")) * _MULTIPLES[match[3]])
+
+
+COUNT = {"parser": parse_count, "metavar": "TOKENS"}
+"""Settings of a flag that is a number of tokens."""
+
+
+def flag(
+    name: str, kind: Any, default: object, text: str, short: str = "", **settings: Any
+) -> inspect.Parameter:
     """One flag; a boolean one that ends in `!` cannot be negated on the command line.
 
-    settings: more of `typer.Option`'s.
+    short: another name. settings: more of `typer.Option`'s.
     """
-    names = []
-    if name.endswith("!"):
-        name = name[:-1]
-        names.append(f"--{name.replace('_', '-')}")
+    names = [short] if short else []
+    if name.endswith("!") or short:
+        name = name.removesuffix("!")
+        names.insert(0, f"--{name.replace('_', '-')}")
     settings.setdefault("metavar", _METAVARS.get(name, "FILE" if kind == Path | None else None))
     settings.setdefault("envvar", f"PAGEWIRE_{name.upper()}")
     option = typer.Option(*names, help=text, **settings)

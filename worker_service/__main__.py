@@ -11,6 +11,7 @@ import typer
 
 from service_common.config_flags import (
     CLUSTER,
+    CONTEXT,
     LOGGING,
     Flags,
     run_service,
@@ -55,7 +56,7 @@ from worker_service.launcher.launcher import (
 if TYPE_CHECKING:
     from worker_service.engine.executor import Executor
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
 
 
 @app.command()

@@ -102,6 +102,14 @@ class SimulationConfig:
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("safetensors", "dummy")
 QUANTIZATIONS = ("int8", "int4", "fp8")
+CHECKPOINT_METHODS = {
+    name: name
+    for name in ("awq", "gptq", "compressed-tensors", "fp8", "modelopt", "bitsandbytes", "gguf")
+} | {  # by vLLM's kernels for them
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+}
+"""Methods of quantized checkpoints that the user may name, by vLLM's words for them."""
 ATTENTION_BACKENDS = ("flash", "flashinfer", "triton", "cpu", "reference")
 
 
@@ -125,7 +133,8 @@ class ModelConfig:
     """safetensors, or dummy for random weights."""
 
     quantization: str | None = None
-    """Round the weights of linear layers to int8, int4 or fp8 while they are loaded."""
+    """Round the weights of linear layers to int8, int4 or fp8 while they are loaded; or the method
+    of a quantized checkpoint, such as awq, which is only checked."""
 
     quantization_cache: str | None = None
     """Write rounded weights to this folder, once, and read them at later starts."""
@@ -167,7 +176,13 @@ class ModelConfig:
         _expect_one_of(DTYPES, "dtype", self.dtype)
         _expect_one_of(LOAD_FORMATS, "load_format", self.load_format)
         if self.quantization is not None:
-            _expect_one_of(QUANTIZATIONS, "quantization", self.quantization)
+            _expect(
+                self.quantization in (*QUANTIZATIONS, *CHECKPOINT_METHODS),
+                "quantization",
+                f"{', '.join(QUANTIZATIONS)} to round a dense checkpoint, or the method of a"
+                f" quantized one, found without the flag: {', '.join(CHECKPOINT_METHODS)}",
+                repr(self.quantization),
+            )
         if self.attention_backend is not None:
             _expect_one_of(ATTENTION_BACKENDS, "attention_backend", self.attention_backend)
         _expect(

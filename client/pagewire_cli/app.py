@@ -10,6 +10,7 @@ import typer
 from pagewire_cli import services, terminal
 from pagewire_cli.bench import bench
 from pagewire_cli.chat import chat
+from pagewire_cli.command import CONTEXT, EXIT_WRONG_OPTION, Command, ServeCommand
 from pagewire_cli.demo import demo
 from pagewire_cli.drain import drain
 from pagewire_cli.generate import generate
@@ -20,12 +21,12 @@ from pagewire_cli.top import top
 from pagewire_client.errors import LocalServiceError, NotAuthorized, PagewireError, Unavailable
 
 EXIT_FAILURE = 1
-EXIT_WRONG_OPTION = 2
 
 app = typer.Typer(
     name="pagewire",
     no_args_is_help=True,
     add_completion=False,
+    context_settings=CONTEXT,
     pretty_exceptions_enable=False,
 )
 
@@ -48,8 +49,9 @@ def pagewire(
     """Serve large language models, and talk with them."""
 
 
-for command in (serve, generate, chat, status, top, drain, bench, demo):
-    app.command()(command)
+app.command(cls=ServeCommand)(serve)
+for command in (generate, chat, status, top, drain, bench, demo):
+    app.command(cls=Command)(command)
 app.add_typer(key, name="key")
 for role in (
     services.frontend,

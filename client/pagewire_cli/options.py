@@ -290,7 +290,7 @@ def _engine_parameter(flag: engine_args.Flag) -> inspect.Parameter:
         kind | None,
         None,
         flag.help,
-        name,
+        *filter(None, (name, flag.short)),
         envvar=f"PAGEWIRE_{flag.name.upper()}",
         show_default=False,
         rich_help_panel=("All services" if flag.service == "all" else flag.service.capitalize()),

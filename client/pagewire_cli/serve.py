@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,13 +18,15 @@ _ENDED = b"\0"
 """No signal has this number."""
 DEFAULT_HTTP_ADDRESS = "127.0.0.1:8000"
 """The address that OpenAI clients of a local server commonly use."""
+EMBEDDED = "embedded"
+"""The model that comes with Pagewire."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
     """The services to start."""
 
-    model: str = "embedded"
+    model: str | None = None
     """Checkpoint directory, GGUF file, Hugging Face hub id, or `embedded`."""
     listen: str = DEFAULT_ADDRESS
     """HOST:PORT or unix:PATH for gRPC clients; further frontends use the next ports."""
@@ -34,9 +36,10 @@ class Deployment:
     """Host of the HTTP API, in place of the one in --http."""
     port: int | None = None
     """Port of the HTTP API, in place of the one in --http."""
-    api_key: str | None = None
-    """The one key that clients must send. Other users of this machine cannot read the variable.
-    For keys of several tenants see --api-keys."""
+    api_key: list[str] = field(default_factory=list)
+    """Key that clients must send; repeat it for further keys. Other users of this machine cannot
+    read the variable, whose keys are separated by spaces. For keys of several tenants see
+    --api-keys."""
     metrics_port: str | None = None
     """Port of the core's /metrics for Prometheus; the frontends and then the workers use the next
     ports."""
@@ -49,6 +52,7 @@ class Deployment:
 DEPLOYMENT = group_of(
     Deployment,
     {
+        "model": {"show_default": EMBEDDED},
         "http": {"metavar": "HOST:PORT|off"},
         "host": {"envvar": None},
         "port": {"envvar": None, "min": 1, "max": 65535},
@@ -72,10 +76,11 @@ def serve(
     A service that dies is restarted, and open streams continue. SIGTERM and ctrl-C let running
     requests finish within the grace period; a second one stops everything at once.
     """
-    model = checkpoint or deployment.model
-    if deployment.model not in (Deployment.model, model):
+    model = checkpoint or deployment.model or EMBEDDED
+    if deployment.model not in (None, model):
         raise typer.BadParameter(
-            f"--model (or PAGEWIRE_MODEL) names another model, {deployment.model}, than {model}"
+            f"expected one model, got {deployment.model} (--model or PAGEWIRE_MODEL) and {model}"
+            " (MODEL); for several names of a model repeat --served-model-name"
         )
 
     def on_line(name: str, line: str) -> None:
@@ -89,7 +94,7 @@ def serve(
         num_workers=deployment.workers,
         listen=deployment.listen,
         http=_http_address(deployment),
-        api_key=deployment.api_key,
+        api_keys=deployment.api_key,
         metrics_port=None if deployment.metrics_port == "off" else deployment.metrics_port,
         on_line=on_line,
     )
@@ -163,8 +168,8 @@ def _note_addresses(services: LocalServices, names: list[str], engine: dict[str,
 
 def still_checking(model: str) -> str:
     """What the services do before they listen and their output is shown."""
-    if model == Deployment.model or Path(model).exists():
-        return f"still checking the flags and {model}"
+    if model == EMBEDDED or Path(model).exists():
+        return f"still checking the flags and the model {model}"
     return f"still looking for {model} on the Hugging Face hub"
 
 

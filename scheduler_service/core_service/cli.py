@@ -7,7 +7,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.config import NO_TENANTS, CoreServiceConfig, read_tenants
 from scheduler_service.core_service.step_watchdog import StepTimeout
 from service_common.cluster import ClusterConfig
-from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
+from service_common.config_flags import CLUSTER, COUNT, ConfigFlags, Flags, flag
 from service_common.metrics_server import metrics_address
 
 SERVICE = ConfigFlags(
@@ -21,6 +21,7 @@ SERVICE = ConfigFlags(
 )
 SCHEDULER = ConfigFlags(
     SchedulerConfig,
+    settings={"max_num_batched_tokens": COUNT, "max_queue_tokens": COUNT},
     max_outgrown_wait_s="max_outgrown_wait",
     queue_retry_delay_s=None,
     lets_equals_overtake=None,

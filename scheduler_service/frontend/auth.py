@@ -21,7 +21,7 @@ import hashlib
 import re
 import time
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -145,9 +145,9 @@ def hash_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def single_key(key: str) -> Keys:
-    """One key for everything, with no tenants."""
-    return {hash_of(key): ApiKey(tenant=Principal())}
+def shared_keys(keys: Iterable[str]) -> Keys:
+    """Keys for everything, with no tenants."""
+    return {hash_of(key): ApiKey(tenant=Principal()) for key in keys}
 
 
 def read_keys(path: Path) -> Keys:

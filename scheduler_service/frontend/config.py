@@ -29,9 +29,9 @@ class FrontendConfig:
     """Keys that clients may present, as TOML; without them no key is required. See
     docs/security.md."""
 
-    api_key: str | None = field(default=None, repr=False)
-    """A single key for all clients. Other users of this machine can read it on a command line, but
-    not in the environment."""
+    api_key: list[str] = field(default_factory=list, repr=False)
+    """A key for all clients; may be repeated, and in the variable several are separated by spaces.
+    Other users of this machine can read it on a command line, but not in the environment."""
 
     tls: TlsFiles | None = None
     """The certificate for clients, and the authority of certificates required of them."""
@@ -111,7 +111,7 @@ class FrontendConfig:
     def knows_callers(self) -> bool:
         """Whether callers must authenticate."""
         asks_certificate = self.tls is not None and self.tls.ca is not None
-        return asks_certificate or self.api_keys is not None or self.api_key is not None
+        return asks_certificate or self.api_keys is not None or bool(self.api_key)
 
     @property
     def allowed_hosts(self) -> frozenset[str] | None:
@@ -124,13 +124,14 @@ class FrontendConfig:
 
     def _check_keys(self) -> None:
         if self.api_keys is not None:
-            if self.api_key is not None:
-                raise ValueError(
-                    "api_key: excludes api_keys; give either one key or a file of keys"
-                )
+            if self.api_key:
+                raise ValueError("api_key: excludes api_keys; give either keys or a file of keys")
             read_keys(self.api_keys)
-        elif self.api_key is not None and len(self.api_key) < MIN_API_KEY_CHARS:
-            raise ValueError(f"api_key: expected at least {MIN_API_KEY_CHARS} characters")
+        if short := [len(key) for key in self.api_key if len(key) < MIN_API_KEY_CHARS]:
+            raise ValueError(
+                f"api_key: expected at least {MIN_API_KEY_CHARS} characters, got {short[0]};"
+                " `pagewire key new` makes a key"
+            )
 
 
 def _check_http(address: str) -> None:

@@ -20,7 +20,7 @@ from scheduler_service.frontend.auth import (
     Authentication,
     NoAuthentication,
     read_keys,
-    single_key,
+    shared_keys,
 )
 from scheduler_service.frontend.config import FrontendConfig, public_server_options
 from scheduler_service.frontend.core_client import CoreClient, CoreConnection
@@ -195,8 +195,8 @@ def authentication_of(config: FrontendConfig) -> Authentication:
     if config.api_keys is not None:
         path = config.api_keys
         return ApiKeys(WatchedFiles([path], lambda: read_keys(path)).get)
-    if config.api_key is not None:
-        keys = single_key(config.api_key)
+    if config.api_key:
+        keys = shared_keys(config.api_key)
         return ApiKeys(lambda: keys)
     return NoAuthentication()
 

@@ -118,7 +118,7 @@ def get_health(
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
 async def test_http_asks_for_the_same_keys(header: str) -> None:
-    async with http_served(api_key=KEY) as served:
+    async with http_served(api_key=[KEY]) as served:
         for path in ("/v1/models", "/nowhere"):
             assert (await served.client.get(path)).status_code == 401
             value = f"Bearer {KEY}" if header == "authorization" else KEY
@@ -128,7 +128,7 @@ async def test_http_asks_for_the_same_keys(header: str) -> None:
 
 
 async def test_the_document_tells_where_a_key_is_asked_for() -> None:
-    async with http_served(api_key=KEY) as served:
+    async with http_served(api_key=[KEY]) as served:
         document = (await served.client.get("/openapi.json")).json()
         for path, operations in document["paths"].items():
             for method, operation in operations.items():
@@ -283,7 +283,7 @@ async def test_a_head_behind_a_refused_body_may_be_no_longer_than_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 600)
-    async with http_served(api_key=KEY) as served, asyncio.timeout(20):
+    async with http_served(api_key=[KEY]) as served, asyncio.timeout(20):
         assert served.frontend.http is not None
         host, _, port = served.frontend.http.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -1,9 +1,12 @@
-"""How a service's process ends."""
+"""How a service's process ends, and how its flags are read."""
 
 import subprocess
 import sys
 
 import pytest
+import typer
+
+from service_common.config_flags import parse_count
 
 PROGRAM = """
 import atexit, sys, threading
@@ -66,3 +69,21 @@ def test_a_signal_after_a_services_end_leaves_the_exit_code_alone(name: str) -> 
     )
     assert ended.stdout.splitlines() == ["served", "ended by itself"]
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        *(("8192", 8192), (8192, 8192), (" 8k ", 8000), ("8K", 8192), ("1M", 2**20)),
+        *(("1m", 10**6), ("25.6k", 25_600), ("0.5m", 500_000), ("2g", 2 * 10**9)),
+        *(("1.1k", 1100), ("1T", 2**40), ("0", 0)),
+    ],
+)
+def test_counts_are_read_as_vllm_reads_them(text: str | int, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "k", "8kb", "1.5K", "1.5", "-1", "auto", "1e4", "8 k"])
+def test_no_other_text_is_a_count(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="expected a whole number, such as 8192, 8k"):
+        parse_count(text)

@@ -12,7 +12,7 @@ from enum import StrEnum
 import typer
 
 from service_common.cluster import ClusterConfig
-from service_common.config_flags import CLUSTER, ConfigFlags, Flags, flag
+from service_common.config_flags import CLUSTER, COUNT, ConfigFlags, Flags, flag
 from service_common.metrics_server import metrics_address
 from worker_service.config import (
     DEFAULT_LISTEN,
@@ -242,6 +242,8 @@ RANKS = ConfigFlags(
     RankFlags,
     settings={
         "group_id": {"show_default": "drawn at random"},
+        "tensor_parallel_size": {"short": "-tp"},
+        "pipeline_parallel_size": {"short": "-pp"},
         "rank": {"show_default": "start all ranks on this machine, unless torchrun has"},
         "distributed_init": {"metavar": "HOST:PORT"},
     },
@@ -272,13 +274,16 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * unit)
 
 
+_VLLM_DTYPES = {"half": "float16", "float": "float32"}
+"""vLLM's other names of dtypes."""
 _BYTES = {"parser": parse_bytes, "metavar": "SIZE"}
 
 MODEL = ConfigFlags(
     ModelConfig,
     settings={
-        "max_model_len": {"show_default": "the model's own"},
-        "quantization": {"show_default": "as the checkpoint has them"},
+        "dtype": {"parser": lambda name: _VLLM_DTYPES.get(name, name), "metavar": "DTYPE"},
+        "max_model_len": COUNT | {"show_default": "the model's own"},
+        "quantization": {"short": "-q", "show_default": "as the checkpoint has them"},
         "quantization_cache": {"metavar": "DIR", "show_default": "rounded at every start"},
         "attention_backend": {"show_default": "by device and model"},
         "threads": {"show_default": "as many as it keeps busy of the physical cores there are"},

@@ -17,7 +17,13 @@ import torch
 
 from pagewire_kernels.interface import Abilities, AttentionNeeds
 from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_kernels
-from worker_service.config import CacheConfig, ModelConfig, local_model
+from worker_service.config import (
+    CHECKPOINT_METHODS,
+    QUANTIZATIONS,
+    CacheConfig,
+    ModelConfig,
+    local_model,
+)
 from worker_service.distributed.communicator import Communicator, require_symmetric_memory
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
@@ -38,7 +44,11 @@ from worker_service.loader.model_files import (
     resolve_model,
     special_tokens,
 )
-from worker_service.loader.quantized_checkpoint import Schemes, read_schemes
+from worker_service.loader.quantized_checkpoint import (
+    Schemes,
+    quantization_method,
+    read_schemes,
+)
 from worker_service.loader.rounded_cache import with_rounded_weights
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import (
@@ -227,6 +237,27 @@ def _device_of(config: ModelConfig, cache: CacheConfig) -> torch.device:
     return device
 
 
+def _without_stored_method(
+    config: ModelConfig, model_dir: Path, hf_config: Mapping[str, Any]
+) -> ModelConfig:
+    """The options without a quantization that only names how the checkpoint is stored.
+
+    Raises InvalidOption if the checkpoint is stored otherwise.
+    """
+    if config.quantization is None:
+        return config
+    stored = quantization_method(model_dir, hf_config)
+    if stored is not None and CHECKPOINT_METHODS.get(config.quantization) == stored:
+        return replace(config, quantization=None)
+    if config.quantization in QUANTIZATIONS:
+        return config
+    raise InvalidOption(
+        f"quantization: expected {stored or 'none'}, the method of the checkpoint {model_dir}, got"
+        f" {config.quantization}; without the flag it is found"
+        + ("" if stored else f", and {', '.join(QUANTIZATIONS)} round a dense checkpoint")
+    )
+
+
 def check_model(config: ModelConfig, cache: CacheConfig) -> None:
     """Raise the error of `load_model` if options, `config.json` or headers of weights show it, and
     OutOfMemory if its cache is larger than the memory.
@@ -240,6 +271,7 @@ def check_model(config: ModelConfig, cache: CacheConfig) -> None:
     if model_dir is None:
         return
     hf_config = read_config(model_dir)
+    config = _without_stored_method(config, model_dir, hf_config)
     schemes = read_schemes(model_dir / "config.json", hf_config)
     settings = native_settings(hf_config)
     if settings is None:
@@ -267,6 +299,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     dummy = config.load_format == "dummy"
     model_dir = resolve_model(config.model, config.revision, weights=not dummy)
     hf_config = read_config(model_dir)
+    config = _without_stored_method(config, model_dir, hf_config)
     schemes = read_schemes(model_dir / "config.json", hf_config)
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu" and config.cpus is not None:

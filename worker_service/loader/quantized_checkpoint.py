@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight
 from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import read_json
 from worker_service.loader.quantized_formats import (
     FACTS,
@@ -142,6 +143,14 @@ def read_schemes(config_file: Path, hf_config: Mapping[str, Any]) -> Schemes:
         return ()
     method = settings.one_of("quant_method", _FORMATS)
     return tuple(_READERS[method](settings, _FORMATS[method]))
+
+
+def quantization_method(model_dir: Path, hf_config: Mapping[str, Any]) -> str | None:
+    """The `quant_method` of a checkpoint, or `gguf`; None if it is not quantized by any."""
+    if is_gguf(model_dir):
+        return "gguf"
+    _, values = _find_settings(model_dir / "config.json", hf_config)
+    return None if values is None else values.get("quant_method") or "compressed-tensors"
 
 
 def _find_settings(config_file: Path, hf_config: Mapping[str, Any]) -> tuple[str, Any]:

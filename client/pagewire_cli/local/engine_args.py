@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire_cli import vllm_flags
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -21,6 +23,8 @@ class Flag:
     help: str
     negatable: bool = False
     """A switch that also has a `--no-…` form."""
+    short: str = ""
+    """Another name of the option."""
 
     def is_for(self, service: str) -> bool:
         """Whether a service takes it."""
@@ -50,17 +54,35 @@ FLAGS = (
         "Name by which clients ask for the model; repeat it for further names.",
     ),
     Flag("device", str, "worker", "auto, cpu, cuda or cuda:N."),
-    Flag("dtype", str, "worker", "auto, float32, bfloat16 or float16."),
-    Flag("max_model_len", int, "worker", "Most tokens of prompt and output together."),
+    Flag("dtype", str, "worker", "auto, float32 (float), bfloat16 or float16 (half)."),
+    Flag("max_model_len", str, "worker", "Most tokens of prompt and output together, as 8k."),
     Flag("block_size", int, "worker", "Tokens per KV block."),
     Flag("kv_cache_memory", str, "worker", "Memory for the KV cache, such as 4GiB."),
     Flag("swap_space", str, "worker", "Host memory for swapped blocks, such as 4GiB."),
     Flag("gpu_memory_utilization", float, "worker", "Share of the GPU's memory to use."),
     Flag("load_format", str, "worker", "safetensors, or dummy for random weights."),
-    Flag("quantization", str, "worker", "Round weights to int8, int4 or (GPUs) fp8."),
+    Flag(
+        "quantization",
+        str,
+        "worker",
+        "Round weights to int8, int4 or (GPUs) fp8; or the checkpoint's own method.",
+        short="-q",
+    ),
     Flag("quantization_cache", str, "worker", "Folder that keeps rounded weights (int8, int4)."),
-    Flag("tensor_parallel_size", int, "worker", "Ranks that share each layer of the model."),
-    Flag("pipeline_parallel_size", int, "worker", "Stages that the layers are spread over."),
+    Flag(
+        "tensor_parallel_size",
+        int,
+        "worker",
+        "Ranks that share each layer of the model.",
+        short="-tp",
+    ),
+    Flag(
+        "pipeline_parallel_size",
+        int,
+        "worker",
+        "Stages that the layers are spread over.",
+        short="-pp",
+    ),
     Flag("attention_backend", str, "worker", "Attention kernels to use."),
     Flag("kv_cache_dtype", str, "worker", "auto; fp8 (GPUs) or int8 (CPUs) for a byte each."),
     Flag("batch_invariant", bool, "worker", "Make tokens independent of the batch, on GPUs too."),
@@ -85,7 +107,7 @@ FLAGS = (
     Flag("simulate_sequence_us", float, "worker", "Microseconds per row."),
     Flag("simulate_block_us", float, "worker", "Microseconds per swapped block."),
     Flag("max_num_seqs", int, "scheduler", "Most sequences in a batch."),
-    Flag("max_num_batched_tokens", int, "scheduler", "Most tokens computed in one step."),
+    Flag("max_num_batched_tokens", str, "scheduler", "Most tokens computed in one step, as 8k."),
     Flag(
         "enable_chunked_prefill",
         bool,
@@ -115,7 +137,7 @@ FLAGS = (
         "Most times longer than expected a step may take.",
     ),
     Flag("max_queue_requests", int, "scheduler", "Most waiting requests."),
-    Flag("max_queue_tokens", int, "scheduler", "Most prompt tokens of waiting requests."),
+    Flag("max_queue_tokens", str, "scheduler", "Most prompt tokens of waiting requests."),
     Flag("policy", str, "scheduler", "Scheduling policy: fcfs, priority or fair."),
     Flag("tenants", str, "scheduler", "File of tenants' weights and limits."),
     Flag("isolate_tenants", bool, "scheduler", "Share no KV blocks between tenants.", True),
@@ -158,12 +180,31 @@ FLAGS = (
 )
 
 
-def check_names(values: Mapping[str, Any]) -> None:
-    """Raise TypeError for an unknown flag."""
-    known = {flag.name for flag in FLAGS}
-    for name in values:
-        if name not in known:
-            raise TypeError(f"unknown engine flag {name!r}; there are: {', '.join(sorted(known))}")
+def check_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values without switches of vLLM that are always on. Raises TypeError for other unknown
+    flags, which it explains together."""
+    known = {flag.name: flag for flag in FLAGS}
+    unknown = {name: "--" + name.replace("_", "-") for name in values if name not in known}
+    always = [
+        name for name, option in unknown.items() if vllm_flags.is_always_on(option) and values[name]
+    ]
+    options = [flag.option for flag in FLAGS]
+    lines = [
+        vllm_flags.explain(option, options, spell=_as_argument).replace(option, name, 1)
+        for name, option in unknown.items()
+        if name not in always
+    ]
+    if lines:
+        raise TypeError("unknown engine flags:\n" + "\n".join(lines))
+    return {name: value for name, value in values.items() if name not in always}
+
+
+def _as_argument(option: str) -> str:
+    """An option as a keyword argument of `LLM`; one that `LLM` lacks is returned unchanged."""
+    names = {flag.option: flag.name for flag in FLAGS} | {"--workers": "num_workers"}
+    if option.startswith("--no-"):
+        return f"{names['--' + option.removeprefix('--no-')]}=False"
+    return names.get(option, option)
 
 
 def arguments(service: str, values: Mapping[str, Any]) -> list[str]:

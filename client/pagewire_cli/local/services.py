@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, Self
@@ -41,7 +41,7 @@ class LocalServices:
         listen: str | None = None,
         http: str | None = None,
         metrics_port: str | None = None,
-        api_key: str | None = None,
+        api_keys: Sequence[str] = (),
         on_line: OnLine | None = None,
     ) -> None:
         """Starts nothing yet.
@@ -49,11 +49,10 @@ class LocalServices:
         `listen`: where the first frontend listens; further ones use the following ports. None:
         unix sockets that only this user can reach. `http`: HOST:PORT for HTTP, shared by all
         frontends; None: no HTTP. `metrics_port`: PORT or HOST:PORT of the core's metrics; the
-        frontends and then the workers use the following ports. None: no metrics. `api_key`: what
-        clients must send; None: what the environment says.
+        frontends and then the workers use the following ports. None: no metrics. `api_keys`: of
+        which clients must send one; none: what the environment says.
         """
-        self._flags = dict(engine_flags or {})
-        engine_args.check_names(self._flags)
+        self._flags = engine_args.check_names(engine_flags or {})
         worker = service_commands.kind_of_worker(simulate=bool(self._flags.get("simulate")))
         service_commands.require(worker, "scheduler", "frontend")
         indexes = range(num_frontends)
@@ -73,8 +72,8 @@ class LocalServices:
                 for name, value in self._env.items()
                 if not name.startswith(_PUBLIC_SETTINGS)
             }
-        if api_key is not None:
-            self._env["PAGEWIRE_API_KEY"] = api_key
+        if api_keys:
+            self._env["PAGEWIRE_API_KEY"] = " ".join(api_keys)
         self.core_address = self._socket("core")
         self.http_address = http
         """Address at which the frontends listen for HTTP."""

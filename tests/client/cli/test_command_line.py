@@ -325,7 +325,8 @@ def test_a_missing_api_key_names_the_option_for_one(frontend: FakeFrontend) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["a", "--model", "b"], "--model (or PAGEWIRE_MODEL) names another model, b, than a"),
+        (["a", "--model", "b"], "expected one model, got b (--model or PAGEWIRE_MODEL) and a"),
+        (["a", "--model", "embedded"], "expected one model, got embedded (--model or"),
         (["--http", "off", "--port", "8000"], "--http off serves no HTTP"),
         (["--http", "off", "--host", "::1"], "--http off serves no HTTP"),
     ],

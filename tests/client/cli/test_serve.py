@@ -174,6 +174,8 @@ def test_memory_that_cannot_be_had_ends_serve_with_what_to_choose(tmp_path: Path
 @pytest.mark.parametrize(
     ("flag", "value", "words"),
     [
+        ("--max-model-len", "8x", "Invalid value for '--max-model-len'"),
+        ("--api-key", "token-abc123", "api_key: expected at least 16 characters, got 12"),
         ("--dtype", "float8", "dtype: expected one of auto, float32, bfloat16, float16"),
         (
             "--attention-backend",
@@ -199,8 +201,8 @@ def test_a_wrong_flag_is_the_only_line_of_serve(flag: str, value: str, words: st
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("embedded", "still checking the flags and embedded"),
-        (".", "still checking the flags and ."),
+        ("embedded", "still checking the flags and the model embedded"),
+        (".", "still checking the flags and the model ."),
         ("owner/name", "still looking for owner/name on the Hugging Face hub"),
     ],
 )
@@ -246,10 +248,12 @@ def test_an_address_that_cannot_be_is_refused_before_anything_starts(listen: str
 
 
 def test_serve_takes_the_options_of_other_servers(tmp_path: Path) -> None:
-    model, port, key = str(checkpoint("llama")), free_port(), "a-key-of-some-length"
+    model, port = str(checkpoint("llama")), free_port()
+    keys = ["a-key-of-some-length", "a-second-key-of-some-length"]
     arguments = [model, *FLAGS, "--listen", f"unix:{tmp_path}/f.sock", "--host", "localhost"]
-    arguments += ["--port", str(port), "--api-key", key]
-    arguments += ["--served-model-name", "large", "--served-model-name", "gpt-4o"]
+    arguments += ["--port", str(port), "--api-key", *keys, "--enable-auto-tool-choice"]
+    arguments += ["--served-model-name", "large", "gpt-4o", "--dtype", "float", "-tp", "1"]
+    arguments += ["--max_model_len=1K", "--max-num-batched-tokens", "1.5k"]
     settings = command("serve", *arguments)
     settings["env"].pop("PAGEWIRE_HTTP")  # type: ignore[attr-defined]
     with subprocess.Popen(**settings) as process:  # type: ignore[call-overload]
@@ -258,8 +262,10 @@ def test_serve_takes_the_options_of_other_servers(tmp_path: Path) -> None:
             assert "serving large, gpt-4o on" in serve.wait_for("serving")
             url = f"http://localhost:{port}/v1"
             assert url in serve.wait_for("HTTP for OpenAI clients")
-            client = openai.OpenAI(base_url=url, api_key=key)
+            client = openai.OpenAI(base_url=url, api_key=keys[0])
             assert [model.id for model in client.models.list()] == ["large", "gpt-4o"]
+            [large, _] = client.with_options(api_key=keys[1]).models.list()
+            assert large.model_dump()["max_model_len"] == 1024
             answer = client.completions.create(model="gpt-4o", prompt="Hello", max_tokens=2)
             assert answer.model == "large"
             with pytest.raises(openai.AuthenticationError):

@@ -17,11 +17,13 @@ from transformers.pytorch_utils import Conv1D
 from pagewire_kernels.quantized_weight import quantize
 from tests.support.checkpoints import checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
+from tests.support.quantized_checkpoints import FORMATS
+from tests.support.quantized_files import make_quantized
 from tests.support.transformers_oracle import Oracle
-from worker_service.config import ModelConfig
+from worker_service.config import CacheConfig, ModelConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
-from worker_service.loader import LoadedModel, load_model, weights
+from worker_service.loader import LoadedModel, check_model, load_model, weights
 from worker_service.loader.load import arithmetic_of
 
 TOKENS = list(range(3, 40))
@@ -171,10 +173,43 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
         _load(path, "int4")
     with pytest.raises(InvalidOption, match=r"quantization: expected none, got int8.*float16"):
         _load(checkpoint("llama"), "int8", "float16")
-    with pytest.raises(InvalidOption, match=r"quantization: expected one of int8, .*, got 'fp4'"):
+    with pytest.raises(InvalidOption, match=r"expected int8, int4, fp8 to round.*, got .fp4."):
         _load(checkpoint("llama"), "fp4")
     with pytest.raises(InvalidOption, match=r"quantization: expected a multiple of 32 .* 88"):
         _load(checkpoint("gemma2"), "int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("awq", ["awq", "awq_marlin"]),
+        ("gptq", ["gptq", "gptq_marlin"]),
+        ("pack-quantized", ["compressed-tensors"]),
+        ("fp8 of outputs", ["fp8"]),
+    ],
+)
+def test_the_method_of_a_quantized_checkpoint_may_be_named(
+    name: str, words: list[str], tmp_path: Path
+) -> None:
+    path, _ = make_quantized(tmp_path, *FORMATS[next(key for key in FORMATS if name in key)])
+    unnamed = _load(path, None)
+    for word in words:
+        named = _load(path, word)
+        assert named.config.quantization is None
+        assert (named.fingerprint, arithmetic_of(named)) == (
+            unnamed.fingerprint,
+            arithmetic_of(unnamed),
+        )
+    for other in {"awq", "gptq", "compressed-tensors", "gguf"} - {words[0]}:
+        with pytest.raises(InvalidOption, match=f"expected {words[0]}, the method of the chec"):
+            check_model(
+                ModelConfig(model=str(path), device="cpu", quantization=other), CacheConfig()
+            )
+
+
+def test_a_method_of_a_dense_checkpoint_is_refused_with_what_rounds_it() -> None:
+    with pytest.raises(InvalidOption, match=r"expected none, .*, got awq; .* fp8 round"):
+        _load(checkpoint("llama"), "awq")
 
 
 def _cached(path: Path, folder: Path, quantization: str = "int4", **options: Any) -> LoadedModel:

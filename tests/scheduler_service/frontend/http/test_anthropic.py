@@ -53,7 +53,7 @@ async def test_errors_have_anthropics_names(
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 async def test_errors_before_the_endpoint_have_its_shape_too(path: str) -> None:
-    async with http_served(api_key="pw-" + "k" * 40) as served:
+    async with http_served(api_key=["pw-" + "k" * 40]) as served:
         refused = await served.client.post(path, json=WISH)
         assert refused.status_code == 401
         assert refused.json()["type"] == "error"

@@ -149,7 +149,7 @@ async def test_error_answers_have_a_request_id(
 
 
 async def test_a_caller_without_a_key_gets_a_request_id_too() -> None:
-    async with http_served(api_key="pw-" + "k" * 40) as served:
+    async with http_served(api_key=["pw-" + "k" * 40]) as served:
         refused = await served.client.get("/v1/models", headers={"x-request-id": "mine-1"})
     assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine-1")
 
@@ -215,7 +215,7 @@ async def test_the_names_that_are_allowed_can_be_chosen() -> None:
 
 
 async def test_with_keys_any_name_is_answered() -> None:
-    async with http_served(api_key="a-key-of-some-length") as served:
+    async with http_served(api_key=["a-key-of-some-length"]) as served:
         headers = {"host": "evil.example", "authorization": "Bearer a-key-of-some-length"}
         assert (await served.client.get("/v1/models", headers=headers)).status_code == 200
 
@@ -233,7 +233,7 @@ async def test_a_request_has_one_host(served: HttpServed, hosts: list[str]) -> N
 
 async def test_two_credentials_are_refused() -> None:
     key = "a-key-of-some-length"
-    async with http_served(api_key=key) as served:
+    async with http_served(api_key=[key]) as served:
         headers = [("authorization", f"Bearer {key}"), ("authorization", "Bearer other")]
         answer = await served.client.get("/v1/models", headers=headers)
         assert answer.status_code == 401

@@ -1,0 +1,163 @@
+"""vLLM's flags: each one is accepted, or explained."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pagewire_cli import vllm_flags
+from pagewire_cli.app import app
+from pagewire_cli.command import CONTEXT, ServeCommand, _repeat_lists
+from pagewire_cli.local import engine_args
+from tests.docs.test_site import flags
+from tools.docs.command_line import commands
+from tools.launch import ROOT
+
+THEIRS = (ROOT / "tests/docs/vllm_0_32_flags.txt").read_text().split()
+
+
+def refused(*arguments: str) -> str:
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    return result.stderr
+
+
+def test_every_flag_of_vllm_has_a_counterpart_or_a_reason() -> None:
+    rows = {flag: vllm_flags.row_of(flag) for flag in THEIRS}
+    assert [flag for flag, row in rows.items() if row is None] == []
+    unexplained = [
+        flag
+        for flag, row in rows.items()
+        if row and not (row.counterparts or row.is_always or row.remark)
+    ]
+    assert unexplained == []
+
+
+def test_no_flag_of_a_service_is_mistaken_for_one_that_only_vllm_has() -> None:
+    ours = {
+        flag
+        for name, command in commands()
+        if name in ("serve", "worker", "scheduler", "frontend")
+        for parameter in command.params
+        for flag in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert len(ours) > 100
+    assert {flag for flag in ours if vllm_flags.is_foreign(flag)} == set()
+
+
+def test_serve_answers_each_of_vllms_flags_with_its_row() -> None:
+    ours = flags()
+    foreign = [flag for flag in THEIRS if flag not in ours and not vllm_flags.is_always_on(flag)]
+    lines = refused("serve", "model", *foreign).removeprefix("error: ").splitlines()
+    assert len(lines) == len(foreign) > 250
+    for flag, line in zip(foreign, lines, strict=True):
+        row = vllm_flags.row_of(flag)
+        assert row is not None
+        expected = row.counterparts[0] if row.counterparts else row.remark
+        assert line.startswith(f"{flag} ")
+        assert expected in line
+
+
+def test_all_unknown_options_are_explained_in_one_message() -> None:
+    said = refused(
+        *("serve", "model", "--enforce-eager", "--enable_lora", "--lora-modules", "a=b"),
+        *("--task=generate", "-ep", "-O3", "--max-model-lem", "9", "--whatever"),
+        *("--speculative-config.method", "ngram", "--no-enable-expert-parallel"),
+    )
+    assert said.startswith("error: --enforce-eager is --no-cuda-graphs here\n")
+    assert "--enable-lora has no counterpart here: adapters are not applied: merge them" in said
+    assert "--task has no counterpart here: generation only" in said
+    assert "-ep has no counterpart here: a model with experts runs on one rank" in said
+    assert "-O is --compile here" in said
+    assert "--max-model-lem: no such option; did you mean --max-model-len?" in said
+    assert "--whatever: no such option\n" in said
+    assert "--speculative-config.method is --speculative, " in said
+    assert "--no-enable-expert-parallel has no counterpart here" in said
+
+
+@pytest.mark.parametrize("flag", ["--enable-auto-tool-choice", "--enable_prompt_tokens_details"])
+def test_a_switch_that_is_always_on_is_accepted_but_not_its_opposite(flag: str) -> None:
+    said = refused("serve", "model", flag, "--whatever")
+    assert said == "error: --whatever: no such option\n"
+    opposite = flag.replace("--", "--no-")
+    assert "cannot be given here: it is always on" in refused("serve", "model", opposite)
+
+
+@pytest.mark.parametrize("command", ["worker", "scheduler", "frontend"])
+def test_a_service_alone_explains_vllms_flags_too(command: str) -> None:
+    said = refused(command, "--enforce-eager", "--seed=3")
+    assert said.startswith("error: --enforce-eager is --no-cuda-graphs here\n--seed has no count")
+
+
+def test_another_command_names_near_options_only() -> None:
+    assert refused("generate", "--api-kye", "x", "--enable-lora") == (
+        "error: --api-kye: no such option; did you mean --api-key?\n--enable-lora: no such option\n"
+    )
+
+
+def test_text_after_a_double_dash_is_no_option() -> None:
+    result = CliRunner().invoke(app, ["generate", "--address", "nowhere", "--", "--enable-lora"])
+    assert result.exit_code == 1
+    assert "address must be HOST:PORT" in str(result.exception)
+
+
+def test_several_values_of_a_list_are_the_option_repeated() -> None:
+    args = ["--served-model-name", "a", "b", "c", "--dtype", "half", "--api_key", "k", "l"]
+    assert _repeat_lists(args, 9) == [
+        *("--served-model-name", "a", "--served-model-name", "b", "--served-model-name", "c"),
+        *("--dtype", "half", "--api_key", "k", "--api-key", "l"),
+    ]
+    assert _repeat_lists(["--served-model-name", "a", "MODEL"], 0)[-1:] == ["MODEL"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names", "model"),
+    [
+        (["m", "--served-model-name", "a", "b"], ["a", "b"], "m"),
+        (["--model", "m", "--served-model-name", "a", "b", "-tp", "2"], ["a", "b"], None),
+        (["--served_model_name", "a", "b", "m", "--dtype", "half"], ["a", "b"], "m"),
+        (["--served-model-name", "a", "m"], ["a"], "m"),
+    ],
+)
+def test_serve_reads_several_names_as_vllm_does(
+    arguments: list[str], names: list[str], model: str | None
+) -> None:
+    import typer
+
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    assert isinstance(command, ServeCommand)
+    context = command.make_context("serve", arguments, **CONTEXT)
+    assert list(context.params["served_model_name"]) == names
+    assert context.params["checkpoint"] == model
+
+
+def test_llm_explains_all_unknown_arguments_together() -> None:
+    with pytest.raises(TypeError) as raised:
+        engine_args.check_names(
+            {"enforce_eager": True, "data_parallel_size": 2, "seed": 0, "dtpe": "half", "xyz": 1}
+        )
+    assert str(raised.value).splitlines() == [
+        "unknown engine flags:",
+        "enforce_eager is cuda_graphs=False here",
+        "data_parallel_size is num_workers here (on pagewire serve; elsewhere start more workers)",
+        "seed has no counterpart here: a request's seed; a request without one gets a drawn seed,"
+        " which the answer reports",
+        "dtpe: no such option; did you mean dtype?",
+        "xyz: no such option",
+    ]
+
+
+def test_llm_accepts_switches_that_are_always_on() -> None:
+    assert engine_args.check_names({"disable_log_requests": True, "dtype": "half"}) == {
+        "dtype": "half"
+    }
+    with pytest.raises(TypeError, match="disable_log_requests cannot be given"):
+        engine_args.check_names({"disable_log_requests": False})
+
+
+def test_the_tables_are_part_of_the_package() -> None:
+    assert Path(vllm_flags.__file__).with_suffix(".txt").stat().st_size < 20_000
+    assert not re.search(
+        r"\| *none *\| *\|", (ROOT / "client/pagewire_cli/vllm_flags.txt").read_text()
+    )
