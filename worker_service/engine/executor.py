@@ -167,10 +167,10 @@ class ModelThread:
         """When the present job began, in monotonic seconds, by thread; none for idle threads."""
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
-        follow_up = threading.Thread(
+        self._follow_up = threading.Thread(
             target=self._run_jobs, args=(self._sequels,), name="model-sequels", daemon=True
         )
-        follow_up.start()
+        self._follow_up.start()
 
     @property
     def busy_s(self) -> float:
@@ -204,13 +204,15 @@ class ModelThread:
         self._sequels.put(sequel)
 
     def stop(self, *, wait_s: float) -> bool:
-        """End the thread after its queued jobs, and wait for that at most `wait_s` seconds.
+        """End both threads after their queued jobs, and wait for that at most `wait_s` seconds.
 
-        Returns whether it has ended; a thread that is stuck never does.
+        Returns whether they have ended; a thread that is stuck never does.
         """
         self._jobs.put(None)
-        self._thread.join(wait_s)
-        return not self._thread.is_alive()
+        deadline = time.monotonic() + wait_s
+        for thread in (self._thread, self._follow_up):
+            thread.join(max(deadline - time.monotonic(), 0))
+        return not self._thread.is_alive() and not self._follow_up.is_alive()
 
     def _run(self) -> None:
         self._run_jobs(self._jobs)

@@ -80,7 +80,10 @@ class StepStream:
             self.is_closed = True
             self._thread.post(self._runner.reset)
         if self._traces is not None:
-            self._traces.close()
+            traces = self._traces
+            # After the steps that were collected: a client may end this process before the
+            # follow-up thread has counted the step whose result it has.
+            self._thread.post(lambda: self._thread.follow_up(traces.close))
         self._outbox.put_nowait(_End(error))
 
     def end_idle_spans(self) -> None:

@@ -162,6 +162,32 @@ async def test_a_failure_of_the_device_ends_the_stream_and_later_results_do_not_
     assert runner.num_resets == 1
 
 
+class StepsAtClose:
+    """Spans that record how many steps were counted when they ended."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        self.meter = meter
+        self.num_steps: int | None = None
+
+    def note(self, plan: StepPlan, result: StepResult) -> None:
+        assert self.num_steps is None, "a step after the end"
+
+    def close(self) -> None:
+        self.num_steps = self.meter.num_steps
+
+
+async def test_spans_of_a_stream_that_is_closed_include_the_steps_being_collected() -> None:
+    thread, runner, meter = ModelThread(), Launcher(), StepMeter()
+    traces = StepsAtClose(meter)
+    stream = StepStream(1, runner, thread, meter, traces)  # type: ignore[arg-type]
+    await submit(stream, thread, 2)
+    stream.close()
+    for step in runner.steps:
+        step.is_done.set()
+    assert thread.stop(wait_s=10)
+    assert traces.num_steps == 2
+
+
 @pytest.mark.parametrize("end", [StepStream.close, StepStream.finish])
 async def test_a_stream_ends_with_what_it_is_told(
     thread: ModelThread, end: Callable[[StepStream, WorkerError], None]
