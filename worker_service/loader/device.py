@@ -150,7 +150,7 @@ def initialize_vector_math() -> None:
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_LARGE_WHEN_LOADING = 1 << 20
+_LARGE_WHEN_LOADING = 1 << 18
 _LARGE_WHEN_RUNNING = 32 << 20  # the maximum of glibc's dynamic threshold
 
 
