@@ -66,10 +66,11 @@ def test_two_ranks_answer_as_one_and_survive_each_others_death(
 def test_two_stages_keep_drafts_and_every_bit_also_when_one_is_killed(
     speculative: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """A bias on few tokens, so that also those of a random head are often right."""
+    """A bias on one token makes every draft of a random head right: how many drafts a worker
+    computes depends on the time that they save, so that one right draft in some would not do."""
     head = head_for(hidden_size=128, vocab_size=1024)
     drafted = load_file(head / "model.safetensors")["d2t"] + torch.arange(1024 // 3)
-    bias = [sampling_pb2.LogitBias(token_id=int(token), bias=50.0) for token in drafted[:3]]
+    bias = [sampling_pb2.LogitBias(token_id=int(drafted[1]), bias=80.0)]
     request = request_for(
         PROMPTS[0], seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, logit_bias=bias, logprobs=0
     )
@@ -89,7 +90,6 @@ def test_two_stages_keep_drafts_and_every_bit_also_when_one_is_killed(
     assert together.timings is not None
     accepted, drafted = together.timings.num_accepted_drafts, together.timings.num_drafts
     assert 0 < accepted <= drafted
-    assert speculative == "draft" or accepted < drafted, "only the model itself is always right"
 
 
 def _generate_killing(
