@@ -64,16 +64,15 @@ class Conversation:
         messages = [*self._messages, ChatMessage(role="user", content=question)]
         stream = self._client.stream(messages, self._params, model=self._model)
         try:
-            for delta in stream:
-                terminal.write(delta.text)
+            terminal.write_answer(stream)
         except KeyboardInterrupt:
             stream.close()
+            terminal.write("\n")
         except (InvalidArgument, FailedPrecondition) as error:
             # For example a conversation that is too long: /reset starts another one.
             terminal.error(error.message)
             return
-        terminal.write("\n")
-        messages.append(ChatMessage(role="assistant", content=stream.output.text))
+        messages += [choice.message for choice in stream.output.outputs[:1]]
         self._messages = messages
 
 

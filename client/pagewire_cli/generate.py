@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -53,10 +54,9 @@ def generate(
 
 def _write_as_it_comes(stream: OutputStream) -> None:
     with terminal.note_if_slow(_WAITING.format("the first token")) as waiting:
-        for delta in stream:
-            waiting.cancel()
-            terminal.write(delta.text)
-    terminal.write("\n")
+        first = next(stream, None)
+        waiting.cancel()
+        terminal.write_answer(stream if first is None else chain((first,), stream))
 
 
 def _write_all(output: RequestOutput) -> None:

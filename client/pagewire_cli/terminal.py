@@ -5,11 +5,13 @@ Colours appear only on a terminal, and generated text is never interpreted as ma
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.text import Text
+
+from pagewire_client.outputs import OutputDelta
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
 _lock = threading.Lock()
@@ -19,6 +21,25 @@ def write(text: str) -> None:
     """Write a piece of an answer unchanged, and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def write_answer(deltas: Iterable[OutputDelta]) -> None:
+    """Write an answer as it comes; the model's reasoning goes to standard error, dimmed."""
+    thinks = False
+    for delta in deltas:
+        if delta.reasoning:
+            thinks = True
+            _write_thought(delta.reasoning)
+        if delta.text:
+            if thinks:
+                _write_thought("\n\n")
+            thinks = False
+            write(delta.text)
+    write("\n")
+
+
+def _write_thought(text: str) -> None:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(text, style="dim"), end="")
 
 
 def note(text: str, style: str = "dim") -> None:

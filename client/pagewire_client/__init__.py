@@ -62,6 +62,8 @@ if TYPE_CHECKING:
         CompletionOutput,
         Logprob,
         OutputDelta,
+        OutputToolCall,
+        OutputToolCallDelta,
         RequestOutput,
         Score,
         Timings,
@@ -91,6 +93,8 @@ __all__ = [
     "NotAuthorized",
     "NotFound",
     "OutputDelta",
+    "OutputToolCall",
+    "OutputToolCallDelta",
     "Overloaded",
     "PagewireError",
     "RequestAborted",
@@ -120,7 +124,8 @@ _NAMES = {
     "errors": "AlreadyExists DeadlineExceeded FailedPrecondition InvalidArgument LocalServiceError "
     "NotAuthorized NotFound Overloaded PagewireError RequestAborted ServerError Unavailable",
     "llm": "AsyncLLM LLM",
-    "outputs": "CompletionOutput Logprob OutputDelta RequestOutput Score Timings Usage",
+    "outputs": "CompletionOutput Logprob OutputDelta OutputToolCall OutputToolCallDelta "
+    "RequestOutput Score Timings Usage",
     "retry": "NO_RETRIES RetryPolicy",
     "sampling_params": "SamplingOptions SamplingParams",
 }

@@ -10,7 +10,7 @@ from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client import requests
 from pagewire_client.async_calls import AsyncCaller, AsyncOutputStream
 from pagewire_client.batch import Batch, OnProgress
-from pagewire_client.chat import ChatPrompt, Messages, Tools
+from pagewire_client.chat import ChatPrompt, Messages, ToolChoice, Tools
 from pagewire_client.connection import (
     DEFAULT_ADDRESS,
     Address,
@@ -121,13 +121,15 @@ class AsyncClient:
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool | None = None,
+        include_reasoning: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> RequestOutput:
         """The model's turn in a conversation; `ChatPrompt` describes the arguments.
 
-        `stream(messages)` streams it, and `stream({"messages": messages, "tools": tools})`. Calls
-        of tools are in the answer's text, in the model's own format; models that begin a call with
-        a special token need `skip_special_tokens=False`.
+        `stream(messages)` streams it, and `stream({"messages": messages, "tools": tools})`. The
+        outputs have the model's `reasoning` and its `tool_calls` apart from their `text`.
         """
         prompt = ChatPrompt(
             messages=messages,
@@ -135,6 +137,9 @@ class AsyncClient:
             chat_template_kwargs=chat_template_kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls,
+            include_reasoning=include_reasoning,
         )
         return await self.generate(prompt, sampling_params, **options)
 

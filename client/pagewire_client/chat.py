@@ -56,6 +56,8 @@ class Tool(TypedDict):
     function: Function
 
 
+ToolChoice: TypeAlias = Literal["auto", "none", "required"] | Mapping[str, object]
+"""Of a mapping, as `{"type": "function", "function": {"name": "f"}}`, the function is called."""
 Messages: TypeAlias = Sequence[ChatMessage] | Sequence[Mapping[str, object]]
 Tools: TypeAlias = Sequence[Tool] | Sequence[Mapping[str, object]]
 
@@ -73,6 +75,12 @@ class ChatPrompt(TypedDict):
     `continue_final_message`."""
     continue_final_message: NotRequired[bool]
     """Whether to continue the last message, which must be an assistant's."""
+    tool_choice: NotRequired[ToolChoice | None]
+    """Whether the model must call a tool. None: it decides."""
+    parallel_tool_calls: NotRequired[bool | None]
+    """False: one call at most."""
+    include_reasoning: NotRequired[bool]
+    """Whether the answer contains the model's reasoning, which is generated in any case."""
 
 
 def chat_proto(
@@ -81,6 +89,9 @@ def chat_proto(
     chat_template_kwargs: Mapping[str, object] | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
+    tool_choice: ToolChoice | None = None,
+    parallel_tool_calls: bool | None = None,
+    include_reasoning: bool = True,
 ) -> pb.Chat:
     """The message for a conversation. Raises ValueError that names the wrong part."""
     if isinstance(messages, str | bytes | Mapping):
@@ -92,12 +103,29 @@ def chat_proto(
         messages=[_message(f"messages[{i}]", each) for i, each in enumerate(messages)],
         tools=[_tool(f"tools[{i}]", each) for i, each in enumerate(tools or ())],
         add_generation_prompt=add_generation_prompt,
+        parallel_tool_calls=parallel_tool_calls,
     )
+    if tool_choice == "none":
+        del chat.tools[:]
+    elif tool_choice not in (None, "auto"):
+        chat.tool_choice.CopyFrom(_tool_choice(tool_choice))
+    if not include_reasoning:
+        chat.include_reasoning = False
     if chat_template_kwargs:
         chat.template_arguments_json = _json("chat_template_kwargs", chat_template_kwargs)
     if continue_final_message:
         chat.continue_final_message = True
     return chat
+
+
+def _tool_choice(choice: Any) -> pb.ToolChoice:
+    name = _given(_given(choice).get("function")).get("name")
+    if choice != "required" and not isinstance(name, str):
+        raise ValueError(
+            'tool_choice must be "auto", "none", "required" or {"type": "function", "function": '
+            f'{{"name": text}}}}; got {choice!r}'
+        )
+    return pb.ToolChoice(required=True) if name is None else pb.ToolChoice(name=name)
 
 
 def encodable(text: str) -> str:

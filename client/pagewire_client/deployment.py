@@ -64,6 +64,10 @@ class ModelInfo:
     structured_output: bool
     arithmetic: str
     uses_cuda_graphs: bool
+    reasoning_parser: str
+    """How reasoning is found in answers: a format, `none`, or `auto` (also if empty)."""
+    tool_call_parser: str
+    """The same for tool calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

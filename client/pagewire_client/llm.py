@@ -14,7 +14,7 @@ from pagewire_cli.local import LocalServices
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.batch import BatchProgress, OnProgress
 from pagewire_client.calls import OutputStream
-from pagewire_client.chat import ChatPrompt, Messages, Tools
+from pagewire_client.chat import ChatPrompt, Messages, ToolChoice, Tools
 from pagewire_client.client import Client
 from pagewire_client.deployment import ModelInfo
 from pagewire_client.errors import Unavailable
@@ -176,11 +176,14 @@ class LLM:
         chat_template_kwargs: Mapping[str, object] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool | None = None,
+        include_reasoning: bool = True,
         use_tqdm: bool = True,
         **sampling: Unpack[SamplingOptions],
     ) -> list[RequestOutput]:
         """The model's turn in one conversation or several, in their order; `ChatPrompt` describes
-        the arguments."""
+        the arguments. Outputs have `reasoning` and `tool_calls` apart from their `text`."""
         prompts = [
             ChatPrompt(
                 messages=conversation,
@@ -188,6 +191,9 @@ class LLM:
                 chat_template_kwargs=chat_template_kwargs,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                include_reasoning=include_reasoning,
             )
             for conversation in prompt_list(messages)
         ]

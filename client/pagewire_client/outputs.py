@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from pagewire_client.chat import ChatMessage
+
 FinishReason = Literal["stop", "length"]
 """`stop`: an end-of-sequence token, a stop token or a stop string; `length`: `max_tokens` or the
 model's length."""
@@ -35,6 +37,8 @@ class Usage:
     """Number of the prompt's tokens that were found in the prefix cache."""
     completion_tokens: int
     """Over all choices."""
+    reasoning_tokens: int = 0
+    """Those of them that are the model's reasoning, in a chat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,13 +68,35 @@ class Timings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OutputToolCallDelta:
+    """The next part of a tool call; the first part has its id and its name."""
+
+    index: int
+    """Which call of the choice."""
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+    """Text to append."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OutputToolCall:
+    """A call of a function that the model requests, as received so far."""
+
+    id: str
+    name: str
+    arguments: str = ""
+    """The text of a JSON object, as the model wrote it; cut off if the answer is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OutputDelta:
     """An increment of one choice; all of them together give its `CompletionOutput`."""
 
     index: int
     """Index of the choice."""
     text: str
-    """Text to append: whole characters, possibly empty."""
+    """Text to append: whole characters, possibly empty. In a chat, without reasoning and calls."""
     token_ids: list[int]
     """Tokens to append. Their text may arrive later."""
     logprobs: list[PositionLogprobs] | None = None
@@ -79,6 +105,10 @@ class OutputDelta:
     """Why the choice ended; None while it continues."""
     stop_reason: str | int | None = None
     """The stop string or stop token that ended it; None for end-of-sequence tokens."""
+    reasoning: str = ""
+    """Text to append to the reasoning, in a chat."""
+    tool_calls: list[OutputToolCallDelta] = field(default_factory=list)
+    """Calls that begin or continue, in a chat with tools."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -94,6 +124,23 @@ class CompletionOutput:
     """One entry per token, if requested."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    reasoning: str = ""
+    """What the model thought before it answered, in a chat."""
+    tool_calls: list[OutputToolCall] = field(default_factory=list)
+    """Calls that it requests, in a chat with tools."""
+
+    @property
+    def message(self) -> ChatMessage:
+        """The choice as a turn of the conversation, to continue it."""
+        message = ChatMessage(role="assistant", content=self.text)
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return message
 
     @property
     def finished(self) -> bool:

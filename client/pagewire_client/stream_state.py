@@ -13,6 +13,8 @@ from pagewire_client.outputs import (
     FinishReason,
     Logprob,
     OutputDelta,
+    OutputToolCall,
+    OutputToolCallDelta,
     PositionLogprobs,
     RequestOutput,
     Timings,
@@ -29,8 +31,8 @@ _TIMINGS = tuple(field.name for field in pb.Timings.DESCRIPTOR.fields)
 class StreamState:
     """Folds the responses to one request into a `RequestOutput`.
 
-    Invariant: a choice's `token_ids`, `text` and `logprobs` contain everything that was received,
-    over all connections, exactly once.
+    Invariant: a choice's `token_ids`, `text`, `reasoning`, `tool_calls` and `logprobs` contain
+    everything that was received, over all connections, exactly once.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -102,6 +104,7 @@ class StreamState:
             prompt_tokens=response.usage.prompt_tokens,
             cached_tokens=response.usage.cached_tokens,
             completion_tokens=response.usage.completion_tokens,
+            reasoning_tokens=response.usage.reasoning_tokens,
         )
         self.output.timings = Timings(
             **{name: getattr(response.timings, name) for name in _TIMINGS}
@@ -111,6 +114,11 @@ class StreamState:
 def _append(choice: CompletionOutput, delta: pb.ChoiceDelta) -> OutputDelta:
     """Add `delta` to `choice`; returns it as an `OutputDelta`."""
     choice.text += delta.text
+    choice.reasoning += delta.reasoning
+    for call in delta.tool_calls:
+        if call.index == len(choice.tool_calls):
+            choice.tool_calls.append(OutputToolCall(id=call.id, name=call.name))
+        choice.tool_calls[call.index].arguments += call.arguments
     choice.token_ids.extend(delta.token_ids)
     logprobs = None
     if delta.logprobs:
@@ -132,6 +140,13 @@ def _append(choice: CompletionOutput, delta: pb.ChoiceDelta) -> OutputDelta:
         logprobs=logprobs,
         finish_reason=choice.finish_reason,
         stop_reason=choice.stop_reason,
+        reasoning=delta.reasoning,
+        tool_calls=[
+            OutputToolCallDelta(
+                index=call.index, id=call.id, name=call.name, arguments=call.arguments
+            )
+            for call in delta.tool_calls
+        ],
     )
 
 
@@ -141,6 +156,9 @@ def _resumed(choice: CompletionOutput) -> pb.ResumedChoice:
         token_ids=choice.token_ids,
         num_chars=len(choice.text),  # Python's characters are Unicode code points.
         cumulative_logprob=choice.cumulative_logprob,
+        num_reasoning_chars=len(choice.reasoning),
+        num_tool_calls=len(choice.tool_calls),
+        num_argument_chars=sum(len(call.arguments) for call in choice.tool_calls),
     )
 
 

@@ -37,6 +37,11 @@ LOOP_DELAY_SHARE = 0.1
 MAX_LOSSES = 32
 """Losses kept for status pages."""
 
+_AGREED_FACTS = (
+    *("fingerprint", "dtype", "structured_output", "reasoning_parser", "tool_call_parser"),
+)
+"""Facts of a model that must be the same on all of its workers."""
+
 LAST_WRITE_TIMEOUT_S = 1.0
 """Time limit for the last message to a worker, which may no longer read."""
 
@@ -190,7 +195,7 @@ class WorkerRegistry:
         for other in self.groups_with(model.name):
             if other.group_id == registration.group_id:
                 continue
-            for fact in ("fingerprint", "dtype", "structured_output"):
+            for fact in _AGREED_FACTS:
                 theirs, ours = getattr(model, fact), getattr(other.registration.model, fact)
                 if theirs != ours:
                     return (

@@ -31,6 +31,7 @@ from scheduler_service.frontend.input.processor import (
     off_the_loop,
     resolve_request,
 )
+from scheduler_service.frontend.input.tool_choice import constraint_field, with_call_schema
 from scheduler_service.frontend.metrics import FrontendMetrics, RequestSummary
 from scheduler_service.frontend.output.request_stream import RequestSpan, RequestStream
 from scheduler_service.frontend.served_models import ModelDirectory
@@ -275,10 +276,12 @@ class RequestManager:
             stream.counts = self._metrics.model(model.info.name)
             began = time.monotonic()
             stream.stopwatch.model_wait_s = began - stream.stopwatch.arrived
+            constrained = await off_the_loop(request, lambda: _constrained(request))
             resolved = await off_the_loop(
-                request, lambda: resolve_request(request, stream.request_id, model)
+                request, lambda: resolve_request(constrained, stream.request_id, model)
             )
-            await self._checker.check(request.sampling_params, tenant.name)
+            field = constraint_field(request)
+            await self._checker.check(constrained.sampling_params, tenant.name, field)
             await off_the_loop(request, lambda: stream.begin(resolved))
             stream.stopwatch.tokenize_s = time.monotonic() - began
             self._core_client.submit(stream)
@@ -287,6 +290,13 @@ class RequestManager:
         except Exception:  # a bug, which must end this request and no other
             logger.exception("request failed request_id=%s", stream.request_id)
             stream.fail(PagewireError("internal error"))
+
+
+def _constrained(request: inference_pb.GenerateRequest) -> inference_pb.GenerateRequest:
+    """The request with the constraint of a required call, whose size is checked."""
+    constrained = with_call_schema(request)
+    validation.check_structured_output(constrained.sampling_params, constraint_field(request))
+    return constrained
 
 
 def _log_end(request: RequestSummary) -> None:

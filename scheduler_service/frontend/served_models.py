@@ -14,6 +14,7 @@ from pagewire.validation import generation_defaults, limits_of
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
 from scheduler_service.frontend.auth import Principal
+from scheduler_service.frontend.chat_formats.formats import ChatFormat, find_format
 from scheduler_service.frontend.input.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,8 @@ class FrontendModel:
     tokenizer: ModelTokenizer | None
     defaults: GenerationDefaults
     why_no_tokenizer: str = "the model has no tokenizer"
+    chat_format: ChatFormat = field(default_factory=ChatFormat)
+    """How reasoning and tool calls are marked in its answers."""
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -125,7 +128,8 @@ def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
     """A served model from its files; unusable tokenizer files leave it without a tokenizer."""
     defaults = parse_generation_config(files.get("generation_config.json"))
     try:
-        return FrontendModel(info=info, tokenizer=_build_tokenizer(files), defaults=defaults)
+        tokenizer = _build_tokenizer(files)
+        model = FrontendModel(info=info, tokenizer=tokenizer, defaults=defaults)
     # The files are not ours, and libraries raise exceptions of any type for malformed ones.
     except Exception as error:
         logger.error("tokenizer unusable model=%s error=%s", info.name, error)
@@ -135,6 +139,31 @@ def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
             defaults=defaults,
             why_no_tokenizer=f"the model's tokenizer files cannot be used ({error})",
         )
+    return _with_info(model, info)
+
+
+def _with_info(model: FrontendModel, info: model_pb2.ModelInfo) -> FrontendModel:
+    """A model under other facts, with the chat format that they name or that is found."""
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return replace(model, info=info)
+    try:
+        found = find_format(
+            tokenizer.template_source,
+            tokenizer.tool_template_source,
+            tokenizer.has_token,
+            reasoning_parser=info.reasoning_parser or "auto",
+            tool_call_parser=info.tool_call_parser or "auto",
+        )
+    except ValueError as error:  # the worker is of another version
+        logger.error("chat format unknown model=%s error=%s", info.name, error)
+        found = ChatFormat()
+    if found != model.chat_format:
+        reasoning, calls = (
+            part.names[0] if part is not None else "none" for part in (found.reasoning, found.calls)
+        )
+        logger.info("chat formats model=%s reasoning=%s tool_calls=%s", info.name, reasoning, calls)
+    return replace(model, info=info, chat_format=found)
 
 
 def _build_tokenizer(files: Files) -> ModelTokenizer | None:
@@ -281,7 +310,7 @@ class ModelDirectory:
             self._loading.pop(other).cancel()
         ready = self._ready.get(info.name)
         if ready is not None and ready.info.fingerprint == info.fingerprint:
-            self._ready[info.name] = replace(ready, info=info)
+            self._ready[info.name] = _with_info(ready, info)
         elif key not in self._loading:
             self._loading[key] = asyncio.create_task(self._load(info))
 
@@ -298,7 +327,7 @@ class ModelDirectory:
             if self._loading.get(key) is asyncio.current_task():
                 del self._loading[key]
         served = self._served.get(info.name, info)  # facts other than the files may have changed
-        self._ready[info.name] = replace(model, info=served)
+        self._ready[info.name] = _with_info(model, served)
         logger.info("model ready model=%s fingerprint=%s", info.name, info.fingerprint)
         self._notify()
 

@@ -43,6 +43,8 @@ def test_a_whole_answer_has_everything(frontend: FakeFrontend) -> None:
         {
             "index": 0,
             "text": "".join(map(piece, tokens)),
+            "reasoning": "",
+            "toolCalls": [],
             "tokenIds": tokens,
             "finishReason": "length",
         }

@@ -49,6 +49,11 @@ def declared(interface: str) -> list[str]:
     ("interface", "message"),
     [
         ("SamplingParams", sampling_pb2.SamplingParams.DESCRIPTOR),
+        ("Chat", inference_service_pb2.Chat.DESCRIPTOR),
+        ("ChatMessage", inference_service_pb2.ChatMessage.DESCRIPTOR),
+        ("Tool", inference_service_pb2.Tool.DESCRIPTOR),
+        ("ToolCall", inference_service_pb2.ToolCall.DESCRIPTOR),
+        ("ToolCallDelta", inference_service_pb2.ToolCallDelta.DESCRIPTOR),
         ("Usage", inference_service_pb2.Usage.DESCRIPTOR),
         ("Timings", inference_service_pb2.Timings.DESCRIPTOR),
     ],

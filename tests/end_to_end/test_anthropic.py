@@ -167,7 +167,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text: "),
         ({"tool_choice": CALL}, "tool_choice.name: "),
         ({"tool_choice": {"type": "any"}}, "tool_choice: requires tools"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking.type: "),
+        ({"thinking": {"type": "sometimes"}}, "thinking.type: "),
         ({"max_tokens": 0}, "max_tokens: "),
         ({"extra_body": {"temperature": -1}}, "temperature: "),
         ({"extra_body": {"mcp_servers": []}}, "mcp_servers: unknown field"),

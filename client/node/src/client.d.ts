@@ -34,15 +34,46 @@ export interface SamplingParams {
   grammar?: string;
   choice?: { choices?: string[]; };
   truncatePromptTokens?: number;
+  thought?: { start?: string; ends?: string[]; };
 }
 
 export interface ChatMessage {
   role: string;
   content: string;
+  name?: string;
+  toolCalls?: ToolCall[];
+  toolCallId?: string;
+  reasoningContent?: string;
+}
+
+export interface ToolCall {
+  id: string;
+  name: string;
+  /** The text of a JSON object. */
+  argumentsJson: string;
+}
+
+export interface Tool {
+  name: string;
+  description?: string;
+  /** JSON schema of its arguments, as JSON text. */
+  parametersJson?: string;
+  strict?: boolean;
+}
+
+export interface Chat {
+  messages: ChatMessage[];
+  addGenerationPrompt?: boolean;
+  tools?: Tool[];
+  templateArgumentsJson?: string;
+  continueFinalMessage?: boolean;
+  includeReasoning?: boolean;
+  toolChoice?: { required: boolean } | { name: string };
+  parallelToolCalls?: boolean;
 }
 
 /** A text, token ids, or a chat. */
-export type Prompt = string | number[] | ChatMessage[];
+export type Prompt = string | number[] | ChatMessage[] | Chat;
 
 export interface RequestOptions {
   /** Required only if several models are served. */
@@ -72,12 +103,26 @@ export interface ClientOptions {
 
 export type FinishReason = "stop" | "length";
 
+/** The next part of a tool call. */
+export interface ToolCallDelta {
+  index: number;
+  /** Empty but in the first part, like `name`. */
+  id: string;
+  name: string;
+  /** JSON text, to be appended. */
+  arguments: string;
+}
+
 /** An increment of one choice. */
 export interface OutputDelta {
   /** Which choice, from 0. */
   index: number;
-  /** To be appended. */
+  /** To be appended; in a chat, without reasoning and calls. */
   text: string;
+  /** To be appended to the model's reasoning. */
+  reasoning: string;
+  /** Calls that begin, with id and name, or continue. In an answer: whole calls. */
+  toolCalls: ToolCallDelta[];
   tokenIds: number[];
   /** null while the choice continues. */
   finishReason: FinishReason | null;
@@ -87,6 +132,7 @@ export interface Usage {
   promptTokens: number;
   cachedTokens: number;
   completionTokens: number;
+  reasoningTokens: number;
 }
 
 /** Where the time went, in microseconds, as text. */

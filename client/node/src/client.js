@@ -81,11 +81,12 @@ export class Client {
   }
 
   /**
-   * The answer to a prompt, piece by piece: `{index, text, tokenIds, finishReason}`, where
-   * `finishReason` is "stop", "length", or null while the choice goes on. Leaving the loop ends
-   * the request.
+   * The answer to a prompt, piece by piece: `{index, text, reasoning, toolCalls, tokenIds,
+   * finishReason}`, where `finishReason` is "stop", "length", or null while the choice goes on.
+   * Leaving the loop ends the request.
    *
-   * @param {string | number[] | {role: string, content: string}[]} prompt text, token ids or chat
+   * @param {string | number[] | {role: string, content: string}[] | object} prompt text, token ids,
+   *   messages, or a chat: `{messages, tools, ...}`
    * @param {object} [samplingParams] such as `{maxTokens: 64, temperature: 0}`
    * @param {object} [options] `model`, `requestId`, `timeoutMs`
    */
@@ -178,16 +179,26 @@ function asPrompt(prompt) {
   if (Array.isArray(prompt) && prompt.every((item) => typeof item?.role === "string")) {
     return { chat: { messages: prompt } };
   }
-  throw new TypeError("prompt must be a text, an array of token ids, or an array of messages");
+  if (Array.isArray(prompt?.messages)) return { chat: prompt };
+  throw new TypeError(
+    "prompt must be a text, an array of token ids, an array of messages, or an object with messages",
+  );
 }
 
-function asDelta({ index, text, tokenIds, finishReason }) {
-  return { index, text, tokenIds, finishReason: FINISH_REASONS[finishReason] ?? null };
+function asDelta({ index, text, reasoning, toolCalls, tokenIds, finishReason }) {
+  finishReason = FINISH_REASONS[finishReason] ?? null;
+  return { index, text, reasoning, toolCalls, tokenIds, finishReason };
 }
 
-function append(outputs, { index, text, tokenIds, finishReason }) {
-  outputs[index] ??= { index, text: "", tokenIds: [], finishReason: null };
-  outputs[index].text += text;
-  outputs[index].tokenIds.push(...tokenIds);
-  outputs[index].finishReason = finishReason;
+function append(outputs, { index, text, reasoning, toolCalls, tokenIds, finishReason }) {
+  outputs[index] ??= { index, text: "", reasoning: "", toolCalls: [], tokenIds: [] };
+  const output = outputs[index];
+  output.text += text;
+  output.reasoning += reasoning;
+  for (const call of toolCalls) {
+    const begun = (output.toolCalls[call.index] ??= { ...call, arguments: "" });
+    begun.arguments += call.arguments;
+  }
+  output.tokenIds.push(...tokenIds);
+  output.finishReason = finishReason;
 }

@@ -33,14 +33,31 @@ export class Received {
     return { ...response, choices };
   }
 
-  #append({ index, text, tokenIds, logprobs, finishReason }) {
-    this.#choices[index] ??= { index, tokenIds: [], numChars: 0 };
+  #append({ index, text, reasoning, toolCalls, tokenIds, logprobs, finishReason }) {
+    this.#choices[index] ??= {
+      index,
+      tokenIds: [],
+      numChars: 0,
+      numReasoningChars: 0,
+      numToolCalls: 0,
+      numArgumentChars: 0,
+    };
     const choice = this.#choices[index];
     choice.tokenIds.push(...tokenIds);
-    choice.numChars += [...text].length; // code points, not UTF-16 units
+    choice.numChars += numCodePoints(text);
+    choice.numReasoningChars += numCodePoints(reasoning);
+    for (const call of toolCalls) {
+      choice.numToolCalls = Math.max(choice.numToolCalls, call.index + 1);
+      choice.numArgumentChars += numCodePoints(call.arguments);
+    }
     for (const { token } of logprobs) {
       choice.cumulativeLogprob = (choice.cumulativeLogprob ?? 0) + token.logprob;
     }
     choice.isFinished = finishReason !== "FINISH_REASON_UNSPECIFIED";
   }
+}
+
+/** The length of a text as the protos count it, not in UTF-16 units. */
+function numCodePoints(text) {
+  return [...text].length;
 }

@@ -216,6 +216,9 @@ class Chat(_message.Message):
     TOOLS_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_JSON_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    INCLUDE_REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CHOICE_FIELD_NUMBER: _builtins.int
+    PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the prompt ends with the beginning of the assistant's answer. Default true."""
     template_arguments_json: _builtins.str
@@ -225,6 +228,12 @@ class Chat(_message.Message):
     with its text, without an end of turn. Excludes add_generation_prompt. Default
     false.
     """
+    include_reasoning: _builtins.bool
+    """Whether the answer contains the model's reasoning. It is generated and counted in any
+    case. Default true.
+    """
+    parallel_tool_calls: _builtins.bool
+    """Whether the answer may have several calls. Default true."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """In order, not empty."""
@@ -235,6 +244,10 @@ class Chat(_message.Message):
         without support for tools omits them.
         """
 
+    @_builtins.property
+    def tool_choice(self) -> Global___ToolChoice:
+        """Whether the model must call one of the tools. Absent: it decides."""
+
     def __init__(
         self,
         *,
@@ -243,15 +256,22 @@ class Chat(_message.Message):
         tools: _abc.Iterable[Global___Tool] | None = ...,
         template_arguments_json: _builtins.str | None = ...,
         continue_final_message: _builtins.bool | None = ...,
+        include_reasoning: _builtins.bool | None = ...,
+        tool_choice: Global___ToolChoice | None = ...,
+        parallel_tool_calls: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_template_arguments_json", b"_template_arguments_json", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "template_arguments_json", b"template_arguments_json"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_include_reasoning", b"_include_reasoning", "_parallel_tool_calls", b"_parallel_tool_calls", "_template_arguments_json", b"_template_arguments_json", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "include_reasoning", b"include_reasoning", "parallel_tool_calls", b"parallel_tool_calls", "template_arguments_json", b"template_arguments_json", "tool_choice", b"tool_choice"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_template_arguments_json", b"_template_arguments_json", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_arguments_json", b"template_arguments_json", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "_continue_final_message", b"_continue_final_message", "_include_reasoning", b"_include_reasoning", "_parallel_tool_calls", b"_parallel_tool_calls", "_template_arguments_json", b"_template_arguments_json", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "include_reasoning", b"include_reasoning", "messages", b"messages", "parallel_tool_calls", b"parallel_tool_calls", "template_arguments_json", b"template_arguments_json", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
     _WhichOneofReturnType__continue_final_message: _TypeAlias = _typing.Literal["continue_final_message"]  # noqa: Y015
     _WhichOneofArgType__continue_final_message: _TypeAlias = _typing.Literal["_continue_final_message", b"_continue_final_message"]  # noqa: Y015
+    _WhichOneofReturnType__include_reasoning: _TypeAlias = _typing.Literal["include_reasoning"]  # noqa: Y015
+    _WhichOneofArgType__include_reasoning: _TypeAlias = _typing.Literal["_include_reasoning", b"_include_reasoning"]  # noqa: Y015
+    _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
+    _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
     _WhichOneofReturnType__template_arguments_json: _TypeAlias = _typing.Literal["template_arguments_json"]  # noqa: Y015
     _WhichOneofArgType__template_arguments_json: _TypeAlias = _typing.Literal["_template_arguments_json", b"_template_arguments_json"]  # noqa: Y015
     @_typing.overload
@@ -259,9 +279,43 @@ class Chat(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__continue_final_message) -> _WhichOneofReturnType__continue_final_message | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__include_reasoning) -> _WhichOneofReturnType__include_reasoning | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parallel_tool_calls) -> _WhichOneofReturnType__parallel_tool_calls | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__template_arguments_json) -> _WhichOneofReturnType__template_arguments_json | None: ...
 
 Global___Chat: _TypeAlias = Chat  # noqa: Y015
+
+@_typing.final
+class ToolChoice(_message.Message):
+    """A call that the answer must have. Its arguments follow the schema of the tool; no other
+    field may constrain the output.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUIRED_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    required: _builtins.bool
+    """True: of any of the tools, at least once. False: as if there were no tool_choice."""
+    name: _builtins.str
+    """Of the tool with this name, once."""
+    def __init__(
+        self,
+        *,
+        required: _builtins.bool = ...,
+        name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "name", b"name", "required", b"required"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "name", b"name", "required", b"required"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_choice: _TypeAlias = _typing.Literal["required", "name"]  # noqa: Y015
+    _WhichOneofArgType_choice: _TypeAlias = _typing.Literal["choice", b"choice"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_choice) -> _WhichOneofReturnType_choice | None: ...
+
+Global___ToolChoice: _TypeAlias = ToolChoice  # noqa: Y015
 
 @_typing.final
 class Tool(_message.Message):
@@ -272,31 +326,41 @@ class Tool(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     PARAMETERS_JSON_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Its name."""
     description: _builtins.str
     """A description of the function for the model. Absent: none."""
     parameters_json: _builtins.str
     """JSON schema of its arguments, as JSON text. Absent: it has no arguments."""
+    strict: _builtins.bool
+    """False: objects in the arguments of a required call may have properties that the schema
+    does not name. Default true: only where the schema says so.
+    """
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
         description: _builtins.str | None = ...,
         parameters_json: _builtins.str | None = ...,
+        strict: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "_parameters_json", b"_parameters_json", "description", b"description", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "_parameters_json", b"_parameters_json", "_strict", b"_strict", "description", b"description", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "_parameters_json", b"_parameters_json", "description", b"description", "name", b"name", "parameters_json", b"parameters_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_description", b"_description", "_parameters_json", b"_parameters_json", "_strict", b"_strict", "description", b"description", "name", b"name", "parameters_json", b"parameters_json", "strict", b"strict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__description: _TypeAlias = _typing.Literal["description"]  # noqa: Y015
     _WhichOneofArgType__description: _TypeAlias = _typing.Literal["_description", b"_description"]  # noqa: Y015
     _WhichOneofReturnType__parameters_json: _TypeAlias = _typing.Literal["parameters_json"]  # noqa: Y015
     _WhichOneofArgType__parameters_json: _TypeAlias = _typing.Literal["_parameters_json", b"_parameters_json"]  # noqa: Y015
+    _WhichOneofReturnType__strict: _TypeAlias = _typing.Literal["strict"]  # noqa: Y015
+    _WhichOneofArgType__strict: _TypeAlias = _typing.Literal["_strict", b"_strict"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__description) -> _WhichOneofReturnType__description | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parameters_json) -> _WhichOneofReturnType__parameters_json | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__strict) -> _WhichOneofReturnType__strict | None: ...
 
 Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
@@ -397,12 +461,23 @@ class ResumedChoice(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_CHARS_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
+    NUM_REASONING_CHARS_FIELD_NUMBER: _builtins.int
+    NUM_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    NUM_ARGUMENT_CHARS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The choice's index."""
     num_chars: _builtins.int
     """Length of the text received, in Unicode code points."""
     cumulative_logprob: _builtins.float
     """Sum of the log probabilities received, if they were requested."""
+    num_reasoning_chars: _builtins.int
+    """Length of the reasoning received, in Unicode code points."""
+    num_tool_calls: _builtins.int
+    """Number of tool calls of which anything was received."""
+    num_argument_chars: _builtins.int
+    """Length of the arguments received, of all of these calls together, in Unicode code
+    points.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All output tokens received."""
@@ -414,10 +489,13 @@ class ResumedChoice(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_chars: _builtins.int = ...,
         cumulative_logprob: _builtins.float | None = ...,
+        num_reasoning_chars: _builtins.int = ...,
+        num_tool_calls: _builtins.int = ...,
+        num_argument_chars: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "index", b"index", "num_chars", b"num_chars", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "index", b"index", "num_argument_chars", b"num_argument_chars", "num_chars", b"num_chars", "num_reasoning_chars", b"num_reasoning_chars", "num_tool_calls", b"num_tool_calls", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
@@ -448,7 +526,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceDelta]:
-        """The new output of each choice, at most one entry per choice."""
+        """The new output of each choice. A choice has several entries, in order, only where its
+        answer does not continue in the order of ChoiceDelta's fields.
+        """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
@@ -528,11 +608,14 @@ class ChoiceDelta(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     CUMULATIVE_LOGPROB_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which choice, from 0."""
     text: _builtins.str
     """Text to append. Whole characters only; text that may turn out to be the start
-    of a stop string is held back.
+    of a stop string is held back. In the answer to a chat, without the model's reasoning
+    and its tool calls.
     """
     finish_reason: Global___FinishReason.ValueType
     """Why the choice ended; unspecified while it continues."""
@@ -544,6 +627,8 @@ class ChoiceDelta(_message.Message):
     """With logprobs and a finish reason: sum of the log probabilities of all output
     tokens.
     """
+    reasoning: _builtins.str
+    """In the answer to a chat: reasoning to append. It precedes the text above."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Output tokens to append. Their text may arrive in a later response."""
@@ -551,6 +636,12 @@ class ChoiceDelta(_message.Message):
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """With logprobs: one entry per token above."""
+
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
+        """In the answer to a chat with tools: calls that begin or continue. They follow the text
+        above.
+        """
 
     def __init__(
         self,
@@ -563,10 +654,12 @@ class ChoiceDelta(_message.Message):
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
         cumulative_logprob: _builtins.float | None = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob", "cumulative_logprob", b"cumulative_logprob", "finish_reason", b"finish_reason", "index", b"index", "logprobs", b"logprobs", "reasoning", b"reasoning", "stop_reason", b"stop_reason", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cumulative_logprob: _TypeAlias = _typing.Literal["cumulative_logprob"]  # noqa: Y015
     _WhichOneofArgType__cumulative_logprob: _TypeAlias = _typing.Literal["_cumulative_logprob", b"_cumulative_logprob"]  # noqa: Y015
@@ -578,6 +671,42 @@ class ChoiceDelta(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_stop_reason) -> _WhichOneofReturnType_stop_reason | None: ...
 
 Global___ChoiceDelta: _TypeAlias = ChoiceDelta  # noqa: Y015
+
+@_typing.final
+class ToolCallDelta(_message.Message):
+    """The next part of a tool call."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which call of the choice, from 0."""
+    id: _builtins.str
+    """In the first part only: the call's id, nine letters and digits."""
+    name: _builtins.str
+    """In the first part only: the function's name."""
+    arguments: _builtins.str
+    """Arguments to append: all parts together are the text of a JSON object, as the model
+    wrote it, which may be cut off at the end of the output.
+    """
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "index", b"index", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCallDelta: _TypeAlias = ToolCallDelta  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
@@ -654,22 +783,26 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
     """Prompt tokens found in the prefix cache."""
     completion_tokens: _builtins.int
     """Output tokens of all choices together; with best_of, of all candidates."""
+    reasoning_tokens: _builtins.int
+    """Those of them that are the model's reasoning. 0 unless the request was a chat."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

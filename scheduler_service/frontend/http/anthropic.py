@@ -5,6 +5,7 @@ A call is converted to the equivalent chat completion, whose pieces become Anthr
 
 import json
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter, Depends, Request
@@ -18,7 +19,7 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, HttpServices
-from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRequest, Delta
+from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRequest
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
     STOP,
@@ -39,11 +40,7 @@ from scheduler_service.frontend.http.openai.serving import (
 )
 from scheduler_service.frontend.http.openai.serving_chat import (
     PART_SEPARATOR,
-    AssistantMessage,
-    ToolPlan,
-    chat_of,
     chat_request_of,
-    find_plan,
     generate_request,
     named_choice,
 )
@@ -60,6 +57,10 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 """Error types by HTTP code, where Anthropic's name differs from OpenAI's."""
+
+
+THINKING_SWITCHES = ("enable_thinking", "thinking")
+"""Variables by which chat templates switch thinking off or on, such as Qwen's and DeepSeek's."""
 
 
 class Block(Strict):
@@ -121,9 +122,14 @@ class OutputConfig(Strict):
 
 
 class Thinking(Strict):
-    """Accepted and ignored: the model itself decides whether it thinks."""
+    """Whether the model thinks, where its chat template has a switch for it; others decide
+    themselves. With `disabled` the answer has no thoughts in any case."""
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["disabled", "enabled", "adaptive"]
+    budget_tokens: int | None = Field(None, ge=1, description="Ignored: thoughts count as output.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="`omitted`: the answer has no thoughts. They are never summarized."
+    )
 
 
 class CountTokensRequest(RequestBody):
@@ -135,7 +141,7 @@ class CountTokensRequest(RequestBody):
     tools: ListOf[Tool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
-    thinking: Thinking | None = Field(None, description="Ignored.")
+    thinking: Thinking | None = None
     cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
@@ -153,9 +159,11 @@ class MessagesRequest(CountTokensRequest):
 
 
 class AnswerBlock(TypedDict):
-    """A part of the answer: text, or a call."""
+    """A part of the answer: a thought, text, or a call."""
 
-    type: Literal["text", "tool_use"]
+    type: Literal["thinking", "text", "tool_use"]
+    thinking: NotRequired[str]
+    signature: NotRequired[Annotated[str, Field(description="Of no meaning here.")]]
     text: NotRequired[str]
     id: NotRequired[str]
     name: NotRequired[str]
@@ -215,6 +223,10 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     fields = {"model": body.model, "messages": messages, **_tool_fields(body)}
     fields["continue_final_message"] = begun or None  # as Anthropic's models do
+    if body.thinking is not None:
+        is_shown = body.thinking.type != "disabled"
+        fields["chat_template_kwargs"] = dict.fromkeys(THINKING_SWITCHES, is_shown)
+        fields["include_reasoning"] = is_shown and body.thinking.display != "omitted"
     if body.output_config is not None:
         fields["reasoning_effort"] = body.output_config.effort
         if (wanted := body.output_config.format) is not None:
@@ -307,14 +319,15 @@ def _required(block: Block, field: str, where: str) -> str:
 class MessagesBuilder(ResponseBuilder):
     """The answer as Anthropic's clients expect it."""
 
-    def __init__(self, chat: ChatRequest, request_id: str, plan: ToolPlan) -> None:
+    def __init__(self, chat: ChatRequest, request_id: str) -> None:
         self._envelope = Envelope(chat, f"msg_{request_id}")
-        self._message = AssistantMessage(plan, one_call=chat.parallel_tool_calls is False)
         self._stop_reason: StopReason | None = None
         self._stop_sequence: str | None = None
-        self._num_blocks = 0
-        self._open: Literal["text", "tool_use"] | None = None
-        """The type of the last block of a stream, if it is open."""
+        self._blocks: list[AnswerBlock] = []
+        self._is_open = False
+        """Whether the last block may grow."""
+        self._arguments = ""
+        """Those of the call in the last block, as JSON text."""
 
     def chunks(
         self, index: int, response: inference_pb.GenerateResponse
@@ -322,13 +335,12 @@ class MessagesBuilder(ResponseBuilder):
         """The message's start, then blocks that begin, grow and end."""
         self._envelope.take(index, response)
         if response.HasField("started"):
-            yield {"type": "message_start", "message": self._answer([])}
+            yield {"type": "message_start", "message": self._answer()}
         for delta in response.choices:
-            for piece in self._message.take(delta):
-                yield from self._block_events(piece)
+            yield from self._block_events(delta)
             if delta.finish_reason:
-                self._note_end(delta)
                 yield from self._close_block()
+                self._note_end(delta)
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The message's end."""
@@ -338,26 +350,15 @@ class MessagesBuilder(ResponseBuilder):
 
     def whole(self) -> MessagesAnswer:
         """The whole message."""
-        message = self._message.body()
-        text = message["content"]
-        blocks: list[AnswerBlock] = [{"type": "text", "text": text}] if text else []
-        for call in message.get("tool_calls", ()):
-            function = call["function"]
-            # A call that was cut off by max_tokens has the arguments that are complete.
-            value = from_json(function["arguments"] or "{}", allow_partial=True)
-            arguments = value if isinstance(value, dict) else {}
-            blocks.append(
-                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
-            )
-        return self._answer(blocks)
+        return self._answer()
 
-    def _answer(self, blocks: list[AnswerBlock]) -> MessagesAnswer:
+    def _answer(self) -> MessagesAnswer:
         return {
             "id": self._envelope.head["id"],
             "type": "message",
             "role": "assistant",
             "model": self._envelope.head["model"],
-            "content": blocks,
+            "content": self._blocks,
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
             "usage": self._usage(),
@@ -378,39 +379,60 @@ class MessagesBuilder(ResponseBuilder):
         elif delta.HasField("stop_string"):
             self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_string
         else:
-            self._stop_reason = "tool_use" if self._message.has_calls else "end_turn"
+            has_calls = any(block["type"] == "tool_use" for block in self._blocks)
+            self._stop_reason = "tool_use" if has_calls else "end_turn"
 
-    def _block_events(self, piece: Delta) -> Iterator[dict[str, Any]]:
-        if text := piece.get("content"):
-            if self._open != "text":
-                yield from self._open_block({"type": "text", "text": ""})
-            yield self._block_delta({"type": "text_delta", "text": text})
-        for call in piece.get("tool_calls", ()):
-            function = call["function"]
-            if "id" in call:
+    def _block_events(self, delta: inference_pb.ChoiceDelta) -> Iterator[dict[str, Any]]:
+        if delta.reasoning:
+            yield from self._grow("thinking", delta.reasoning)
+        if delta.text:
+            yield from self._grow("text", delta.text)
+        for call in delta.tool_calls:
+            if call.id:
+                self._arguments = ""
                 yield from self._open_block(
-                    {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
+                    {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
                 )
-            if arguments := function.get("arguments"):
-                yield self._block_delta({"type": "input_json_delta", "partial_json": arguments})
+            if call.arguments:
+                self._arguments += call.arguments
+                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+
+    def _grow(self, kind: Literal["thinking", "text"], text: str) -> Iterator[dict[str, Any]]:
+        """Append to the last block, or to a new one if that is of another type."""
+        if not self._is_open or self._blocks[-1]["type"] != kind:
+            empty: AnswerBlock = {"type": "text", "text": ""}
+            if kind == "thinking":
+                empty = {"type": "thinking", "thinking": "", "signature": ""}
+            yield from self._open_block(empty)
+        self._blocks[-1][kind] += text
+        yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _open_block(self, block: AnswerBlock) -> Iterator[dict[str, Any]]:
         yield from self._close_block()
-        self._open = block["type"]
-        self._num_blocks += 1
-        yield {
-            "type": "content_block_start",
-            "index": self._num_blocks - 1,
-            "content_block": block,
-        }
+        self._blocks.append(block)
+        self._is_open = True
+        yield self._event("content_block_start", content_block=dict(block))
 
     def _close_block(self) -> Iterator[dict[str, Any]]:
-        if self._open is not None:
-            self._open = None
-            yield {"type": "content_block_stop", "index": self._num_blocks - 1}
+        if not self._is_open:
+            return
+        self._is_open = False
+        block = self._blocks[-1]
+        if block["type"] == "thinking":
+            block["signature"] = blake2b(block["thinking"].encode(), digest_size=16).hexdigest()
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
+        elif block["type"] == "tool_use":
+            # A call that was cut off by max_tokens has the arguments that are complete.
+            value = from_json(self._arguments or "{}", allow_partial=True)
+            block["input"] = value if isinstance(value, dict) else {}
+        yield self._event("content_block_stop")
 
-    def _block_delta(self, delta: dict[str, str]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
+    def _delta(self, delta: dict[str, str]) -> dict[str, Any]:
+        return self._event("content_block_delta", delta=delta)
+
+    def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """An event of the last block."""
+        return {"type": kind, "index": len(self._blocks) - 1, **fields}
 
 
 def error_of(code: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -480,15 +502,14 @@ def make_router(services: HttpServices) -> APIRouter:
         """A conversation, by the model's chat template."""
         chat = await convert(http_request, lambda: chat_request(body))
         request_id = request_id_of(http_request, chat)
-        plan = find_plan(services, chat, caller)
         return _MessagesResponse(
             services,
-            [await convert(http_request, lambda: generate_request(chat, plan))],
-            MessagesBuilder(chat, request_id, plan),
+            [await convert(http_request, lambda: generate_request(chat))],
+            MessagesBuilder(chat, request_id),
             tenant=caller,
             request_id=request_id,
             stream=bool(body.stream),
-            constraint_field="tools" if plan.json_schema else "output_config.format",
+            constraint_field="output_config.format",
         )
 
     @router.post(
@@ -501,10 +522,8 @@ def make_router(services: HttpServices) -> APIRouter:
     async def count_tokens(body: Counted, http_request: Request, caller: Caller) -> dict[str, int]:
         """The tokens that `/v1/messages` would have as its prompt."""
         chat = await convert(http_request, lambda: chat_request(body))
-        plan = find_plan(services, chat, caller)
         request = await convert(
-            http_request,
-            lambda: inference_pb.TokenizeRequest(chat=chat_of(chat, with_tools=plan.shows_tools)),
+            http_request, lambda: inference_pb.TokenizeRequest(chat=generate_request(chat).chat)
         )
         answer = await processor.tokenize(request, services.models.current(body.model, caller))
         return {"input_tokens": len(answer.token_ids)}

@@ -5,6 +5,7 @@
 | `message_limits` | limits on the size of serialized messages, checked before they are parsed |
 | `validation` | every field's range, and which fields exclude each other |
 | `chat` | conversations: checked, and rendered to the text of a prompt |
+| `tool_choice` | required tool calls, and how the answer to a conversation is read |
 | `tokenizer`, `chat_template` | a model's tokenizer and its chat template |
 | `processor` | a request with its prompt as token ids and every default resolved, for the core |
 """

@@ -22,8 +22,10 @@ from scheduler_service.errors import InvalidArgument, PromptTooLong, Unsupported
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.chat import chat_text, check_chat
 from scheduler_service.frontend.input.tokenizer import ModelTokenizer, TooManyTokens
+from scheduler_service.frontend.input.tool_choice import AnswerFormat, answer_format
 from scheduler_service.frontend.input.validation import value_or
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
+from scheduler_service.frontend.output.message import MessageStream
 from scheduler_service.frontend.output.stop_strings import StopStrings
 from scheduler_service.frontend.served_models import FrontendModel
 from scheduler_service.frontend.structured_output.constraint import constraint_of
@@ -90,6 +92,7 @@ class ResolvedRequest:
     stop: StopStrings
     include_stop: bool
     skip_special_tokens: bool
+    answer: AnswerFormat
     num_logprobs: int | None
     wants_prompt_logprobs: bool
     resume: Sequence[inference_pb.ResumedChoice]
@@ -114,7 +117,19 @@ class ResolvedRequest:
         """A new detokenizer for one choice."""
         if self.model.tokenizer is None:
             return NoText()
-        return self.model.tokenizer.detokenizer(skip_special_tokens=self.skip_special_tokens)
+        return self.model.tokenizer.detokenizer(
+            skip_special_tokens=self.skip_special_tokens, kept=self.answer.kept_tokens
+        )
+
+    def make_message(self, choice: int) -> MessageStream:
+        """The reader of the text of one choice."""
+        return MessageStream(
+            self.answer.make_parser(),
+            self.submit.request_id,
+            choice,
+            include_reasoning=self.answer.include_reasoning,
+            max_calls=self.answer.max_calls,
+        )
 
     def token_text(self, token_id: int) -> str:
         """One token's text; empty without a tokenizer."""
@@ -131,7 +146,7 @@ def resolve_request(
     or UnsupportedByModel for what this model cannot do, and PromptTooLong.
     """
     check_against_model(request, model.info)
-    prompt = prompt_tokens(request, model)
+    text, prompt = resolve_prompt(request, model)
     params = request.sampling_params
     max_tokens = _max_tokens(params, model, len(prompt))
     stop_token_ids, reported = _stop_tokens(params, model)
@@ -170,6 +185,7 @@ def resolve_request(
         stop=StopStrings(params.stop),
         include_stop=params.include_stop_in_output,
         skip_special_tokens=value_or(params, "skip_special_tokens", True),
+        answer=answer_format(request, text, model.chat_format),
         num_logprobs=value_or(params, "logprobs", None),
         wants_prompt_logprobs=params.HasField("prompt_logprobs"),
         resume=request.resume,
@@ -208,20 +224,25 @@ def _below_vocab(vocab_size: int) -> str:
     return f"expected a token id below the vocabulary size {vocab_size}"
 
 
-def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -> list[int]:
-    """The tokens that the model is given; raises PromptTooLong for a prompt that is longer than
-    the model allows and not to be truncated."""
+def resolve_prompt(
+    request: inference_pb.GenerateRequest, model: FrontendModel
+) -> tuple[str, list[int]]:
+    """The prompt's text, empty if it was given as token ids, and the tokens that the model gets.
+
+    Raises PromptTooLong for a prompt that is longer than the model allows and not to be truncated.
+    """
     params = request.sampling_params
     keep = None
     if params.HasField("truncate_prompt_tokens"):
         keep = params.truncate_prompt_tokens or _fitting(params, model)
     kind = request.WhichOneof("prompt")
     if kind == "token_ids":
-        return _given_tokens(request.token_ids.ids, model, keep)
+        return "", _given_tokens(request.token_ids.ids, model, keep)
     if kind == "text":
         adds = value_or(request, "add_special_tokens", True)
         tokenizer = model.require_tokenizer("text prompt")
-        tokens = _encode(tokenizer, request.text, model, keep, add_special_tokens=adds)
+        text = request.text
+        tokens = _encode(tokenizer, text, model, keep, add_special_tokens=adds)
     else:
         text = chat_text(request.chat, model)
         tokenizer = model.require_tokenizer("chat prompt")
@@ -229,7 +250,7 @@ def prompt_tokens(request: inference_pb.GenerateRequest, model: FrontendModel) -
     if not tokens:
         field = "text" if kind == "text" else "chat.messages"
         raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
-    return tokens
+    return text, tokens
 
 
 def _given_tokens(ids: Sequence[int], model: FrontendModel, keep: int | None) -> list[int]:

@@ -10,7 +10,7 @@ counted piece by piece, so that a text far too long for the model costs little t
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -70,10 +70,12 @@ class ModelTokenizer:
         _set_post_processor(self._tokenizer, config, self._special_tokens)
         self._detokenizers = DetokenizerFactory(self._tokenizer, json.loads(text).get("decoder"))
         source = chat_template or _configured_template(config, "default")
+        self.template_source = source
+        """The chat template as the model's author wrote it; None without one."""
         self._template = _chat_template(source, self._special_tokens)
         with_tools = None if chat_template else _configured_template(config, "tool_use")
         self.tool_template_source = with_tools or source
-        """The chat template with tools, as the model's author wrote it; None without one."""
+        """The chat template for conversations with tools; None without one."""
         self._tool_template = (
             self._template
             if self.tool_template_source == source
@@ -145,14 +147,20 @@ class ModelTokenizer:
         sequences = (self.encode(text, add_special_tokens=False) for text in spellings)
         return [list(ids) for ids in dict.fromkeys(map(tuple, sequences)) if ids]
 
-    def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer at the start of a text."""
-        return self._detokenizers.make(skip_special_tokens=skip_special_tokens)
+    def detokenizer(
+        self, *, skip_special_tokens: bool, kept: Collection[str] = frozenset()
+    ) -> Detokenizer:
+        """A detokenizer at the start of a text; special tokens in `kept` are not skipped."""
+        return self._detokenizers.make(skip_special_tokens=skip_special_tokens, kept=kept)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool) -> str:
         """Text of token ids."""
         detokenizer = self.detokenizer(skip_special_tokens=skip_special_tokens)
         return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
+
+    def has_token(self, text: str) -> bool:
+        """Whether a text is a token of its own."""
+        return self._tokenizer.token_to_id(text) is not None
 
     def token_name(self, token_id: int) -> str:
         """A token as the vocabulary writes it; empty for an id without one."""

@@ -15,6 +15,7 @@ from pagewire.v1 import sampling_pb2
 from pagewire.validation import find_violation, generation_defaults, limits_of, sampling_only
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.input.chat import check_chat
+from scheduler_service.frontend.input.tool_choice import check_tool_choice
 from scheduler_service.frontend.structured_output.constraint import texts_of
 
 SAMPLING_LIMITS = limits_of(sampling_pb2.SamplingParams.DESCRIPTOR)
@@ -75,6 +76,7 @@ def _check_prompt(request: inference_pb.GenerateRequest) -> None:
         _expect(len(request.token_ids.ids) > 0, "token_ids.ids", "expected at least one token id")
     elif kind == "chat":
         check_chat(request.chat)
+        check_tool_choice(request)
     else:
         raise InvalidArgument("prompt", "expected one of text, token_ids and chat")
 
@@ -89,10 +91,11 @@ def _check_sampling(params: sampling_pb2.SamplingParams) -> None:
     if params.HasField("beam_search"):
         known = params.beam_search.early_stopping in sampling_pb2.EarlyStopping.values()
         _expect(known, "sampling_params.beam_search.early_stopping", "expected a known value")
-    _check_structured_output(params)
+    check_structured_output(params, f"sampling_params.{params.WhichOneof('structured_output')}")
 
 
-def _check_structured_output(params: sampling_pb2.SamplingParams) -> None:
+def check_structured_output(params: sampling_pb2.SamplingParams, field: str) -> None:
+    """Raise InvalidArgument, naming `field`, for a constraint that is empty or too large."""
     kind = params.WhichOneof("structured_output")
     if kind is None:
         _expect(
@@ -105,10 +108,10 @@ def _check_structured_output(params: sampling_pb2.SamplingParams) -> None:
     is_within = any(end in thought.start for end in thought.ends)
     _expect(not is_within, "sampling_params.thought.ends", "expected none within thought.start")
     if kind != "choice":
-        _expect(bool(getattr(params, kind)), f"sampling_params.{kind}", "expected a text")
+        _expect(bool(getattr(params, kind)), field, "expected a text")
     size = sum(len(text.encode()) for text in texts_of(params))
     limit = MAX_STRUCTURED_BYTES
-    _expect(size <= limit, f"sampling_params.{kind}", f"expected at most {limit} bytes, got {size}")
+    _expect(size <= limit, field, f"expected at most {limit} bytes, got {size}")
 
 
 def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:

@@ -15,7 +15,7 @@ Both take amortized constant time per token.
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -147,15 +147,20 @@ class DetokenizerFactory:
         self._token_bytes: dict[int, bytes] = {}
         self._is_fallback: dict[int, bool] = {}
 
-    def make(self, *, skip_special_tokens: bool) -> Detokenizer:
-        """A detokenizer at the start of a text."""
+    def make(
+        self, *, skip_special_tokens: bool, kept: Collection[str] = frozenset()
+    ) -> Detokenizer:
+        """A detokenizer at the start of a text; special tokens in `kept` are not skipped."""
+        skipped: Set[int] = self._special if skip_special_tokens else frozenset()
+        if skipped and kept:
+            skipped = skipped - set(map(self._tokenizer.token_to_id, kept))
         if self._is_byte_level:
             return ByteLevelDetokenizer(
-                self._kept_bytes if skip_special_tokens else self._bytes_of_token
+                lambda token_id: b"" if token_id in skipped else self._bytes_of_token(token_id)
             )
         return WindowDetokenizer(
             self._decode,
-            self._is_skipped if skip_special_tokens else self._is_unknown,
+            lambda token_id: token_id in skipped or self._is_unknown(token_id),
             self._is_fallback_token,
             mends_replacements=self._mends_replacements,
         )
@@ -173,9 +178,6 @@ class DetokenizerFactory:
     def _is_unknown(self, token_id: int) -> bool:
         return self._tokenizer.id_to_token(token_id) is None
 
-    def _is_skipped(self, token_id: int) -> bool:
-        return token_id in self._special or self._is_unknown(token_id)
-
     def _is_fallback_token(self, token_id: int) -> bool:
         known = self._is_fallback.get(token_id)
         if known is None:
@@ -190,9 +192,6 @@ class DetokenizerFactory:
             data = byte_level_bytes(self._tokenizer.id_to_token(token_id) or "")
             self._token_bytes[token_id] = data
         return data
-
-    def _kept_bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._special else self._bytes_of_token(token_id)
 
 
 _BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")

@@ -39,7 +39,7 @@ class Finish:
 
 
 class ChoiceStream:
-    """Tokens, text and end of one choice.
+    """Tokens, message and end of one choice.
 
     Tokens count up to the one that completes a stop string, or up to the end that the core reports;
     later ones are dropped. A stop string may end within a token: that token counts, and the text of
@@ -54,6 +54,7 @@ class ChoiceStream:
         """All tokens that count, those of a resumed stream included."""
         self.cumulative_logprob = 0.0
         self.finish: Finish | None = None
+        self.num_reasoning_tokens = 0
         self._request = request
         self._detokenizer = request.make_detokenizer()
         self._matcher = (
@@ -64,7 +65,7 @@ class ChoiceStream:
         self.received_logprobs: list[scheduler_pb.ChoiceLogprobs] = []
         """Log probabilities of the same tokens, in their order."""
         self._received_finish: Finish | None = None
-        self._text: list[str] = []
+        self._message = request.make_message(index)
         self._logprobs: list[scheduler_pb.ChoiceLogprobs] = []
         """Log probabilities of the tokens not sent yet."""
         self._num_sent = 0
@@ -120,13 +121,8 @@ class ChoiceStream:
         self._mark_sent(resumed, field)
 
     def _mark_sent(self, resumed: inference_pb.ResumedChoice, field: str) -> None:
-        """Mark the text and tokens that the client already has as sent."""
-        text = "".join(self._text)
-        if resumed.num_chars > len(text):
-            raise InvalidArgument(
-                f"{field}.num_chars", f"expected at most {len(text)}, the tokens' text"
-            )
-        self._text = [text[resumed.num_chars :]] if resumed.num_chars < len(text) else []
+        """Mark the output that the client already has as sent."""
+        self._message.skip(resumed, field)
         self._num_sent = len(resumed.token_ids)
 
     def _take_tokens(self, token_ids: Iterable[int]) -> None:
@@ -138,6 +134,9 @@ class ChoiceStream:
             if token_id in request.stop_token_ids and not request.include_stop:
                 continue
             self._show(self._detokenizer.push(token_id))
+            self.num_reasoning_tokens += self._message.in_reasoning
+            if self.finish is not None:
+                self._message.finish()
 
     def _show(self, text: str) -> None:
         """Pass text on as far as stop strings allow; a match ends the choice."""
@@ -147,7 +146,7 @@ class ChoiceStream:
             if matcher.matched is not None:
                 self.finish = Finish(inference_pb.FINISH_REASON_STOP, stop_string=matcher.matched)
         if text:
-            self._text.append(text)
+            self._message.push(text)
 
     def _is_complete(self) -> bool:
         """Whether the choice must end after the tokens so far."""
@@ -171,8 +170,9 @@ class ChoiceStream:
         self._show(self._detokenizer.flush())
         if self.finish is None:
             if self._matcher is not None and (rest := self._matcher.flush()):
-                self._text.append(rest)
+                self._message.push(rest)
             self.finish = finish
+        self._message.finish()
 
     def _take_logprobs(self, entries: list[scheduler_pb.ChoiceLogprobs]) -> None:
         if self._request.num_logprobs is not None:
@@ -195,30 +195,31 @@ class ChoiceStream:
 
     @property
     def has_output(self) -> bool:
-        """Whether `take` would return a delta."""
+        """Whether `take` would return anything new."""
         return bool(
             len(self.token_ids) > self._num_sent
-            or self._text
+            or self._message.has_pending
             or (self.finish is not None and not self._finish_sent)
         )
 
-    def take(self, max_tokens: int) -> inference_pb.ChoiceDelta:
-        """Remove at most `max_tokens` new tokens; text and finish come with the last of them."""
+    def take(self, max_tokens: int, index: int) -> list[inference_pb.ChoiceDelta]:
+        """Remove at most `max_tokens` new tokens; the message and the finish come with the last of
+        them. `index` is the client's number of the choice."""
         until = min(len(self.token_ids), self._num_sent + max_tokens)
         new = self.token_ids[self._num_sent : until]
-        delta = inference_pb.ChoiceDelta(index=self.index, token_ids=new)
+        delta = inference_pb.ChoiceDelta(index=index, token_ids=new)
         if self._request.num_logprobs is not None:
             entries, self._logprobs = self._logprobs[: len(new)], self._logprobs[len(new) :]
             delta.logprobs.extend(
                 token_logprobs(entry, self._request.token_text) for entry in entries
             )
         self._num_sent = until
-        if until == len(self.token_ids):
-            delta.text = "".join(self._text)
-            self._text.clear()
-            if self.finish is not None:
-                self._write_finish(delta, self.finish)
-        return delta
+        if until < len(self.token_ids):
+            return [delta]
+        deltas = self._message.write(delta)
+        if self.finish is not None:
+            self._write_finish(deltas[-1], self.finish)
+        return deltas
 
     def _write_finish(self, delta: inference_pb.ChoiceDelta, finish: Finish) -> None:
         self._finish_sent = True
@@ -527,10 +528,9 @@ class RequestStream:
         room = self._max_tokens_per_response()
         for index, choice in enumerate(self._returned):
             if choice.has_output and room > 0:
-                delta = choice.take(room)
-                delta.index = index
-                room -= len(delta.token_ids)
-                response.choices.append(delta)
+                deltas = choice.take(room, index)
+                room -= len(deltas[0].token_ids)
+                response.choices.extend(deltas)
         if room <= 0:
             self._on_update()  # there may be more
         return bool(response.choices)
@@ -545,6 +545,9 @@ class RequestStream:
         response.usage.prompt_tokens = len(self.resolved.prompt_token_ids)
         response.usage.cached_tokens = self._finished.cached_tokens
         response.usage.completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        response.usage.reasoning_tokens = sum(
+            choice.num_reasoning_tokens for choice in self.choices
+        )
         response.timings.CopyFrom(self.stopwatch.total(self._finished.timings))
         self.is_done = True
         self.usage, self.timings = response.usage, response.timings

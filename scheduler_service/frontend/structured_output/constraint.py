@@ -113,7 +113,7 @@ class ConstraintChecker:
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
         self._checks: set[asyncio.Task[str | None]] = set()
 
-    async def check(self, params: sampling_pb2.SamplingParams, tenant: str) -> None:
+    async def check(self, params: sampling_pb2.SamplingParams, tenant: str, field: str) -> None:
         """Raise InvalidArgument, naming the field, unless workers can enforce the constraint.
 
         Raises Unavailable if the check cannot be made now.
@@ -129,7 +129,7 @@ class ConstraintChecker:
         else:
             problem = await self._check(key, kind, texts, tenant)
         if problem is not None:
-            raise InvalidArgument(f"sampling_params.{kind}", problem)
+            raise InvalidArgument(field, problem)
 
     async def close(self) -> None:
         """End the process."""

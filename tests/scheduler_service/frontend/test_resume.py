@@ -39,11 +39,11 @@ def play(choice: ChoiceStream, ids: list[int]) -> list[pb.ChoiceDelta]:
         choice.received_token_ids.append(token_id)
         choice.advance()
         if choice.has_output:
-            deltas.append(choice.take(1000))
+            deltas += choice.take(1000, 0)
     choice.receive_finish(finished())
     choice.advance()
     if choice.has_output:
-        deltas.append(choice.take(1000))
+        deltas += choice.take(1000, 0)
     return deltas
 
 
@@ -72,7 +72,7 @@ def test_what_was_received_and_what_comes_after_make_the_undisturbed_answer(
     resumed.restore(
         pb.ResumedChoice(token_ids=received_ids, num_chars=len(received_text)), "resume[0]"
     )
-    rest = [resumed.take(1000)] if resumed.has_output else []
+    rest = resumed.take(1000, 0) if resumed.has_output else []
     rest += play(resumed, ids[len(received_ids) :])
     text, token_ids, end = joined(rest)
     whole_text, whole_ids, whole_end = joined(whole)

@@ -88,9 +88,13 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: Annotated[int, Field(description="Found in the prefix cache.")]
 
 
-class CompletionTokensDetails(TypedDict):
-    """Drafts of speculative decoding that were computed. Only if there were any."""
+class CompletionTokensDetails(TypedDict, total=False):
+    """Details of the output's tokens: the reasoning in chats, and the drafts of speculative
+    decoding that were computed, if there were any."""
 
+    reasoning_tokens: Annotated[
+        int, Field(description="The model's reasoning; of a stream, counted at its end.")
+    ]
     accepted_prediction_tokens: Annotated[int, Field(description="Drafts that became output.")]
     rejected_prediction_tokens: Annotated[
         int, Field(description="The other drafts, which `completion_tokens` does not count.")
@@ -260,7 +264,7 @@ class ChatRequest(ChatPrompt, SamplingFields):
     modalities: ListOf[Literal["text"]] | None = None
     verbosity: str | None = Field(None, description="Ignored.")
     include_reasoning: bool | None = Field(
-        None, description="Ignored: a model's reasoning is part of its text."
+        None, description="False: the answer does not contain the model's reasoning."
     )
     functions: None = Field(None, description="Use `tools`.")
     function_call: None = Field(None, description="Use `tool_choice`.")
@@ -312,6 +316,8 @@ class AnswerMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[Annotated[str, Field(description="The same by another name.")]]
     tool_calls: NotRequired[list[AnswerToolCall]]
 
 
@@ -361,6 +367,8 @@ class Delta(TypedDict):
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    reasoning: NotRequired[str]
     tool_calls: NotRequired[list[ToolCallDelta]]
 
 

@@ -21,7 +21,9 @@ from scheduler_service.frontend.http.middleware import REQUEST_ID, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
     AnswerHead,
     ChatLogprobsBody,
+    ChatRequest,
     ChunkUsage,
+    CompletionTokensDetails,
     LegacyLogprobsBody,
     PromptLogprobsBody,
     TokenLogprobBody,
@@ -201,6 +203,7 @@ class Envelope:
         self._returns_timings = bool(request.return_timings)
         self._timings: dict[int, inference_pb.Timings] = {}
         self._has_output = has_output
+        self._is_chat = isinstance(request, ChatRequest)
         self._usages: dict[int, inference_pb.Usage] = {}
         self.head: AnswerHead = {
             "id": answer_id,
@@ -225,9 +228,9 @@ class Envelope:
 
     def usage(self) -> UsageBody:
         """The usage so far."""
-        prompt, cached, completion = (
-            sum(getattr(usage, name) for usage in self._usages.values())
-            for name in ("prompt_tokens", "cached_tokens", "completion_tokens")
+        names = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
+        prompt, cached, completion, reasoning = (
+            sum(getattr(usage, name) for usage in self._usages.values()) for name in names
         )
         body: UsageBody = {
             "prompt_tokens": prompt,
@@ -237,11 +240,14 @@ class Envelope:
         }
         drafts = sum(timings.num_drafts for timings in self._timings.values())
         accepted = sum(timings.num_accepted_drafts for timings in self._timings.values())
+        details: CompletionTokensDetails = {}
+        if self._is_chat:
+            details["reasoning_tokens"] = reasoning
         if drafts:
-            body["completion_tokens_details"] = {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafts - accepted,
-            }
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafts - accepted
+        if details:
+            body["completion_tokens_details"] = details
         return body
 
     def whole_fields(self) -> WholeFields:

@@ -1,10 +1,8 @@
-"""`/v1/chat/completions`: requests, tool choice, and messages with tool calls."""
+"""`/v1/chat/completions`: requests, and messages with reasoning and tool calls."""
 
 import json
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -15,21 +13,6 @@ from starlette.responses import Response
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.auth import Principal
-from scheduler_service.frontend.chat_formats.constrained import (
-    NamedParser,
-    RequiredParser,
-    named_schema,
-    required_schema,
-)
-from scheduler_service.frontend.chat_formats.events import (
-    CallArguments,
-    CallStart,
-    Content,
-    Event,
-    MessageParser,
-)
-from scheduler_service.frontend.chat_formats.formats import ChatFormat, find_format
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
@@ -44,11 +27,10 @@ from scheduler_service.frontend.http.openai.protocol import (
     ChunkChoice,
     Delta,
     FinishReason,
-    FunctionBody,
-    FunctionDelta,
     NamedToolChoice,
     PromptFields,
     ToolBody,
+    ToolCallDelta,
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
@@ -64,107 +46,30 @@ from scheduler_service.frontend.http.openai.serving import (
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.metrics import FINISH_LABELS
-from scheduler_service.frontend.structured_output.constraint import closed
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ToolPlan:
-    """How one request treats tools."""
-
-    shows_tools: bool = False
-    """Whether the chat template gets the tools."""
-    json_schema: str | None = None
-    """The schema of the output if a call is required."""
-    make_parser: Callable[[], MessageParser] | None = None
-    """Makes the parser of one choice; None if the output is not parsed."""
-    is_named: bool = False
-    """Whether the request itself names the function."""
-    keeps_special_tokens: bool = False
-
-
-def plan_tools(body: ChatRequest, chat_format: Callable[[], ChatFormat]) -> ToolPlan:
-    """How to treat the tools of a request. Raises InvalidArgument for an invalid `tool_choice`.
-
-    `chat_format` returns the format in which the model answers.
-    """
-    choice = body.tool_choice or "auto"
-    functions = {tool.function.name: tool.function for tool in body.tools or ()}
-    if not functions:
-        if choice == "required" or isinstance(choice, NamedToolChoice):
-            raise InvalidArgument("tool_choice", "requires tools")
-        return ToolPlan()
-    if choice == "none":
-        return ToolPlan()
-    names = frozenset(functions)
-    if isinstance(choice, NamedToolChoice):
-        name = choice.function.name
-        if name not in names:
-            raise InvalidArgument(
-                "tool_choice.function.name", f"expected one of {sorted(names)}, got {name!r}"
-            )
-        return ToolPlan(
-            shows_tools=True,
-            json_schema=named_schema(_parameters(functions[name])),
-            make_parser=lambda: NamedParser(name),
-            is_named=True,
-        )
-    if choice == "required":
-        tools = [(name, _parameters(function)) for name, function in functions.items()]
-        return ToolPlan(
-            shows_tools=True,
-            json_schema=required_schema(tools, one=body.parallel_tool_calls is False),
-            make_parser=lambda: RequiredParser(names),
-        )
-    found = chat_format()
-    schemas = {name: function.parameters for name, function in functions.items()}
-    return ToolPlan(
-        shows_tools=True,
-        make_parser=lambda: found.parser(schemas),
-        keeps_special_tokens=bool(found.special_tokens),
-    )
-
-
-def _parameters(function: FunctionBody) -> dict[str, Any] | None:
-    if function.parameters is None or function.strict is False:
-        return function.parameters
-    return closed(function.parameters)
-
-
-_ID_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 class AssistantMessage:
-    """Turns text into the pieces of one message; `body` joins all of them."""
+    """Joins the parts of one message."""
 
-    def __init__(self, plan: ToolPlan, *, one_call: bool) -> None:
-        self._parser = plan.make_parser() if plan.make_parser is not None else None
-        self._one_call = one_call
+    def __init__(self) -> None:
         self._texts: list[str] = []
-        self._calls: list[tuple[str, str]] = []
-        """Id and name."""
-        self._arguments: list[list[str]] = []
-        self._drops_call = False
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[str, str, list[str]]] = []
+        """Id, name, and pieces of the arguments."""
 
     @property
     def has_calls(self) -> bool:
         """Whether the model has called a function."""
         return bool(self._calls)
 
-    def take(self, delta: inference_pb.ChoiceDelta) -> list[Delta]:
-        """The pieces in a choice's next output; at its end, those that were held back, too."""
-        pieces = self.push(delta.text) if delta.text else []
-        return pieces + self.finish() if delta.finish_reason else pieces
-
-    def push(self, text: str) -> list[Delta]:
-        """The pieces in the next text."""
-        if self._parser is None:
-            self._texts.append(text)
-            return [{"content": text}]
-        return self._pieces(self._parser.push(text))
-
-    def finish(self) -> list[Delta]:
-        """The pieces that were held back, at the end of the text."""
-        return self._pieces(self._parser.finish()) if self._parser is not None else []
+    def add(self, delta: inference_pb.ChoiceDelta) -> None:
+        """Append the new part."""
+        self._texts.append(delta.text)
+        self._reasoning.append(delta.reasoning)
+        for call in delta.tool_calls:
+            if call.index == len(self._calls):
+                self._calls.append((call.id, call.name, []))
+            self._calls[call.index][2].append(call.arguments)
 
     def body(self) -> AnswerMessage:
         """The whole message."""
@@ -174,6 +79,8 @@ class AssistantMessage:
             "content": text or (None if self._calls else ""),
             "refusal": None,
         }
+        if reasoning := "".join(self._reasoning):
+            message["reasoning_content"] = message["reasoning"] = reasoning
         if self._calls:
             message["tool_calls"] = [
                 {
@@ -181,55 +88,29 @@ class AssistantMessage:
                     "type": "function",
                     "function": {"name": name, "arguments": "".join(arguments)},
                 }
-                for (call_id, name), arguments in zip(self._calls, self._arguments, strict=True)
+                for call_id, name, arguments in self._calls
             ]
         return message
 
-    def _pieces(self, events: Iterable[Event]) -> list[Delta]:
-        pieces: list[Delta] = []
-        for event in _merged(events):
-            if isinstance(event, Content):
-                self._texts.append(event.text)
-                pieces.append({"content": event.text})
-            elif isinstance(event, CallStart):
-                pieces += self._start_call(event)
-            elif isinstance(event, CallArguments) and not self._drops_call:
-                self._arguments[-1].append(event.text)
-                pieces.append(self._call_delta({"arguments": event.text}))
-        return pieces
 
-    def _start_call(self, event: CallStart) -> list[Delta]:
-        self._drops_call = self._one_call and self.has_calls
-        if self._drops_call:
-            return []
-        call_id = _draw_call_id()
-        self._calls.append((call_id, event.name))
-        self._arguments.append([])
-        delta = self._call_delta({"name": event.name, "arguments": ""})
-        delta["tool_calls"][0] |= {"id": call_id, "type": "function"}
-        return [delta]
-
-    def _call_delta(self, function: FunctionDelta) -> Delta:
-        return {"tool_calls": [{"index": len(self._calls) - 1, "function": function}]}
-
-
-def _merged(events: Iterable[Event]) -> Iterator[Event]:
-    """The events, with consecutive pieces of arguments, and of text, joined."""
-    for kind, run in groupby(events, type):
-        if kind is CallStart:
-            yield from run
-        else:
-            yield kind("".join(each.text for each in run if not isinstance(each, CallStart)))
-
-
-def _draw_call_id() -> str:
-    """Nine letters and digits: Mistral's templates refuse anything else; others accept it."""
-    return "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
+def _pieces(delta: inference_pb.ChoiceDelta) -> Iterator[Delta]:
+    """The parts of a message's new output, each for a chunk of its own: some clients read only one
+    of the fields of a chunk."""
+    if delta.reasoning:
+        yield {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+    if delta.text:
+        yield {"content": delta.text}
+    for call in delta.tool_calls:
+        part: ToolCallDelta = {"index": call.index, "function": {"arguments": call.arguments}}
+        if call.id:
+            part |= {"id": call.id, "type": "function"}
+            part["function"]["name"] = call.name
+        yield {"tool_calls": [part]}
 
 
 @dataclass(slots=True)
 class _ChatChoice:
-    message: AssistantMessage
+    message: AssistantMessage = field(default_factory=AssistantMessage)
     logprobs: list[inference_pb.TokenLogprobs] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     end: ChoiceFields = field(default_factory=ChoiceFields)
@@ -238,14 +119,10 @@ class _ChatChoice:
 class ChatResponseBuilder(ResponseBuilder):
     """Answers to a conversation."""
 
-    def __init__(self, request: ChatRequest, request_id: str, plan: ToolPlan) -> None:
+    def __init__(self, request: ChatRequest, request_id: str) -> None:
         self._request = request
-        self._plan = plan
         self._envelope = Envelope(request, f"chatcmpl-{request_id}")
-        one_call = request.parallel_tool_calls is False
-        self._choices = [
-            _ChatChoice(AssistantMessage(plan, one_call=one_call)) for _ in range(request.n or 1)
-        ]
+        self._choices = [_ChatChoice() for _ in range(request.n or 1)]
         self._of_prompt: PromptFields = {}
         """Fields about the prompt; in a stream, the next chunk has them."""
 
@@ -277,7 +154,7 @@ class ChatResponseBuilder(ResponseBuilder):
         self._take(index, response)
         for delta in response.choices:
             choice = self._choices[delta.index]
-            choice.message.take(delta)
+            choice.message.add(delta)
             choice.logprobs.extend(delta.logprobs)
             choice.token_ids.extend(delta.token_ids)
             if delta.finish_reason:
@@ -317,7 +194,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[ChatCompletionChunk]:
         """A chunk per piece of the message; the last one has the tokens and the end."""
-        pieces = self._choices[delta.index].message.take(delta)
+        self._choices[delta.index].message.add(delta)
+        pieces = list(_pieces(delta))
         rest: ChoiceFields = {}
         if delta.token_ids:
             rest = self._of_tokens(delta.logprobs, delta.token_ids)
@@ -343,8 +221,8 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _end(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
         reason: FinishReason | None = FINISH_LABELS.get(delta.finish_reason)
-        has_calls = self._choices[delta.index].message.has_calls and not self._plan.is_named
-        if reason == "stop" and has_calls:
+        is_named = isinstance(self._request.tool_choice, NamedToolChoice)
+        if reason == "stop" and self._choices[delta.index].message.has_calls and not is_named:
             reason = "tool_calls"
         return {"finish_reason": reason, "stop_reason": stop_reason(delta)}
 
@@ -421,6 +299,7 @@ def _tool(body: ToolBody) -> inference_pb.Tool:
         name=body.function.name,
         description=body.function.description,
         parameters_json=None if parameters is None else json.dumps(parameters),
+        strict=body.function.strict,
     )
 
 
@@ -457,39 +336,35 @@ def make_router(services: HttpServices) -> APIRouter:
     async def create(body: ChatBody, http_request: Request, caller: Caller) -> Response:
         """A conversation, by the model's chat template."""
         request_id = request_id_of(http_request, body)
-        plan = find_plan(services, body, caller)
         return CompletionResponse(
             services,
-            [await convert(http_request, lambda: generate_request(body, plan))],
-            ChatResponseBuilder(body, request_id, plan),
+            [await convert(http_request, lambda: generate_request(body))],
+            ChatResponseBuilder(body, request_id),
             tenant=caller,
             request_id=request_id,
             stream=bool(body.stream),
-            constraint_field="tools" if plan.json_schema else constraint_field(body),
+            constraint_field=constraint_field(body),
         )
 
     return router
 
 
-def find_plan(services: HttpServices, body: ChatRequest, tenant: Principal) -> ToolPlan:
-    """How to treat the tools of a request, by the format of its model. Raises InvalidArgument."""
-
-    def chat_format() -> ChatFormat:
-        tokenizer = services.models.current(body.model, tenant).tokenizer
-        template = tokenizer.tool_template_source if tokenizer is not None else None
-        return find_format(template, template, lambda token: False)
-
-    return plan_tools(body, chat_format)
-
-
-def generate_request(body: ChatRequest, plan: ToolPlan) -> inference_pb.GenerateRequest:
+def generate_request(body: ChatRequest) -> inference_pb.GenerateRequest:
     """The request that a gRPC client would send. Raises InvalidArgument."""
-    request = make_request(body, chat_params(body, plan))
-    request.chat.CopyFrom(chat_of(body, with_tools=plan.shows_tools))
+    request = make_request(body, chat_params(body))
+    chat, choice = request.chat, body.tool_choice
+    chat.CopyFrom(chat_of(body, with_tools=choice != "none"))
+    if isinstance(choice, NamedToolChoice):
+        chat.tool_choice.name = choice.function.name
+    elif choice == "required":
+        chat.tool_choice.required = True
+    for name in ("include_reasoning", "parallel_tool_calls"):
+        if (value := getattr(body, name)) is not None:
+            setattr(chat, name, value)
     return request
 
 
-def chat_params(body: ChatRequest, plan: ToolPlan) -> sampling_pb2.SamplingParams:
+def chat_params(body: ChatRequest) -> sampling_pb2.SamplingParams:
     """The sampling parameters. Raises InvalidArgument."""
     params = sampling_params(body)
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -499,15 +374,4 @@ def chat_params(body: ChatRequest, plan: ToolPlan) -> sampling_pb2.SamplingParam
         params.logprobs = body.top_logprobs or 0
     elif body.top_logprobs:
         raise InvalidArgument("top_logprobs", "requires logprobs")
-    if plan.json_schema is not None:
-        kind = params.WhichOneof("structured_output")
-        if kind is not None:
-            raise InvalidArgument(
-                "tool_choice",
-                "requires that no other field constrains the output; leave out "
-                "response_format, structured_outputs and the guided_ fields",
-            )
-        params.json_schema = plan.json_schema
-    if plan.keeps_special_tokens and body.skip_special_tokens is None:
-        params.skip_special_tokens = False
     return params

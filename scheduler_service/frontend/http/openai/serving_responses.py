@@ -4,6 +4,7 @@ A call is converted to the equivalent chat completion, whose pieces become items
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Request
@@ -18,7 +19,6 @@ from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
     MAX_MESSAGES,
     ChatRequest,
-    Delta,
     PromptTokensDetails,
 )
 from scheduler_service.frontend.http.openai.sampling import (
@@ -39,10 +39,7 @@ from scheduler_service.frontend.http.openai.serving import (
 )
 from scheduler_service.frontend.http.openai.serving_chat import (
     PART_SEPARATOR,
-    AssistantMessage,
-    ToolPlan,
     chat_request_of,
-    find_plan,
     generate_request,
     named_choice,
 )
@@ -277,15 +274,37 @@ def _required(item: Item, field: str, where: str) -> Any:
     return value
 
 
+@dataclass(frozen=True, slots=True)
+class _TextItem:
+    """What an item with a text consists of."""
+
+    prefix: str
+    """Begins its id."""
+    part: str
+    """The type of its part, which also names events."""
+    fields: dict[str, Any]
+    part_fields: dict[str, Any]
+    event_fields: dict[str, Any]
+
+
+_TEXT_ITEMS = {
+    "message": _TextItem(
+        "msg",
+        "output_text",
+        {"role": "assistant", "content": []},
+        {"annotations": [], "logprobs": []},
+        {"logprobs": []},
+    ),
+    "reasoning": _TextItem("rs", "reasoning_text", {"summary": [], "content": []}, {}, {}),
+}
+
+
 class ResponsesBuilder(ResponseBuilder):
     """The answer as items."""
 
-    def __init__(
-        self, body: ResponsesRequest, chat: ChatRequest, request_id: str, plan: ToolPlan
-    ) -> None:
+    def __init__(self, body: ResponsesRequest, chat: ChatRequest, request_id: str) -> None:
         self._body = body
         self._envelope = Envelope(chat, f"resp_{request_id}")
-        self._message = AssistantMessage(plan, one_call=chat.parallel_tool_calls is False)
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         """Whether the last item may grow."""
@@ -302,8 +321,7 @@ class ResponsesBuilder(ResponseBuilder):
             for name in ("created", "in_progress"):
                 yield self._event(f"response.{name}", response=self._answer("in_progress"))
         for delta in response.choices:
-            for piece in self._message.take(delta):
-                yield from self._item_events(piece)
+            yield from self._item_events(delta)
             if delta.finish_reason:
                 self._is_cut = delta.finish_reason == inference_pb.FINISH_REASON_LENGTH
                 yield from self._close_item()
@@ -362,39 +380,45 @@ class ResponsesBuilder(ResponseBuilder):
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {
+                "reasoning_tokens": usage["completion_tokens_details"]["reasoning_tokens"]
+            },
             "total_tokens": usage["total_tokens"],
         }
 
-    def _item_events(self, piece: Delta) -> Iterator[dict[str, Any]]:
-        if text := piece.get("content"):
-            if not self._is_open or self._items[-1]["type"] != "message":
-                yield from self._open_item("msg", {"type": "message", "role": "assistant"})
-                item = self._items[-1]
-                item["content"] = [
-                    {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-                ]
-                part = dict(item["content"][0])
-                yield self._item_event("response.content_part.added", content_index=0, part=part)
-            self._items[-1]["content"][0]["text"] += text
-            yield self._item_event(
-                "response.output_text.delta", content_index=0, delta=text, logprobs=[]
-            )
-        for call in piece.get("tool_calls", ()):
-            function = call["function"]
-            if "id" in call:
-                item = {"type": "function_call", "call_id": call["id"], "name": function["name"]}
+    def _item_events(self, delta: inference_pb.ChoiceDelta) -> Iterator[dict[str, Any]]:
+        for kind, text in (("reasoning", delta.reasoning), ("message", delta.text)):
+            if text:
+                yield from self._grow(kind, text)
+        for call in delta.tool_calls:
+            if call.id:
+                item = {"type": "function_call", "call_id": call.id, "name": call.name}
                 yield from self._open_item("fc", item | {"arguments": ""})
-            if arguments := function.get("arguments"):
-                self._items[-1]["arguments"] += arguments
-                yield self._item_event("response.function_call_arguments.delta", delta=arguments)
+            if call.arguments:
+                self._items[-1]["arguments"] += call.arguments
+                yield self._item_event(
+                    "response.function_call_arguments.delta", delta=call.arguments
+                )
+
+    def _grow(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        """Append to the last item, or to a new one if that is of another type."""
+        of_kind = _TEXT_ITEMS[kind]
+        if not self._is_open or self._items[-1]["type"] != kind:
+            yield from self._open_item(of_kind.prefix, {"type": kind, **of_kind.fields})
+            self._items[-1]["content"] = [{"type": of_kind.part, "text": "", **of_kind.part_fields}]
+            part = dict(self._items[-1]["content"][0])
+            yield self._item_event("response.content_part.added", content_index=0, part=part)
+        self._items[-1]["content"][0]["text"] += text
+        yield self._item_event(
+            f"response.{of_kind.part}.delta", content_index=0, delta=text, **of_kind.event_fields
+        )
 
     def _open_item(self, prefix: str, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self._close_item()
         name = f"{prefix}_{self._envelope.head['id']}_{len(self._items)}"
         self._items.append({"id": name, **item, "status": "in_progress"})
         self._is_open = True
-        added = {"content": [], **self._items[-1]} if prefix == "msg" else dict(self._items[-1])
+        added = dict(self._items[-1])
         yield self._of_last("response.output_item.added", item=added)
 
     def _close_item(self) -> Iterator[dict[str, Any]]:
@@ -403,10 +427,10 @@ class ResponsesBuilder(ResponseBuilder):
         self._is_open = False
         item = self._items[-1]
         item["status"] = "incomplete" if self._is_cut else "completed"
-        if item["type"] == "message":
+        if (of_kind := _TEXT_ITEMS.get(item["type"])) is not None:
             [part] = item["content"]
-            text = {"content_index": 0, "text": part["text"], "logprobs": []}
-            yield self._item_event("response.output_text.done", **text)
+            text = {"content_index": 0, "text": part["text"], **of_kind.event_fields}
+            yield self._item_event(f"response.{of_kind.part}.done", **text)
             yield self._item_event("response.content_part.done", content_index=0, part=part)
         else:
             yield self._item_event(
@@ -457,15 +481,14 @@ def make_router(services: HttpServices) -> APIRouter:
         """A conversation, by the model's chat template."""
         chat = await convert(http_request, lambda: chat_request(body))
         request_id = request_id_of(http_request, chat)
-        plan = find_plan(services, chat, caller)
         return _ResponsesResponse(
             services,
-            [await convert(http_request, lambda: generate_request(chat, plan))],
-            ResponsesBuilder(body, chat, request_id, plan),
+            [await convert(http_request, lambda: generate_request(chat))],
+            ResponsesBuilder(body, chat, request_id),
             tenant=caller,
             request_id=request_id,
             stream=bool(body.stream),
-            constraint_field="tools" if plan.json_schema else "text.format",
+            constraint_field="text.format",
         )
 
     return router

@@ -7,7 +7,7 @@ from scheduler_service.frontend.input.chat import (
     MAX_JSON_CONTAINERS,
     check_chat,
 )
-from scheduler_service.frontend.input.processor import prompt_tokens
+from scheduler_service.frontend.input.processor import resolve_prompt
 from scheduler_service.frontend.input.validation import check_request
 from scheduler_service.frontend.served_models import build_model
 from tests.support.fake_core import model_info
@@ -20,29 +20,33 @@ LONG = [3 + k % 90 for k in range(300)]
 
 def test_prompts_of_every_kind_become_tokens() -> None:
     bos, hello = byte_level().token_to_id(BOS), byte_level().encode("hello").ids
-    assert prompt_tokens(generate_request("hello"), MODEL) == hello
+    assert resolve_prompt(generate_request("hello"), MODEL)[1] == hello
     assert hello[0] == bos
-    assert prompt_tokens(generate_request([5, 6]), MODEL) == [5, 6]
+    assert resolve_prompt(generate_request([5, 6]), MODEL)[1] == [5, 6]
     chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
     expected = f"{BOS}[user]hi[assistant]"
-    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+    assert (
+        byte_level().decode(resolve_prompt(chat, MODEL)[1], skip_special_tokens=False) == expected
+    )
     chat.chat.add_generation_prompt = False
     expected = f"{BOS}[user]hi"
-    assert byte_level().decode(prompt_tokens(chat, MODEL), skip_special_tokens=False) == expected
+    assert (
+        byte_level().decode(resolve_prompt(chat, MODEL)[1], skip_special_tokens=False) == expected
+    )
 
 
 def test_a_text_may_have_its_special_tokens_already() -> None:
     request = generate_request(f"{BOS}hello")
-    assert prompt_tokens(request, MODEL)[:2] == [byte_level().token_to_id(BOS)] * 2
+    assert resolve_prompt(request, MODEL)[1][:2] == [byte_level().token_to_id(BOS)] * 2
     request.add_special_tokens = False
-    assert prompt_tokens(request, MODEL) == byte_level().encode("hello").ids
+    assert resolve_prompt(request, MODEL)[1] == byte_level().encode("hello").ids
 
 
 def test_a_text_that_makes_no_token_is_refused() -> None:
     template = model_files(byte_level()) | {"chat_template.jinja": b"{% if false %}{% endif %}"}
     chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]))
     with pytest.raises(InvalidArgument, match=r"chat\.messages"):
-        prompt_tokens(chat, build_model(model_info(), template))
+        resolve_prompt(chat, build_model(model_info(), template))
 
 
 @pytest.mark.parametrize(
@@ -64,24 +68,24 @@ def test_of_a_longer_prompt_the_end_is_taken(
     """0 takes what leaves room for the output within the model's 256 tokens."""
     fields = {} if max_tokens is None else {"max_tokens": max_tokens}
     request = generate_request(LONG, truncate_prompt_tokens=asked, **fields)
-    assert prompt_tokens(request, MODEL) == LONG[300 - taken :]
+    assert resolve_prompt(request, MODEL)[1] == LONG[300 - taken :]
 
 
 def test_a_shorter_prompt_is_taken_whole() -> None:
-    assert prompt_tokens(generate_request([5, 6], truncate_prompt_tokens=0), MODEL) == [5, 6]
-    assert prompt_tokens(generate_request([5, 6], truncate_prompt_tokens=3), MODEL) == [5, 6]
+    assert resolve_prompt(generate_request([5, 6], truncate_prompt_tokens=0), MODEL)[1] == [5, 6]
+    assert resolve_prompt(generate_request([5, 6], truncate_prompt_tokens=3), MODEL)[1] == [5, 6]
 
 
 def test_texts_are_cut_as_tokens_too() -> None:
     whole = byte_level().encode("hello world").ids
     request = generate_request("hello world", truncate_prompt_tokens=2)
-    assert prompt_tokens(request, MODEL) == whole[-2:]
+    assert resolve_prompt(request, MODEL)[1] == whole[-2:]
 
 
 def test_an_output_that_leaves_no_room_for_a_prompt_is_refused() -> None:
     request = generate_request(LONG, truncate_prompt_tokens=0, max_tokens=256)
     with pytest.raises(InvalidArgument, match="max_tokens"):
-        prompt_tokens(request, MODEL)
+        resolve_prompt(request, MODEL)[1]
 
 
 CHATML = (
@@ -99,7 +103,7 @@ def test_a_turn_is_continued_where_its_text_ends(begun: str) -> None:
     request.chat.messages.add(role="user", content="hi")
     request.chat.messages.add(role="assistant", content=begun)
     request.chat.continue_final_message = True
-    text = byte_level().decode(prompt_tokens(request, model), skip_special_tokens=False)
+    text = byte_level().decode(resolve_prompt(request, model)[1], skip_special_tokens=False)
     assert text == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n{begun.strip()}"
 
 
@@ -111,7 +115,7 @@ def test_a_turn_that_the_template_changes_cannot_be_continued(change: bytes) -> 
     request.chat.messages.add(role="assistant", content="hello world")
     request.chat.continue_final_message = True
     with pytest.raises(InvalidArgument, match=r"chat\.continue_final_message"):
-        prompt_tokens(request, model)
+        resolve_prompt(request, model)
 
 
 HALF = '{"a": "\\ud83d"}'
@@ -158,5 +162,5 @@ def test_a_conversation_is_bounded(chat: pb.Chat, path: str) -> None:
 @pytest.mark.parametrize("prompt", ["hello " * 100_000, [5] * 256], ids=["text", "token ids"])
 def test_a_prompt_too_long_for_the_model_is_refused(prompt: object) -> None:
     with pytest.raises(PromptTooLong) as refused:
-        prompt_tokens(generate_request(prompt), MODEL)
+        resolve_prompt(generate_request(prompt), MODEL)[1]
     assert refused.value.details["max_model_len"] == "256"

@@ -8,9 +8,10 @@ import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.chat_formats.formats import LLAMA, ChatFormat
 from scheduler_service.frontend.http.openai.protocol import ChatRequest
-from scheduler_service.frontend.http.openai.serving_chat import generate_request, plan_tools
+from scheduler_service.frontend.http.openai.serving_chat import generate_request
+from scheduler_service.frontend.input.tool_choice import with_call_schema
+from scheduler_service.frontend.input.validation import check_request
 from tests.support.fake_core import FakeCore
 from tests.support.http_frontends import http_served
 from tests.support.tokenizers import byte_level, model_files, tokens
@@ -34,7 +35,9 @@ TEMPLATE = (
 
 def translated(**wish: Any) -> pb.GenerateRequest:
     body = ChatRequest.model_validate({"messages": [USER]} | wish)
-    return generate_request(body, plan_tools(body, lambda: ChatFormat(calls=LLAMA)))
+    request = generate_request(body)
+    check_request(request)
+    return with_call_schema(request)
 
 
 def test_every_part_of_a_conversation_is_translated() -> None:
@@ -82,12 +85,6 @@ def test_a_named_call_is_the_schema_of_its_parameters() -> None:
     request = translated(tools=[as_it_says], tool_choice=choice)
     assert json.loads(request.sampling_params.json_schema) == SCHEMA
     assert [tool.name for tool in request.chat.tools] == ["get_weather"]
-
-
-def test_where_special_tokens_announce_calls_they_are_kept() -> None:
-    assert translated(tools=[TOOL]).sampling_params.skip_special_tokens is False
-    assert translated(tools=[TOOL]).sampling_params.HasField("skip_special_tokens")
-    assert not translated().sampling_params.HasField("skip_special_tokens")
 
 
 def test_without_a_choice_the_model_does_not_hear_of_tools() -> None:

@@ -1,0 +1,124 @@
+"""Required tool calls, and how the answer to a conversation is read."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagewire.v1 import inference_service_pb2 as inference_pb
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.chat_formats.constrained import (
+    NamedParser,
+    RequiredParser,
+    named_schema,
+    required_schema,
+)
+from scheduler_service.frontend.chat_formats.events import MessageParser
+from scheduler_service.frontend.chat_formats.formats import ChatFormat
+from scheduler_service.frontend.structured_output.constraint import closed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerFormat:
+    """How the text of a choice is read; by default all of it is content."""
+
+    make_parser: Callable[[], MessageParser | None] = lambda: None
+    kept_tokens: frozenset[str] = field(default_factory=frozenset)
+    """Special tokens that the parser needs to see in the text."""
+    include_reasoning: bool = True
+    max_calls: int | None = None
+    """Calls after these are dropped."""
+
+
+def answer_format(
+    request: inference_pb.GenerateRequest, prompt: str, found: ChatFormat
+) -> AnswerFormat:
+    """How the answers to a checked request are read, which follow the text of its prompt.
+
+    `found` is the model's own format. Only answers to conversations are parsed.
+    """
+    if not request.HasField("chat"):
+        return AnswerFormat()
+    chat = request.chat
+    functions = {tool.name: _parameters(tool) for tool in chat.tools}
+    required = _required(chat)
+
+    def make_parser() -> MessageParser:
+        constrained: MessageParser | None = None
+        if required is not None:
+            constrained = NamedParser(required) if required else RequiredParser(functions)
+        return found.parser(functions, prompt=prompt, answer=constrained)
+
+    return AnswerFormat(
+        make_parser=make_parser,
+        kept_tokens=found.special_tokens,
+        include_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
+        max_calls=1 if _allows_one(chat) else None,
+    )
+
+
+def check_tool_choice(request: inference_pb.GenerateRequest) -> None:
+    """Raise InvalidArgument for a required call of a tool that there is not, or whose arguments
+    cannot follow their schema because another field constrains the output."""
+    chat = request.chat
+    required = _required(chat)
+    if required is None:
+        return
+    names = sorted(tool.name for tool in chat.tools)
+    if not names:
+        raise InvalidArgument("chat.tool_choice", "requires tools")
+    if required and required not in names:
+        raise InvalidArgument("chat.tool_choice.name", f"expected one of {names}, got {required!r}")
+    if request.sampling_params.WhichOneof("structured_output") is not None:
+        raise InvalidArgument(
+            "chat.tool_choice",
+            "requires that no other field constrains the output; leave out json_schema, regex, "
+            "grammar and choice (over HTTP: response_format, structured_outputs and the guided_ "
+            "fields)",
+        )
+
+
+def with_call_schema(request: inference_pb.GenerateRequest) -> inference_pb.GenerateRequest:
+    """A checked request, with the schema of the call that it requires as its constraint."""
+    chat = request.chat
+    required = _required(chat)
+    if required is None:
+        return request
+    tools = {tool.name: _closed_parameters(tool) for tool in chat.tools}
+    constrained = inference_pb.GenerateRequest()
+    constrained.CopyFrom(request)
+    constrained.sampling_params.json_schema = (
+        named_schema(tools[required])
+        if required
+        else required_schema(list(tools.items()), one=_allows_one(chat))
+    )
+    return constrained
+
+
+def constraint_field(request: inference_pb.GenerateRequest) -> str:
+    """The field of the client's request that constrains its output."""
+    if _required(request.chat) is not None:
+        return "chat.tools"
+    return f"sampling_params.{request.sampling_params.WhichOneof('structured_output')}"
+
+
+def _required(chat: inference_pb.Chat) -> str | None:
+    """The tool that must be called; empty for any of them, None if no call is required."""
+    kind = chat.tool_choice.WhichOneof("choice")
+    if kind == "name":
+        return chat.tool_choice.name
+    return "" if chat.tool_choice.required else None
+
+
+def _allows_one(chat: inference_pb.Chat) -> bool:
+    return chat.HasField("parallel_tool_calls") and not chat.parallel_tool_calls
+
+
+def _parameters(tool: inference_pb.Tool) -> dict[str, Any] | None:
+    return json.loads(tool.parameters_json) if tool.parameters_json else None
+
+
+def _closed_parameters(tool: inference_pb.Tool) -> dict[str, Any] | None:
+    parameters = _parameters(tool)
+    is_open = tool.HasField("strict") and not tool.strict
+    return parameters if parameters is None or is_open else closed(parameters)

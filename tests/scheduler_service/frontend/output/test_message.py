@@ -1,0 +1,139 @@
+"""The parts of a chat's answer, and what is left of them for a client that has received some."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagewire.v1 import inference_service_pb2 as pb
+from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
+from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.input.processor import resolve_request
+from scheduler_service.frontend.output.message import call_id
+from scheduler_service.frontend.output.request_stream import ChoiceStream
+from scheduler_service.frontend.served_models import build_model
+from tests.support.fake_core import model_info
+from tests.support.frontends import generate_request
+from tests.support.tokenizers import byte_level, letters, model_files
+
+MODEL = build_model(model_info(), model_files(byte_level()))
+TOOLS = [pb.Tool(name="f"), pb.Tool(name="g")]
+CALLS = (
+    'First.<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
+    '<tool_call>{"name":"g","arguments":{}}</tool_call>'
+)
+INTERLEAVED = 'A<tool_call>{"name":"f","arguments":{}}</tool_call>B'
+
+
+def new_choice(**fields: Any) -> ChoiceStream:
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")], tools=TOOLS, **fields)
+    request = generate_request(None, chat=chat)
+    return ChoiceStream(0, resolve_request(request, "r", MODEL))
+
+
+def play(choice: ChoiceStream, token_ids: list[int], size: int = 1) -> list[pb.ChoiceDelta]:
+    """The deltas after every `size` tokens, then those at the end."""
+    deltas = []
+    for start in range(0, len(token_ids), size):
+        choice.received_token_ids += token_ids[start : start + size]
+        choice.advance()
+        deltas += choice.take(1000, 0)
+    choice.receive_finish(scheduler_pb.ChoiceFinished(reason=pb.FINISH_REASON_STOP))
+    choice.advance()
+    return deltas + (choice.take(1000, 0) if choice.has_output else [])
+
+
+def joined(deltas: list[pb.ChoiceDelta]) -> pb.ChoiceDelta:
+    """What a client makes of all deltas."""
+    whole = pb.ChoiceDelta()
+    for delta in deltas:
+        whole.text += delta.text
+        whole.reasoning += delta.reasoning
+        whole.token_ids.extend(delta.token_ids)
+        for call in delta.tool_calls:
+            if call.index == len(whole.tool_calls):
+                whole.tool_calls.add(index=call.index, id=call.id, name=call.name)
+            whole.tool_calls[call.index].arguments += call.arguments
+    return whole
+
+
+def resumed_of(received: pb.ChoiceDelta) -> pb.ResumedChoice:
+    return pb.ResumedChoice(
+        token_ids=received.token_ids,
+        num_chars=len(received.text),
+        num_reasoning_chars=len(received.reasoning),
+        num_tool_calls=len(received.tool_calls),
+        num_argument_chars=sum(len(call.arguments) for call in received.tool_calls),
+    )
+
+
+def test_calls_are_parts_of_their_own() -> None:
+    whole = joined(play(new_choice(), letters(CALLS)))
+    assert whole.text == "First."
+    assert [(call.name, call.arguments) for call in whole.tool_calls] == [
+        ("f", '{"a":1}'),
+        ("g", "{}"),
+    ]
+    assert [call.id for call in whole.tool_calls] == [call_id("r", 0, n) for n in (0, 1)]
+
+
+@settings(deadline=None)
+@given(st.sampled_from([CALLS, INTERLEAVED, "plain"]), st.integers(1, 7), st.data())
+def test_a_resumed_choice_continues_its_message_where_the_client_was(
+    text: str, size: int, data: st.DataObject
+) -> None:
+    token_ids = letters(text)
+    deltas = play(new_choice(), token_ids, size)
+    undisturbed = joined(deltas)
+    received = joined(deltas[: data.draw(st.integers(0, len(deltas) - 1))])
+    choice = new_choice()
+    choice.restore(resumed_of(received), "resume[0]")
+    rest = choice.take(1000, 0) if choice.has_output else []
+    rest += play(choice, token_ids[len(received.token_ids) :])
+    assert joined([*as_deltas(received), *rest]) == undisturbed
+
+
+def as_deltas(received: pb.ChoiceDelta) -> list[pb.ChoiceDelta]:
+    return [received] if received.ByteSize() else []
+
+
+def test_text_after_a_call_is_an_entry_of_its_own() -> None:
+    *deltas, end = play(new_choice(), letters(INTERLEAVED), 1000)
+    assert end.finish_reason
+    assert [(delta.text, len(delta.tool_calls)) for delta in deltas] == [("A", 1), ("B", 0)]
+    assert [len(delta.token_ids) for delta in deltas] == [len(letters(INTERLEAVED)), 0]
+
+
+def test_without_parallel_calls_only_the_first_is_kept() -> None:
+    whole = joined(play(new_choice(parallel_tool_calls=False), letters(CALLS)))
+    assert [call.name for call in whole.tool_calls] == ["f"]
+
+
+def test_call_ids_differ_between_requests_choices_and_calls() -> None:
+    ids = {call_id(r, choice, call) for r in "ab" for choice in (0, 1) for call in (0, 1)}
+    assert len(ids) == 8
+    assert all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+@pytest.mark.parametrize("field", ["num_reasoning_chars", "num_tool_calls", "num_argument_chars"])
+def test_more_than_the_tokens_contain_cannot_have_been_received(field: str) -> None:
+    choice = new_choice()
+    with pytest.raises(InvalidArgument) as caught:
+        choice.restore(pb.ResumedChoice(token_ids=letters("ab"), **{field: 1}), "resume[0]")
+    assert caught.value.field == f"resume[0].{field}"
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "name"),
+    [
+        (pb.ToolChoice(required=True), '[{"name":"g","parameters":{"b":2}}]', "g"),
+        (pb.ToolChoice(name="f"), '{"b":2}', "f"),
+    ],
+)
+def test_a_required_call_is_a_call_over_grpc_too(
+    choice: pb.ToolChoice, text: str, name: str
+) -> None:
+    whole = joined(play(new_choice(tool_choice=choice), letters(text)))
+    assert [(call.name, call.arguments) for call in whole.tool_calls] == [(name, '{"b":2}')]
+    assert not whole.text
