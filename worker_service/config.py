@@ -228,7 +228,7 @@ def local_model(model: str) -> Path | None:
         return path
     if path.exists():
         raise ModelNotFound(f"{path} is a file; expected a checkpoint's directory or a *.gguf file")
-    if model.startswith(("/", ".", "~")):
+    if model.startswith(("/", ".", "~")) or ("/" not in model and model != EMBEDDED):
         raise ModelNotFound(
             f"{model}: no such directory or file, and not of a hub id's form owner/name"
         )

@@ -15,6 +15,7 @@ from pagewire_cli.demo import demo
 from pagewire_cli.drain import drain
 from pagewire_cli.generate import generate
 from pagewire_cli.key import key
+from pagewire_cli.local import health
 from pagewire_cli.serve import serve
 from pagewire_cli.status import status
 from pagewire_cli.top import top
@@ -67,18 +68,26 @@ for role in (
     )(role)
 
 
+_NOT_LISTENING = ("connection refused", "no such file or directory")
+
+
 def _hint(error: Unavailable) -> str:
     """How to start a server or name one, for users who have just installed Pagewire."""
     if not error.message.startswith("cannot connect to"):
         return ""
-    tried = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    return f"{tried}\n`pagewire serve` starts one on this machine; --help says how to name another"
+    lines = list(getattr(error, "__notes__", ()))
+    attempts = [line for address in error.addresses for line in health.attempts(address)]
+    lines += attempts if len(attempts) > 1 else []
+    if error.message.lower().endswith(_NOT_LISTENING):
+        lines.append("`pagewire serve` starts one on this machine; --help says how to name another")
+    return "".join(f"\n{line}" for line in lines)
 
 
 def run() -> None:
     """Run the command that the arguments name, and exit."""
     line = "pagewire   | %(asctime)s %(levelname)s %(message)s"
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format=line)
+    logging.getLogger("pagewire_cli").setLevel(logging.INFO)
     try:
         app()
     except Unavailable as error:

@@ -22,6 +22,8 @@ from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 import typer
 
 from pagewire_cli.local import engine_args
+from pagewire_cli.local.health import is_taken
+from pagewire_cli.local.runtime_directory import running_cores
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.client import Client
 from pagewire_client.connection import (
@@ -198,12 +200,22 @@ class Membership:
 class CoreConnection(Membership):
     """How to reach a scheduler core."""
 
-    core: str = DEFAULT_CORE
+    core: str | None = None
     """HOST:PORT or unix:PATH of the core."""
 
     def options(self) -> ConnectionOptions:
-        """The options of channels and calls. Raises OSError for a file that cannot be read."""
-        return self.connection_to(self.core)
+        """The options of channels and calls. Raises OSError for a file that cannot be read, and
+        ValueError if several cores run on this machine."""
+        return self.connection_to(self.core or _core_on_this_machine())
+
+
+def _core_on_this_machine() -> str:
+    """The core of the only `pagewire serve` of this user, or the one at the usual port."""
+    found = [DEFAULT_CORE] if is_taken(DEFAULT_CORE) else []
+    found += running_cores()
+    if len(found) > 1:
+        raise ValueError(f"--core: expected one of {', '.join(found)}: several cores run here")
+    return found[0] if found else DEFAULT_CORE
 
 
 class EarlyStopping(StrEnum):
@@ -301,7 +313,8 @@ _OFFERED = [each.name for each in fields(SamplingParams) if each.name not in _NO
 _FILES = {each.name: {"metavar": "FILE"} for each in fields(Membership)}
 
 CONNECTION = group_of(Connection)
-CORE_CONNECTION = group_of(CoreConnection, {**_FILES, "core": {"metavar": "ADDRESS"}})
+_CORE = {"metavar": "ADDRESS", "show_default": f"that of `pagewire serve`, else {DEFAULT_CORE}"}
+CORE_CONNECTION = group_of(CoreConnection, {**_FILES, "core": _CORE})
 MEMBERSHIP = group_of(Membership, _FILES)
 SAMPLING = _sampling_group(name for name in _OFFERED if name not in _ANSWERS)
 """Options of a conversation, which has one answer at a time."""

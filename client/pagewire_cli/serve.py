@@ -83,6 +83,9 @@ def serve(
             " (MODEL); for several names of a model repeat --served-model-name"
         )
 
+    if (engine["log_format"] or os.environ.get("PAGEWIRE_LOG_FORMAT")) == "json":
+        terminal.write_json()
+
     def on_line(name: str, line: str) -> None:
         slow.cancel()
         terminal.log_line(name, line)

@@ -3,10 +3,15 @@
 Colours appear only on a terminal, and generated text is never interpreted as markup.
 """
 
+import json
+import logging
+import re
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -42,8 +47,22 @@ def _write_thought(text: str) -> None:
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(text, style="dim"), end="")
 
 
+_is_json = False
+
+
+def write_json() -> None:
+    """From now on, every line on standard error is a JSON object, this process's log included."""
+    global _is_json
+    _is_json = True
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_JsonFormatter())
+
+
 def note(text: str, style: str = "dim") -> None:
     """Print a line for the user."""
+    if _is_json:
+        _write_object("info", text)
+        return
     # Made for each line, because standard error may have been replaced, as under pytest.
     Console(stderr=True, soft_wrap=True, highlight=False).print(Text(text, style=style))
 
@@ -62,13 +81,59 @@ def note_if_slow(text: str, after_s: float = 3.0) -> Iterator[threading.Timer]:
 
 def error(text: str) -> None:
     """Print why the command failed."""
+    if _is_json:
+        _write_object("error", text)
+        return
     line = Text.assemble(("error: ", "bold red"), text)
     Console(stderr=True, soft_wrap=True, highlight=False).print(line)
 
 
 def log_line(name: str, line: str) -> None:
-    """Print a line of a service's log after the service's name. Thread-safe."""
+    """Print a line of a service's log, with the service's name. Thread-safe."""
+    if _is_json:
+        _write_service_object(name, line)
+        return
     colour = _COLOURS[sum(name.encode()) % len(_COLOURS)]
     with _lock:
         text = Text.assemble((f"{name:<10} | ", colour), line)
         Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+
+
+def _object(level: str, event: str, **fields: Any) -> str:
+    """A line of this process, as the services write theirs."""
+    time = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    line = {"time": time, "level": level, "service": "pagewire", "event": event}
+    return json.dumps(line | fields, ensure_ascii=False)
+
+
+def _write_object(level: str, event: str, **fields: Any) -> None:
+    with _lock:
+        sys.stderr.write(_object(level, event, **fields) + "\n")
+        sys.stderr.flush()
+
+
+def _write_service_object(name: str, line: str) -> None:
+    """A service's object with the service's name; other lines, as of a library, become objects."""
+    try:
+        fields = json.loads(line)
+    except ValueError:
+        fields = None
+    if isinstance(fields, dict):
+        _write_object(**{"level": "info", "event": ""} | fields | {"service": name})
+    else:
+        level = "error" if line.startswith("error: ") else "info"
+        _write_object(level, line, service=name)
+
+
+class _JsonFormatter(logging.Formatter):
+    """Words, then `key=value`, as an object."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = record.getMessage()
+        fields = {key: _value(value) for key, value in re.findall(r"(\w+)=(\S+)", text)}
+        event = re.split(r"\s*\b\w+=", text)[0]
+        return _object(record.levelname.lower(), event, **fields)
+
+
+def _value(text: str) -> Any:
+    return json.loads(text) if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", text) else text

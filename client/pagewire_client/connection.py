@@ -166,8 +166,10 @@ class Connections(Generic[ChannelT]):
         self._was_connected |= failure.was_connected
         failure.was_connected = self._was_connected
         failure.progressed_at = self._progressed_at
-        if not self._was_connected and len(self.options.addresses) > 1:
-            failure.add_note(f"tried in turn: {', '.join(self.options.addresses)}")
+        if not self._was_connected:
+            failure.addresses = self.options.addresses
+            if len(failure.addresses) > 1:
+                failure.add_note(f"tried in turn: {', '.join(failure.addresses)}")
 
     def leave(self, address: Address) -> None:
         """Use the next address after `address` failed, unless another call already did."""

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Mapping
 from typing import TypeVar
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -51,6 +52,8 @@ class PagewireError(Exception):
         """Seconds after which the server asks for a retry."""
         self.was_connected = True
         """False if no connection could be made to any server since the client exists."""
+        self.addresses: tuple[str, ...] = ()
+        """The addresses that were tried, if no server could be reached at any."""
         self.progressed_at = -math.inf
         """When the client last received anything for a request, on the monotonic clock."""
 
@@ -129,6 +132,7 @@ _TRANSPORT_BREAKS = {
 
 # gRPC's messages for a failed connection, and the parts that matter to users.
 _NO_CONNECTION = (
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>http1\.x server)"),
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
     re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
@@ -144,6 +148,7 @@ _NO_ANSWER = (
 _TIMEOUT_PASSED = "the timeout passed before the answer was complete"
 _IN_WORDS = {
     "Method not found!": "this is another service's address: no such call exists there",
+    "http1.x server": "an HTTP server answers there; gRPC has a port of its own, 7600 by default",
     "Socket closed": "the server closes the connection; it may expect TLS",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
@@ -172,7 +177,7 @@ def in_words(details: str) -> str:
     for pattern in _NO_CONNECTION:
         if found := pattern.search(details):
             why = _IN_WORDS.get(found["why"], found["why"])
-            return f"cannot connect to {found['at']}: {why[0].lower()}{why[1:]}"
+            return f"cannot connect to {unquote(found['at'])}: {why[0].lower()}{why[1:]}"
     return _IN_WORDS.get(details, details)
 
 

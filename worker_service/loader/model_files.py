@@ -5,6 +5,7 @@ fingerprint.
 import hashlib
 import json
 import logging
+import os
 import struct
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -47,13 +48,20 @@ def resolve_config(model: str, revision: str | None = None) -> Path | None:
     if model == EMBEDDED or local_model(model) is not None:
         return resolve_model(model)
     _require_hub_id(model)
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub import (
+        get_hf_file_metadata,
+        hf_hub_download,
+        hf_hub_url,
+        try_to_load_from_cache,
+    )
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     if try_to_load_from_cache(model, "config.json", revision=revision) is not None:
         return None
     with _hub_errors(model):
         try:
+            # Asked once: the download repeats failures for 25 s, and hides their reason.
+            get_hf_file_metadata(hf_hub_url(model, "config.json", revision=revision))
             return Path(hf_hub_download(model, "config.json", revision=revision)).parent
         except LocalEntryNotFoundError:
             raise
@@ -89,29 +97,50 @@ def _download(model: str, revision: str | None, weights: bool) -> Path:
 
 @contextmanager
 def _hub_errors(model: str) -> Iterator[None]:
-    """Turn errors of the hub's library into ModelNotFound."""
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    """Turn errors of the hub's library, and of its HTTP client, into ModelNotFound."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     tried = f"{model}: no such directory or file, and the Hugging Face hub"
     try:
         yield
-    except LocalEntryNotFoundError as error:
+    except ModelNotFound:
+        raise
+    except GatedRepoError as error:
         raise ModelNotFound(
-            f"{tried} could not be reached, nor is it in the local cache"
+            f"{model}: gated on the Hugging Face hub: accept its conditions there, and set HF_TOKEN"
         ) from error
     except RepositoryNotFoundError as error:  # which it also says of private models
-        raise ModelNotFound(f"{tried} has none that HF_TOKEN may read") from error
+        status = error.response.status_code
+        raise ModelNotFound(f"{tried} has none that HF_TOKEN may read (status {status})") from error
     except HfHubHTTPError as error:
         raise ModelNotFound(f"{tried} refused it: {' '.join(str(error).split())}") from error
-    except OSError as error:
-        raise ModelNotFound(f"{tried} could not be used: {_first_line(error)}") from error
+    except Exception as error:  # the HTTP client's own, which depend on the library's version
+        if constants.HF_HUB_OFFLINE:
+            raise ModelNotFound(
+                f"{model}: no such directory or file, nor in the local cache, and HF_HUB_OFFLINE is"
+                " set"
+            ) from error
+        raise ModelNotFound(
+            f"{tried} could not be reached, nor is it in the local cache:"
+            f" {constants.ENDPOINT}:"
+            f" {_cause(error)}{_proxy()}"
+        ) from error
 
 
-def _first_line(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
+    """What the first of a chain of errors says."""
+    while (earlier := error.__cause__ or error.__context__) is not None:
+        error = earlier
+    return getattr(error, "strerror", None) or _first_line(error)
+
+
+def _proxy() -> str:
+    names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY") if os.environ.get(name)]
+    return f" (through the proxy in {names[0]})" if names else ""
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

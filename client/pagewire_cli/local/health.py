@@ -1,6 +1,7 @@
 """Asks a service whether it serves, by the standard `grpc.health.v1` protocol."""
 
 import socket
+from typing import Any
 
 import grpc
 
@@ -52,6 +53,28 @@ def _request(service: str) -> bytes:
     """HealthCheckRequest{service}: field 1, its length (one byte suffices), its bytes."""
     name = service.encode()[:127]
     return b"\x0a" + bytes([len(name)]) + name
+
+
+def attempts(address: str, timeout_s: float = 1.0) -> list[str]:
+    """How each network address of HOST:PORT answers, in words; empty for another address."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except (OSError, ValueError):
+        return []
+    return [f"  {place[0]}: {_outcome(family, place, timeout_s)}" for family, *_, place in found]
+
+
+def _outcome(family: int, place: tuple[Any, ...], timeout_s: float) -> str:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.settimeout(timeout_s)
+            probe.connect(place)
+            probe.sendall(b"GET /health HTTP/1.0\r\n\r\n")
+            is_http = probe.recv(7) == b"HTTP/1."
+    except OSError as error:
+        return (error.strerror or "no answer").lower()
+    return "an HTTP server; gRPC has a port of its own" if is_http else "something else answers"
 
 
 def is_taken(address: str, timeout_s: float = 1.0) -> bool:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 _PREFIX = "pagewire-"
 _LOCK = "lock"
+CORE = "core"
+"""Name of the core's socket, without its suffix."""
 _MAX_SOCKET_PATH_BYTES = 107
 
 
@@ -43,6 +45,20 @@ def remove_abandoned(parent: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
         except OSError:  # another process has just removed it
             continue
+
+
+def running_cores() -> list[str]:
+    """Addresses of the cores of this user's local deployments."""
+    folders = _shallow(Path(tempfile.gettempdir())).glob(f"{_PREFIX}*")
+    return sorted(f"unix:{folder / CORE}.sock" for folder in folders if _has_core(folder))
+
+
+def _has_core(folder: Path) -> bool:
+    try:
+        is_ours = folder.stat().st_uid == os.getuid()
+        return is_ours and (folder / f"{CORE}.sock").exists() and not _is_abandoned(folder / _LOCK)
+    except OSError:  # another process has just removed it
+        return False
 
 
 def _is_abandoned(lock: Path) -> bool:

@@ -129,13 +129,14 @@ class ServiceProcess:
                 self._reader.join(_LAST_READ_S)  # its last words are those that matter
                 self.failure = self._describe(code)
                 return
-            delay = min(_MAX_BACKOFF_S, 0.2 * 2**failed_starts)
-            failed_starts += 1
+            # Exit code 0: it was asked to end, by a signal or by `pagewire drain`.
+            delay = min(_MAX_BACKOFF_S, 0.2 * 2**failed_starts) if code else 0.0
+            failed_starts += code != 0
             if self._on_line is not None and (reason := self._reason()):
                 self._on_line(self.name, _REASON + reason)
-            logger.warning(
-                "restarting service=%s exit_code=%d delay_s=%.1f", self.name, code, delay
-            )
+            level = logging.WARNING if code else logging.INFO
+            text = "restarting service=%s exit_code=%d delay_s=%.1f"
+            logger.log(level, text, self.name, code, delay)
             if self._stopping.wait(delay):
                 return
 

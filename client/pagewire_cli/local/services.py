@@ -3,13 +3,14 @@
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from math import prod
 from pathlib import Path
 from typing import Any, Self
 
 from pagewire_cli.local import engine_args, service_commands
 from pagewire_cli.local.health import is_serving, is_taken
-from pagewire_cli.local.runtime_directory import RuntimeDirectory
+from pagewire_cli.local.runtime_directory import CORE, RuntimeDirectory
 from pagewire_cli.local.service_process import OnLine, ServiceProcess
 from pagewire_client.errors import LocalServiceError
 
@@ -19,6 +20,8 @@ DEFAULT_GRACE_PERIOD_S = 30.0
 LOOPBACK = "127.0.0.1"
 _PUBLIC_SETTINGS = ("PAGEWIRE_API_KEY", "PAGEWIRE_TLS_")
 """Prefixes of the environment variables that configure a frontend's authentication."""
+
+_PURPOSES = {"listen": "", "http": " for HTTP", "metrics-port": " for metrics"}
 
 _MARGIN_S = 10.0
 """Time that a service may need to stop in addition to its grace period."""
@@ -74,7 +77,7 @@ class LocalServices:
             }
         if api_keys:
             self._env["PAGEWIRE_API_KEY"] = " ".join(api_keys)
-        self.core_address = self._socket("core")
+        self.core_address = self._socket(CORE)
         self.http_address = http
         """Address at which the frontends listen for HTTP."""
         self.addresses = public or [self._socket(f"frontend-{index}") for index in indexes]
@@ -160,14 +163,22 @@ class LocalServices:
 
     def _require_free(self) -> None:
         """Raise if an address is taken: health checks would reach another deployment instead."""
-        for address in self.addresses:
+        http = [] if self.http_address is None else [self.http_address]
+        by_flag = {"listen": self.addresses, "http": http, "metrics-port": self.metrics_addresses}
+        users = [(flag, address) for flag, named in by_flag.items() for address in named]
+        for (flag, one), (other, address) in combinations(users, 2):
+            if _overlap(one, address):
+                raise LocalServiceError(
+                    f"--{flag} and --{other} both use {address}: a service's address is that many"
+                    " ports after the first one's; choose numbers further apart"
+                )
+        for flag, address in users:
             if is_taken(address):
-                raise LocalServiceError(f"cannot listen on {address}: address already in use")
-        if self.http_address is not None and is_taken(self.http_address):
-            raise LocalServiceError(
-                f"cannot listen on {self.http_address} for HTTP: address already in use; "
-                "--http chooses another address, --http off disables HTTP"
-            )
+                off = "" if flag == "listen" else f", --{flag} off needs none"
+                raise LocalServiceError(
+                    f"cannot listen on {address}{_PURPOSES[flag]}: address already in use; --{flag}"
+                    f" chooses another address{off}"
+                )
 
     def _wait_serving(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -268,6 +279,14 @@ class LocalServices:
 
     def _socket(self, name: str) -> str:
         return f"unix:{self._folder.path / name}.sock"
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two services cannot both listen: the same address, or one has the port on all."""
+    (host, _, port), (other_host, _, other_port) = one.rpartition(":"), other.rpartition(":")
+    on_all = {host, other_host} & {"0.0.0.0", "[::]", "::"}
+    is_chosen = port.isdecimal() and int(port) == 0
+    return not is_chosen and port == other_port and (host == other_host or bool(on_all))
 
 
 def _following(listen: str, index: int) -> str:

@@ -5,8 +5,11 @@ import inspect
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from pagewire.v1.sampling_pb2 import (
     SamplingParams,
 )
 from pagewire_cli import terminal
-from pagewire_cli.app import app
-from pagewire_cli.local import LocalServices, engine_args, service_commands
+from pagewire_cli.app import _hint, app
+from pagewire_cli.local import LocalServices, engine_args, health, service_commands
+from pagewire_client.errors import Unavailable, in_words
 from tests.support.fake_frontend import (
     MODEL,
     Break,
@@ -173,6 +177,63 @@ def test_no_server_is_one_line_and_an_exit_code() -> None:
     assert told == ("error: no server answers: cannot connect to 127.0.0.1:1: connection refused")
     assert "pagewire serve" in hint
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_an_address_of_http_is_recognised(host: str) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        done = run("generate", "Hello", "--address", f"{host}:{server.server_port}")
+        server.shutdown()
+    assert done.returncode == 1
+    assert "an HTTP server" in done.stderr
+    assert "gRPC has a port of its own" in done.stderr
+    assert "%5B" not in done.stderr
+
+
+def test_each_address_of_a_name_is_named_with_what_it_answered() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert health.attempts(f"127.0.0.1:{server.server_port}") == [
+            "  127.0.0.1: an HTTP server; gRPC has a port of its own"
+        ]
+        server.shutdown()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        assert health.attempts(address, timeout_s=0.01) == ["  127.0.0.1: no answer"]
+    assert health.attempts(address) == ["  127.0.0.1: connection refused"]
+    assert health.attempts("unix:/nowhere") == health.attempts("no.such.host.invalid:1") == []
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        (
+            "failed to connect to all addresses; last error: INTERNAL: ipv4:127.0.0.1:8000: Failed"
+            " parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80)"
+            " (Trying to connect an http1.x server (HTTP status 400))",
+            "cannot connect to 127.0.0.1:8000: an HTTP server answers there; gRPC has a port of its"
+            " own, 7600 by default",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:8000: Failed"
+            " to connect to remote host: Connection refused",
+            "cannot connect to [::1]:8000: connection refused",
+        ),
+    ],
+)
+def test_messages_of_grpc_are_put_in_words(details: str, words: str) -> None:
+    assert in_words(details) == words
+
+
+def test_only_where_nothing_listens_does_the_hint_start_a_server() -> None:
+    def unavailable(why: str) -> Unavailable:
+        return Unavailable(f"cannot connect to 127.0.0.1:7600: {why}")
+
+    for why in ("connection refused", "No such file or directory"):
+        assert "`pagewire serve` starts one" in _hint(unavailable(why))
+    for why in ("the server does not speak TLS", "no known authority has signed its certificate"):
+        assert _hint(unavailable(why)) == ""
 
 
 def test_every_address_that_was_tried_is_named() -> None:

@@ -1,11 +1,13 @@
 """`pagewire serve` and `pagewire demo` with the real services."""
 
+import json
 import os
 import queue
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -15,10 +17,14 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
+from typer.testing import CliRunner
 
-from pagewire_cli.local import service_commands
+from pagewire_cli.app import app
+from pagewire_cli.local import LocalServices, service_commands
+from pagewire_cli.local.runtime_directory import RuntimeDirectory
 from pagewire_cli.serve import still_checking
 from pagewire_client import Client, SamplingParams
+from pagewire_client.errors import LocalServiceError
 from tests.support.checkpoints import checkpoint
 from tests.support.waiting import wait_until
 
@@ -76,9 +82,11 @@ class Serve:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Serve]:
+def serving(*arguments: str, env: dict[str, str] | None = None) -> Iterator[Serve]:
     model = str(checkpoint("llama"))
-    with subprocess.Popen(**command("serve", "--model", model, *FLAGS, *arguments)) as process:  # type: ignore[call-overload]
+    settings = command("serve", "--model", model, *FLAGS, *arguments)
+    settings["env"] |= env or {}  # type: ignore[operator]
+    with subprocess.Popen(**settings) as process:  # type: ignore[call-overload]
         serve = Serve(process)
         try:
             yield serve
@@ -236,7 +244,101 @@ def test_an_address_at_which_another_deployment_serves_is_refused_before_anythin
         serve.wait_for("serving")
         done = subprocess.run(**command("serve", "--listen", address), timeout=60)  # type: ignore[call-overload]
     assert done.returncode == 1
-    assert done.stderr == f"error: cannot listen on {address}: address already in use\n"
+    assert done.stderr == (
+        f"error: cannot listen on {address}: address already in use; --listen chooses another"
+        " address\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("listen", "metrics_port", "both"),
+    [
+        ("127.0.0.1:7600", "7601", "127.0.0.1:7601"),
+        ("0.0.0.0:7600", "7598", "127.0.0.1:7600"),
+        ("127.0.0.1:7600", "8000", "127.0.0.1:8000"),
+    ],
+)
+def test_addresses_of_two_flags_that_meet_are_refused_with_both_flags(
+    listen: str, metrics_port: str, both: str
+) -> None:
+    services = LocalServices(
+        "m",
+        num_frontends=2,
+        listen=listen,
+        http="127.0.0.1:8000",
+        metrics_port=metrics_port,
+    )
+    with pytest.raises(LocalServiceError, match=r"--\w+ and --metrics-port both use") as raised:
+        services.start()
+    assert both in str(raised.value)
+
+
+def test_a_taken_port_for_metrics_names_its_flag() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        services = LocalServices("m", metrics_port=address)
+        with pytest.raises(LocalServiceError) as raised:
+            services.start()
+    assert str(raised.value) == (
+        f"cannot listen on {address} for metrics: address already in use; --metrics-port chooses"
+        " another address, --metrics-port off needs none"
+    )
+
+
+def test_with_json_every_line_of_serve_is_an_object_with_its_service(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/f.sock"
+    with serving("--listen", address, "--log-format", "json") as serve, Client(address) as client:
+        serve.wait_for("for `pagewire drain`")
+        [worker] = [each for each in serve.services() if "worker_service" in each.cmdline()]
+        worker.kill()
+        restart = json.loads(serve.wait_for("restarting"))
+        assert client.generate("Hello", LONG).finished
+    lines = [json.loads(line) for line in serve.said]
+    assert {line["service"] for line in lines} == {"core", "frontend-0", "worker-0", "pagewire"}
+    assert all({"time", "level", "event"} <= line.keys() for line in lines)
+    assert (restart["level"], restart["service"], restart["exit_code"]) == (
+        "warning",
+        "worker-0",
+        -signal.SIGKILL,
+    )
+    assert any(line["event"].startswith("SIGTERM: stopping when") for line in lines)
+
+
+def test_with_json_a_failed_start_is_an_object(tmp_path: Path) -> None:
+    arguments = ["serve", "/nowhere", "--listen", f"unix:{tmp_path}/f.sock", "--log-format=json"]
+    done = subprocess.run(**command(*arguments), timeout=90)  # type: ignore[call-overload]
+    last = json.loads(done.stderr.splitlines()[-1])
+    assert (last["level"], last["service"]) == ("error", "pagewire")
+    assert last["event"].startswith("/nowhere: no such directory or file")
+
+
+def test_drain_finds_the_core_of_the_only_serve_of_this_user(tmp_path: Path) -> None:
+    elsewhere = {"TMPDIR": str(tmp_path)}
+    with serving("--listen", f"unix:{tmp_path}/f.sock", env=elsewhere) as serve:
+        serve.wait_for("for `pagewire drain`")
+        settings = command("drain", "worker-0", "--wait")
+        settings["env"] |= elsewhere  # type: ignore[operator]
+        done = subprocess.run(**settings, timeout=60)  # type: ignore[call-overload]
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.splitlines()[-1] == "worker-0 is drained"
+        assert "INFO restarting service=worker-0 exit_code=0 delay_s=0.0" in serve.wait_for(
+            "restarting"
+        )
+
+
+def test_drain_asks_which_of_several_cores_is_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = [RuntimeDirectory(tmp_path), RuntimeDirectory(tmp_path)]
+    for folder in folders:
+        (folder.path / "core.sock").touch()
+    result = CliRunner().invoke(app, ["drain", "worker-0"])
+    assert isinstance(result.exception, ValueError)
+    assert str(result.exception).startswith("--core: expected one of ")
+    assert all(f"unix:{folder.path}/core.sock" in str(result.exception) for folder in folders)
+    for folder in folders:
+        folder.remove()
 
 
 @pytest.mark.parametrize("listen", ["nowhere", "127.0.0.1:65535"])

@@ -1,5 +1,6 @@
 """Children are kept alive, stopped on request, and never outlive their parent."""
 
+import logging
 import os
 import queue
 import signal
@@ -132,6 +133,20 @@ def test_a_service_that_had_served_is_started_again(
     assert second != first
     assert service.pid == second
     assert service.failure is None
+
+
+def test_a_service_that_was_asked_to_end_is_started_again_at_once_without_a_warning(
+    run: Callable[..., ServiceProcess], lines: Lines, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    service = run("graceful")
+    service.restartable, service.max_failed_starts = True, 1
+    for _ in range(3):
+        os.kill(lines.next_pid(), signal.SIGTERM)
+    lines.next_pid()
+    assert service.failure is None
+    restarts = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert restarts == [("INFO", "restarting service=stub exit_code=0 delay_s=0.0")] * 3
 
 
 def test_a_service_that_dies_before_it_served_is_not(

@@ -4,12 +4,14 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -95,9 +97,10 @@ def test_the_error_for_an_unreachable_hub_names_what_was_tried(
     with pytest.raises(ModelNotFound) as caught:
         _refuse(Path("someone/some-model"))
     assert str(caught.value).startswith(
-        "someone/some-model: no such directory or file, and the Hugging"
+        "someone/some-model: no such directory or file, nor in the local cache"
     )
     assert "local cache" in str(caught.value)
+    assert "HF_HUB_OFFLINE is set" in str(caught.value)
 
 
 def test_a_configuration_that_is_no_json_is_named(llama: Path) -> None:
@@ -353,7 +356,71 @@ def test_what_the_hub_lacks_is_named_before_anything_is_downloaded(tmp_path: Pat
     assert "config.json cannot be read as JSON" in broken
     assert without.startswith("some/file: on the Hugging Face hub, but without a config.json")
     assert unknown.startswith("others/model: no such directory or file, and the Hugging Face hub")
-    assert unknown.endswith("has none that HF_TOKEN may read")
+    assert unknown.endswith("has none that HF_TOKEN may read (status 404)")
+
+
+class Refusing(Hub):
+    """Answers by owner: 401 for a private model, 403 for a gated one, 500 otherwise."""
+
+    requests: ClassVar[list[str]] = []
+
+    def do_HEAD(self) -> None:
+        self.requests.append(self.path)
+        codes = {"private": (401, "RepoNotFound"), "gated": (403, "GatedRepo")}
+        status, code = codes.get(self.path.split("/")[1], (500, ""))
+        self._answer(status, b"", **{"X-Error-Code": code})
+
+    do_GET = do_HEAD
+
+
+def _checked(*models: str, **env: str) -> list[str]:
+    """The errors of `check_model` in another process, whose library reads these variables."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, *models],
+        env=os.environ | {"NO_PROXY": "127.0.0.1", "PYTHONPATH": os.pathsep.join(sys.path)} | env,
+        capture_output=True,
+        text=True,
+    )
+    assert "Retrying" not in done.stderr
+    return done.stdout.splitlines()
+
+
+def test_why_the_hub_gives_no_model_is_said_after_one_request(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{hub.server_port}"
+        models = ["private/model", "gated/model", "broken/hub"]
+        private, gated, broken = _checked(*models, HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path))
+        hub.shutdown()
+        thread.join()
+    assert private.endswith("has none that HF_TOKEN may read (status 401)")
+    assert gated.startswith("gated/model: gated on the Hugging Face hub: accept its conditions")
+    assert "500 Internal Server Error" in broken
+    assert len([path for path in Refusing.requests if "config.json" in path]) == 3
+
+
+def test_why_the_hub_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        closed = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    home = {"HF_HOME": str(tmp_path)}
+    [refused] = _checked("a/b", HF_ENDPOINT=closed, **home)
+    assert refused.endswith(f"nor is it in the local cache: {closed}: Connection refused")
+    [unknown] = _checked("a/b", HF_ENDPOINT="http://no.such.host.invalid", **home)
+    assert "http://no.such.host.invalid: " in unknown
+    assert "name" in unknown.lower()
+    proxy = {"HTTPS_PROXY": closed, "NO_PROXY": "", "no_proxy": ""}
+    [proxied] = _checked("a/b", HF_ENDPOINT="https://127.0.0.1:1", **proxy, **home)
+    assert proxied.endswith("Connection refused (through the proxy in HTTPS_PROXY)")
+    [offline] = _checked("a/b", HF_HUB_OFFLINE="1", **home)
+    assert offline == (
+        "a/b: no such directory or file, nor in the local cache, and HF_HUB_OFFLINE is set"
+    )
+
+
+def test_a_name_without_an_owner_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(ModelNotFound, match="no such directory or file, and not of a hub id's for"):
+        _refuse(Path("nosuchfolder"))
 
 
 def test_a_model_in_the_hubs_cache_is_checked_when_it_is_loaded(
