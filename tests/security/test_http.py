@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scheduler_service.frontend.http import middleware, server
+from scheduler_service.frontend.http import connection, middleware, server
 from scheduler_service.frontend.server import Frontend
 from service_common.tls import TlsFiles
 from tests.support.certificates import Authority, Issued
@@ -175,7 +175,7 @@ SLOW = [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-", b"G"]
 async def test_a_head_that_does_not_come_in_time_costs_its_sender_the_connection(
     data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.2)
     async with http_served() as served:
         assert await raw(served.frontend, data) == b""
 
@@ -196,7 +196,7 @@ async def test_a_handshake_that_does_not_come_in_time_costs_its_sender_the_conne
 
 async def test_a_head_without_end_costs_its_sender_the_connection() -> None:
     async with http_served() as served:
-        head = b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 2 * server.MAX_HEAD_BYTES
+        head = b"GET /health HTTP/1.1\r\n" + b"x: " + b"y" * 2 * connection.MAX_HEAD_BYTES
         assert await raw(served.frontend, head) == b""
         assert (await served.client.get("/health")).status_code == 200
 
@@ -215,14 +215,14 @@ async def test_a_head_without_end_that_is_sent_ahead_costs_its_sender_the_connec
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(post("/v1/completions", b'{"prompt": "hello", "stream": true}'))
         await (await served.core.next_request()).accept()
-        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 2 * server.MAX_HEAD_BYTES)
+        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 2 * connection.MAX_HEAD_BYTES)
         await none_open(served.frontend)
         writer.close()
         assert (await served.client.get("/health")).status_code == 200
 
 
 async def test_requests_that_are_sent_ahead_are_answered_in_their_order() -> None:
-    text = b"hello " * server.MAX_HEAD_BYTES
+    text = b"hello " * connection.MAX_HEAD_BYTES
     ahead = post("/tokenize", b'{"prompt": "%b"}' % text)
     last = post("/tokenize", b'{"prompt": "a"}', "connection: close")
     async with http_served() as served:
@@ -264,14 +264,14 @@ async def test_what_follows_a_body_of_uncertain_length_is_not_another_request() 
             assert re.findall(rb"HTTP/1.1 (\d+)", told) in ([], [b"400"]), rest
 
 
-TRAILERS = [b"a: b\r\n" * server.MAX_HEAD_BYTES, b"a: " + b"b" * 4 * server.MAX_HEAD_BYTES]
+TRAILERS = [b"a: b\r\n" * connection.MAX_HEAD_BYTES, b"a: " + b"b" * 4 * connection.MAX_HEAD_BYTES]
 
 
 @pytest.mark.parametrize("trailers", TRAILERS)
 async def test_trailers_without_end_cost_their_sender_the_connection(
     trailers: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MAX_PUBLIC_MESSAGE_BYTES", server.MAX_HEAD_BYTES)
+    monkeypatch.setattr(connection, "MAX_PUBLIC_MESSAGE_BYTES", connection.MAX_HEAD_BYTES)
     async with http_served() as served:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
         head += b"transfer-encoding: chunked\r\n\r\n"
@@ -282,7 +282,7 @@ async def test_trailers_without_end_cost_their_sender_the_connection(
 async def test_a_head_behind_a_refused_body_may_be_no_longer_than_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 600)
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 600)
     async with http_served(api_key=[KEY]) as served, asyncio.timeout(20):
         assert served.frontend.http is not None
         host, _, port = served.frontend.http.address.rpartition(":")
@@ -293,7 +293,7 @@ async def test_a_head_behind_a_refused_body_may_be_no_longer_than_others(
             assert (await reader.readline()).startswith(b"HTTP/1.1 401")
             await reader.readuntil(b"}}")
             writer.write(body)
-        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 8 * server.MAX_HEAD_BYTES)
+        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 8 * connection.MAX_HEAD_BYTES)
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
         writer.close()

@@ -4,7 +4,8 @@
 
 | module | holds |
 | --- | --- |
-| `server` | sockets, TLS and timeouts around uvicorn |
+| `server` | sockets, TLS and shutdown around uvicorn |
+| `connection` | one connection: uvicorn's protocol with limits |
 | `app` | the application and its OpenAPI document |
 | `middleware` | what endpoints use, their caller; authentication, limits of bodies, trace context |
 | `request_body` | JSON bodies: bounded, parsed and validated, off the loop if they are large |

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.middleware import HttpServices
 from service_common.addresses import split_host_port
 from service_common.errors import CannotListen
@@ -21,13 +20,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
-MAX_HEAD_BYTES = 64 << 10
-"""Request line and headers together, also of a request that is sent while the previous one is
-answered; and headers together with the trailers of a chunked body."""
-
-HEAD_TIMEOUT_S = 20.0
-"""Time limit from the connection, or from a request's first byte, to the end of its head."""
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time limit from the TCP connection to the end of the TLS handshake; until then the client does
@@ -43,87 +35,6 @@ def handshake_timeouts() -> dict[str, float]:
         "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
         "ssl_shutdown_timeout": TLS_SHUTDOWN_TIMEOUT_S,
     }
-
-
-def limited(protocol: type[Any], *, max_connections: int | None) -> type[Any]:
-    """One of uvicorn's protocols with these limits; a connection that exceeds them is closed."""
-
-    class Limited(protocol):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self._num_bytes = 0
-            """Bytes of what is being read: a head, or a body with its framing."""
-            self._num_field_bytes = 0
-            """Bytes of the present request's headers and trailers."""
-            self._head_timer: asyncio.TimerHandle | None = None
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            if max_connections is not None and len(self.connections) > max_connections:
-                transport.abort()
-            else:
-                self._await_head()
-
-        def data_received(self, data: bytes) -> None:
-            cycle: Any = self.cycle if self._is_answering() else None
-            is_body = cycle is not None and cycle.more_body
-            if cycle is None:  # a request sent ahead has no time limit until the answer has ended
-                self._await_head()
-            self._num_bytes += len(data)
-            super().data_received(data)
-            has_begun = self._is_answering() and self.cycle is not cycle
-            if has_begun or (is_body and not cycle.more_body):
-                self._stop_timer()
-                self._num_bytes = 0
-            elif self._num_bytes > self._max_bytes() and not self.flow.read_paused:
-                self.transport.abort()
-
-        def connection_lost(self, error: Exception | None) -> None:
-            self._stop_timer()
-            super().connection_lost(error)
-
-        # What httptools' parser calls; h11 has such limits of its own.
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._num_field_bytes = 0
-
-        def on_header(self, name: bytes, value: bytes) -> None:
-            super().on_header(name, value)
-            self._num_field_bytes += len(name) + len(value)
-            if self._num_field_bytes > MAX_HEAD_BYTES:
-                self.transport.abort()
-
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            self.cycle.more_body = False  # even if the request was refused
-            self._num_bytes = 0
-
-        def _is_answering(self) -> bool:
-            return self.cycle is not None and not self.cycle.response_complete
-
-        def _max_bytes(self) -> int:
-            """The limit of what is being read. It is higher for a body, including the rest of a
-            refused one, so that its sender reads the answer."""
-            is_body = self.cycle is not None and self.cycle.more_body
-            return 2 * MAX_PUBLIC_MESSAGE_BYTES if is_body else MAX_HEAD_BYTES
-
-        def _await_head(self) -> None:
-            if self._head_timer is None:
-                self._num_bytes = 0
-                self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._give_up)
-
-        def _stop_timer(self) -> None:
-            if self._head_timer is not None:
-                self._head_timer.cancel()
-                self._head_timer = None
-
-        def _give_up(self) -> None:
-            """Close the connection, unless a request is being answered."""
-            if not self._is_answering():
-                self.transport.abort()
-
-    return Limited
 
 
 BACKLOG = 2048
@@ -257,6 +168,7 @@ def _make_server(
 
     from scheduler_service.frontend.http.anthropic import AnthropicErrors
     from scheduler_service.frontend.http.app import make_app
+    from scheduler_service.frontend.http.connection import Connection
     from scheduler_service.frontend.http.middleware import RequestIds
 
     class Server(uvicorn.Server):
@@ -282,10 +194,12 @@ def _make_server(
                 )
 
         def _make_protocol(self) -> asyncio.Protocol:
-            protocol: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
-                config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            return Connection(
+                self.config,
+                self.server_state,
+                self.lifespan.state,
+                max_connections=max_connections,
             )
-            return protocol
 
     config = uvicorn.Config(
         RequestIds(AnthropicErrors(make_app(services))),
@@ -293,15 +207,13 @@ def _make_server(
         log_level="warning",  # the start has a log line of its own
         access_log=False,
         lifespan="off",
+        http="httptools",
         ws="none",
         server_header=False,
         timeout_keep_alive=IDLE_TIMEOUT_S,
         ssl_context_factory=None if tls is None else lambda *_: tls,
     )
     config.load()
-    config.http_protocol_class = limited(
-        config.http_protocol_class, max_connections=max_connections
-    )
     return Server(config)
 
 
