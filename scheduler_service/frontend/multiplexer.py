@@ -206,7 +206,7 @@ class RequestBatch:
                 await asyncio.sleep(0)
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
             on_update = partial(self._opened.note_update, index)
-            stream = await self._manager.open_soon(request, None, on_update, tenant)
+            stream = await self._manager.open_soon(request, None, on_update, tenant, is_late=True)
             self._opened.add(index, stream)
 
     async def next(self) -> tuple[int, inference_pb.GenerateResponse] | None:

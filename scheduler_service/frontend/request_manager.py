@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -93,7 +93,9 @@ class RequestManager:
         self._none_open = asyncio.Event()
         self._none_open.set()
         self.is_draining = asyncio.Event()
-        """Set when no new requests are accepted any longer."""
+        """Set when no new requests are accepted any longer, except late ones."""
+        self._is_closed = False
+        """Whether those are refused as well."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -104,15 +106,17 @@ class RequestManager:
         deadline: float | None,
         on_update: Callable[[], object],
         tenant: Principal,
+        is_late: bool = False,
     ) -> RequestStream:
         """Open a tenant's request; `close` must follow. A later attempt at an open request takes
         it over, and the earlier one ends.
 
-        `deadline` is on the monotonic clock. Raises the error that refuses the request at once;
-        errors that are found later are the stream's.
+        `deadline` is on the monotonic clock. `is_late`: accept it during a shutdown, which its
+        client cannot see. Raises the error that refuses the request at once; errors that are found
+        later are the stream's.
         """
         try:
-            return self._accept(request, deadline, on_update, tenant)
+            return self._accept(request, deadline, on_update, tenant, is_late)
         except PagewireError as error:
             self._metrics.count_refused(tenant.name, request.priority, error)
             raise
@@ -123,6 +127,7 @@ class RequestManager:
         deadline: float | None,
         on_update: Callable[[], object],
         tenant: Principal,
+        is_late: bool = False,
     ) -> RequestStream:
         """`open`, but wait briefly for the end of an open request that `request` duplicates.
 
@@ -134,7 +139,7 @@ class RequestManager:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CANCEL_LATENCY_S):
                     await opened.closed.wait()
-        return self.open(request, deadline, on_update, tenant)
+        return self.open(request, deadline, on_update, tenant, is_late)
 
     def _accept(
         self,
@@ -142,8 +147,9 @@ class RequestManager:
         deadline: float | None,
         on_update: Callable[[], object],
         tenant: Principal,
+        is_late: bool = False,
     ) -> RequestStream:
-        if self.is_draining.is_set():
+        if self._is_closed or (self.is_draining.is_set() and not is_late):
             raise _shutting_down()
         validation.check_request_id(request)
         if request.ByteSize() <= CHECKED_INLINE_BYTES:
@@ -203,11 +209,15 @@ class RequestManager:
             self._fail(opened, RequestAborted("the request was aborted"))
         return opened is not None
 
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, give open ones `grace_s` seconds to finish, then end them."""
+    async def drain(self, grace_s: float, last_arrivals: Awaitable[object]) -> None:
+        """Refuse new requests, except late ones until `last_arrivals` is done; give open requests
+        `grace_s` seconds to finish, then end them."""
         self.is_draining.set()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._none_open.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await last_arrivals
+                await self._none_open.wait()
+        self._is_closed = True
         if self._open:
             logger.warning("ending open requests num_requests=%d", len(self._open))
         for opened in list(self._open.values()):

@@ -138,8 +138,10 @@ class Frontend:
         ]
 
     async def stop(self) -> None:
-        """Let open requests finish within the grace period, then end the rest as UNAVAILABLE."""
-        await self.requests.drain(self.runner.grace_period_s)
+        """Stop listening for HTTP, let open requests finish within the grace period, then end the
+        rest as UNAVAILABLE. gRPC goes on listening, because its refusals say to clients that it is
+        worth waiting or calling elsewhere."""
+        await self.requests.drain(self.runner.grace_period_s, self._leave_http())
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -161,6 +163,11 @@ class Frontend:
             is_attached=self.core_client.is_attached,
             num_core_losses=self.core_client.num_core_losses,
         )
+
+    async def _leave_http(self) -> None:
+        """Stop listening for HTTP, and wait until no more requests can come."""
+        if self.http is not None:
+            await self.http.leave()
 
     async def _stop_http(self) -> None:
         if self.http is not None:

@@ -1,5 +1,6 @@
 """A frontend with HTTP in the test's own process, and an HTTP client of it."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -53,3 +54,33 @@ async def http_served(core: FakeCore | None = None, **settings: Any) -> AsyncIte
 async def none_open(frontend: Frontend) -> None:
     """Wait until the frontend has let go of every request."""
     await eventually(lambda: len(frontend.requests) == 0)
+
+
+@asynccontextmanager
+async def raw_connection(
+    frontend: Frontend,
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to a frontend for bytes that a test chooses."""
+    assert frontend.http is not None
+    host, _, port = frontend.http.address.rpartition(":")
+    async with asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+
+async def exchange(frontend: Frontend, data: bytes, *, half_close: bool = False) -> bytes:
+    """What a client receives, until the connection ends, that sends `data`."""
+    async with raw_connection(frontend) as (reader, writer):
+        writer.write(data)
+        if half_close:
+            writer.write_eof()
+        return await reader.read()
+
+
+def http_post(path: str, body: bytes, *headers: str) -> bytes:
+    """A request as it travels."""
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
+    return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body

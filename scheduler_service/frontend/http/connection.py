@@ -1,10 +1,14 @@
-"""One HTTP/1 connection: uvicorn's protocol with limits on what a client may cost."""
+"""One HTTP/1 connection: uvicorn's protocol with limits on what a client may cost, and with what it
+lacks: offers to upgrade are ignored, HTTP/1.0 is spoken, half-closed connections are answered, and
+a shutdown is announced."""
 
 import asyncio
+import socket
 from typing import Any
 
+import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
@@ -17,6 +21,20 @@ HEAD_TIMEOUT_S = 20.0
 """Time limit from the connection, or from a request's first byte, to the end of its head."""
 
 
+LEAVING_IDLE_TIMEOUT_S = 1.0
+"""An idle connection is closed after this during shutdown: a client that is about to send a request
+gets its answer."""
+
+CHECK_INTERVAL_S = 0.05
+"""How often a half-closed connection is checked for its client."""
+
+BEGINNING = b"HTTP/1.1 "
+"""The bytes that every answer begins with."""
+
+OFFER_HEADERS = (b"upgrade", b"http2-settings")
+"""Headers of an offer to continue in another protocol; `Connection` names them."""
+
+
 class Connection(HttpToolsProtocol):
     """A connection that is closed when it exceeds a limit."""
 
@@ -27,10 +45,13 @@ class Connection(HttpToolsProtocol):
         app_state: dict[str, Any],
         *,
         max_connections: int | None,
+        is_leaving: asyncio.Event,
     ) -> None:
-        """`max_connections`: None for any number; the others are uvicorn's."""
+        """`max_connections`: None for any number; `is_leaving`: set at shutdown, together with a
+        call of `leave`; the others are uvicorn's."""
         super().__init__(config, server_state, app_state)
         self._max_connections = max_connections
+        self._is_leaving = is_leaving
         self._num_bytes = 0
         """Bytes of what is being read: a head, or a body with its framing."""
         self._num_field_bytes = 0
@@ -43,6 +64,20 @@ class Connection(HttpToolsProtocol):
             transport.abort()
         else:
             self._await_head()
+            if self._is_leaving.is_set():
+                self.leave()
+
+    def leave(self) -> None:
+        """Make the next answer the last one, and close an idle connection soon."""
+        self.timeout_keep_alive = LEAVING_IDLE_TIMEOUT_S  # type: ignore[assignment]
+        if not self._is_answering():
+            if not self._num_bytes:  # otherwise a request has begun to arrive
+                self._unset_keepalive_if_required()
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    LEAVING_IDLE_TIMEOUT_S, self.timeout_keep_alive_handler
+                )
+        elif not self.cycle.response_started:
+            self.cycle.keep_alive = False
 
     def data_received(self, data: bytes) -> None:
         cycle: Any = self.cycle if self._is_answering() else None
@@ -50,13 +85,33 @@ class Connection(HttpToolsProtocol):
         if cycle is None:  # a request sent ahead has no time limit until the answer has ended
             self._await_head()
         self._num_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._parse(data)
         has_begun = self._is_answering() and self.cycle is not cycle
         if has_begun or (is_body and not cycle.more_body):
             self._stop_timer()
             self._num_bytes = 0
         elif self._num_bytes > self._max_bytes() and not self.flow.read_paused:
             self.transport.abort()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection of a client that sends nothing more and waits for its answers.
+
+        A client that has gone looks the same until data reaches its machine, which refuses it. So
+        something is sent at once that is part of any answer: its first bytes, or a zero before the
+        size of the next chunk.
+        """
+        cycle = self.cycle
+        if not self._is_answering() or cycle.more_body or self.scheme == "https":
+            return False
+        cycle.keep_alive = cycle.waiting_for_100_continue = False
+        if not self.pipeline and not cycle.response_started:
+            self.transport.write(BEGINNING)
+            cycle.transport = _BegunTransport(cycle)  # type: ignore[assignment]
+        elif not self.pipeline and cycle.chunked_encoding:
+            self.transport.write(b"0")
+        self._check_client()
+        return True
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
@@ -74,10 +129,89 @@ class Connection(HttpToolsProtocol):
         if self._num_field_bytes > MAX_HEAD_BYTES:
             self.transport.abort()
 
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self.parser.should_upgrade():
+            return
+        if self.scope["http_version"] < "1.1":
+            self._speak_1_0(self.cycle)
+        if self._is_leaving.is_set():
+            self.cycle.keep_alive = False
+
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        if self.parser.should_upgrade():
+            return
         self.cycle.more_body = False  # even if the request was refused
         self._num_bytes = 0
+
+    def _should_upgrade(self) -> bool:
+        """Make uvicorn skip a request with an offer, which is parsed again without it."""
+        return True
+
+    def _parse(self, data: bytes) -> None:
+        rest: bytes | memoryview = data
+        try:
+            while rest:
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as offer:
+                    rest = memoryview(rest)[offer.args[0] :]
+                    self._parse_without_offer()
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _parse_without_offer(self) -> None:
+        """Parse the head again without its offer to upgrade, which is ignored (RFC 9110, 7.8): the
+        parser takes whatever follows such a head for the other protocol."""
+        method, version = self.parser.get_method(), self.parser.get_http_version()
+        if method == b"CONNECT":
+            raise httptools.HttpParserInvalidMethodError
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version.encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                options = (option.strip() for option in value.split(b","))
+                value = b", ".join(o for o in options if o.lower() not in OFFER_HEADERS)
+            if name not in OFFER_HEADERS:
+                lines.append(name + b": " + value)
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self.parser.feed_data(b"\r\n".join((*lines, b"", b"")))
+
+    def _speak_1_0(self, cycle: RequestResponseCycle) -> None:
+        """Answer without chunks, which HTTP/1.0 lacks: the end of the connection ends a body of
+        unknown length. A connection is kept if the client asks for it and the length is known."""
+        names = {name for name, _ in self.headers}
+        keeps_alive = self.parser.should_keep_alive() and b"transfer-encoding" not in names
+        send = cycle.send
+        cycle.chunked_encoding = cycle.keep_alive = cycle.waiting_for_100_continue = False
+
+        async def send_1_0(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))
+            elif keeps_alive and not self._is_leaving.is_set():
+                names = {name.lower() for name, _ in message["headers"]}
+                if b"content-length" in names and b"connection" not in names:
+                    cycle.keep_alive = True
+                    kept = (b"connection", b"keep-alive")
+                    message = {**message, "headers": [*message["headers"], kept]}
+            await send(message)
+
+        cycle.send = send_1_0  # type: ignore[method-assign]
+
+    def _check_client(self) -> None:
+        """Close a half-closed connection once the client's machine has refused data."""
+        if not self._is_answering() or self.transport.is_closing():
+            return
+        refused = self.transport.get_extra_info("socket").getsockopt(
+            socket.SOL_SOCKET, socket.SO_ERROR
+        )
+        if refused:
+            self.transport.abort()
+        else:
+            self.loop.call_later(CHECK_INTERVAL_S, self._check_client)
 
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -102,3 +236,18 @@ class Connection(HttpToolsProtocol):
         """Close the connection, unless a request is being answered."""
         if not self._is_answering():
             self.transport.abort()
+
+
+class _BegunTransport:
+    """The transport of an answer whose `BEGINNING` has been sent."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, cycle.transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Write what follows the beginning, and step aside."""
+        self._cycle.transport = self._transport
+        self._transport.write(data.removeprefix(BEGINNING))

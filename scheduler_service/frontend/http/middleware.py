@@ -118,7 +118,8 @@ def _content_length(scope: Scope) -> int:
 
 
 class CheckHost:
-    """Refuses requests without exactly one Host, and those under a name that is not allowed."""
+    """Refuses requests without exactly one Host (HTTP/1.0: or none), and those under a name that is
+    not allowed."""
 
     def __init__(self, app: ASGIApp, allowed: Collection[str] | None) -> None:
         """`allowed`: names in lower case; None: any."""
@@ -134,6 +135,8 @@ class CheckHost:
 
     def _why_not(self, scope: Scope) -> PagewireError | None:
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if not hosts and scope["http_version"] < "1.1":
+            return None
         if len(hosts) != 1:
             return InvalidArgument("Host", f"expected one such header, got {len(hosts)}")
         if self._allowed is None:

@@ -1,12 +1,14 @@
 """The HTTP server: uvicorn on its own sockets, with TLS and timeouts for slow clients."""
 
 import asyncio
+import ctypes
 import errno
 import logging
 import socket
 import ssl
+import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.frontend.http.middleware import HttpServices
@@ -93,13 +95,39 @@ def _listen(family: int, where: tuple[object, ...], share_port: bool) -> socket.
     return listening
 
 
+HANDSHAKE_S = 0.05
+"""Time for TCP handshakes under way to end before a shared port is left. Clients that begin one
+meanwhile try again after a second, and reach another frontend."""
+
+_SO_ATTACH_FILTER = 26
+_DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+"""A filter of Linux for packets: load the byte of TCP's flags; if SYN is set, drop, else pass."""
+
+
+def ignore_handshakes(listening: socket.socket) -> None:
+    """Let no client begin a connection here any longer, where the system can do that (Linux).
+
+    Closing a socket resets the connections that it has not accepted yet. Without new ones, all can
+    be accepted first.
+    """
+    program = b"".join(struct.pack("HBBI", *step) for step in _DROP_SYN)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    with suppress(OSError):
+        listening.setsockopt(
+            socket.SOL_SOCKET,
+            _SO_ATTACH_FILTER,
+            struct.pack("HP", len(_DROP_SYN), ctypes.addressof(buffer)),
+        )
+
+
+POLL_S = 0.05
 IDLE_TIMEOUT_S = 75
 """An idle connection is closed after this; longer than clients and proxies commonly keep one, so
 that they close it first, and none sends a request into a closed connection."""
 
 
 class HttpServer:
-    """The HTTP side of one frontend: `bind`, `start`, `stop`."""
+    """The HTTP side of one frontend: `bind`, `start`, `leave`, `stop`."""
 
     def __init__(
         self,
@@ -119,11 +147,17 @@ class HttpServer:
         self._sockets: list[socket.socket] = []
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._is_leaving = asyncio.Event()
 
     @property
     def is_started(self) -> bool:
         """True once it answers; until then callers wait."""
         return self._server is not None and self._server.started
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections."""
+        return len(self._connections())
 
     def bind(self) -> None:
         """Listen; raises CannotListen. Connections wait until `start`."""
@@ -133,13 +167,39 @@ class HttpServer:
     async def start(self, services: HttpServices) -> None:
         """Import the libraries, off the loop, and answer."""
         self._server = await asyncio.to_thread(
-            _make_server, services, self._tls, self._max_connections
+            _make_server, services, self._tls, self._max_connections, self._is_leaving
         )
+        if self._is_leaving.is_set():
+            return
         self._serving = asyncio.create_task(self._server.serve(self._sockets))
         logger.info("listening http=%s", self.address)
 
+    async def leave(self) -> None:
+        """Stop listening, and wait until no connection is left.
+
+        Connections that clients have made are served: the next answer on one says that it is the
+        last, and an idle one is closed after a second.
+        """
+        self._is_leaving.set()
+        for connection in self._connections():
+            connection.leave()
+        if self._server is not None and self.is_started:
+            if self._share_port:
+                for listening in self._sockets:
+                    ignore_handshakes(listening)
+                await asyncio.sleep(HANDSHAKE_S)
+            for server in self._server.servers:
+                server.close()
+        for listening in self._sockets:
+            listening.close()
+        while self.num_connections:  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(POLL_S)
+
+    def _connections(self) -> list[Any]:
+        return [] if self._server is None else list(self._server.server_state.connections)
+
     async def stop(self, flush_s: float) -> None:
-        """Refuse new connections, give open ones `flush_s` seconds for their last bytes, close all.
+        """Give connections `flush_s` seconds for their last bytes, then close all.
 
         Requests must have been drained.
         """
@@ -152,7 +212,7 @@ class HttpServer:
         done, _ = await asyncio.wait({self._serving}, timeout=flush_s)
         if not done:
             self._server.force_exit = True
-            for connection in list(self._server.server_state.connections):
+            for connection in self._connections():
                 if connection.transport is not None:
                     connection.transport.abort()
             for task in list(self._server.server_state.tasks):
@@ -162,7 +222,10 @@ class HttpServer:
 
 
 def _make_server(
-    services: HttpServices, tls: ssl.SSLContext | None, max_connections: int | None
+    services: HttpServices,
+    tls: ssl.SSLContext | None,
+    max_connections: int | None,
+    is_leaving: asyncio.Event,
 ) -> "uvicorn.Server":
     import uvicorn
 
@@ -179,19 +242,20 @@ def _make_server(
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Serve the sockets, with shorter timeouts for handshakes than uvicorn's."""
-            await super().startup(sockets=[])
             timeouts: dict[str, Any] = {} if tls is None else handshake_timeouts()
             loop = asyncio.get_running_loop()
-            for listening in sockets or []:
-                self.servers.append(
-                    await loop.create_server(
-                        self._make_protocol,
-                        sock=listening,
-                        ssl=self.config.ssl,
-                        backlog=BACKLOG,
-                        **timeouts,
-                    )
+            servers = [
+                await loop.create_server(
+                    self._make_protocol,
+                    sock=listening,
+                    ssl=self.config.ssl,
+                    backlog=BACKLOG,
+                    **timeouts,
                 )
+                for listening in sockets or []
+            ]
+            await super().startup(sockets=[])
+            self.servers += servers
 
         def _make_protocol(self) -> asyncio.Protocol:
             return Connection(
@@ -199,6 +263,7 @@ def _make_server(
                 self.server_state,
                 self.lifespan.state,
                 max_connections=max_connections,
+                is_leaving=is_leaving,
             )
 
     config = uvicorn.Config(
