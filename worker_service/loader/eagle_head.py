@@ -126,7 +126,7 @@ def _copy_from_target(copied: list[WeightTarget], target: LoadedModel, model: Na
         return
     schemes = read_schemes(target.model_dir / "config.json", target.hf_config)
     checkpoint = open_checkpoint(target.model_dir, schemes)
-    sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+    sources = checkpoint.sources(model)
     with checkpoint.reader() as read:
         for weight in copied:
             tensor = read(sources[weight.name])

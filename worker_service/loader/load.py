@@ -55,9 +55,11 @@ from worker_service.loader.weights import (
     Checkpoint,
     EagerPacking,
     fill_dummy_weights,
+    has_own_head,
     load_kv_scales,
     load_weights,
     open_checkpoint,
+    warn_of_unused,
 )
 from worker_service.models.interface import Model, ModelContext
 from worker_service.models.linear import cpu_arithmetic, has_quantized_products
@@ -65,6 +67,7 @@ from worker_service.models.native import NativeModel
 from worker_service.models.registry import (
     NATIVE_MODELS,
     build_native_model,
+    ignored_settings,
     limit_model_len,
     native_settings,
 )
@@ -447,6 +450,11 @@ def _build(
     context: ModelContext,
     kernels: Kernels,
 ) -> Model:
+    checkpoint = Checkpoint((), {})
+    if config.load_format != "dummy":  # report damaged files before anything is built
+        checkpoint = open_checkpoint(model_dir, schemes)
+        warn_of_unused(checkpoint)
+    hf_config = _with_own_head(hf_config, checkpoint)
     model = build_native_model(hf_config, config.max_model_len, context, kernels)
     if model is None:
         _refuse_ranks(config.layout, hf_config)
@@ -455,7 +463,11 @@ def _build(
                 f"quantization: {hf_config['architectures'][0]} can be quantized on a CPU only, got"
                 f" {context.device}; models that can be on a GPU: {', '.join(NATIVE_MODELS)}"
             )
-        return _build_through_transformers(config, hf_config, model_dir, schemes, context, kernels)
+        return _build_through_transformers(
+            config, hf_config, model_dir, checkpoint, context, kernels
+        )
+    for key, value in ignored_settings(hf_config).items():
+        logger.warning("config.json: %s is not used by %s: %s", key, model.architecture, value)
     whole = model
     if config.layout.world_size > 1:
         whole = _outline(config, hf_config, context, kernels)
@@ -465,9 +477,8 @@ def _build(
     if config.load_format == "dummy":
         fill_dummy_weights(model.weight_targets(), on_filled=packing)
     else:
-        checkpoint = open_checkpoint(model_dir, schemes)
         if config.quantization_cache is not None:
-            sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+            sources = checkpoint.sources(model)
             roundings = {
                 sources[weight.name]: weight.rounding
                 for weight in model.weight_targets()
@@ -488,6 +499,23 @@ def _build(
     for reason, num_bytes in model.dequantized.items():
         logger.info("weights dequantized num_bytes=%d reason=%s", num_bytes, reason)
     return model
+
+
+def _with_own_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """The configuration without `tie_word_embeddings` if the LM head that is stored of a native
+    model is not the embedding."""
+    settings = native_settings(hf_config)
+    if settings is None or not settings.tie_word_embeddings:
+        return hf_config
+    _, model = NATIVE_MODELS[settings.architecture]
+    if not has_own_head(model, checkpoint):
+        return hf_config
+    logger.warning(
+        "config.json: tie_word_embeddings is true, but lm_head.weight is not %s: both are used, as"
+        " if it were false",
+        model.embedding_name,
+    )
+    return {**hf_config, "tie_word_embeddings": False}
 
 
 def _outline(
@@ -517,13 +545,10 @@ def _build_through_transformers(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     model_dir: Path,
-    schemes: Schemes,
+    checkpoint: Checkpoint,
     context: ModelContext,
     kernels: Kernels,
 ) -> Model:
-    checkpoint = Checkpoint((), {})
-    if config.load_format != "dummy":  # report damaged files before `transformers` reads them
-        checkpoint = open_checkpoint(model_dir, schemes)
     # Imported here because `transformers` takes seconds to import, and native models do not use it.
     from worker_service.models.transformers_backend import build_transformers_model
 

@@ -29,6 +29,8 @@ Read = Callable[[str], Any]
 FLOATS = ("F16", "BF16", "F32")
 _INTEGERS = ("I32", "I64")
 
+_ACTIVATION_SCALES = {"input_scale", "input_zero_point", "activation_scale"}
+
 FACTS = (".weight_shape", ".bitsandbytes__nf4", ".bitsandbytes__fp4")
 """Suffixes of small tensors that must be read before shapes can be checked."""
 
@@ -111,6 +113,12 @@ class StoredWeight(ABC):
             if part.type not in known[suffix]:
                 types = " or ".join(known[suffix])
                 raise self._fault(f"{part.name} is stored as {part.type}, expected {types}")
+
+    @property
+    def unused(self) -> list[str]:
+        """Names of tensors that hold scales of activations, which are not quantized."""
+        scales = _ACTIVATION_SCALES - set(self.scheme.more)
+        return [part.name for suffix, part in self.parts.items() if suffix in scales]
 
     @abstractmethod
     def _shapes(self) -> dict[str, Shape]:

@@ -16,7 +16,7 @@ import logging
 import sys
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +53,14 @@ logger = logging.getLogger(__name__)
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAME_WEIGHTS = "consolidated"
+"""How files of the same weights under Mistral's own names begin."""
+
+_TEXT_MODEL = "language_model."
+"""The part of names that says that a tensor belongs to the text model of a multimodal one."""
+
+_TEXT_PARTS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+
 _CODE_TYPES = ("I8", "F8_", "F6_", "F4")
 """Beginnings of types that only quantized tensors have; masks are U8, BOOL or whole numbers."""
 
@@ -81,6 +89,8 @@ class Checkpoint:
     """By tensor name; a quantized weight has the name of its dense weight."""
 
     quantized: Mapping[str, StoredWeight] = field(default_factory=dict)
+    unused: Sequence[str] = ()
+    """Names of tensors that no text model reads."""
 
     @contextmanager
     def open(self, file: Path) -> Iterator[Any]:
@@ -90,6 +100,18 @@ class Checkpoint:
             if any(weight.file == file for weight in self.quantized.values()):
                 tensors = QuantizedTensors(file, tensors, self.quantized, _open)
             yield tensors
+
+    def sources(self, model: LoadableModule | type[LoadableModule]) -> dict[str, str]:
+        """The names of all tensors by the model's canonical ones. Raises BadCheckpoint if two have
+        the same."""
+        sources: dict[str, str] = {}
+        for name in self.file_of:
+            other = sources.setdefault(model.canonical_name(name), name)
+            if other != name:
+                raise BadCheckpoint(
+                    f"{self.file_of[name]}: {other} and {name} are the same tensor of the model"
+                )
+        return sources
 
     def dense_names(self) -> set[str]:
         """Names of the tensors that are not quantized."""
@@ -150,10 +172,12 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
     naming the file.
     """
     files = list(split_files(model_dir)) if is_gguf(model_dir) else _weight_files(model_dir)
-    file_of: dict[str, Path] = {}
+    file_of: Mapping[str, Path]
     stored: dict[str, StoredTensor] = {}
+    file_of, is_multimodal = {}, False
     for file in files:
         with _open(file) as tensors:
+            is_multimodal |= isinstance(tensors, _TextTensors)
             for name in tensors.keys():  # noqa: SIM118 (no mapping)
                 if name in file_of:
                     raise BadCheckpoint(f"{file}: {name} is also in {file_of[name].name}")
@@ -162,10 +186,14 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
                 stored.update((tensor.name, tensor) for tensor in describe(file, tensors))
             elif not is_gguf(file):
                 _refuse_codes(file, tensors)
-    if not schemes:
-        return Checkpoint(tuple(files), file_of)
-    weights = find_weights(schemes, stored)
-    return Checkpoint(tuple(files), dense_names(stored, weights), weights)
+    weights = find_weights(schemes, stored) if schemes else {}
+    unused = [name for weight in weights.values() for name in weight.unused]
+    if schemes:
+        file_of = dense_names(stored, weights)
+    if is_multimodal:
+        others = [name for name in file_of if not name.startswith(_TEXT_PARTS)]
+        unused, file_of = unused + others, {n: f for n, f in file_of.items() if n not in others}
+    return Checkpoint(tuple(files), file_of, weights, unused)
 
 
 def _refuse_codes(file: Path, tensors: Any) -> None:
@@ -212,9 +240,87 @@ def _open(file: Path) -> Iterator[Any]:
         return
     try:
         with safe_open(file, framework="pt") as tensors:
-            yield tensors
+            is_plain = not any(_TEXT_MODEL in name for name in tensors.keys())  # noqa: SIM118
+            yield tensors if is_plain else _TextTensors(file, tensors)
     except (SafetensorError, OSError) as error:
         raise BadCheckpoint(f"{file} is truncated or damaged: {error}") from error
+
+
+class _TextTensors:
+    """The tensors of an open file of a multimodal model, with the methods of `safe_open`. Those of
+    the text model have the names that they would have without the other parts."""
+
+    def __init__(self, file: Path, tensors: Any) -> None:
+        self._tensors = tensors
+        names = list(tensors.keys())
+        self._stored = {_text_name(name): name for name in names}
+        if len(self._stored) < len(names):
+            raise BadCheckpoint(f"{file}: two tensors have the same name without {_TEXT_MODEL!r}")
+
+    def keys(self) -> list[str]:
+        """The names of all tensors."""
+        return list(self._stored)
+
+    def get_slice(self, name: str) -> Any:
+        """A tensor that is read when it is indexed."""
+        return self._tensors.get_slice(self._stored[name])
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a tensor."""
+        tensor: Tensor = self._tensors.get_tensor(self._stored[name])
+        return tensor
+
+
+def _text_name(name: str) -> str:
+    """The name of a tensor in the text model alone, such as `model.norm.weight` of
+    `language_model.model.norm.weight` and `model.language_model.norm.weight`."""
+    outer, found, inner = name.partition(_TEXT_MODEL)
+    if not found or outer not in ("", "model."):
+        return name
+    return inner if inner.startswith(("model.", "lm_head.")) else f"model.{inner}"
+
+
+def has_own_head(model: type[NativeModel], checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint holds an LM head that differs from the embedding, or may differ
+    because one of them is quantized."""
+    sources = checkpoint.sources(model)
+    names = [sources.get(name) for name in (model.embedding_name, "lm_head.weight")]
+    if None in names:
+        return False
+    embedding, head = (str(name) for name in names)
+    if not {embedding, head} <= checkpoint.dense_names():
+        return True
+    with ExitStack() as files:
+        tensors = checkpoint.tensors(files)
+        shape = tensors[head].get_shape()
+        if shape != tensors[embedding].get_shape():
+            return True
+    step = max(1, _MAX_MAPPED_BYTES // (4 * shape[1]))
+    for first in range(0, shape[0], step):
+        rows = slice(first, first + step)
+        with ExitStack() as files:  # opened again for each part, see `Checkpoint.reader`
+            parts = [
+                files.enter_context(checkpoint.open(checkpoint.file_of[name]))
+                .get_slice(name)[rows]
+                .float()
+                for name in (embedding, head)
+            ]
+            if not torch.equal(*parts):
+                return True
+    return False
+
+
+def warn_of_unused(checkpoint: Checkpoint) -> None:
+    """Log the tensors and files of a checkpoint that are not read."""
+    if checkpoint.unused:
+        logger.warning(
+            "tensors not used num=%d names=%s", len(checkpoint.unused), _listed(checkpoint.unused)
+        )
+    found = {file.name for file in checkpoint.files[0].parent.glob("*.safetensors")}
+    others = sorted(found - {file.name for file in checkpoint.files})
+    others = [name for name in others if not name.startswith(_SAME_WEIGHTS)]
+    if others and not is_gguf(checkpoint.files[0]):
+        logger.warning("weight files not read num=%d names=%s", len(others), _listed(others))
 
 
 def load_weights(
@@ -237,7 +343,7 @@ def load_weights(
     targets: dict[str, list[WeightTarget]] = {}
     for weight in model.weight_targets():
         targets.setdefault(weight.name, []).append(weight)
-    sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+    sources = checkpoint.sources(model)
     _check_names(model, checkpoint, targets, sources, others)
     wanted = deque(
         (checkpoint.file_of[sources[name]], sources[name], weight)
@@ -414,7 +520,7 @@ def fill_dummy_weights(targets: Iterator[WeightTarget], on_filled: OnFilled = _n
         on_filled(weight)
 
 
-def _listed(names: list[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     """The first `_MAX_NAMES` names, and the number of the others."""
     rest = len(names) - _MAX_NAMES
     return ", ".join(names[:_MAX_NAMES]) + (f" and {rest} more" if rest > 0 else "")
@@ -422,7 +528,7 @@ def _listed(names: list[str]) -> str:
 
 def load_kv_scales(model: NativeModel, checkpoint: Checkpoint) -> None:
     """Set the KV scales of each layer. Raises BadCheckpoint if one is not a positive number."""
-    sources = {model.canonical_name(name): name for name in checkpoint.file_of}
+    sources = checkpoint.sources(model)
     num_found = num_layers = 0
     for name, attention in model.kv_scale_holders():
         num_layers += 1

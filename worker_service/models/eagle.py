@@ -107,7 +107,8 @@ class EagleHead(LoadableModule):
         if self.head is not None and not self._has_head:
             yield self.head.table_target(target.head_name)
 
-    def canonical_name(self, name: str) -> str:
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
         """The name in the authors' checkpoints. vLLM's tools number the layer, and some add the
         prefix of a whole model."""
         return re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))

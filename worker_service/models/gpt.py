@@ -183,7 +183,8 @@ class OPTModel(NativeModel):
         x = super().run_layers(residual, positions, kv_cache, metadata)
         return x if self.project_out is None else self.project_out(x)
 
-    def canonical_name(self, name: str) -> str:
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
         """Add the prefix that checkpoints without an LM head lack."""
         return f"model.{name}" if name.startswith("decoder.") else name
 
@@ -210,7 +211,8 @@ class GPT2Model(OPTModel):
         r"transformer\.h\.\d+\.attn\.(masked_)?bias|lm_head\.weight"
     )
 
-    def canonical_name(self, name: str) -> str:
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
         """Add the prefix that the original checkpoints lack."""
         outer = name.startswith(("transformer.", "lm_head."))
         return name if outer else f"transformer.{name}"

@@ -144,19 +144,28 @@ class RotarySettings:
     theta: float
     scaling_type: str
     max_position_embeddings: int
-    """Positions of the trained context, before scaling."""
+    """Positions in `config.json`: those of the trained context, or of the extended one."""
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Other parameters of the scaling type, by their names in `transformers`."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], rotary_dim: int) -> "RotarySettings":
-        """Read `rope_parameters`, or the older pair `rope_scaling` and `rope_theta`."""
-        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        """Read `rope_scaling`, or `rope_parameters`, and the keys that may be beside them, in the
+        order of precedence of `transformers`. If each type of layer has parameters of its own, the
+        scaling type is `nested`."""
+        outer = ("partial_rotary_factor", "rope_theta", "original_max_position_embeddings")
+        found = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        merged = {**{key: config.get(key) for key in outer}, **found}
+        merged[outer[2]] = config.get(outer[2]) or merged[outer[2]]
+        parameters = {key: value for key, value in merged.items() if value is not None}
+        scaling_type = parameters.get("rope_type") or parameters.get("type") or "default"
+        if any(isinstance(value, Mapping) for value in found.values()):
+            scaling_type = "nested"
         return cls(
             rotary_dim=rotary_dim,
-            theta=float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            scaling_type=parameters.get("rope_type") or parameters.get("type") or "default",
+            theta=float(parameters.get("rope_theta") or 10000.0),
+            scaling_type=scaling_type,
             max_position_embeddings=int(config["max_position_embeddings"]),
             parameters=parameters,
         )

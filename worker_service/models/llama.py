@@ -163,6 +163,11 @@ class LlamaModel(NativeModel):
     layers_name = "model.layers"
     norm_name = "model.norm"
 
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
+        """Add the prefix that checkpoints without an LM head lack."""
+        return f"model.{name}" if name.startswith(("layers.", "embed_tokens.", "norm.")) else name
+
     def __init__(
         self, settings: LlamaSettings, max_model_len: int, context: ModelContext, kernels: Kernels
     ) -> None:
@@ -195,7 +200,7 @@ def llama_settings(config: Mapping[str, Any]) -> LlamaSettings | None:
     hidden_size = config["hidden_size"]
     qwen3, qwen2 = architecture == "Qwen3ForCausalLM", architecture == "Qwen2ForCausalLM"
     default_head_dim = 128 if qwen3 else hidden_size // num_heads
-    head_dim = (None if qwen2 else config.get("head_dim")) or default_head_dim
+    head_dim = config.get("head_dim") or default_head_dim
     llama_or_qwen3 = architecture in ("LlamaForCausalLM", "Qwen3ForCausalLM")
     attention_bias = bool(config.get("attention_bias", False)) and llama_or_qwen3
     rotary = RotarySettings.from_config(config, head_dim)

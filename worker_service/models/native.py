@@ -86,7 +86,8 @@ class LoadableModule(nn.Module, ABC):
     """A module whose weights are filled from the tensors of a checkpoint."""
 
     optional_names: ClassVar[re.Pattern[str]]
-    """Canonical names that a checkpoint may hold without a target for them."""
+    """Canonical names that a checkpoint may hold without a target for them, because the model
+    computes the same without these tensors."""
 
     architecture: str
 
@@ -100,7 +101,8 @@ class LoadableModule(nn.Module, ABC):
     def weight_targets(self) -> Iterator[WeightTarget]:
         """Destinations of the tensors of a checkpoint; all must be filled."""
 
-    def canonical_name(self, name: str) -> str:
+    @classmethod
+    def canonical_name(cls, name: str) -> str:
         """The canonical name of the checkpoint's tensor `name`."""
         return name
 
@@ -121,7 +123,8 @@ class NativeModel(LoadableModule):
     """
 
     optional_names: ClassVar[re.Pattern[str]] = re.compile(r"lm_head\.weight")
-    """The weight of the LM head: checkpoints may hold it although it is tied to the embedding."""
+    """The weight of the LM head, which a checkpoint may hold although it is tied to the embedding.
+    If it differs from that, the model is built with a head of its own."""
 
     embedding_name: ClassVar[str]
     layers_name: ClassVar[str]

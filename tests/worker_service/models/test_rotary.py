@@ -1,5 +1,6 @@
 """Rotary tables against the angles that `transformers` computes."""
 
+import copy
 import math
 from typing import Any
 
@@ -116,3 +117,38 @@ def test_the_older_keys_of_config_json_are_understood() -> None:
     }
     settings = RotarySettings.from_config(config, 8)
     assert (settings.theta, settings.scaling_type, settings.max_model_len()) == (1234, "linear", 30)
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("beside", "scaling"),
+    [
+        ({}, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}),
+        ({"original_max_position_embeddings": 8}, {"type": "yarn", "factor": 4.0}),
+        ({"original_max_position_embeddings": 8}, {"rope_type": "llama3", **SCALINGS["llama3"]}),
+        ({"rope_theta": 77.0}, {"rope_type": "linear", "factor": 3.0, "rope_theta": 99.0}),
+        ({"rope_theta": 77.0}, {"type": "linear", "factor": 3.0}),
+    ],
+)
+def test_parameters_inside_and_beside_of_either_key_are_read_as_transformers_does(
+    beside: dict[str, Any], scaling: dict[str, Any], spelling: str
+) -> None:
+    config = {"max_position_embeddings": LENGTH, **beside, spelling: scaling}
+    settings = RotarySettings.from_config(copy.deepcopy(config), HEAD_DIM)
+    table = RotaryTable(settings, LENGTH, torch.float32, torch.device("cpu"))
+    rotary = LlamaRotaryEmbedding(
+        LlamaConfig(hidden_size=96, num_attention_heads=4, head_dim=HEAD_DIM, **config)
+    )
+    expected, _ = rotary(torch.empty(0), torch.arange(LENGTH)[None])
+    torch.testing.assert_close(table.cos, expected[0, :, : HEAD_DIM // 2], atol=1e-5, rtol=0)
+
+
+def test_of_both_keys_rope_scaling_is_read() -> None:
+    config = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0},
+        "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0},
+        "max_position_embeddings": 10,
+    }
+    assert LlamaConfig(**config).rope_parameters["rope_theta"] == 7.0
+    settings = RotarySettings.from_config(config, 8)
+    assert (settings.theta, settings.scaling_type) == (7.0, "linear")

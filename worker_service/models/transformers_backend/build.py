@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 from pagewire_kernels.interface import AttentionBackend
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext
+from worker_service.models.layers import RotarySettings
 from worker_service.models.registry import limit_model_len
 from worker_service.models.transformers_backend.model import (
     NAME,
@@ -42,6 +44,13 @@ _LAYER_TYPE_NAMES = {
 }
 
 
+_HARMLESS = re.compile(r"inv_freq$|position_ids$|(cos|sin)_cached$|masked_bias$")
+"""Tensors that models compute themselves."""
+
+_MAX_NAMES = 8
+"""Maximum number of tensors named in the log."""
+
+
 def refuse_by_config(architecture: str, config: Any) -> None:
     """Raise UnsupportedModel if the configuration has an unsupported feature.
 
@@ -56,6 +65,8 @@ def _features(architecture: str, config: Any) -> Iterator[str]:
         yield "it is an encoder-decoder model; only decoder-only models are"
     if architecture.endswith("ForConditionalGeneration"):
         yield "it is a multimodal model; only text models are"
+    if not getattr(config, "is_causal", True):
+        yield "its attention is not causal (is_causal in config.json is false)"
     if config.model_type in _ALIBI_TYPES or getattr(config, "alibi", False):
         yield "it uses ALiBi position biases"
     is_remote = not type(config).__module__.startswith("transformers.")
@@ -189,7 +200,9 @@ def _model_len(asked: int | None, config: Any) -> int:
         if asked is None:
             raise InvalidOption("max_model_len: config.json has no limit, so one must be given")
         return asked
-    return limit_model_len(asked, int(limit))
+    parameters = getattr(config, "rope_parameters", None) or {}
+    described = {"max_position_embeddings": limit, "rope_parameters": parameters}
+    return limit_model_len(asked, RotarySettings.from_config(described, 0).max_model_len())
 
 
 def _load(
@@ -240,6 +253,10 @@ def _load(
         raise BadCheckpoint(
             f"{source}: weights do not fit {type(causal_lm).__name__}: {'; '.join(found)}"
         )
+    unused = [name for name in packing.unused - biases if not _HARMLESS.search(name)]
+    if unused:  # those that the model's class makes the library ignore
+        first = ", ".join(sorted(unused)[:_MAX_NAMES])
+        logger.warning("tensors not used num=%d names=%s", len(unused), first)
     return causal_lm
 
 

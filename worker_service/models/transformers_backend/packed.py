@@ -181,6 +181,9 @@ class Packing:
         """Number of elements of the tensors that are quantized in the checkpoint."""
 
         self._dequantized: set[str] = set()
+        self.unused: set[str] = set()
+        """Tensors that belong to no parameter."""
+
         self.tables: Tables = {}
 
     def plan(self, tensors: Mapping[str, Any], source: Path) -> dict[str, Any]:
@@ -193,7 +196,10 @@ class Packing:
         quantized = {n: t for n, t in tensors.items() if getattr(t, "is_quantized", False)}
         self._sizes = {name: prod(tensor.get_shape()) for name, tensor in quantized.items()}
         sources = self._sources(tensors)
+        unknown = sources.keys() - self._weights.keys()
+        self.unused = {name for target in unknown for names in sources[target][1] for name in names}
         self._check_experts(tensors, sources, source)
+        self._warn_of_untied(tensors, sources)
         if not has_quantized_products(self._context.dtype, self._context.device):
             sources = {}
         for target, (operations, columns) in sources.items():
@@ -215,6 +221,20 @@ class Packing:
         left = {name: tensor for name, tensor in tensors.items() if name not in taken}
         self._dequantized = self._sizes.keys() & left.keys()
         return left
+
+    def _warn_of_untied(self, tensors: Mapping[str, Any], sources: Sources) -> None:
+        """Log parameters that should be tied but are stored with different numbers, which stay
+        apart, as in `transformers`."""
+        for names in self._tied.items():
+            stored = [sources[name][1][0][0] for name in names if name in sources]
+            is_codes = any(name in self._sizes for name in stored)
+            if len(stored) == 2 and (
+                is_codes or not torch.equal(*(tensors[name][...].float() for name in stored))
+            ):
+                logger.warning(
+                    "config.json ties %s to %s, but both are stored and differ: both are used",
+                    *stored,
+                )
 
     def _check_experts(self, tensors: Mapping[str, Any], sources: Sources, source: Path) -> None:
         """Raise BadCheckpoint, naming tensors of experts that are missing or of other shapes."""

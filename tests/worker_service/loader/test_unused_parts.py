@@ -1,0 +1,313 @@
+"""What a checkpoint holds and a model does not use is named; what it can use, it uses."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.quantized_checkpoints import (
+    FORMATS,
+    TOKENS,
+    assert_same,
+    edit_tensors,
+    load,
+)
+from tests.support.quantized_files import make_quantized
+from tests.support.transformers_oracle import Oracle
+from worker_service.config import ModelConfig
+from worker_service.errors import BadCheckpoint, UnsupportedModel
+from worker_service.loader import load_model
+
+EMBEDDINGS = {
+    "opt": "model.decoder.embed_tokens.weight",
+    "gpt2": "transformer.wte.weight",
+}
+
+
+def _warnings(caplog: pytest.LogCaptureFixture) -> str:
+    return "\n".join(
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.startswith("worker_service")
+    )
+
+
+def _edit_config(path: Path, **changes: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral", "opt", "gpt2", "gemma2", "olmo2"]
+)
+def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_used_with_a_warning(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(family, tmp_path, tie_word_embeddings=True)
+    embedding = EMBEDDINGS.get(family, "model.embed_tokens.weight")
+
+    def add_head(tensors: dict[str, Tensor]) -> None:
+        generator = torch.Generator().manual_seed(1)
+        table = tensors[embedding]
+        tensors["lm_head.weight"] = table[torch.randperm(len(table), generator=generator)]
+
+    edit_tensors(path, add_head)
+    assert_same(path, path)
+    assert "lm_head.weight" in _warnings(caplog)
+    assert "both are used" in _warnings(caplog)
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "gpt2", "gemma2"])
+def test_a_copy_of_the_embedding_is_a_tied_head_without_a_warning(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint(family, tmp_path, tie_word_embeddings=True)
+    embedding = EMBEDDINGS.get(family, "model.embed_tokens.weight")
+    edit_tensors(path, lambda t: t.update({"lm_head.weight": t[embedding].clone()}))
+    parameters = load(path).model.num_parameters
+    assert (
+        parameters
+        == load(
+            make_checkpoint(family, tmp_path / "plain", tie_word_embeddings=True)
+        ).model.num_parameters
+    )
+    assert _warnings(caplog) == ""
+
+
+def test_a_quantized_head_is_not_the_dense_embedding_it_is_tied_to(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, quantize = FORMATS["float-quantized of outputs"]
+    path, reference = make_quantized(tmp_path, settings, quantize, tie_word_embeddings=True)
+    head = load_file(reference / "model.safetensors")["model.embed_tokens.weight"].flip(0)
+    stored, dense = quantize("lm_head", head)
+    named = {f"lm_head.{suffix}": part.contiguous() for suffix, part in stored.items()}
+    edit_tensors(path, lambda tensors: tensors.update(named))
+    edit_tensors(reference, lambda tensors: tensors.update({"lm_head.weight": dense.contiguous()}))
+    assert_same(path, reference)
+    assert "both are used" in _warnings(caplog)
+
+
+PREFIXES = {
+    "without model.": lambda name: name.removeprefix("model."),
+    "language_model.": lambda name: f"language_model.{name}",
+    "model.language_model.": lambda name: name.replace("model.", "model.language_model.", 1),
+    "language_model. without model.": lambda name: "language_model." + name.removeprefix("model."),
+}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "llama_tied", "mistral", "qwen2", "qwen3", "gemma3", "phi3"]
+)
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_names_of_a_text_model_inside_another_are_recognised(
+    prefix: str, family: str, tmp_path: Path
+) -> None:
+    source = checkpoint(family)
+    path = Path(shutil.copytree(source, tmp_path / "renamed"))
+    tensors = load_file(path / "model.safetensors")
+    renamed = {PREFIXES[prefix](name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+    assert_same(path, source)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_other_parts_of_a_multimodal_model_are_named_in_a_warning(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = checkpoint(family)
+    path = Path(shutil.copytree(source, tmp_path / "whole"))
+    tensors = load_file(path / "model.safetensors")
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    named |= {"vision_tower.patch.weight": torch.ones(2, 2), "mm_projector.bias": torch.ones(2)}
+    save_file(named, path / "model.safetensors", metadata={"format": "pt"})
+    assert_same(path, source)
+    assert "tensors not used num=2 names=mm_projector.bias, vision_tower.patch.weight" in _warnings(
+        caplog
+    )
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "twice"))
+    edit_tensors(path, lambda t: t.update({"norm.weight": t["model.norm.weight"].clone()}))
+    with pytest.raises(BadCheckpoint, match=r"model\.norm\.weight and norm\.weight"):
+        load(path)
+    edit_tensors(path, lambda t: t.update({"language_model.norm.weight": t.pop("norm.weight")}))
+    with pytest.raises(BadCheckpoint, match="two tensors have the same name without"):
+        load(path)
+
+
+def test_tensors_that_a_class_of_transformers_ignores_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as the layer of GLM 4.5 that drafts tokens."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    config = Glm4MoeConfig(
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=88,
+        head_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    Glm4MoeForCausalLM(config).save_pretrained(tmp_path)
+    name = "model.layers.46.eh_proj.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({name: torch.ones(2, 2)}))
+    load(tmp_path)
+    assert _warnings(caplog) == f"tensors not used num=1 names={name}"
+
+
+def test_scales_of_activations_that_are_not_quantized_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, quantize = FORMATS["fp8 of tensors"]
+    path, reference = make_quantized(tmp_path, settings, quantize)
+    scale = {"model.layers.0.mlp.down_proj.input_scale": torch.tensor(0.5)}
+    edit_tensors(path, lambda tensors: tensors.update(scale))
+    assert_same(path, reference)
+    message = "tensors not used num=1 names=model.layers.0.mlp.down_proj.input_scale"
+    assert message in _warnings(caplog)
+
+
+def test_weight_files_that_are_not_read_are_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "more"))
+    for name in ("adapter_model", "consolidated", "model-00001-of-00002"):
+        shutil.copy(path / "model.safetensors", path / f"{name}.safetensors")
+    load(path)
+    files = "adapter_model.safetensors, model-00001-of-00002.safetensors"
+    assert _warnings(caplog) == f"weight files not read num=2 names={files}"
+
+
+def test_frequencies_and_masks_of_old_checkpoints_are_ignored_silently(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for family, name in (
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("gpt2", "transformer.h.0.attn.masked_bias"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
+        ("phi3", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ):
+        path = Path(shutil.copytree(checkpoint(family), tmp_path / family))
+        edit_tensors(path, lambda t, name=name: t.update({name: torch.ones(1)}))  # type: ignore[misc]
+        load(path)
+    assert _warnings(caplog) == ""
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "final_logit_softcapping", 30.0),
+        ("llama", "sliding_window", 8),
+        ("llama", "layer_types", ["sliding_attention", "full_attention"]),
+        ("qwen3", "residual_multiplier", 0.5),
+        ("mistral", "auto_map", {"AutoModelForCausalLM": "modeling_x.X"}),
+    ],
+)
+def test_a_setting_that_the_model_does_not_have_is_named_in_a_warning(
+    family: str, key: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = Path(shutil.copytree(checkpoint(family), tmp_path / "set"))
+    _edit_config(path, **{key: value})
+    load(path)
+    assert f"config.json: {key} is not used by" in _warnings(caplog)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_sliding", "qwen3", "gpt2", "opt"])
+def test_settings_as_transformers_writes_them_cause_no_warning(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(checkpoint(family))
+    assert _warnings(caplog) == ""
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_attention_that_is_not_causal_is_refused(family: str, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint(family), tmp_path / "encoder"))
+    _edit_config(path, is_causal=False)
+    with pytest.raises(UnsupportedModel, match="is_causal"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}),
+        ("qwen2", {"head_dim": 16}),
+    ],
+)
+def test_settings_beside_the_usual_ones_are_honoured(
+    family: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    path = make_checkpoint(family, tmp_path, **changes)
+    _edit_config(path, **changes)
+    assert_same(path, path)
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("family", "scaling", "length"),
+    [
+        ("qwen3_moe", {"rope_type": "yarn", "factor": 4.0}, 256),
+        ("qwen3_moe", {"rope_type": "linear", "factor": 2.0}, 128),
+        (
+            "olmo2",
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            128,
+        ),
+        (
+            "qwen3_moe",
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            64,
+        ),
+        ("qwen3_moe", {"rope_type": "default"}, 64),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0}, 256),
+    ],
+)
+def test_scaled_rotary_embeddings_lengthen_models(
+    family: str, scaling: dict[str, Any], length: int, spelling: str, tmp_path: Path
+) -> None:
+    path = make_checkpoint(family, tmp_path, max_position_embeddings=64)
+    config = json.loads((path / "config.json").read_text())
+    del config["rope_parameters"]
+    scaling = {**scaling, "rope_theta": 10000.0}
+    (path / "config.json").write_text(json.dumps({**config, spelling: scaling}))
+    loaded = load_model(ModelConfig(model=str(path), device="cpu", max_model_len=length))
+    assert loaded.model.max_model_len == length
+    assert load(path).model.max_model_len == length
+    assert_same(path, path)
+
+
+def test_a_model_of_transformers_computes_beyond_its_trained_length(tmp_path: Path) -> None:
+    from tests.support.paged_driver import PagedDriver
+
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    path = make_checkpoint(
+        "qwen3_moe", tmp_path, max_position_embeddings=32, rope_parameters=scaling
+    )
+    tokens = (TOKENS * 5)[:120]
+    found = PagedDriver(load(path).model).run([(0, 0, tokens)])[0]
+    torch.testing.assert_close(found, Oracle(path).logits(tokens), rtol=1e-3, atol=1e-3)
