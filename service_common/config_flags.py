@@ -37,6 +37,7 @@ _METAVARS = {
     "metrics_port": "[HOST:]PORT|off",
     "otlp_endpoint": "URL",
     "default_timeout": "SECONDS",
+    "sse_keep_alive": "SECONDS",
     "grace_period": "SECONDS",
     "max_outgrown_wait": "SECONDS",
 }

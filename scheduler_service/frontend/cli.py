@@ -16,6 +16,7 @@ FRONTEND = ConfigFlags(
     metrics="metrics_port",
     default_timeout_s="default_timeout",
     grace_period_s="grace_period",
+    sse_keep_alive_s="sse_keep_alive",
     http_share_port="http_share_port!",
     http=None,
     tls=None,

@@ -54,6 +54,10 @@ class FrontendConfig:
     name, except that a loopback address without keys accepts only its own name and localhost, so
     that a web page from elsewhere cannot call it under a name that resolves to it."""
 
+    sse_keep_alive_s: float = 15.0
+    """Time without output after which a stream over HTTP gets a comment (Anthropic's API: a ping),
+    so that proxies between do not close it; 0 for none."""
+
     otlp_endpoint: str | None = None
     """Address to which spans of requests are exported (OTLP over gRPC), such as
     http://127.0.0.1:4317; by default taken from OpenTelemetry's environment variables."""
@@ -95,10 +99,10 @@ class FrontendConfig:
                 "default_timeout: expected a positive number of seconds, "
                 f"got {self.default_timeout_s:g}"
             )
-        if not 0 <= self.grace_period_s < float("inf"):
-            raise ValueError(
-                f"grace_period: expected at least 0 seconds, got {self.grace_period_s:g}"
-            )
+        for name in ("grace_period", "sse_keep_alive"):
+            seconds = getattr(self, f"{name}_s")
+            if not 0 <= seconds < float("inf"):
+                raise ValueError(f"{name}: expected at least 0 seconds, got {seconds:g}")
 
     @property
     def tenant_share(self) -> int:

@@ -1,6 +1,7 @@
 """Several requests in one call: a stream of GenerateMany, and the prompts of one HTTP call."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
@@ -168,6 +169,10 @@ def _request_error(request_id: str, error: PagewireError) -> inference_pb.Reques
     )
 
 
+SILENCE: tuple[int, inference_pb.GenerateResponse] = (-1, inference_pb.GenerateResponse())
+"""Stands for a response when none has come for some time."""
+
+
 class RequestBatch:
     """A context manager around all requests of one HTTP call.
 
@@ -175,21 +180,30 @@ class RequestBatch:
     write waits for the client.
     """
 
-    def __init__(self, manager: RequestManager, receive: Receive) -> None:
-        """`receive` is ASGI's, of a call whose body was read."""
+    def __init__(self, manager: RequestManager, receive: Receive, silence_s: float = 0.0) -> None:
+        """`receive` is ASGI's, of a call whose body was read. `silence_s`: seconds without output
+        after which `next` returns SILENCE; 0: never."""
         self._manager = manager
         self._receive = receive
         self._opened = _OpenRequests(manager)
         self._is_disconnected = False
         self._watching: asyncio.Task[None] | None = None
+        self._silence_s = silence_s
+        self._is_silent = False
+        self._last_output = time.monotonic()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
         self._watching = asyncio.create_task(self._watch())
+        if self._silence_s:
+            self._wait_for_silence(self._silence_s)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._watching is not None
         self._watching.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._opened.close()
 
     async def open(
@@ -210,13 +224,16 @@ class RequestBatch:
             self._opened.add(index, stream)
 
     async def next(self) -> tuple[int, inference_pb.GenerateResponse] | None:
-        """The next response and the index of its request; None after the last one.
+        """The next response and the index of its request, or SILENCE; None after the last response.
 
         Raises the error of the first request that fails; the others' outputs are then discarded.
         """
         opened = self._opened
         while not self._is_disconnected:
             opened.wake.clear()
+            if self._is_silent:
+                self._is_silent = False
+                return SILENCE
             if (taken := opened.take()) is not None:
                 index, stream, response = taken
                 if response is None:
@@ -227,6 +244,21 @@ class RequestBatch:
                 return None
             await opened.wake.wait()
         raise RequestAborted("the client has disconnected")
+
+    def record_output(self) -> None:
+        """Note that the client was sent something: its silence begins again."""
+        self._last_output = time.monotonic()
+
+    def _wait_for_silence(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._check_silence)
+
+    def _check_silence(self) -> None:
+        remaining_s = self._last_output + self._silence_s - time.monotonic()
+        if remaining_s <= 0:
+            self._is_silent = True
+            self._opened.wake.set()
+            remaining_s = self._silence_s
+        self._wait_for_silence(remaining_s)
 
     async def _watch(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

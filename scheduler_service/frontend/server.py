@@ -119,6 +119,7 @@ class Frontend:
             authentication=self.authentication,
             registry=self.registry,
             allowed_hosts=config.allowed_hosts,
+            sse_keep_alive_s=config.sse_keep_alive_s,
         )
         servicer = InferenceServicer(self.requests, self.models, self._core, self.authentication)
         add_InferenceServiceServicer_to_server(servicer, self.runner.server)

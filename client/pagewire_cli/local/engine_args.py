@@ -168,6 +168,7 @@ FLAGS = (
     Flag("max_connections", int, "frontend", "Most connections of clients per frontend."),
     Flag("max_concurrent_requests", int, "frontend", "Most open requests per frontend."),
     Flag("max_tenant_requests", int, "frontend", "Most open requests of one tenant or call."),
+    Flag("sse_keep_alive", float, "frontend", "Seconds of silence before a comment in a stream."),
     Flag("default_timeout", float, "frontend", "Seconds for requests without a deadline."),
     Flag("cluster_token_file", str, "all", "File of the token that the services send each other."),
     Flag("cluster_ca", str, "all", "Authority of the services' certificates (PEM)."),

@@ -473,6 +473,8 @@ class AnthropicErrors:
 
 
 class _MessagesResponse(TypedEventResponse):
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
+
     def error_data(self, code: int, body: dict[str, Any]) -> dict[str, Any]:
         return error_of(code, body)
 

@@ -51,6 +51,8 @@ class HttpServices:
     """The metrics that Prometheus scrapes."""
     allowed_hosts: frozenset[str] | None = None
     """Names that the Host header may have; None: any."""
+    sse_keep_alive_s: float = 0.0
+    """Time without output after which a stream gets a comment; 0: never."""
 
 
 class BodyLimit:

@@ -33,7 +33,7 @@ from scheduler_service.frontend.http.openai.protocol import (
 )
 from scheduler_service.frontend.http.openai.sampling import SamplingFields
 from scheduler_service.frontend.input.processor import draw_request_id
-from scheduler_service.frontend.multiplexer import RequestBatch
+from scheduler_service.frontend.multiplexer import SILENCE, RequestBatch
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,8 @@ class CompletionResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with RequestBatch(self._services.requests, receive) as running:
+            silence_s = self._services.sse_keep_alive_s if self._stream else 0.0
+            async with RequestBatch(self._services.requests, receive, silence_s) as running:
                 if not await self._run(running, send):
                     return
             whole = to_json(self._form.whole())
@@ -143,8 +144,9 @@ class CompletionResponse(Response):
         await send(self._start())
         try:
             while item is not None:
-                if body := b"".join(map(self.event, self._form.chunks(*item))):
+                if body := self._events(item):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
+                    running.record_output()
                 item = await running.next()
             body = b"".join(map(self.event, self._form.last_chunks())) + self.end
         except RequestAborted as error:
@@ -157,8 +159,16 @@ class CompletionResponse(Response):
             body = self._error_event(PagewireError("internal error"))
         await send({"type": "http.response.body", "body": body})
 
+    def _events(self, item: tuple[int, inference_pb.GenerateResponse]) -> bytes:
+        if item is SILENCE:
+            return self.keep_alive
+        return b"".join(map(self.event, self._form.chunks(*item)))
+
     end = DONE
     """Follows the last event of a stream that is complete."""
+
+    keep_alive = b": keep-alive\n\n"
+    """Sent while nothing else is; no event."""
 
     def event(self, data: Any) -> bytes:
         """A server-sent event."""
