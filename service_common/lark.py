@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 """Without this, llguidance allows only the tokenizer's own next token where a single text can
@@ -34,10 +35,64 @@ advance over the whole vocabulary, so the cost does not depend on its size."""
 _IN_SLASHES = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
 
 
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords of JSON schemas whose values are schemas by name."""
+DATA = frozenset(("const", "enum", "default", "example", "examples"))
+"""Keywords whose values are no schemas."""
+
+_NO_EFFECT: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "nullable": (False,),
+    "not": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),
+    "unevaluatedProperties": (True, {}),
+    "unevaluatedItems": (True, {}),
+    "dependentRequired": ({},),
+    "dependentSchemas": ({},),
+    "dependencies": ({},),
+    "format": ("password", "binary", "path", "file-path", "directory-path"),
+}
+"""Values of keywords that the compiler does not have in this form, and that exclude nothing."""
+
+
+MAX_DEPTH = 200
+"""Levels of a JSON schema, so that no function that follows them exceeds Python's limit."""
+
+
+def effective(schema: Any, depth: int = 0) -> Any:
+    """A JSON schema without keywords that exclude nothing. Raises ValueError if it is too deep."""
+    if depth > MAX_DEPTH:
+        raise ValueError(f"too complex: expected at most {MAX_DEPTH} levels")
+    if isinstance(schema, list):
+        return [effective(inner, depth + 1) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        keyword: {name: effective(inner, depth + 1) for name, inner in value.items()}
+        if keyword in SCHEMAS_BY_NAME and isinstance(value, dict)
+        else (value if keyword in DATA else effective(value, depth + 1))
+        for keyword, value in schema.items()
+        if value not in _NO_EFFECT.get(keyword, ())
+    }
+
+
 def schema_to_lark(schema: dict[str, Any]) -> str:
     """The grammar of the JSON texts that a schema allows."""
-    schema = {**schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+    schema = {**effective(schema), "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
     return f"start: %json {json.dumps(schema)}{NO_FORCING}"
+
+
+def from_gbnf(grammar: str) -> str:
+    """A grammar in GBNF, the notation of llama.cpp, in Lark; any other grammar as it is.
+
+    Raises ValueError if it is not valid GBNF.
+    """
+    if not re.search(r"^[ \t]*[\w-]+[ \t]*::=", grammar, re.MULTILINE):
+        return grammar
+    try:
+        return gbnf_to_lark(grammar.replace("\r\n", "\n"))
+    except Exception as error:  # of many kinds
+        raise ValueError(f"not valid GBNF: {error}") from error
 
 
 def regex_to_lark(pattern: str) -> str:

@@ -152,7 +152,7 @@ class SamplingParams(_message.Message):
     """
     grammar: _builtins.str
     """A context-free grammar whose `start` the whole output matches, in EBNF as Lark
-    and llguidance write it.
+    and llguidance write it; or in GBNF, as llama.cpp writes it, with its `root`.
     """
     truncate_prompt_tokens: _builtins.int
     """Keeps only the last N tokens of a longer prompt; 0 keeps as many as leave room for

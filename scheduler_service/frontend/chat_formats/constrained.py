@@ -6,30 +6,33 @@ from typing import Any
 
 from scheduler_service.frontend.chat_formats.events import CallArguments, CallStart, Event
 from scheduler_service.frontend.chat_formats.partial_json import JsonCall
+from scheduler_service.frontend.structured_output.schemas import moved
 
-NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+NO_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
-def required_schema(tools: Sequence[tuple[str, dict[str, Any] | None]], *, one: bool) -> str:
+def required_schema(tools: Sequence[tuple[str, dict[str, Any]]], *, one: bool) -> str:
     """JSON schema of a list of calls of these functions (name, parameters), at least one."""
     call_schemas = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": parameters or NO_PARAMETERS},
+            "properties": {
+                "name": {"const": name},
+                "parameters": moved(parameters, f"/items/anyOf/{index}/properties/parameters"),
+            },
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, parameters in tools
+        for index, (name, parameters) in enumerate(tools)
     ]
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": call_schemas}}
     if one:
         schema["maxItems"] = 1
     return json.dumps(schema)
-
-
-def named_schema(parameters: dict[str, Any] | None) -> str:
-    """JSON schema of the arguments of one function."""
-    return json.dumps(parameters or NO_PARAMETERS)
 
 
 class RequiredParser:

@@ -8,14 +8,14 @@ from typing import Any
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.chat_formats.constrained import (
+    NO_PARAMETERS,
     NamedParser,
     RequiredParser,
-    named_schema,
     required_schema,
 )
 from scheduler_service.frontend.chat_formats.events import MessageParser
 from scheduler_service.frontend.chat_formats.formats import ChatFormat
-from scheduler_service.frontend.structured_output.constraint import closed
+from scheduler_service.frontend.structured_output.schemas import closed, moved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,19 +79,25 @@ def check_tool_choice(request: inference_pb.GenerateRequest) -> None:
 
 
 def with_call_schema(request: inference_pb.GenerateRequest) -> inference_pb.GenerateRequest:
-    """A checked request, with the schema of the call that it requires as its constraint."""
+    """A checked request, with the schema of the call that it requires as its constraint.
+
+    Raises InvalidArgument for a schema with too many levels.
+    """
     chat = request.chat
     required = _required(chat)
     if required is None:
         return request
-    tools = {tool.name: _closed_parameters(tool) for tool in chat.tools}
     constrained = inference_pb.GenerateRequest()
     constrained.CopyFrom(request)
-    constrained.sampling_params.json_schema = (
-        named_schema(tools[required])
-        if required
-        else required_schema(list(tools.items()), one=_allows_one(chat))
-    )
+    try:
+        tools = {tool.name: _arguments_schema(tool) for tool in chat.tools}
+        constrained.sampling_params.json_schema = (
+            json.dumps(tools[required])
+            if required
+            else required_schema(list(tools.items()), one=_allows_one(chat))
+        )
+    except RecursionError:
+        raise InvalidArgument("chat.tools", "expected schemas with fewer levels") from None
     return constrained
 
 
@@ -118,7 +124,13 @@ def _parameters(tool: inference_pb.Tool) -> dict[str, Any] | None:
     return json.loads(tool.parameters_json) if tool.parameters_json else None
 
 
-def _closed_parameters(tool: inference_pb.Tool) -> dict[str, Any] | None:
+def _arguments_schema(tool: inference_pb.Tool) -> dict[str, Any]:
+    """JSON schema of a call's arguments: an object, without properties if the tool names none."""
     parameters = _parameters(tool)
+    if not parameters:
+        return NO_PARAMETERS
     is_open = tool.HasField("strict") and not tool.strict
-    return parameters if parameters is None or is_open else closed(parameters)
+    schema: dict[str, Any] = (moved if is_open else closed)(parameters)
+    if not is_open and schema.keys() <= {"type", "title", "description"}:
+        return NO_PARAMETERS
+    return schema if "$ref" in schema else {"type": "object"} | schema

@@ -7,12 +7,12 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 from functools import partial
 from hashlib import blake2b
-from typing import Any
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, Unavailable
 from scheduler_service.frontend.structured_output.sandbox_process import SandboxProcess
+from service_common import lark
 
 
 def texts_of(params: sampling_pb2.SamplingParams) -> list[str]:
@@ -38,46 +38,11 @@ def constraint_of(
     )
     if kind == "choice":
         constraint.choice.CopyFrom(params.choice)
+    elif kind == "grammar":
+        constraint.grammar = lark.from_gbnf(params.grammar)
     else:
         setattr(constraint, kind, getattr(params, kind))
     return constraint
-
-
-def closed(schema: Any) -> Any:
-    """A JSON schema in which objects with `properties` allow no others unless it says so.
-
-    JSON Schema allows any, and a model would write them without end. Other servers close objects,
-    too. A schema with `allOf` is left as it is, because its parts describe the same object.
-    """
-    return schema if _uses(schema, "allOf") else _closed(schema)
-
-
-def _uses(schema: Any, keyword: str) -> bool:
-    if isinstance(schema, dict):
-        return keyword in schema or any(_uses(value, keyword) for value in schema.values())
-    return isinstance(schema, list) and any(_uses(value, keyword) for value in schema)
-
-
-_SCHEMAS_BY_NAME = ("properties", "$defs", "definitions")
-_SCHEMAS = ("items", "prefixItems", "anyOf", "oneOf")
-_OPEN = ("additionalProperties", "patternProperties", "unevaluatedProperties")
-
-
-def _closed(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_closed(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = dict(schema)
-    for keyword in _SCHEMAS_BY_NAME:
-        if isinstance(named := schema.get(keyword), dict):
-            schema[keyword] = {name: _closed(each) for name, each in named.items()}
-    for keyword in _SCHEMAS:
-        if keyword in schema:
-            schema[keyword] = _closed(schema[keyword])
-    if "properties" in schema and not any(keyword in schema for keyword in _OPEN):
-        schema["additionalProperties"] = False
-    return schema
 
 
 MAX_REMEMBERED = 4096

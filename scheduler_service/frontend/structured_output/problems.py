@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -11,7 +12,8 @@ from service_common import lark
 
 _SUPPORTED = frozenset(
     (
-        *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "definitions"),
+        *("type", "enum", "const", "anyOf", "oneOf", "allOf"),
+        *("$ref", "$anchor", "$defs", "definitions"),
         *("properties", "additionalProperties", "patternProperties", "required"),
         *("minProperties", "maxProperties"),
         *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
@@ -22,12 +24,12 @@ _SUPPORTED = frozenset(
 _ANNOTATIONS = frozenset(
     (
         *("$schema", "$id", "$comment", "title", "description", "default", "example", "examples"),
-        *("deprecated", "readOnly", "writeOnly", "discriminator"),
+        *("deprecated", "readOnly", "writeOnly", "discriminator", "externalDocs", "xml"),
+        *("contentMediaType", "contentEncoding", "contentSchema"),
     )
 )
 """Keywords that do not affect what matches."""
 
-_IN_MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _IN_PLACE = ("items", "additionalItems", "additionalProperties")
 """Keywords that contain schemas."""
@@ -70,7 +72,7 @@ def _is_extension(keyword: str) -> bool:
 
 def _inner(place: Place) -> Iterator[Place]:
     pointer, schema = place
-    for keyword in _IN_MAPS:
+    for keyword in lark.SCHEMAS_BY_NAME:
         if isinstance(named := schema.get(keyword), dict):
             for name, inner in named.items():
                 yield Place(f"{pointer}/{keyword}/{_encode(name)}", inner)
@@ -150,15 +152,19 @@ def _find_in_schema(text: str) -> str | None:
         schema = {}
     if not isinstance(schema, dict):
         return "expected a JSON object or true"
+    try:
+        schema = lark.effective(schema)
+    except ValueError as error:
+        return str(error)
     if found := unsupported_keyword(schema):
         keyword, pointer = found
-        return f'keyword "{keyword}" at "{pointer}" is not supported'
+        return f'keyword "{keyword}"{_at(pointer)} is not supported: {_instead(keyword)}'
     for pointer, inner in places(schema):
         number = _num_optional_properties(inner)
         if number > MAX_OPTIONAL_PROPERTIES:
             return (
                 f"too complex: expected at most {MAX_OPTIONAL_PROPERTIES} properties that are not "
-                f'required, got {number} at "{pointer}"'
+                f"required, got {number}{_at(pointer)}"
             )
     complaint = _compile(lark.schema_to_lark(schema))
     if complaint is None:
@@ -167,7 +173,32 @@ def _find_in_schema(text: str) -> str | None:
         return problem
     reason = _schema_reason(complaint)
     where = _innermost_with(reason, schema)
-    return reason if where is None else f'{reason} at "{where}"'
+    return reason if where is None else reason + _at(where)
+
+
+def _at(pointer: str) -> str:
+    return f' at "{pointer}"' if pointer else " at the root"
+
+
+def _instead(keyword: str) -> str:
+    """What to do instead of using a keyword."""
+    if keyword == "nullable":
+        return 'add "null" to type'
+    if similar := get_close_matches(keyword, _SUPPORTED, 1, 0.8):
+        return f'did you mean "{similar[0]}"?'
+    return "leave it out, and check the output for it"
+
+
+_REASONS = {
+    r"Invalid type: (.*)": "expected type to be array, boolean, integer, null, number, object or "
+    r'string, or a list of these, got "\1"',
+    r"Unknown format: (.*)": "expected format to be date-time, time, date, duration, email, "
+    r'hostname, ipv4, ipv6, uuid or uri, got "\1"',
+    r"oneOf constraints are not supported.*": "oneOf whose choices may match the same value is not "
+    "supported (use anyOf)",
+    r"(Resource '.*') is not present in a registry.*": r"\1 is not in the schema (use $defs)",
+}
+"""What to say in place of the compiler's messages."""
 
 
 def _num_optional_properties(schema: Any) -> int:
@@ -183,7 +214,10 @@ def _num_optional_properties(schema: Any) -> int:
 
 
 def _schema_reason(message: str) -> str:
-    return _without_context(message.split("failed to compile JSON schema: ", 1)[-1])
+    reason = _without_context(message.split("failed to compile JSON schema: ", 1)[-1])
+    for pattern, instead in _REASONS.items():
+        reason = re.sub(pattern, instead, reason)
+    return reason
 
 
 def _innermost_with(reason: str, schema: Any) -> str | None:
@@ -223,6 +257,13 @@ def _find_in_regex(pattern: str) -> str | None:
 
 
 def _find_in_grammar(text: str) -> str | None:
+    try:
+        text, original = lark.from_gbnf(text), text
+    except ValueError as error:
+        return str(error)
+    if text != original:
+        message = _compile(lark.grammar_to_lark(text))
+        return message and f"converted from GBNF to Lark: {_without_context(message)}"
     without = _LITERALS.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
     if (place := without.find("<")) >= 0:
         line, column = text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)

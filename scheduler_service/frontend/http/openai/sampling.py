@@ -14,7 +14,7 @@ from pagewire.validation import limits_of
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.input.validation import MIN_TEMPERATURE, SAMPLING_LIMITS
-from scheduler_service.frontend.structured_output.constraint import closed
+from scheduler_service.frontend.structured_output.schemas import closed, moved
 
 MAX_ENTRIES = 1024
 """Entries of one object that are validated one by one."""
@@ -369,4 +369,4 @@ def _schema_text(schema: Any, *, is_open: bool) -> str:
             return json.dumps(closed(json.loads(schema)))
         except (ValueError, RecursionError):
             return schema  # the check of constraints says what is wrong with it
-    return json.dumps(schema if is_open else closed(schema))
+    return json.dumps(moved(schema) if is_open else closed(schema))

@@ -9,6 +9,7 @@ from scheduler_service.frontend.input.processor import SEED_BITS, ResolvedReques
 from scheduler_service.frontend.served_models import FrontendModel, build_model
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
+from tests.support.json_schemas import allows
 from tests.support.tokenizers import EOS, byte_level, model_files
 
 EOS_ID = byte_level().token_to_id(EOS)
@@ -196,6 +197,8 @@ def test_a_worker_is_told_what_the_output_must_match_and_what_may_end_it() -> No
     assert (constraint.regex, ends_of(constraint)) == ("a+", ({9, EOS_ID}, set()))
     assert constraint_of(json_schema="{}").json_schema == "{}"
     assert constraint_of(grammar="start: A").grammar == "start: A"
+    in_lark = constraint_of(grammar='root ::= "a" tail\ntail ::= [b-d]+').grammar
+    assert [allows(in_lark, text) for text in ("abcd", "a", "b")] == [True, False, False]
     assert constraint_of(choice={"choices": ["a", "b"]}).choice.choices == ["a", "b"]
     assert not constraint_of(regex="a").HasField("thought")
     thought = {"start": "<think>", "ends": ["</think>", "<answer>"]}

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from scheduler_service.frontend.structured_output.constraint import (
     MAX_CHECKS,
     MAX_TENANT_CHECKS,
     ConstraintChecker,
-    closed,
 )
 
 HOSTILE = {
@@ -141,37 +139,3 @@ async def test_one_tenants_constraints_do_not_hold_up_anothers(checker: Constrai
     await asyncio.gather(*(ask("flood", pattern) for pattern in slow), ask("calm", "b"))
     assert len(done) == 5
     assert done.index("calm") < MAX_CHECKS
-
-
-def test_objects_of_a_schema_are_closed_unless_it_says_so() -> None:
-    point = {"type": "object", "properties": {"x": {"type": "number"}}}
-    schema = {
-        "type": "object",
-        "properties": {
-            "properties": point,
-            "open": point | {"additionalProperties": True},
-            "named": point | {"patternProperties": {"^y": {}}},
-            "any": {"anyOf": [point, {"type": "null"}]},
-            "list": {"type": "array", "items": point, "prefixItems": [{"$ref": "#/$defs/p"}]},
-            "map": {"type": "object"},
-        },
-        "$defs": {"p": point},
-    }
-    original = deepcopy(schema)
-    shut = point | {"additionalProperties": False}
-    assert closed(schema) == {
-        "type": "object",
-        "properties": {
-            "properties": shut,
-            "open": point | {"additionalProperties": True},
-            "named": point | {"patternProperties": {"^y": {}}},
-            "any": {"anyOf": [shut, {"type": "null"}]},
-            "list": {"type": "array", "items": shut, "prefixItems": [{"$ref": "#/$defs/p"}]},
-            "map": {"type": "object"},
-        },
-        "$defs": {"p": shut},
-        "additionalProperties": False,
-    }
-    assert schema == original
-    parts = {"properties": {"p": {"allOf": [point, point]}}, "type": "object"}
-    assert closed(parts) == parts, "its parts describe one object"

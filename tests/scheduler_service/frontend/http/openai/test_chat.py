@@ -14,6 +14,7 @@ from scheduler_service.frontend.input.tool_choice import with_call_schema
 from scheduler_service.frontend.input.validation import check_request
 from tests.support.fake_core import FakeCore
 from tests.support.http_frontends import http_served
+from tests.support.json_schemas import accepts
 from tests.support.tokenizers import byte_level, model_files, tokens
 
 PATH = "/v1/chat/completions"
@@ -85,6 +86,87 @@ def test_a_named_call_is_the_schema_of_its_parameters() -> None:
     request = translated(tools=[as_it_says], tool_choice=choice)
     assert json.loads(request.sampling_params.json_schema) == SCHEMA
     assert [tool.name for tool in request.chat.tools] == ["get_weather"]
+
+
+REFERRING = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}, "others": {"$ref": "#/$defs/Cities"}},
+    "required": ["city"],
+}
+CITY = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+def tool(name: str, parameters: Any = None, **fields: Any) -> dict[str, Any]:
+    function = {"name": name, "parameters": parameters} | fields
+    return {"type": "function", "function": function}
+
+
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+def test_functions_with_definitions_of_equal_names_may_be_required(place: str) -> None:
+    def parameters(city: Any) -> dict[str, Any]:
+        cities = {"type": "array", "items": {"$ref": f"#/{place}/City"}}
+        text = json.dumps(REFERRING).replace("$defs", place)
+        return {**json.loads(text), place: {"City": city, "Cities": cities}}
+
+    tools = [tool("f", parameters(CITY)), tool("g", parameters({"type": "integer"}))]
+    schema = translated(tools=tools, tool_choice="required").sampling_params.json_schema
+    f = {"name": "f", "parameters": {"city": {"name": "Bonn"}, "others": [{"name": "Ulm"}]}}
+    g = {"name": "g", "parameters": {"city": 1, "others": [2]}}
+    assert accepts(schema, [f])
+    assert accepts(schema, [g, f])
+    assert not accepts(schema, [f | {"name": "g"}])
+    assert not accepts(schema, [g | {"name": "f"}])
+    assert not accepts(schema, [f | {"parameters": {"city": {"name": "Bonn", "z": 1}}}])
+    choice = {"type": "function", "function": {"name": "f"}}
+    named = translated(tools=tools, tool_choice=choice).sampling_params.json_schema
+    assert accepts(named, f["parameters"])
+    assert not accepts(named, g["parameters"])
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        *(None, {}, {"type": "object"}, {"type": "object", "properties": {}}),
+        {"$schema": "http://json-schema.org/draft-07/schema#", "type": "object", "title": "Now"},
+        {"type": "object", "properties": {}, "required": [], "additionalProperties": False},
+    ],
+    ids=str,
+)
+def test_a_function_without_parameters_is_called_without_arguments(parameters: Any) -> None:
+    now = tool("now", parameters)
+    required = translated(tools=[now], tool_choice="required").sampling_params.json_schema
+    assert accepts(required, [{"name": "now", "parameters": {}}])
+    assert not accepts(required, [{"name": "now", "parameters": {"a": 1}}])
+    assert not accepts(required, [{"name": "now", "parameters": 1}])
+    choice = {"type": "function", "function": {"name": "now"}}
+    named = translated(tools=[now], tool_choice=choice).sampling_params.json_schema
+    assert accepts(named, {})
+    assert not accepts(named, {"a": 1})
+    assert not accepts(named, 1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        tool("f", {"type": "object"}, strict=False),
+        tool("f", {"type": "object", "additionalProperties": True}),
+    ],
+    ids=str,
+)
+def test_a_function_that_says_so_takes_any_object(function: Any) -> None:
+    choice = {"type": "function", "function": {"name": "f"}}
+    schema = translated(tools=[function], tool_choice=choice).sampling_params.json_schema
+    assert accepts(schema, {"a": [1]})
+    assert not accepts(schema, 1)
+
+
+def test_a_schema_with_too_many_levels_is_refused() -> None:
+    text = '{"items":' * 900 + "{}" + "}" * 900
+    function = pb.Tool(name="f", parameters_json=text)
+    request = pb.GenerateRequest(chat=pb.Chat(tools=[function]))
+    request.chat.tool_choice.required = True
+    with pytest.raises(InvalidArgument, match="expected schemas with fewer levels"):
+        with_call_schema(request)
 
 
 def test_without_a_choice_the_model_does_not_hear_of_tools() -> None:

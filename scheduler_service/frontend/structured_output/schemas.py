@@ -1,0 +1,232 @@
+"""Clients' JSON schemas before they become constraints: closed, and moved into other schemas."""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote, urldefrag, urljoin
+
+from service_common.lark import DATA, SCHEMAS_BY_NAME
+
+
+class _Place(NamedTuple):
+    """A schema within a schema."""
+
+    pointer: str
+    """JSON pointer, escaped as in URIs."""
+    base: str
+    """URI that the schema's references are relative to."""
+    schema: dict[str, Any]
+
+
+def _places(value: Any, pointer: str = "", base: str = "") -> Iterator[_Place]:
+    """The schema and all schemas in it, outer ones first."""
+    if isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from _places(entry, f"{pointer}/{index}", base)
+    if not isinstance(value, dict):
+        return
+    if isinstance(own := value.get("$id"), str):
+        base = _join(base, own)
+    yield _Place(pointer, base, value)
+    for keyword, inner in value.items():
+        if keyword in SCHEMAS_BY_NAME and isinstance(inner, dict):
+            for name, entry in inner.items():
+                yield from _places(entry, f"{pointer}/{keyword}/{_encode(name)}", base)
+        elif keyword not in DATA:
+            yield from _places(inner, f"{pointer}/{_encode(keyword)}", base)
+
+
+def _encode(name: str) -> str:
+    return quote(name.replace("~", "~0").replace("/", "~1"), safe="~$")
+
+
+def _join(base: str, name: str) -> str:
+    try:
+        return urldefrag(urljoin(base, name)).url
+    except ValueError:  # not a URI
+        return name
+
+
+def moved(schema: Any, place: str = "") -> Any:
+    """A copy of a schema whose references are valid at the JSON pointer `place` of another one.
+
+    References become plain pointers. Identifiers, and the version that says how to read them, are
+    left out: schemas that meet in another may have equal ones. Choices by a discriminator exclude
+    one another, so that `oneOf`, of which not all can be enforced, is `anyOf`.
+    """
+    targets = {"": ""}
+    for pointer, base, inner in _places(schema):
+        own, anchor = inner.get("$id"), inner.get("$anchor")
+        if isinstance(own, str) and not own.startswith("#"):
+            targets.setdefault(base, pointer)
+        for name in (own, f"#{anchor}"):
+            targets.setdefault(f"{base}{name}", pointer)
+    schema = deepcopy(schema)
+    for _, base, inner in _places(schema):
+        if isinstance(reference := inner.get("$ref"), str):
+            inner["$ref"] = _moved(reference, base, targets, place)
+        for keyword in ("$id", "$anchor", "$schema"):
+            inner.pop(keyword, None)
+        if "discriminator" in inner and "oneOf" in inner and "anyOf" not in inner:
+            inner["anyOf"] = inner.pop("oneOf")
+    return schema
+
+
+def _moved(reference: str, base: str, targets: Mapping[str, str], place: str) -> str:
+    """A reference as a pointer; as it is if nothing in the schema has the name."""
+    name, fragment = urldefrag(reference)
+    url = _join(base, name) if name else base
+    if fragment.startswith("/") or not fragment:
+        target, rest = targets.get(url), quote(fragment, safe="/~%$")
+    else:
+        target, rest = targets.get(f"{url}#{fragment}"), ""
+    return reference if target is None else f"#{place}{target}{rest}"
+
+
+def closed(schema: Any) -> Any:
+    """A copy of a schema in which objects with `properties` allow no others unless it says so.
+
+    JSON Schema allows any, and a model would write them without end. Other servers close objects,
+    too. An object that several schemas describe (`allOf`, or `anyOf`, `oneOf` or `$ref` beside
+    properties) is closed where they meet.
+    """
+    try:
+        schema = moved(schema)
+        return _Closing(schema).close(schema)
+    except RecursionError:
+        return schema  # the check of constraints says that it is too deep
+
+
+_DECIDING = frozenset(
+    (
+        *("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames"),
+        *("minProperties", "enum", "const"),
+    )
+)
+"""Keywords that say which other properties there are, or that may require some."""
+_INNER = ("items", "prefixItems", "additionalItems", "additionalProperties")
+_CHOICES = ("anyOf", "oneOf")
+
+
+class _Description(NamedTuple):
+    """What a schema says of an object's properties, with all that it combines."""
+
+    names: frozenset[str] = frozenset()
+    """Properties that are described or required."""
+    is_decided: bool = False
+    """Whether it says which others there may be, or refers to what is not there."""
+
+
+class _Closing:
+    """Closes the objects of a schema whose references are pointers."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._descriptions: dict[int, _Description] = {}
+        self._open_ids: set[int] = set()
+        """Schemas that are referred to as parts of others, and are closed there."""
+        for _, _, schema in _places(root):
+            if self._num_parts(schema) > 1:
+                self._keep_targets_open(schema)
+
+    def close(
+        self, schema: Any, outer: frozenset[str] = frozenset(), *, stays_open: bool = False
+    ) -> Any:
+        """outer: properties of the same object that surrounding schemas describe."""
+        if not isinstance(schema, dict):
+            return schema
+        stays_open |= id(schema) in self._open_ids
+        found, is_combined = self._describe(schema), self._num_parts(schema) + bool(outer) > 1
+        choices = [key for key in _CHOICES if self._names(schema, key)]
+        is_valid = isinstance(schema.get("properties", {}), dict)
+        can_close = is_valid and not (stays_open or found.is_decided or len(choices) > 1)
+        closes_choices = can_close and is_combined and bool(choices)
+        closed = dict(schema)
+        for key, inner in schema.items():
+            if key in SCHEMAS_BY_NAME and isinstance(inner, dict):
+                closed[key] = {name: self.close(entry) for name, entry in inner.items()}
+            elif key in _INNER:
+                is_list = isinstance(inner, list)
+                closed[key] = list(map(self.close, inner)) if is_list else self.close(inner)
+            elif closes_choices and key in choices:
+                shared = outer | self._shared_names(schema)
+                closed[key] = [self.close(part, shared) for part in inner]
+            elif key == "allOf" or key in _CHOICES:
+                is_open = stays_open or is_combined
+                parts = _list(schema, key)
+                closed[key] = [self.close(part, stays_open=is_open) for part in parts]
+        is_described = is_combined or outer or "properties" in schema
+        if can_close and is_described and not closes_choices:
+            others = (found.names | outer) - _properties(schema).keys()
+            closed["properties"] = _properties(closed) | {name: {} for name in sorted(others)}
+            closed["additionalProperties"] = False
+        return closed
+
+    def _describe(self, schema: Any) -> _Description:
+        found = self._descriptions.get(id(schema))
+        if found is None and isinstance(schema, dict):
+            self._descriptions[id(schema)] = _Description()  # for a schema that contains itself
+            parts = self._all_of(schema)
+            found = self._descriptions[id(schema)] = _Description(
+                self._shared_names(schema).union(*(self._names(schema, key) for key in _CHOICES)),
+                not _DECIDING.isdisjoint(schema)
+                or any(part is None or self._describe(part).is_decided for part in parts),
+            )
+        return found or _Description()
+
+    def _names(self, schema: dict[str, Any], key: str) -> frozenset[str]:
+        """Properties that the schemas of a list describe."""
+        return frozenset[str]().union(*(self._describe(part).names for part in _list(schema, key)))
+
+    def _shared_names(self, schema: dict[str, Any]) -> frozenset[str]:
+        """Properties that a schema describes whichever of its choices applies."""
+        parts = (self._describe(part).names for part in self._all_of(schema))
+        return _own_names(schema).union(*parts)
+
+    def _num_parts(self, schema: dict[str, Any]) -> int:
+        """How many schemas describe properties of the same object at a time."""
+        parts = [self._describe(part).names for part in self._all_of(schema)]
+        parts += [_own_names(schema), *(self._names(schema, key) for key in _CHOICES)]
+        return sum(map(bool, parts))
+
+    def _all_of(self, schema: dict[str, Any]) -> list[Any]:
+        """The schemas of `allOf`, and that of a reference; None if it leads nowhere."""
+        refers = isinstance(schema.get("$ref"), str)
+        return _list(schema, "allOf") + ([self._target(schema["$ref"])] if refers else [])
+
+    def _keep_targets_open(self, schema: Any) -> None:
+        """Let the schemas that the parts of `schema` refer to be closed with them."""
+        if not isinstance(schema, dict):
+            return
+        for part in _list(schema, "allOf") + _list(schema, "anyOf") + _list(schema, "oneOf"):
+            self._keep_targets_open(part)
+        target = self._target(schema.get("$ref"))
+        if target is not None and id(target) not in self._open_ids:
+            self._open_ids.add(id(target))
+            self._keep_targets_open(target)
+
+    def _target(self, reference: Any) -> Any:
+        """What a pointer leads to, or None."""
+        value = self._root
+        try:
+            for name in unquote(reference.removeprefix("#")).split("/")[1:]:
+                name = name.replace("~1", "/").replace("~0", "~")
+                value = value[int(name) if isinstance(value, list) else name]
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return None
+        return value
+
+
+def _properties(schema: dict[str, Any]) -> dict[str, Any]:
+    properties = schema.get("properties")
+    return properties if isinstance(properties, dict) else {}
+
+
+def _own_names(schema: dict[str, Any]) -> frozenset[str]:
+    required = (name for name in _list(schema, "required") if isinstance(name, str))
+    return frozenset((*_properties(schema), *required))
+
+
+def _list(schema: dict[str, Any], key: str) -> list[Any]:
+    value = schema.get(key)
+    return value if isinstance(value, list) else []
