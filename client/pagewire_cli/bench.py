@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from random import SystemRandom
 from typing import Annotated, Any
 
 import typer
@@ -35,12 +36,12 @@ Lines = Sequence[tuple[float, Summary]]
 """Results by rate."""
 
 
-def render_table(model: str, limits: Limits, lines: Lines) -> Table:
+def render_table(model: str, seed: int, limits: Limits, lines: Lines) -> Table:
     """One row per figure, one column per rate."""
     table = Table(
         "",
         *(_rate(rate) for rate, _ in lines),
-        title=f"{model}: requests per second",
+        title=f"{model}: requests per second\n--seed {seed}",
         title_justify="left",
     )
     for name, figures in _figures(limits, [summary for _, summary in lines]):
@@ -60,6 +61,7 @@ def _figures(limits: Limits, of: Sequence[Summary]) -> Iterator[tuple[str, list[
     if any(s.accepted_drafts_percent for s in of):
         yield "of them from drafts, %", [f"{s.accepted_drafts_percent:.1f}" for s in of]
         yield "drafts accepted, %", [f"{s.drafts_accepted_percent:.1f}" for s in of]
+    yield "prompt tokens from cache, %", [f"{s.cached_prompt_percent:.1f}" for s in of]
     yield "all tokens/s", [f"{s.total_tokens_per_s:.0f}" for s in of]
     yield from _times("first token, ms", [s.first_token_ms for s in of])
     yield from _times("between tokens, ms", [s.inter_token_ms for s in of])
@@ -101,7 +103,9 @@ def progress_bar(workload: Workload) -> Iterator[OnEnd]:
         yield on_end
 
 
-EXIT_NONE_COMPLETE = 1
+EXIT_FAILED = 1
+_MAX_CACHED_PERCENT = 10.0
+"""Random prompts have fewer tokens in common, unless an earlier run has sent them."""
 
 
 def _positive(text: str) -> float:
@@ -143,8 +147,9 @@ class Load:
     """Goodput: longest mean time between tokens."""
     warmup: int = 2
     """Warm-up requests, which are not counted."""
-    seed: int = 0
-    """Seed of prompts and arrival times."""
+    seed: int | None = None
+    """Seed of prompts and arrival times, which the table names. A seed that is used again finds its
+    prompts in the prefix cache."""
     model: str | None = None
     """Which of the served models."""
 
@@ -187,6 +192,7 @@ LOAD = group_of(
         "ttft_limit_ms": _MILLISECONDS,
         "itl_limit_ms": _MILLISECONDS,
         "warmup": {"min": 0},
+        "seed": {"show_default": "drawn at random"},
     },
     has_variables=False,
 )
@@ -203,22 +209,24 @@ def bench(
     """Load a deployment with random prompts and measure its latencies and throughput.
 
     Requests arrive as a Poisson process, whether or not earlier ones have finished. Ctrl-C ends the
-    run and shows what was measured so far.
+    run and shows what was measured so far. The exit code is 1 if a request failed.
     """
-    bench = _Bench(load, connection)
+    seed = SystemRandom().randrange(2**31) if load.seed is None else load.seed
+    bench = _Bench(load, seed, connection)
     try:
         asyncio.run(bench.run())
     finally:
         _report(bench, json_file)
-    if not any(record.is_complete for run in bench.runs for record in run.records):
-        raise typer.Exit(EXIT_NONE_COMPLETE)
+    if any(record.error is not None for run in bench.runs for record in run.records):
+        raise typer.Exit(EXIT_FAILED)
 
 
 class _Bench:
     """One run for each rate, finished or not."""
 
-    def __init__(self, load: Load, connection: Connection) -> None:
+    def __init__(self, load: Load, seed: int, connection: Connection) -> None:
         self.load = load
+        self.seed = seed
         self.runs: list[LoadRun] = []
         self.model_name = ""
         self._connection = connection
@@ -234,7 +242,7 @@ class _Bench:
             await self._warm_up(client, workload)
             for index, rate in enumerate(load.rate):
                 at_rate = dataclasses.replace(workload, rate=rate)
-                await self._run(client, at_rate, load.seed + index)
+                await self._run(client, at_rate, self.seed + index)
 
     async def _warm_up(self, client: AsyncClient, workload: Workload) -> None:
         if self.load.warmup == 0:
@@ -242,7 +250,7 @@ class _Bench:
         few = dataclasses.replace(workload, num_requests=self.load.warmup)
         target = PagewireTarget(client, self.load.model)
         # A seed that no run has, so that no run finds these prompts in the prefix cache.
-        await asyncio.gather(*(_read(target, asked) for asked in few.arrivals(self.load.seed - 1)))
+        await asyncio.gather(*(_read(target, asked) for asked in few.arrivals(self.seed - 1)))
 
     async def _run(self, client: AsyncClient, workload: Workload, seed: int) -> None:
         with progress_bar(workload) as on_end:
@@ -268,8 +276,13 @@ def _report(bench: _Bench, json_file: Path | None) -> None:
     load, limits = bench.load, bench.load.limits
     summaries = [Summary.of(run, limits) for run in bench.runs]
     lines = list(zip(load.rate, summaries, strict=False))  # fewer if interrupted
-    Console().print(render_table(bench.model_name, limits, lines))
+    Console().print(render_table(bench.model_name, bench.seed, limits, lines))
     for _, summary in lines:
+        if summary.cached_prompt_percent > _MAX_CACHED_PERCENT and not load.prefix_tokens:
+            terminal.note(
+                f"warning: {summary.cached_prompt_percent:g} % of the prompt tokens came from the"
+                " prefix cache: an earlier run has sent these prompts; another --seed has new ones"
+            )
         for error, count in summary.errors.items():
             terminal.error(f"{count} requests failed: {error}")
     if json_file is None:
@@ -281,7 +294,7 @@ def _report(bench: _Bench, json_file: Path | None) -> None:
         "output_tokens": str(load.output_tokens),
         "prefix_tokens": load.prefix_tokens,
         "concurrency": load.concurrency,
-        "seed": load.seed,
+        "seed": bench.seed,
         "limits": dataclasses.asdict(limits),
         "rates": [{"rate": str(rate)} | dataclasses.asdict(summary) for rate, summary in lines],
     }

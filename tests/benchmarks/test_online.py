@@ -105,6 +105,7 @@ def summary(p50: float, num_good: int) -> Summary:
         requests_per_s=0.9,
         output_tokens_per_s=p50,
         total_tokens_per_s=p50,
+        cached_prompt_percent=0.0,
         accepted_drafts_percent=0.0,
         drafts_accepted_percent=0.0,
         first_token_ms=times,

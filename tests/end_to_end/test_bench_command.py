@@ -45,6 +45,28 @@ def test_every_rate_is_a_column_and_every_token_counted(bench: Any, tmp_path: Pa
         assert line["inter_token_ms"]["p50"] >= 0
 
 
+def test_a_run_has_prompts_of_its_own_unless_it_is_given_the_seed_of_another(
+    bench: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "figures.json"
+    arguments = ["--num-requests", "4", "--input-tokens", "200", "--output-tokens", "2"]
+    first = bench(*arguments, "--json", file)
+    figures = json.loads(file.read_text())
+    assert figures["rates"][0]["cached_prompt_percent"] < 10
+    assert "warning" not in first.stderr
+    assert f"--seed {figures['seed']} " in first.stdout
+    assert re.search(r"prompt tokens from cache, %\s+│ 0\.0 ", first.stdout)
+    other = bench(*arguments, "--json", file)
+    assert json.loads(file.read_text())["seed"] != figures["seed"]
+    assert "warning" not in other.stderr
+    again = bench(*arguments, "--seed", str(figures["seed"]), "--json", file)
+    [line] = json.loads(file.read_text())["rates"]
+    assert line["cached_prompt_percent"] > 50
+    assert f"warning: {line['cached_prompt_percent']:g} % of the prompt tokens came" in again.stderr
+    shared = bench(*arguments, "--seed", str(figures["seed"]), "--prefix-tokens", "200")
+    assert "warning" not in shared.stderr
+
+
 def test_a_limit_on_concurrency_is_kept(bench: Any, tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     lengths = ["--input-tokens", "4", "--output-tokens", "4"]

@@ -200,7 +200,9 @@ class FakeFrontend(InferenceServiceServicer):
 
     def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         self._check_model(request.model, context)
-        return pb.GetModelResponse(model=model_pb2.ModelInfo(name=MODEL, max_model_len=100))
+        return pb.GetModelResponse(
+            model=model_pb2.ModelInfo(name=MODEL, max_model_len=100, vocab_size=1000)
+        )
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         self.details.append(request.detail)

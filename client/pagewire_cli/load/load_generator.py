@@ -25,6 +25,8 @@ class RequestRecord:
     """When it was due, or when it was sent if a limit on concurrency delayed it."""
     token_times_s: list[float] = field(default_factory=list)
     """Arrival time of each output token. Tokens of one message have the same time."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the prefix cache."""
     num_accepted_drafts: int = 0
     """Output tokens that came as drafts of speculative decoding."""
     num_drafts: int = 0
@@ -69,6 +71,8 @@ class Received(NamedTuple):
     """Of the answer's tokens so far, those that came as drafts, if the server reports it."""
     num_drafts: int = 0
     """Drafts computed for them, if the server reports it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache, if the server reports it."""
 
 
 class Target(Protocol):
@@ -97,8 +101,10 @@ class PagewireTarget:
         async with self._client.stream(arrival.prompt, params, model=self._model) as stream:
             async for delta in stream:
                 yield Received(len(delta.token_ids))
-            if (timings := stream.output.timings) is not None:
-                yield Received(0, timings.num_accepted_drafts, timings.num_drafts)
+            output = stream.output
+            if (timings := output.timings) is not None:
+                num_cached = 0 if output.usage is None else output.usage.cached_tokens
+                yield Received(0, timings.num_accepted_drafts, timings.num_drafts, num_cached)
 
 
 OnEnd = Callable[[RequestRecord], None]
@@ -177,6 +183,7 @@ class LoadRun:
                 record.token_times_s.extend([now] * received.num_tokens)
                 record.num_accepted_drafts = received.num_accepted_drafts
                 record.num_drafts = received.num_drafts
+                record.num_cached_tokens = received.num_cached_tokens
         if len(record.token_times_s) != arrival.num_output_tokens:
             raise RuntimeError(
                 f"expected {arrival.num_output_tokens} tokens, got {len(record.token_times_s)}"

@@ -80,6 +80,8 @@ class Summary:
     output_tokens_per_s: float
     total_tokens_per_s: float
     """Prompt and output tokens per second."""
+    cached_prompt_percent: float
+    """Share of the prompt tokens that were found in the prefix cache."""
     accepted_drafts_percent: float
     """Share of the output tokens that came as drafts of speculative decoding."""
     drafts_accepted_percent: float
@@ -116,6 +118,9 @@ class Summary:
             requests_per_s=round(len(complete) / duration, 3),
             output_tokens_per_s=round(outputs / duration, 1),
             total_tokens_per_s=round((outputs + prompts) / duration, 1),
+            cached_prompt_percent=round(
+                100 * sum(record.num_cached_tokens for record in complete) / max(1, prompts), 1
+            ),
             accepted_drafts_percent=round(100 * num_accepted / max(1, outputs), 1),
             drafts_accepted_percent=round(100 * num_accepted / max(1, num_drafts), 1),
             first_token_ms=Percentiles.of(record.first_token_s for record in complete),

@@ -398,6 +398,19 @@ def test_options_of_serve_that_contradict_each_other(arguments: list[str], messa
     assert message in result.stderr
 
 
+def test_bench_ends_with_exit_code_1_if_a_request_failed(
+    invoke: Any, frontend: FakeFrontend
+) -> None:
+    arguments = ["--num-requests", "3", "--input-tokens", "4", "--output-tokens", "4"]
+    assert invoke("bench", *arguments, "--warmup", "0").exit_code == 0
+    full = Failure(code=grpc.StatusCode.RESOURCE_EXHAUSTED, message="full")
+    frontend.breaks.append(Break(failure=full))
+    done = invoke("bench", *arguments, "--warmup", "0")
+    assert done.exit_code == 1
+    assert "1 requests failed: Overloaded: full" in done.stderr
+    assert "2" in next(line for line in done.stdout.splitlines() if "complete" in line)
+
+
 def test_status_is_json_for_programs(invoke: Any) -> None:
     snapshot = json.loads(invoke("status", "--json").stdout)
     assert snapshot["version"] == "1.2.3"
