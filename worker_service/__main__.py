@@ -28,6 +28,7 @@ from worker_service.launcher.flags import (
     CACHE,
     COST,
     CPU_AFFINITY,
+    CPU_SHARE,
     LAUNCHER_PID,
     LISTEN,
     MODEL,
@@ -45,6 +46,7 @@ from worker_service.launcher.flags import (
     RayFlags,
     assign_rank,
     checked_config,
+    cpu_share,
 )
 from worker_service.launcher.launcher import (
     LocalHost,
@@ -62,7 +64,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 @app.command()
 @takes_flags(
     MODEL.parameters,
-    [CPU_AFFINITY],
+    [CPU_AFFINITY, CPU_SHARE],
     WORKER.parameters,
     LISTEN,
     NETWORK.parameters,
@@ -113,6 +115,7 @@ def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> 
             advertise=flags["advertise"],
             distributed_init=ranks_to_launch.distributed_init,
             first_local_rank=ranks_to_launch.first_local_rank,
+            cpu_share=cpu_share(flags),
         )
     from worker_service.launcher.ray_cluster import RayConfig, RayHost, connect
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.address import TcpAddress, parse
+from worker_service.cpu_cores import ALL_CORES, CpuShare
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, ModelNotFound
 
@@ -158,6 +159,9 @@ class ModelConfig:
     cpus: tuple[int, ...] | None = None
     """The CPUs that the model's threads are pinned to, one each; None lets the system place
     them."""
+
+    cpu_share: CpuShare = ALL_CORES
+    """The part of the machine's cores for this process, on a CPU and without `threads`."""
 
     trust_remote_code: bool = False
     """Run Python code that comes with a checkpoint."""

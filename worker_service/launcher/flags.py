@@ -29,7 +29,7 @@ from worker_service.config import (
     WorkerConfig,
     local_model,
 )
-from worker_service.cpu_cores import parse_cpus
+from worker_service.cpu_cores import ALL_CORES, CpuShare, parse_cpus
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption
 from worker_service.launcher.launcher import address_of
@@ -292,6 +292,7 @@ MODEL = ConfigFlags(
     symmetric_memory="symmetric_memory!",
     trust_remote_code="trust_remote_code!",
     cpus=None,
+    cpu_share=None,
     local_rank=None,
     layout=None,
     show_progress=None,
@@ -303,6 +304,15 @@ CPU_AFFINITY = flag(
     "Pin the model's threads, one each, to CPUs such as 0,2-5.",
     metavar="CPUS",
     show_default="the system places them",
+)
+CPU_SHARE = flag(
+    "cpu_share",
+    str | None,
+    None,
+    "Use one of equal parts of the cores (on a CPU, without --threads), or of --cpu-affinity; 0/2"
+    " is the first of two.",
+    metavar="INDEX/COUNT",
+    show_default="all",
 )
 CACHE = ConfigFlags(
     CacheConfig,
@@ -410,13 +420,19 @@ def checked_config(flags: Flags, assignment: RankAssignment | RanksToLaunch) -> 
 
 
 def _model(flags: Flags, assignment: RankAssignment) -> ModelConfig:
-    affinity = flags["cpu_affinity"]
+    affinity, share = flags["cpu_affinity"], cpu_share(flags)
     return ModelConfig(
         **MODEL.fields_of(flags),
-        cpus=None if affinity is None else parse_cpus(affinity),
+        cpus=None if affinity is None else tuple(share.of(parse_cpus(affinity))),
+        cpu_share=share,
         layout=assignment.group.layout,
         local_rank=assignment.local_rank,
     )
+
+
+def cpu_share(flags: Flags) -> CpuShare:
+    """The part of the machine's cores for this process, or for the ranks that it launches."""
+    return ALL_CORES if flags["cpu_share"] is None else CpuShare.parse(flags["cpu_share"])
 
 
 def _simulation(flags: Flags) -> SimulationConfig:

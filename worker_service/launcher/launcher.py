@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from worker_service.address import TcpAddress, UnixAddress, parse
+from worker_service.cpu_cores import ALL_CORES, CpuShare
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class RankCommand:
     group_id: str
     listen: str
     advertise: str | None = None
+    cpu_share: CpuShare | None = None
 
     def as_child_of_this(self) -> list[str]:
         """The command for a child process that ends with this one."""
@@ -141,6 +143,8 @@ class RankCommand:
         words += ["--distributed-init", self.store, "--group-id", self.group_id]
         words += ["--listen", self.listen]
         words += [] if self.advertise is None else ["--advertise", self.advertise]
+        if self.cpu_share is not None:
+            words += ["--cpu-share", f"{self.cpu_share.index}/{self.cpu_share.count}"]
         return [*words, "--launcher-pid", str(os.getpid())]
 
 
@@ -197,6 +201,9 @@ class LocalHost(RankHost):
     first_local_rank: int = 0
     """The GPU of the first of these ranks; the others use those after it."""
 
+    cpu_share: CpuShare = ALL_CORES
+    """The part of the machine's cores for all of them."""
+
     def __post_init__(self) -> None:
         address_of(self.listen, len(self.ranks) - 1, "listen")
         if self.advertise is not None:
@@ -241,6 +248,9 @@ class LocalHost(RankHost):
             group_id=self.group_id,
             listen=address_of(self.listen, offset, "listen"),
             advertise=None if first is None else address_of(first, offset, "advertise"),
+            cpu_share=self.cpu_share.part(offset, len(self.ranks))
+            if self.cpu_share.count > 1
+            else None,
         )
 
     def _environment(self) -> dict[str, str]:

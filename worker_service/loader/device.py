@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from worker_service import cpu_cores
+from worker_service.cpu_cores import ALL_CORES, CpuShare
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -104,13 +105,19 @@ _PARAMETERS_PER_THREAD = 4_000_000
 """A matrix product with fewer weights ends before a second thread has started to work on it."""
 
 
-def set_threads(threads: int | None, num_parameters: int) -> None:
+def set_threads(threads: int | None, num_parameters: int, share: CpuShare = ALL_CORES) -> None:
     """Limit torch to `threads` threads; None: one per usable core, fewer for a small model.
+
+    share: the part of the container's quota that this process may use.
 
     Threads synchronize after every operation. In a small model this takes longer than the
     operations, and many times longer if other processes use the same cores.
     """
-    found = min(torch.get_num_threads(), cpu_cores.num_usable_cores())
+    num_cores = cpu_cores.num_usable_cores(share=share)
+    found = min(torch.get_num_threads(), num_cores)
+    if (threads or 0) > num_cores:
+        message = "more threads than cores, which wait for each other: lower --threads"
+        logger.warning("%s num_threads=%d num_cores=%d", message, threads, num_cores)
     chosen = threads or max(1, min(found, num_parameters // _PARAMETERS_PER_THREAD))
     torch.set_num_threads(chosen)
     logger.info("threads chosen num_threads=%d found=%d", chosen, found)

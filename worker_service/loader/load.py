@@ -24,6 +24,7 @@ from worker_service.config import (
     ModelConfig,
     local_model,
 )
+from worker_service.cpu_cores import restrict_to
 from worker_service.distributed.communicator import Communicator, require_symmetric_memory
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
@@ -307,6 +308,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu" and config.cpus is not None:
         pin_threads(config.cpus)
+    elif device.type == "cpu" and config.cpu_share.count > 1 and config.threads is None:
+        restrict_to(config.cpu_share)
     cache_dtype = CACHE_DTYPES[cache.kv_cache_dtype]
     needs = attention_needs(
         hf_config,
@@ -348,7 +351,8 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
     with freed_memory_returns():
         model = _build(config, hf_config, model_dir, schemes, context, kernels)
     if device.type == "cpu":
-        set_threads(config.threads, model.num_parameters // config.layout.world_size)
+        num_parameters = model.num_parameters // config.layout.world_size
+        set_threads(config.threads, num_parameters, config.cpu_share)
     block_size = cache.block_size or kernels.attention.abilities.default_block_size
     same_bits = try_model(model, device, block_size)
     # Without --batch-invariant, equal results of the trial run on a GPU are a coincidence.

@@ -97,7 +97,7 @@ class LocalServices:
         self._frontends = [
             self._make_frontend(index, address) for index, address in enumerate(self.addresses)
         ]
-        self._workers = [self._make_worker(index) for index in range(num_workers)]
+        self._workers = [self._make_worker(index, num_workers) for index in range(num_workers)]
 
     def __enter__(self) -> Self:
         return self
@@ -223,7 +223,7 @@ class LocalServices:
             *self._take_metrics_ports(),
         )
 
-    def _make_worker(self, index: int) -> ServiceProcess:
+    def _make_worker(self, index: int, num_workers: int) -> ServiceProcess:
         address = self._worker(index)
         return self._make(
             "worker",
@@ -234,6 +234,7 @@ class LocalServices:
             *("--advertise", address),
             *("--group-id", f"worker-{index}"),
             *self._gpus_of(index),
+            *(("--cpu-share", f"{index}/{num_workers}") if num_workers > 1 else ()),
             *self._take_metrics_ports(self._num_ranks),
         )
 

@@ -462,7 +462,7 @@ def test_serve_and_llm_know_every_flag_of_the_services() -> None:
     placed_by_us = {"model", "core", "listen", "advertise", "group_id", "profile_dir"}
     placed_by_us |= {"http", "http_share_port", "metrics_port", "health_listen"}
     placed_by_us |= {"api_key"}  # from the environment only, never in a list of processes
-    placed_by_us |= {"rank", "local_rank", "distributed_init", "launcher_pid"}
+    placed_by_us |= {"cpu_share", "rank", "local_rank", "distributed_init", "launcher_pid"}
     placed_by_us |= {"launcher", "num_nodes", "node_rank"}
     placed_by_us |= {"ray_address", "ray_cpus_per_rank", "ray_timeout"}
     for service, command in commands.items():
@@ -480,6 +480,21 @@ def test_each_worker_of_a_machine_is_told_of_gpus_of_its_own() -> None:
     ]
     services.stop()
     assert told == ["2", "4"]  # the first takes 0 and 1, unless the environment says otherwise
+
+
+def test_each_worker_of_a_machine_gets_a_part_of_its_cores_of_its_own() -> None:
+    def shares(num_workers: int) -> list[str]:
+        services = LocalServices("m", num_workers=num_workers)
+        commands = [process.command for process in services.processes]
+        services.stop()
+        return [
+            command[command.index("--cpu-share") + 1]
+            for command in commands
+            if "--cpu-share" in command
+        ]
+
+    assert shares(3) == ["0/3", "1/3", "2/3"]
+    assert shares(1) == []
 
 
 def test_a_simulated_worker_is_told_by_flag_or_environment(

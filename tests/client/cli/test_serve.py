@@ -161,6 +161,27 @@ def test_two_frontends_and_two_workers_serve_one_model(tmp_path: Path) -> None:
         assert subprocess.run(**drain, timeout=60).returncode == 0  # type: ignore[call-overload]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_workers_divide_the_cores_unless_their_threads_are_given(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/f.sock"
+    free = ["--kv-cache-memory", "16MiB", "--listen", address, "--workers", "2"]
+    settings = command("serve", str(checkpoint("llama")), *free)
+    with subprocess.Popen(**settings) as process:  # type: ignore[call-overload]
+        serve = Serve(process)
+        serve.wait_for("for `pagewire drain`")
+        lines = [line for line in serve.said if "cores divided" in line]
+        process.terminate()
+        assert process.wait(60) == 0
+    assert sorted(line.split("cpus=")[0].split()[-1] for line in lines) == [
+        "share=0/2",
+        "share=1/2",
+    ]
+    assert len({line.split("cpus=")[1] for line in lines}) == 2
+    with serving("--listen", address, "--workers", "2") as serve:  # with --threads 1
+        serve.wait_for("for `pagewire drain`")
+    assert not any("cores divided" in line for line in serve.said)
+
+
 def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     done = subprocess.run(**command("serve", "--model", str(tmp_path)), timeout=90)  # type: ignore[call-overload]
