@@ -90,6 +90,7 @@ def _workers(groups: list[WorkerGroupStatus]) -> Table:
         "device blocks",
         "host blocks",
         "steps",
+        "weights",
         "arithmetic",
     ):
         table.add_column(name, overflow="fold")
@@ -102,6 +103,7 @@ def _workers(groups: list[WorkerGroupStatus]) -> Table:
             _blocks(group.num_gpu_blocks, group.num_free_gpu_blocks),
             _blocks(group.num_cpu_blocks, group.num_free_cpu_blocks),
             str(group.num_steps),
+            group.weights or "unknown",
             group.arithmetic or "unknown",
         )
     return table

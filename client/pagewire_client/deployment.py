@@ -68,6 +68,10 @@ class ModelInfo:
     """How reasoning is found in answers: a format, `none`, or `auto` (also if empty)."""
     tool_call_parser: str
     """The same for tool calls."""
+    weights: str
+    """The format in which most weights are stored, such as `BF16` or `Q4_1`."""
+    max_cached_tokens: int
+    """Most tokens that one sequence can have in a KV cache; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +116,8 @@ class WorkerGroupStatus:
     prefill_token_us: float
     arithmetic: str
     uses_cuda_graphs: bool
+    weights: str
+    """The format in which most of its weights are stored."""
     gpu_blocks: BlockMap
     cpu_blocks: BlockMap
 

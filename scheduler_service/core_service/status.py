@@ -178,6 +178,7 @@ class StatusBoard:
             world_size=group.world_size,
             arithmetic=group.registration.model.arithmetic,
             uses_cuda_graphs=group.registration.model.uses_cuda_graphs,
+            weights=group.registration.model.weights,
         )
         if planned is not None:
             for name in _OF_PLANNED:

@@ -121,6 +121,11 @@ class WorkerGroup:
         return status_pb2.WORKER_STATE_HUNG if self.is_hung else status_pb2.WORKER_STATE_STARTING
 
     @property
+    def max_cached_tokens(self) -> int:
+        """Maximum length of a sequence that is alone in its cache; 0 before that is sized."""
+        return 0 if self._session is None else self._session.max_cached_tokens
+
+    @property
     def epoch(self) -> int:
         """The epoch of the latest step stream."""
         if self._session is not None:

@@ -100,6 +100,7 @@ class WorkerRegistry:
             longest = max(known, model, key=lambda each: each.max_model_len)
             merged = models[model.name] = model_pb2.ModelInfo()
             merged.CopyFrom(longest)
+            merged.max_cached_tokens = max(known.max_cached_tokens, group.max_cached_tokens)
             merged.aliases[:] = dict.fromkeys((*known.aliases, *model.aliases))
         names = set(models)
         for name in sorted(models):  # an alias belongs to one model

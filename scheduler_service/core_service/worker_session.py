@@ -89,6 +89,8 @@ class WorkerSession:
         self._on_change = on_change
         self._dial = dial
         self._num_former_steps = 0
+        self.max_cached_tokens = 0
+        """Maximum length of a sequence that is alone in the group's cache; 0 before it is sized."""
         self._blocks: worker_pb.ProfileBlocksResponse | None = None
         self._stream: StepStream | None = None
         self._draining = asyncio.Event()
@@ -277,6 +279,7 @@ class WorkerSession:
         )
         try:
             work = self._add_group(capacity)
+            self.max_cached_tokens = capacity.num_cache_tokens + 1  # the last one is not computed
             self._set_state(status_pb2.WORKER_STATE_READY)
             logger.info(
                 "group ready group_id=%s num_ranks=%d epoch=%d num_gpu_blocks=%d",

@@ -55,6 +55,9 @@ class ModelFacts:
     arithmetic: str
     """Identity of the arithmetic: equal strings mean bitwise equal logits."""
 
+    weights: str = ""
+    """The format in which most weights are stored, such as `BF16` or `Q4_1`."""
+
     uses_cuda_graphs: bool = False
     """Whether decode steps are replayed as CUDA graphs."""
 

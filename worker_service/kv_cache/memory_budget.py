@@ -46,6 +46,13 @@ Sample = Callable[[Tensor], None]
 """Takes logits, float32 [n, vocab_size], which it may overwrite."""
 
 
+_REMEDIES = (
+    ("--kv-cache-memory", "int8"),
+    ("--gpu-memory-utilization or --kv-cache-memory", "fp8"),
+)
+"""Flags for more memory, and a smaller dtype of the KV cache: on a CPU, on a GPU."""
+
+
 def profile_blocks(
     model: Model,
     config: CacheConfig,
@@ -113,7 +120,10 @@ def profile_blocks(
     num_tokens = num_gpu_blocks * block_size
     if num_tokens < model.max_model_len:
         logger.warning(
-            "kv cache holds less than one sequence of full length num_tokens=%d max_model_len=%d",
+            "kv cache holds less than one sequence of full length, so none can be that long:"
+            " raise %s, lower --max-model-len, or set --kv-cache-dtype %s num_tokens=%d"
+            " max_model_len=%d",
+            *_REMEDIES[device.type == "cuda"],
             num_tokens,
             model.max_model_len,
         )

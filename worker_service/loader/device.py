@@ -84,6 +84,26 @@ def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) ->
     return dtype
 
 
+_SMALL_MODEL = 500_000_000
+"""Parameters below which rounding to bfloat16 often changes a greedy answer."""
+
+
+def warn_of_rounding(
+    name: str, dtype: torch.dtype, device: torch.device, num_parameters: int
+) -> None:
+    """Log that a small model may answer better in float32, unless the user chose the dtype.
+
+    name: `--dtype`; dtype: what it was resolved to.
+    """
+    is_chosen = name != "auto" or device.type != "cpu" or dtype == torch.float32
+    if not is_chosen and num_parameters < _SMALL_MODEL:
+        logger.warning(
+            "small models may answer worse in %s: --dtype float32 num_parameters=%d",
+            str(dtype).removeprefix("torch."),
+            num_parameters,
+        )
+
+
 def _saved_dtype(config: Mapping[str, Any]) -> torch.dtype:
     """The dtype in `config.json`, under any of the keys that `transformers` has used."""
     inner = config.get("text_config") or {}

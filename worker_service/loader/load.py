@@ -36,6 +36,7 @@ from worker_service.loader.device import (
     resolve_device,
     resolve_dtype,
     set_threads,
+    warn_of_rounding,
 )
 from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import (
@@ -46,7 +47,6 @@ from worker_service.loader.model_files import (
     special_tokens,
 )
 from worker_service.loader.quantized_checkpoint import (
-    Schemes,
     quantization_method,
     read_schemes,
 )
@@ -106,6 +106,9 @@ class LoadedModel:
 
     bos_token_id: int | None
     fingerprint: str
+    weights: str
+    """The format in which most weights are stored."""
+
     batch_invariant: bool
     """Whether the logits of a row are guaranteed to be bitwise independent of the batch and of how
     its tokens are divided into prefill chunks and decodes."""
@@ -348,8 +351,19 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
             symmetric=config.symmetric_memory,
         ),
     )
+    checkpoint = Checkpoint((), {}, stored_as="none")
+    if not dummy:  # report damaged files before anything is built
+        checkpoint = open_checkpoint(model_dir, schemes)
+        warn_of_unused(checkpoint)
+    if config.quantization is not None and checkpoint.is_quantized:
+        logger.warning(
+            "quantization: %s rounds dense weights only; most weights are stored as %s and stay so",
+            config.quantization,
+            checkpoint.stored_as,
+        )
     with freed_memory_returns():
-        model = _build(config, hf_config, model_dir, schemes, context, kernels)
+        model = _build(config, hf_config, model_dir, checkpoint, context, kernels)
+    warn_of_rounding(config.dtype, dtype, device, model.num_parameters)
     if device.type == "cpu":
         num_parameters = model.num_parameters // config.layout.world_size
         set_threads(config.threads, num_parameters, config.cpu_share)
@@ -379,15 +393,17 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
         eos_token_ids=eos_token_ids,
         bos_token_id=bos_token_id,
         fingerprint=fingerprint(model_dir, config.load_format, config.quantization),
+        weights=checkpoint.stored_as,
         communicator=context.communicator,
         attention_abilities=kernels.attention.abilities,
         batch_invariant=same_bits and is_guaranteed,
     )
     logger.info(
-        "model loaded architecture=%s parameters=%d dtype=%s device=%s batch_invariant=%s"
-        " seconds=%.1f",
+        "model loaded architecture=%s parameters=%d weights=%s dtype=%s device=%s"
+        " batch_invariant=%s seconds=%.1f",
         model.architecture,
         model.num_parameters,
+        loaded.weights,
         resolved.dtype,
         device,
         loaded.batch_invariant,
@@ -450,14 +466,10 @@ def _build(
     config: ModelConfig,
     hf_config: Mapping[str, Any],
     model_dir: Path,
-    schemes: Schemes,
+    checkpoint: Checkpoint,
     context: ModelContext,
     kernels: Kernels,
 ) -> Model:
-    checkpoint = Checkpoint((), {})
-    if config.load_format != "dummy":  # report damaged files before anything is built
-        checkpoint = open_checkpoint(model_dir, schemes)
-        warn_of_unused(checkpoint)
     hf_config = _with_own_head(hf_config, checkpoint)
     model = build_native_model(hf_config, config.max_model_len, context, kernels)
     if model is None:

@@ -69,6 +69,12 @@ class Scheme:
     activations: Int8Activations | None = None
     """How inputs are quantized; a static scale is stored as a tensor."""
 
+    @property
+    def label(self) -> str:
+        """Format, bits and quantized activations, for the log."""
+        kind = f"{self.format.__name__.lower()} of {self.bits} bits"
+        return kind if self.activations is None else f"{kind} with 8-bit activations"
+
 
 class StoredWeight(ABC):
     """The tensors of one quantized weight.

@@ -94,14 +94,15 @@ def with_rounded_weights(
             f"quantization_cache: expected a folder that can be created and written to: {error}"
         ) from error
     key = _key(checkpoint, roundings, dtype)
-    file = _find(folder, key)
+    file, done = _find(folder, key), "read from the cache"
     if file is None:
+        done = "written to the cache"
         try:
             file = _write(folder, key, checkpoint, roundings, dtype)
         except (OSError, SafetensorError) as error:
             logger.warning("rounded weights not cached folder=%s error=%s", folder, error)
             return checkpoint
-    logger.info("rounded weights cached file=%s num_tensors=%d", file, len(roundings))
+    logger.info("rounded weights %s file=%s num_tensors=%d", done, file, len(roundings))
     with safe_open(file, framework="pt") as tensors:
         stored = {tensor.name: tensor for tensor in describe(file, tensors)}
     weights = {}

@@ -92,6 +92,12 @@ class Checkpoint:
     unused: Sequence[str] = ()
     """Names of tensors that no text model reads."""
 
+    stored_as: str = ""
+    """The format of most weights: `F32`, `BF16`, `Q4_1`, `gptq of 4 bits` and so on."""
+
+    is_quantized: bool = False
+    """Whether most weights are quantized."""
+
     @contextmanager
     def open(self, file: Path) -> Iterator[Any]:
         """Open a file; the result has the methods of `safe_open`. Raises BadCheckpoint, naming the
@@ -174,6 +180,7 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
     files = list(split_files(model_dir)) if is_gguf(model_dir) else _weight_files(model_dir)
     file_of: Mapping[str, Path]
     stored: dict[str, StoredTensor] = {}
+    formats: Counter[str] = Counter()
     file_of, is_multimodal = {}, False
     for file in files:
         with _open(file) as tensors:
@@ -186,6 +193,7 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
                 stored.update((tensor.name, tensor) for tensor in describe(file, tensors))
             elif not is_gguf(file):
                 _refuse_codes(file, tensors)
+            formats.update(_formats(tensors))
     weights = find_weights(schemes, stored) if schemes else {}
     unused = [name for weight in weights.values() for name in weight.unused]
     if schemes:
@@ -193,7 +201,22 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
     if is_multimodal:
         others = [name for name in file_of if not name.startswith(_TEXT_PARTS)]
         unused, file_of = unused + others, {n: f for n, f in file_of.items() if n not in others}
-    return Checkpoint(tuple(files), file_of, weights, unused)
+    if weights:
+        formats = Counter(weight.scheme.label for weight in weights.values())
+    [(stored_as, _)] = formats.most_common(1) or [("none", 0)]
+    is_quantized = stored_as not in (*FLOATS, "F64")
+    return Checkpoint(tuple(files), file_of, weights, unused, stored_as, is_quantized)
+
+
+def _formats(tensors: Any) -> Iterator[str]:
+    """The format of each matrix of an open file."""
+    if isinstance(tensors, GgufTensors):
+        yield from (part.type for part in tensors.tensors.values() if len(part.shape) > 1)
+        return
+    for name in tensors.keys():  # noqa: SIM118 (no mapping)
+        tensor = tensors.get_slice(name)
+        if len(tensor.get_shape()) > 1:
+            yield tensor.get_dtype()
 
 
 def _refuse_codes(file: Path, tensors: Any) -> None:

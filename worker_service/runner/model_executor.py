@@ -408,4 +408,5 @@ def _facts_of(
         device=loaded.config.device,
         attention_backend=loaded.config.attention_backend or "",
         arithmetic=arithmetic_of(loaded),
+        weights=loaded.weights,
     )

@@ -42,6 +42,8 @@ class ModelInfo(_message.Message):
     USES_CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     REASONING_PARSER_FIELD_NUMBER: _builtins.int
     TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
+    WEIGHTS_FIELD_NUMBER: _builtins.int
+    MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
@@ -92,6 +94,14 @@ class ModelInfo(_message.Message):
     """
     tool_call_parser: _builtins.str
     """The same for its tool calls."""
+    weights: _builtins.str
+    """The format in which most weights are stored, for example "BF16", "Q4_1" or "gptq of 4
+    bits". Empty: not reported.
+    """
+    max_cached_tokens: _builtins.int
+    """Most tokens of prompt and output together that one sequence can have in the KV cache of
+    a worker group that serves the model: set by the core, 0 before a cache was sized.
+    """
     @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names that clients may use in GenerateRequest.model. Answers carry the name
@@ -120,10 +130,12 @@ class ModelInfo(_message.Message):
         uses_cuda_graphs: _builtins.bool = ...,
         reasoning_parser: _builtins.str = ...,
         tool_call_parser: _builtins.str = ...,
+        weights: _builtins.str = ...,
+        max_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

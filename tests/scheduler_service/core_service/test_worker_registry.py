@@ -13,7 +13,7 @@ from scheduler_service.columns import from_column
 from scheduler_service.core_service.service import SERVICE_NAME, CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
-from tests.support.fake_worker import ASSETS, FakeWorker, counted
+from tests.support.fake_worker import ASSETS, BLOCK_SIZE, FakeWorker, counted
 from tests.support.waiting import until
 
 SHORT_LEASE_MS = 1_500
@@ -55,6 +55,19 @@ async def test_each_alias_is_one_models(service: CoreService, fleet: Fleet) -> N
         ("a", ["small", "tiny"]),
         ("b", ["large"]),
     ]
+
+
+async def test_a_model_has_the_length_that_the_largest_cache_holds(
+    service: CoreService, fleet: Fleet
+) -> None:
+    await fleet.start(FakeWorker("small", model="a", num_gpu_blocks=3))
+    await until(lambda: len(ready_groups(service)) == 1, "it is ready")
+    [model] = service.registry.served_models()
+    assert (model.max_model_len, model.max_cached_tokens) == (512, 3 * BLOCK_SIZE + 1)
+    await fleet.start(FakeWorker("large", model="a", num_gpu_blocks=5))
+    await until(lambda: len(ready_groups(service)) == 2, "both are ready")
+    [model] = service.registry.served_models()
+    assert model.max_cached_tokens == 5 * BLOCK_SIZE + 1
 
 
 async def test_frontends_learn_of_models_that_were_served_before_they_attached(

@@ -56,6 +56,9 @@ def test_less_than_one_full_sequence_is_a_warning(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
     profile(CacheConfig(kv_cache_memory=15 * 128))
     assert "num_tokens=240 max_model_len=256" in caplog.text
+    assert "raise --kv-cache-memory, lower --max-model-len, or set --kv-cache-dtype int8" in (
+        caplog.text
+    )
 
 
 def test_by_default_the_cache_holds_no_more_than_the_largest_batch_can_use() -> None:

@@ -20,7 +20,7 @@ from tests.support.paged_driver import PagedDriver
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, load_model
-from worker_service.loader.device import gpu_number, resolve_dtype, set_threads
+from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
 from worker_service.loader.model_files import fingerprint, iter_assets
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 
@@ -46,6 +46,28 @@ def test_automatic_settings_are_resolved() -> None:
     assert loaded.bos_token_id == BOS_TOKEN_ID
     assert loaded.hf_config["architectures"] == ["LlamaForCausalLM"]
     assert loaded.model_dir == checkpoint("llama")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "device", "num_parameters", "warns"),
+    [
+        ("auto", torch.bfloat16, "cpu", 135_000_000, True),
+        ("auto", torch.bfloat16, "cpu", 600_000_000, False),
+        ("auto", torch.float32, "cpu", 135_000_000, False),
+        ("bfloat16", torch.bfloat16, "cpu", 135_000_000, False),
+        ("auto", torch.bfloat16, "cuda:0", 135_000_000, False),
+    ],
+)
+def test_a_small_model_in_bfloat16_by_default_on_a_cpu_is_a_warning(
+    name: str,
+    dtype: torch.dtype,
+    device: str,
+    num_parameters: int,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    warn_of_rounding(name, dtype, torch.device(device), num_parameters)
+    assert ("may answer worse in bfloat16: --dtype float32" in caplog.text) == warns
 
 
 def test_a_shorter_length_can_be_asked_for() -> None:

@@ -1,5 +1,6 @@
 """`--quantization`: dense weights are rounded while they are loaded, each as far as it says."""
 
+import logging
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pagewire_kernels.quantized_weight import quantize
 from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.gguf_files import make_gguf
 from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_checkpoints import FORMATS
 from tests.support.quantized_files import make_quantized
@@ -244,6 +246,34 @@ def test_a_cache_changes_no_bit(family: str, quantization: str, tmp_path: Path) 
     assert _logits(read).equal(expected)
     assert written.equal(expected)
     assert read.fingerprint == _load(path, quantization).fingerprint
+
+
+def test_the_log_says_whether_rounded_weights_were_written_or_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, folder = make_checkpoint("llama", tmp_path / "model", **SHAPES), tmp_path / "cache"
+    with caplog.at_level(logging.INFO):
+        _cached(path, folder)
+        assert "rounded weights written to the cache file=" in caplog.text
+        assert "read from the cache" not in caplog.text
+        caplog.clear()
+        _cached(path, folder)
+        assert "rounded weights read from the cache file=" in caplog.text
+        assert "written to the cache" not in caplog.text
+
+
+def test_quantization_of_weights_that_are_quantized_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, _ = make_gguf("llama", "Q4_1", tmp_path)
+    expected = _logits(_load(file, None))
+    assert "rounds dense weights only" not in caplog.text
+    loaded = _load(file, "int8")
+    assert "quantization: int8 rounds dense weights only; most weights are stored as Q4_1" in (
+        caplog.text
+    )
+    assert _logits(loaded).equal(expected)
+    assert loaded.weights == "Q4_1"
 
 
 def test_other_weights_bits_and_types_are_other_files(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def make_router(services: HttpServices) -> APIRouter:
             "owned_by": "pagewire",
             "root": info.name,
             "parent": None,
-            "max_model_len": info.max_model_len,
+            "max_model_len": min(info.max_model_len, info.max_cached_tokens or info.max_model_len),
         }
 
     @router.get(

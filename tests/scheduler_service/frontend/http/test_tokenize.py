@@ -7,6 +7,7 @@ import pytest
 from scheduler_service.frontend.http.errors import BODY_FORMS
 from scheduler_service.frontend.http.tokenize import TokenizeChat, TokenizeText
 from service_common.version import VERSION
+from tests.support.fake_core import FakeCore, model_info
 from tests.support.http_frontends import http_served
 from tests.support.tokenizers import BOS, byte_level, tokens
 
@@ -22,6 +23,16 @@ async def test_a_text_comes_back() -> None:
         assert told["max_model_len"] == 256
         back = await served.client.post("/detokenize", json={"tokens": told["tokens"]})
         assert back.json() == {"prompt": TEXT}
+
+
+@pytest.mark.parametrize(("max_cached_tokens", "expected"), [(0, 256), (97, 97), (4096, 256)])
+async def test_the_list_of_models_has_the_length_that_a_cache_holds(
+    max_cached_tokens: int, expected: int
+) -> None:
+    core = FakeCore(models=[model_info(max_cached_tokens=max_cached_tokens)])
+    async with http_served(core) as served:
+        [model] = (await served.client.get("/v1/models")).json()["data"]
+        assert model["max_model_len"] == expected
 
 
 async def test_special_tokens_come_back_unless_told_otherwise() -> None:
