@@ -5,7 +5,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from scheduler_service.frontend.chat_formats.events import CallArguments, CallStart, Event
-from scheduler_service.frontend.chat_formats.partial_json import JsonCall
+from scheduler_service.frontend.chat_formats.parser import FormatParser
+from scheduler_service.frontend.chat_formats.syntax import CallFormat
 from scheduler_service.frontend.structured_output.schemas import moved
 
 NO_PARAMETERS: dict[str, Any] = {
@@ -35,30 +36,14 @@ def required_schema(tools: Sequence[tuple[str, dict[str, Any]]], *, one: bool) -
     return json.dumps(schema)
 
 
-class RequiredParser:
-    """A list of calls; see `MessageParser`."""
+_CALLS = CallFormat((), unmarked="[", has_objects=True)
 
-    in_reasoning = False
+
+class RequiredParser(FormatParser):
+    """A list of calls of these functions; see `MessageParser`."""
 
     def __init__(self, names: Collection[str]) -> None:
-        self._names = names
-        self._call: JsonCall | None = None
-
-    def push(self, text: str) -> list[Event]:
-        """The calls in the list; the text between them is dropped."""
-        events: list[Event] = []
-        for char in text:
-            if self._call is None and char == "{":
-                self._call = JsonCall(self._names)
-            if self._call is not None:
-                events += self._call.push(char)
-                if self._call.is_done or self._call.is_invalid:
-                    self._call = None
-        return events
-
-    def finish(self) -> list[Event]:
-        """Nothing: an incomplete call stays incomplete."""
-        return []
+        super().__init__(None, _CALLS, dict.fromkeys(names))
 
 
 class NamedParser:

@@ -1,0 +1,114 @@
+"""What a format consists of: the marks around thoughts and calls, as data."""
+
+import re
+from dataclasses import dataclass, fields, is_dataclass
+
+from scheduler_service.frontend.chat_formats.source import Texts
+
+_TOKEN = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
+"""What a marker may contain that is one token of a vocabulary."""
+_GROUP = re.compile(r"\(\?P<\w+>")
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How values are written in a call's arguments."""
+
+    quotes: Texts = ('"',)
+    """What a string begins and ends with."""
+    has_escapes: bool = True
+    """Whether a backslash escapes the next character of a string."""
+    has_bare_keys: bool = False
+    """Whether keys need no quotes."""
+    in_parentheses: bool = False
+    """Whether the arguments are `(key=value, …)`; lists may be tuples."""
+
+
+JSON = Dialect()
+PYTHON = Dialect(('"', "'"), in_parentheses=True)
+LITERAL = Dialect(('"', "'"))
+"""One value: JSON, or Python's literals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Arguments that are written one by one between tags."""
+
+    opening: str = ""
+    key: str = ""
+    """Pattern of what is between `opening` and the value; group `key`."""
+    closing: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """How a family of models writes calls.
+
+    Calls are in a section, `openings` to `closings`, or follow each other without one. A call is a
+    JSON object with the name and the arguments, or a head with the name and then its arguments.
+    """
+
+    names: Texts
+    """What `--tool-call-parser` calls it."""
+    openings: Texts = ()
+    closings: Texts = ()
+    call_openings: Texts = ()
+    call_closings: Texts = ()
+    shown_by: tuple[Texts, ...] = ()
+    """It is used by a chat template that contains all of the texts of one of these; without them,
+    by one that contains the first opening."""
+    unmarked: str = ""
+    """The character that begins a section at the start of a message without any mark."""
+    has_objects: bool = False
+    """Whether a call is `{"name": …, "arguments": {…}}`, alone or in a list."""
+    head: str = ""
+    """Pattern of what is before the arguments; groups `name` and `id`."""
+    head_so_far: str = ""
+    """Pattern of the beginnings of a head, where ordinary text could be held back too long."""
+    dialect: Dialect = JSON
+    parameters: Parameters = Parameters()
+
+    @property
+    def all_openings(self) -> Texts:
+        """What begins calls within a text."""
+        return self.openings + self.call_openings
+
+    @property
+    def all_closings(self) -> Texts:
+        """What ends them."""
+        return self.closings + self.call_closings
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a family of models marks thoughts. They precede the answer."""
+
+    names: Texts
+    """What `--reasoning-parser` calls it."""
+    openings: Texts = ()
+    closings: Texts = ()
+    shown_by: tuple[Texts, ...] = ()
+    """See `CallFormat`."""
+    starts_unmarked: bool = False
+    """Whether a thought may begin with the answer, if its end is marked."""
+    answer: tuple[str, str] = ("", "")
+    """Marks around the answer after a thought."""
+    answer_opening: str = ""
+    """What announces the answer, if that is not the end of the thought."""
+    framing: Texts = ()
+    """Marks around texts that are no text themselves."""
+
+
+NO_REASONING, NO_CALLS = ReasoningFormat(()), CallFormat(())
+
+
+def tokens_in(part: object) -> set[str]:
+    """Everything in the marks of a format that may be a token of the vocabulary."""
+    if isinstance(part, str):
+        return set(_TOKEN.findall(_GROUP.sub("", part).replace("\\", "")))
+    if isinstance(part, tuple):
+        return set().union(*map(tokens_in, part))
+    if is_dataclass(part):
+        names = {field.name for field in fields(part)} - {"names", "shown_by", "head_so_far"}
+        return set().union(*(tokens_in(getattr(part, name)) for name in names))
+    return set()

@@ -1,0 +1,260 @@
+"""Thoughts, calls and text in every format, however the text is cut into pieces.
+
+`well_formed` has what models write; here it is cut, and its marks are dropped, doubled and nested.
+Every text has to give the same answer in pieces of 1, 3 and 7 characters as at once, and each of
+its words, other than those of the format itself, has to come out again.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler_service.frontend.chat_formats.events import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    MessageParser,
+    Reasoning,
+)
+from scheduler_service.frontend.chat_formats.formats import (
+    CALL_FORMATS,
+    REASONING_FORMATS,
+    ChatFormat,
+    find_format,
+)
+from tests.scheduler_service.frontend.chat_formats.well_formed import (
+    ADD,
+    CALLS,
+    FUNCTIONS,
+    PARIS,
+    THOUGHTS,
+)
+
+WORDS_OF_FORMATS = (
+    "function functions functools json name arguments parameters tool_name tool_call_id call to id "
+    "commentary analysis final assistant city days a note thought get_weather add 0 1 constrain "
+    "Here is s my process response CALL_ID 9chars123 ARGS TOOL_CALLS string true false"
+)
+"""What a format writes around values."""
+
+
+class Outcome(NamedTuple):
+    """Content, reasoning, and calls by name and arguments."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[str, str]]
+
+
+def outcome(parser: MessageParser, pieces: Iterable[str]) -> Outcome:
+    events: list[Event] = []
+    for piece in pieces:
+        events += parser.push(piece)
+    events += parser.finish()
+    content, reasoning = "", ""
+    calls: list[tuple[str, str]] = []
+    for event in events:
+        match event:
+            case Content(text):
+                content += text
+            case Reasoning(text):
+                reasoning += text
+            case CallStart(name):
+                calls.append((name, ""))
+            case CallArguments(text):
+                calls[-1] = calls[-1][0], calls[-1][1] + text
+    return Outcome(content, reasoning, calls)
+
+
+def chat_format(calls: str = "none", reasoning: str = "none") -> ChatFormat:
+    return find_format(
+        *(None, None, lambda token: False),
+        reasoning_parser=reasoning.partition(",")[0],
+        tool_call_parser=calls.partition(",")[0],
+    )
+
+
+def pieces(text: str, length: int) -> list[str]:
+    return [text[start : start + length] for start in range(0, len(text), length)]
+
+
+def parsed(form: ChatFormat, text: str) -> Outcome:
+    """The outcome of a text, the same in pieces of any length."""
+    whole = outcome(form.parser(FUNCTIONS), [text])
+    for length in (1, 3, 7):
+        assert outcome(form.parser(FUNCTIONS), pieces(text, length)) == whole
+    return whole
+
+
+def values(result: Outcome) -> list[tuple[str, object]]:
+    return [(name, json.loads(arguments)) for name, arguments in result.calls]
+
+
+def marks(form: ChatFormat) -> list[str]:
+    """Everything that a format recognizes literally."""
+    found: list[str] = []
+    if form.calls is not None:
+        found += [*form.calls.openings, *form.calls.closings]
+        found += [*form.calls.call_openings, *form.calls.call_closings]
+        found += [form.calls.parameters.opening, form.calls.parameters.closing]
+    if form.reasoning is not None:
+        found += [*form.reasoning.openings, *form.reasoning.closings, *form.reasoning.framing]
+        found += form.reasoning.answer
+    return sorted({*found, *form.special_tokens} - {""}, key=len, reverse=True)
+
+
+def assert_nothing_is_lost(form: ChatFormat, text: str, result: Outcome) -> None:
+    """Every word of the text that is no mark is in the answer."""
+    output = [result.content, result.reasoning]
+    for name, arguments in result.calls:
+        output += [name, arguments]
+    pattern = "|".join(map(re.escape, marks(form))) or "(?!)"
+    written = words(re.sub(pattern, " ", text))
+    lost = written - words(" ".join(output))
+    for word in WORDS_OF_FORMATS.split():
+        del lost[word]
+    assert not lost, (text, result)
+
+
+def words(text: str) -> Counter[str]:
+    return Counter(re.findall(r"\w+", text.replace("\\t", " ").replace("\\n", " ")))
+
+
+def texts_of_calls(name: str) -> Iterator[str]:
+    """Forty texts or more: cut, and with marks dropped, doubled, nested and out of place."""
+    form, calls = chat_format(name), CALLS[name]
+    text = f"First.\n{calls.two()}\nLast." if calls.opening else f"{calls.two()}\nLast."
+    step = max(1, len(text) // 12)
+    for end in range(1, len(text), step):
+        yield text[:end]
+    for mark in marks(form):
+        if mark in text:
+            yield text.replace(mark, "")
+            yield text.replace(mark, "", 1)
+            yield text.replace(mark, mark + mark)
+            yield text.replace(mark, mark + " word ")
+            yield text.replace("Paris", f"in {mark} Paris")
+            yield text.replace("First.", f"First {mark} text.")
+            yield f"{mark} {text}"
+            yield f"{text} {mark}"
+    for character in '{}[]()",:<>':
+        yield text.replace(character, "", 1)
+        yield character.join(text.rsplit(character, 1)[::-1])
+        yield text.replace("3", f"3{character}")
+    for thought in ("<think>hidden</think>", "<think>", "</think>"):
+        yield thought + text
+        yield text.replace("Paris", thought + "Paris")
+    yield text + text
+    yield text.replace("get_weather", "unknown")
+    yield text.replace("add", "unknown")
+    yield calls.first + calls.second
+    yield calls.opening + calls.first + calls.first
+    yield calls.opening + calls.opening + calls.first + calls.closing + calls.closing
+    yield calls.closing + calls.opening
+    yield " \n" + calls.one() + "\n\n" + calls.one() + " \n"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_well_formed_calls_are_calls(name: str) -> None:
+    calls, form = CALLS[name], chat_format(name)
+    assert values(parsed(form, calls.one())) == [("get_weather", PARIS)]
+    result = parsed(form, calls.two())
+    assert values(result) == [("get_weather", PARIS), ("add", ADD)]
+    assert result.content == ""
+    result = parsed(form, f"{calls.two()}\n\nDone.")
+    assert (values(result), result.content) == ([("get_weather", PARIS), ("add", ADD)], "Done.")
+    if calls.opening[:1] not in ("[", "") or calls.first[0] not in "{g":
+        result = parsed(form, f"I look.\n{calls.two()}\n\nDone.")
+        assert values(result) == [("get_weather", PARIS), ("add", ADD)]
+        assert result.content == "I look.\nDone."
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_malformed_calls_lose_no_word_depend_on_no_cut_and_have_valid_arguments(name: str) -> None:
+    form = chat_format(name)
+    texts = list(texts_of_calls(name))
+    assert len(texts) >= 40
+    for text in texts:
+        result = parsed(form, text)
+        assert_nothing_is_lost(form, text, result)
+        for _, arguments in result.calls[:-1]:
+            json.loads(arguments)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_marks_within_a_text_argument_are_part_of_it(name: str) -> None:
+    form, calls = chat_format(name), CALLS[name]
+    for mark in marks(form):
+        if mark in ends_of_text(form):
+            continue
+        result = parsed(form, calls.two().replace("Paris", f"near {mark} Paris"))
+        city = {"city": f"near {mark} Paris", "days": 3}
+        assert values(result) == [("get_weather", city), ("add", ADD)], mark
+
+
+def ends_of_text(form: ChatFormat) -> tuple[str, ...]:
+    """The marks that end a text argument where they are."""
+    assert form.calls is not None
+    tags = form.calls.parameters
+    return (tags.opening, tags.closing) if tags.opening else form.calls.dialect.quotes
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+@pytest.mark.parametrize("call", ["hermes", "qwen3_coder", "kimi_k2"])
+def test_thoughts_are_apart_and_calls_within_them_are_part_of_them(name: str, call: str) -> None:
+    before, after, end = THOUGHTS[name]
+    form = chat_format("openai" if name == "openai_gptoss" else call, name)
+    calls = CALLS["openai" if name == "openai_gptoss" else call]
+    inner = CALLS[call].one()
+    result = parsed(form, f"{before}First {inner} I see.{after}Yes.\n{calls.one()}{end}")
+    assert result.reasoning == f"First {inner} I see."
+    assert result.content == "Yes."
+    assert values(result) == [("get_weather", PARIS)]
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_malformed_thoughts_lose_no_word_and_depend_on_no_cut(name: str) -> None:
+    before, after, end = THOUGHTS[name]
+    form = chat_format("hermes", name)
+    text = f"{before}Let me see.\nIt rains.{after}It rains, \nmostly.{end}"
+    texts = [text[:length] for length in range(len(text))]
+    for mark in marks(form):
+        texts += [text.replace(mark, ""), text.replace(mark, mark * 2), text.replace(mark, "", 1)]
+        texts += [text.replace("rains", f"{mark} rains"), f"{mark}{text}", text + mark]
+    texts += [f"Text. {text}", text + text, text.replace("rains", CALLS["hermes"].one())]
+    assert len(texts) >= 40
+    for changed in texts:
+        assert_nothing_is_lost(form, changed, parsed(form, changed))
+
+
+EVERY_FORMAT = [
+    *(ChatFormat(calls=calls) for calls in CALL_FORMATS),
+    *(ChatFormat(reasoning, CALL_FORMATS[-1]) for reasoning in REASONING_FORMATS),
+    ChatFormat(REASONING_FORMATS[0], CALL_FORMATS[0]),
+]
+
+
+@given(st.sampled_from(EVERY_FORMAT), st.data())
+def test_no_cut_of_any_mixture_of_marks_changes_the_answer(
+    form: ChatFormat, data: st.DataObject
+) -> None:
+    literal = [*marks(form), *"{}[]():=,;\"'\\ \n", '{"name": "add"', '"arguments": {', "call:"]
+    literal += ["add", "get_weather", "functions.", "word", "1", '"a": ', "a=", "</", "```json"]
+    parts = data.draw(st.lists(st.sampled_from(literal), max_size=25))
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    cut = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    result = outcome(form.parser(FUNCTIONS), [text])
+    assert outcome(form.parser(FUNCTIONS), cut) == result
+    assert outcome(form.parser(FUNCTIONS), text) == result
+    assert {name for name, _ in result.calls} <= set(FUNCTIONS)
+    for _, arguments in result.calls[:-1]:
+        json.loads(arguments)
+    assert_nothing_is_lost(form, text, result)
