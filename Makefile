@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 PROTO_FILES := $(wildcard protos/pagewire/v1/*.proto)
 CONTRACT := ../tests/protos/contract.binpb
+# On a terminal pip shows its progress.
+PIP_QUIET := $(if $(MAKE_TERMOUT),,--quiet)
 TOOLS := PATH="$(abspath $(BIN)):$$PATH"
 NATIVE := kernels/pagewire_kernels/cpu
 # Folders of tests marked `gpu`, which run without the services' dependencies.
@@ -39,8 +41,10 @@ SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 $(VENV)/.ready: pyproject.toml hatch_build.py $(NATIVE)/build.py $(wildcard $(NATIVE)/src/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[all,dev]"
+	@echo "== installing $(TORCH) into $(VENV)"
+	$(BIN)/pip install $(PIP_QUIET) "$(TORCH)"
+	@echo "== installing the other dependencies and building the C++ kernels: some minutes"
+	$(BIN)/pip install $(PIP_QUIET) --editable ".[all,dev]"
 	touch $@
 
 client/node/node_modules/.ready: client/node/package.json client/node/package-lock.json

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import grpc
 import typer
 
 from conformance import cases, runner
@@ -32,7 +31,9 @@ def main(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Only cases with this text in `group: name`. May be repeated."),
+        typer.Option(
+            help="Only cases of this group, or with this text in `group: name`. May be repeated."
+        ),
     ] = None,
     junit: Annotated[Path | None, typer.Option(help="Also write a JUnit file.")] = None,
     timeout: Annotated[
@@ -66,14 +67,17 @@ def main(
 
 
 def _choose(only: list[str] | None) -> list[Case]:
-    chosen = [
-        case
-        for case in cases.ALL
-        if not only or any(text.lower() in case.full_name.lower() for text in only)
-    ]
+    chosen = [case for case in cases.ALL if not only or any(_selects(t, case) for t in only)]
     if not chosen:
         raise typer.BadParameter(f"no case has {' or '.join(map(repr, only or []))} in its name")
     return chosen
+
+
+def _selects(text: str, case: Case) -> bool:
+    """Whether it is the name of the case's group or, if it names no group, part of its name."""
+    if any(text.lower() == other.group for other in cases.ALL):
+        return case.group == text.lower()
+    return text.lower() in case.full_name.lower()
 
 
 def _run(
@@ -90,12 +94,15 @@ def _run(
             server = RegistrationServer(core_listen, credentials)
         if address is None:
             assert server is not None, "checked with the options"
+            _note(f"waiting for a worker to register at {core_listen} …")
             address = server.wait(timeout_s).address
         worker = Worker(
-            address, timeout_s=timeout_s, registration_server=server, credentials=credentials
+            address,
+            timeout_s=timeout_s,
+            registration_server=server,
+            credentials=credentials,
+            on_wait=lambda: _note(f"waiting for a worker at {address} …"),
         )
-    except grpc.RpcError as error:
-        return _give_up(f"no worker responds at {address}: {error.code().name} {error.details()}")
     except (Failed, OSError, RuntimeError) as error:
         return _give_up(str(error))
     outcomes = []
@@ -111,8 +118,12 @@ def _run(
     return EXIT_FAILED if failed else 0
 
 
+def _note(text: str) -> None:
+    typer.echo(text, err=True)
+
+
 def _give_up(problem: str) -> int:
-    typer.echo(f"error: {problem}", err=True)
+    _note(f"error: {problem}")
     return EXIT_FAILED
 
 

@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 import grpc
@@ -33,6 +34,21 @@ SEED = 20
 """Seed of the kit's prompts, which are the same in every run."""
 
 
+@contextmanager
+def _naming(call: str, address: str) -> Iterator[None]:
+    """Raise Failed for an error of the first calls, without which no case can run."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        code, details = error.code(), error.details()
+        if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+            raise Failed(f"no worker responds at {address} to {call}: {details}") from error
+        raise Failed(
+            f"the worker at {address} responds to {call} with {code.name}: {details}; every case"
+            f" needs {call}"
+        ) from error
+
+
 class Worker:
     """A worker that listens at an address."""
 
@@ -43,22 +59,26 @@ class Worker:
         timeout_s: float = 60.0,
         registration_server: RegistrationServer | None = None,
         credentials: Credentials = NO_CREDENTIALS,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        """`timeout_s`: of each call and step stream. Raises grpc.RpcError without an answer."""
+        """`timeout_s`: of each call and step stream. `on_wait`: called if no worker responds yet.
+        Raises Failed, naming the call, without an answer."""
         self.timeout_s = timeout_s
         self.registration_server = registration_server
         """The core's side of its registration, if it registered with the kit."""
         self.channel = credentials.channel(address)
         self.stub = WorkerServiceStub(self.channel)
-        self.info = self._wait_until_loaded()
+        with _naming("GetInfo", address):
+            self.info = self._wait_until_loaded(on_wait)
         self.is_fresh = self.info.last_epoch == 0
         """Whether no core used the worker before the kit."""
-        self.blocks = self.stub.ProfileBlocks(
-            pb.ProfileBlocksRequest(
-                max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
-            ),
-            timeout=timeout_s,
-        )
+        with _naming("ProfileBlocks", address):
+            self.blocks = self.stub.ProfileBlocks(
+                pb.ProfileBlocksRequest(
+                    max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS
+                ),
+                timeout=timeout_s,
+            )
         self.epoch = self.info.last_epoch
         """The greatest epoch used."""
         self._alone: dict[tuple[tuple[int, ...], int, int, bytes], Generation] = {}
@@ -102,17 +122,20 @@ class Worker:
         call = self.stub.GetModelAssets(request, timeout=self.timeout_s)
         return call
 
-    def _wait_until_loaded(self) -> pb.GetInfoResponse:
+    def _wait_until_loaded(self, on_wait: Callable[[], None]) -> pb.GetInfoResponse:
         """The worker's identity, once it has a model."""
         deadline = time.monotonic() + self.timeout_s
+        is_waiting = False
         while True:
-            left_s = max(deadline - time.monotonic(), 0.0)
             try:
-                request = pb.GetInfoRequest()
-                return self.stub.GetInfo(request, timeout=left_s, wait_for_ready=True)
+                return self.get_info()
             except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or left_s == 0.0:
+                is_late = time.monotonic() > deadline
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or is_late:
                     raise
+            if not is_waiting:
+                on_wait()
+            is_waiting = True
             time.sleep(POLL_S)
 
     def next_epoch(self) -> int:

@@ -1,5 +1,6 @@
 """`pagewire demo`: the real services with a small model, shown and ended."""
 
+import shlex
 import time
 from dataclasses import dataclass
 from enum import StrEnum
@@ -71,7 +72,6 @@ def demo(
     served, play = "embedded", _play_scenes
     flags: dict[str, object] = {"grace_period": 5.0}
     if model is DemoModel.SMOLLM2:
-        terminal.note("looking for SmolLM2-135M-Instruct …")
         served, play = str(smollm2()), _play_conversation
         # The best two tokens to begin with are nearly as likely: in bfloat16, the processor's
         # rounding would decide which answer is given.
@@ -83,7 +83,10 @@ def demo(
         terminal.note(f"serving after {time.monotonic() - began:.1f} s\n")
         with Client(services.addresses) as client:
             play(client)
-    terminal.note("all services have stopped; `pagewire serve` starts a deployment that stays up")
+    chosen = "" if model is DemoModel.EMBEDDED else f" {shlex.quote(served)} --dtype float32"
+    terminal.note(
+        f"all services have stopped; `pagewire serve{chosen}` starts a deployment that stays up"
+    )
 
 
 def _play_scenes(client: Client) -> None:

@@ -6,6 +6,7 @@ from conformance.cases import (
     beams,
     blocks,
     cache_operations,
+    caches,
     constrained_rows,
     drafts,
     draws,
@@ -29,6 +30,7 @@ from conformance.cases import (
 
 _TOPICS = (
     setup,
+    caches,  # before the others: one of its cases needs a worker that has had no caches
     info,
     steps,
     ordering,

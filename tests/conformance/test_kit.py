@@ -2,15 +2,28 @@
 
 import math
 import re
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
+import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
 
 from conformance import cases, columns
 from conformance.generation import Generation, Sampled, first_difference
 from conformance.sampling_oracle import draw, expected_token, philox4x32
 from conformance.sequence import sampler_params
+from pagewire.v1 import model_pb2
+from pagewire.v1 import worker_service_pb2 as pb
+from pagewire.v1.worker_service_pb2_grpc import (
+    WorkerServiceServicer,
+    add_WorkerServiceServicer_to_server,
+)
 from tests.support.certificates import Authority
 from tests.support.processes import python_worker, run_kit, running
 from tools.launch import ROOT
@@ -114,8 +127,100 @@ def test_a_worker_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     for arguments in ([f"unix:{tmp_path}/none.sock"], ["--core-listen", f"unix:{tmp_path}/c.sock"]):
         run = run_kit(*arguments, "--timeout", "1")
         assert run.returncode == 1
-        assert run.stderr.startswith("error: ")
-        assert "Traceback" not in run.stderr
+        waiting, problem = run.stderr.splitlines()
+        assert waiting.startswith(
+            f"waiting for a worker {'at' if len(arguments) == 1 else 'to reg'}"
+        )
+        assert arguments[-1] in waiting
+        assert problem.startswith("error: ")
+
+
+def test_a_closed_port_is_named_with_the_call_and_the_systems_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    problem = run_kit(address, "--timeout", "1").stderr.splitlines()[-1]
+    assert problem.startswith(f"error: no worker responds at {address} to GetInfo: ")
+    assert problem.endswith("Connection refused")
+
+
+@pytest.mark.parametrize("answers", [[], ["GetInfo"]])
+def test_the_first_call_that_a_worker_lacks_is_named(answers: list[str]) -> None:
+    class Unfinished(WorkerServiceServicer):
+        pass
+
+    if answers:
+        Unfinished.GetInfo = lambda *_: pb.GetInfoResponse()  # type: ignore[assignment, method-assign]
+    server = grpc.server(ThreadPoolExecutor(4))
+    add_WorkerServiceServicer_to_server(Unfinished(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    run = run_kit(address, "--timeout", "5")
+    server.stop(None)
+    lacks = "ProfileBlocks" if answers else "GetInfo"
+    assert run.returncode == 1
+    assert run.stderr == (
+        f"error: the worker at {address} responds to {lacks} with UNIMPLEMENTED: Method not"
+        f" implemented!; every case needs {lacks}\n"
+    )
+
+
+def test_a_groups_name_selects_its_cases_only() -> None:
+    listed = run_kit("--list", "--only", "info").stdout.splitlines()
+    names = [line for line in listed if not line.startswith(" ")]
+    assert names
+    assert all(name.startswith("info: ") for name in names)
+    assert any(
+        "get info says" in line
+        for line in run_kit("--list", "--only", "GET info").stdout.splitlines()
+    )
+
+
+def test_a_worker_that_executes_no_steps_yet_passes_the_cases_of_the_first_step() -> None:
+    """docs/writing-a-worker.md names them."""
+
+    class FirstStep(WorkerServiceServicer):
+        last_epoch = 0
+
+        def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
+            model = model_pb2.ModelInfo(
+                **dict.fromkeys(("name", "fingerprint", "architecture", "dtype"), "x"),
+                **dict.fromkeys(("max_model_len", "vocab_size", "block_size"), 64),
+            )
+            return pb.GetInfoResponse(
+                worker_id="w",
+                device="cpu",
+                pid=1,
+                num_weight_loads=1,
+                model=model,
+                last_epoch=self.last_epoch,
+            )
+
+        def ProfileBlocks(self, request: Any, context: Any) -> pb.ProfileBlocksResponse:
+            if not 1 <= request.max_num_seqs <= request.max_num_batched_tokens:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "max_num_seqs: out of range")
+            return pb.ProfileBlocksResponse(num_gpu_blocks=64)
+
+        def InitializeCache(self, request: Any, context: Any) -> pb.InitializeCacheResponse:
+            if request.num_gpu_blocks < 1:
+                context.abort(grpc.StatusCode.INVALID_ARGUMENT, "num_gpu_blocks: expected 1")
+            self.last_epoch = request.epoch
+            return pb.InitializeCacheResponse()
+
+        def GetModelAssets(self, request: Any, context: Any) -> Iterator[Any]:
+            yield from ()
+
+    server = grpc.server(ThreadPoolExecutor(8))
+    add_WorkerServiceServicer_to_server(FirstStep(), server)
+    servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection(
+        ("pagewire.v1.WorkerService", reflection.SERVICE_NAME), server
+    )
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    run = run_kit(address, "--only", "setup", "--only", "info")
+    server.stop(None)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_a_file_without_a_token_is_an_error(tmp_path: Path) -> None:

