@@ -22,12 +22,19 @@ class ToolCall(TypedDict):
     function: FunctionCall
 
 
+class TextPart(TypedDict):
+    """A part of a turn's content."""
+
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(TypedDict):
     """One turn of a conversation. Values of None are as if they were absent."""
 
     role: str
-    content: NotRequired[str | None]
-    """Required unless there are `tool_calls`."""
+    content: NotRequired[str | Sequence[TextPart] | None]
+    """A text, or parts. Required unless there are `tool_calls`."""
     name: NotRequired[str | None]
     """The speaker, for templates that distinguish speakers."""
     tool_calls: NotRequired[Sequence[ToolCall] | None]
@@ -36,6 +43,8 @@ class ChatMessage(TypedDict):
     """The call that a turn with a function's result answers."""
     reasoning_content: NotRequired[str | None]
     """The reasoning of an assistant's turn, for templates that include it."""
+    reasoning: NotRequired[str | None]
+    """The same by another name."""
 
 
 class Function(TypedDict):
@@ -142,7 +151,10 @@ def encodable(text: str) -> str:
 def _message(path: str, message: Any) -> pb.ChatMessage:
     values = _given(message)
     calls = values.pop("tool_calls", ())
+    if (reasoning := values.pop("reasoning", None)) is not None:
+        values.setdefault("reasoning_content", reasoning)
     content = values.setdefault("content", "" if calls else None)
+    parts = values.pop("content") if isinstance(content, list | tuple) else ()
     names = {"role", "content", "name", "tool_call_id", "reasoning_content"}
     if (
         "role" not in values
@@ -151,13 +163,21 @@ def _message(path: str, message: Any) -> pb.ChatMessage:
         or not names >= set(values)
     ):
         raise ValueError(
-            f'{path} must be {{"role": text, "content": text}}, with or without "name", '
+            f'{path} must be {{"role": text, "content": text or parts}}, with or without "name", '
             '"tool_calls" (then content may be absent), "tool_call_id" and "reasoning_content"'
         )
     return pb.ChatMessage(
         **{name: encodable(value) for name, value in values.items()},
+        content_parts=[_part(f"{path}.content[{i}]", part) for i, part in enumerate(parts)],
         tool_calls=[_call(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls)],
     )
+
+
+def _part(path: str, part: Any) -> pb.ContentPart:
+    values = _given(part)
+    if values.get("type") != "text" or not isinstance(values.get("text"), str):
+        raise ValueError(f'{path} must be {{"type": "text", "text": text}}')
+    return pb.ContentPart(text=encodable(values["text"]))
 
 
 def _call(path: str, call: Any) -> pb.ToolCall:

@@ -16,6 +16,7 @@ from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel,
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.chat_formats.formats import ChatFormat, find_format
 from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from scheduler_service.frontend.input.tokenizer_files import build_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +113,11 @@ class FrontendModel:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a choice unless the request ignores them."""
-        own = from_column(self.info.eos_token_ids, "eos_token_ids")
-        return self.defaults.eos_token_ids.union(own)
+        found = self.defaults.eos_token_ids.union(
+            from_column(self.info.eos_token_ids, "eos_token_ids"),
+            self.tokenizer.end_token_ids if self.tokenizer is not None else (),
+        )
+        return frozenset(token_id for token_id in found if token_id < self.info.vocab_size)
 
     def require_tokenizer(self, purpose: str) -> ModelTokenizer:
         """The tokenizer; raises UnsupportedByModel, which names its purpose, if there is none."""
@@ -128,7 +132,7 @@ def build_model(info: model_pb2.ModelInfo, files: Files) -> FrontendModel:
     """A served model from its files; unusable tokenizer files leave it without a tokenizer."""
     defaults = parse_generation_config(files.get("generation_config.json"))
     try:
-        tokenizer = _build_tokenizer(files)
+        tokenizer = build_tokenizer(files, info.name)
         model = FrontendModel(info=info, tokenizer=tokenizer, defaults=defaults)
     # The files are not ours, and libraries raise exceptions of any type for malformed ones.
     except Exception as error:
@@ -164,18 +168,6 @@ def _with_info(model: FrontendModel, info: model_pb2.ModelInfo) -> FrontendModel
         )
         logger.info("chat formats model=%s reasoning=%s tool_calls=%s", info.name, reasoning, calls)
     return replace(model, info=info, chat_format=found)
-
-
-def _build_tokenizer(files: Files) -> ModelTokenizer | None:
-    if "tokenizer.json" not in files:
-        return None
-    config: Any = json.loads(files.get("tokenizer_config.json", b"{}"))
-    if not isinstance(config, dict):
-        raise ValueError("tokenizer_config.json: expected an object")
-    template = files.get("chat_template.jinja")
-    return ModelTokenizer(
-        files["tokenizer.json"], config, template.decode() if template is not None else None
-    )
 
 
 MAX_UNKNOWN_WAIT_S = 30.0

@@ -88,6 +88,21 @@ TOOL: dict[str, Any] = {
 }
 
 
+def test_content_may_have_parts_and_reasoning_another_name() -> None:
+    messages: list[dict[str, object]] = [
+        {"role": "user", "content": [{"type": "text", "text": text} for text in ("a", "b")]},
+        {"role": "assistant", "content": "c", "reasoning": "Hm."},
+    ]
+    expected = [
+        pb.ChatMessage(role="user", content_parts=[pb.ContentPart(text=text) for text in "ab"]),
+        pb.ChatMessage(role="assistant", content="c", reasoning_content="Hm."),
+    ]
+    assert list(generate_request({"messages": messages}).chat.messages) == expected
+    image = [{"type": "image_url", "image_url": "x"}]
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content\[0\] must be"):
+        generate_request({"messages": [{"role": "user", "content": image}]})
+
+
 def test_a_chat_with_tools_and_variables_is_a_prompt() -> None:
     as_object = CALL | {"function": {"name": "add", "arguments": {"a": 1}}}
     prompt: Any = {

@@ -194,8 +194,11 @@ ASSET_NAMES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
+    "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
 )
+_MORE_TEMPLATES = "additional_chat_templates/*.jinja"
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
@@ -203,8 +206,9 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
     """Yield (file name, content) of each file that frontends need and the model has.
 
     If a model has no `tokenizer.json` but the files of a slow tokenizer, `transformers` converts
-    them if it can. A chat template in `tokenizer_config.json` stays there. For a GGUF file all
-    assets are generated from its metadata. Raises BadCheckpoint or UnsupportedModel.
+    them if it can. A chat template in `tokenizer_config.json` stays there. Additional templates
+    follow as `NAME.jinja`. For a GGUF file all assets are generated from its metadata. Raises
+    BadCheckpoint or UnsupportedModel.
     """
     if is_gguf(model_dir):
         from worker_service.loader.gguf_tokenizer import tokenizer_assets
@@ -220,6 +224,8 @@ def iter_assets(model_dir: Path) -> Iterator[tuple[str, bytes]]:
             converted = _converted_tokenizer(model_dir)
             if converted is not None:
                 yield name, converted
+    for file in sorted(model_dir.glob(_MORE_TEMPLATES)):
+        yield file.name, file.read_bytes()
 
 
 def _converted_tokenizer(model_dir: Path) -> bytes | None:

@@ -146,8 +146,10 @@ Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 @_typing.final
 class ModelAssetChunk(_message.Message):
     """A chunk of a file that frontends need: tokenizer.json, tokenizer_config.json,
-    chat_template.jinja, generation_config.json, config.json. The chunks of one file
-    arrive in order; the file is complete when the next file begins or the stream ends.
+    special_tokens_map.json, added_tokens.json, chat_template.jinja, chat_template.json,
+    generation_config.json, config.json; further chat templates, from the folder
+    additional_chat_templates, as NAME.jinja. The chunks of one file arrive in order; the
+    file is complete when the next file begins or the stream ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -39,13 +39,13 @@ from scheduler_service.frontend.http.openai.serving import (
     request_id_of,
 )
 from scheduler_service.frontend.http.openai.serving_chat import (
-    PART_SEPARATOR,
     chat_request_of,
     generate_request,
     named_choice,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input import processor
+from scheduler_service.frontend.input.message_forms import PART_SEPARATOR, Content, text_parts
 
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
@@ -216,7 +216,7 @@ class MessagesError(BaseModel):
 
 def chat_request(body: CountTokensRequest) -> ChatRequest:
     """The equivalent chat completion. Raises InvalidArgument."""
-    system = _text(body.system, "system")
+    system = _content(body.system, "system")
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     for index, turn in enumerate(body.messages):
         messages += _messages(turn, f"messages[{index}].content")
@@ -279,7 +279,7 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
             raise InvalidArgument(f"{at}.type", f"{block.type!r} requires the role {writer}")
         if block.type == "tool_result":
             num_results += 1
-            content = _text(block.content, f"{at}.content")
+            content = _content(block.content, f"{at}.content")
             call_id = _required(block, "tool_use_id", at)
             yield {"role": "tool", "tool_call_id": call_id, "content": content}
         elif block.type == "tool_use":
@@ -291,22 +291,21 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
     if parts["text"] or not num_results:
         yield {
             "role": turn.role,
-            "content": PART_SEPARATOR.join(parts["text"]),
+            "content": text_parts(*parts["text"]) or "",
             "tool_calls": parts["tool_use"] or None,
             "reasoning_content": PART_SEPARATOR.join(parts["thinking"]) or None,
         }
 
 
-def _text(content: str | list[Block] | None, where: str) -> str:
-    """The text of a string, or of blocks, which must all be text."""
+def _content(content: str | list[Block] | None, where: str) -> Content:
+    """A text, or parts from blocks, which must all be text."""
     if content is None or isinstance(content, str):
         return content or ""
     for index, block in enumerate(content):
         if block.type != "text":
             raise InvalidArgument(f"{where}[{index}].type", f"expected 'text', got {block.type!r}")
-    return PART_SEPARATOR.join(
-        _required(block, "text", f"{where}[{index}]") for index, block in enumerate(content)
-    )
+    texts = (_required(block, "text", f"{where}[{i}]") for i, block in enumerate(content))
+    return text_parts(*texts) or ""
 
 
 def _required(block: Block, field: str, where: str) -> str:

@@ -1,12 +1,17 @@
 """Conversations: checked, and rendered to the text of a prompt."""
 
 import json
+import logging
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, cast
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.input.message_forms import Content, features_of
 from scheduler_service.frontend.served_models import FrontendModel
+
+logger = logging.getLogger(__name__)
 
 MAX_JSON_CHARS = 1 << 20
 """Maximum size of one JSON text: it is parsed in one piece, with the interpreter's lock held."""
@@ -14,9 +19,12 @@ MAX_JSON_CONTAINERS = 1 << 18
 """Objects and arrays in all JSON texts of a conversation, counted by their opening brackets: the
 garbage collector visits all of them in one piece."""
 
+_STANDARD_VARIABLES = {"messages", "tools", "add_generation_prompt", "continue_final_message"}
+
 _END = "\uffff"
-"""Appended to the text of a turn that the model continues, to find the text's end in the rendered
-prompt: the template's own words may contain the same text. No character has this code."""
+"""Appended, with a space after it, to the text of a turn that the model continues, to find the
+text's end in the rendered prompt: the template's own words may contain the same text. No character
+has this code. If the space is missing there, the template strips its turns."""
 
 
 def check_chat(chat: inference_pb.Chat) -> None:
@@ -33,13 +41,19 @@ def check_chat(chat: inference_pb.Chat) -> None:
         path = f"chat.messages[{index}]"
         if not message.role:
             raise InvalidArgument(f"{path}.role", "expected a role")
+        if message.content and message.content_parts:
+            raise InvalidArgument(f"{path}.content_parts", "expected none beside content")
         for number, call in enumerate(message.tool_calls):
             _parse_object(call.arguments_json, f"{path}.tool_calls[{number}].arguments_json")
     for index, tool in enumerate(chat.tools):
         if not tool.name:
             raise InvalidArgument(f"chat.tools[{index}].name", "expected a name")
         _parse_object(tool.parameters_json, f"chat.tools[{index}].parameters_json")
-    _parse_object(chat.template_arguments_json, "chat.template_arguments_json")
+    variables = _parse_object(chat.template_arguments_json, "chat.template_arguments_json")
+    for name in sorted(_STANDARD_VARIABLES & set(variables)):
+        raise InvalidArgument(
+            "chat.template_arguments_json", f"expected no {name!r}, which has a field of its own"
+        )
     if chat.continue_final_message:
         _check_continued(chat)
 
@@ -63,22 +77,35 @@ def chat_text(chat: inference_pb.Chat, model: FrontendModel) -> str:
     else:
         add_generation_prompt = not chat.continue_final_message
     messages = [_message(message) for message in chat.messages]
+    tools = [_tool(tool) for tool in chat.tools] or None
+    template = tokenizer.chat_template(with_tools=tools is not None)
+    for feature in sorted(template.forms.drops & features_of(messages, tools)):
+        _warn_about_drop(feature, model.info.name)
     if chat.continue_final_message:
-        messages[-1]["content"] = messages[-1]["content"].rstrip() + _END
-    text = tokenizer.render_chat(
+        messages[-1]["content"] = _marked(messages[-1]["content"])
+    text = template.render(
         messages,
-        tools=[_tool(tool) for tool in chat.tools] or None,
+        tools=tools,
         variables=_parse_object(chat.template_arguments_json, "chat.template_arguments_json"),
         add_generation_prompt=add_generation_prompt,
     )
     if chat.continue_final_message:
-        text = _cut_at_end(text, chat.messages[-1].content.strip())
+        text = _cut_at_end(text, _last_text(chat).strip())
     return text
 
 
+@lru_cache(maxsize=1024)
+def _warn_about_drop(feature: str, model: str) -> None:
+    """Log once what a model's template drops."""
+    logger.warning("the chat template does not show %s model=%s", feature, model)
+
+
 def _message(message: inference_pb.ChatMessage) -> dict[str, Any]:
-    """A turn for the template; absent fields stay absent, as templates test for them."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    """A turn as in OpenAI's API; absent fields stay absent, as templates test for them."""
+    content: Content = message.content
+    if message.content_parts:
+        content = [{"type": "text", "text": part.text} for part in message.content_parts]
+    turn: dict[str, Any] = {"role": message.role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.HasField(name):
             turn[name] = getattr(message, name)
@@ -88,11 +115,10 @@ def _message(message: inference_pb.ChatMessage) -> dict[str, Any]:
 
 
 def _call(call: inference_pb.ToolCall) -> dict[str, Any]:
-    arguments = _parse_object(call.arguments_json, "chat.messages")
     return {
         "id": call.id,
         "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
+        "function": {"name": call.name, "arguments": call.arguments_json},
     }
 
 
@@ -128,16 +154,29 @@ def _check_continued(chat: inference_pb.Chat) -> None:
     path = "chat.continue_final_message"
     if chat.add_generation_prompt:
         raise InvalidArgument(path, "expected to be absent with add_generation_prompt")
-    last = chat.messages[-1]
-    if last.role != "assistant" or not last.content.strip():
+    if chat.messages[-1].role != "assistant" or not _last_text(chat).strip():
         raise InvalidArgument(path, "expected the last message to be an assistant's with a text")
 
 
+def _last_text(chat: inference_pb.Chat) -> str:
+    """The text that the model continues: the last part of the last turn."""
+    last = chat.messages[-1]
+    return last.content_parts[-1].text if last.content_parts else last.content
+
+
+def _marked(content: Content) -> Content:
+    """The content with its end marked."""
+    if isinstance(content, str):
+        return f"{content}{_END} "
+    return [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_END} "}]
+
+
 def _cut_at_end(text: str, content: str) -> str:
-    """The prompt up to the end of the last turn's text, which `_END` marks."""
-    text, _, _ = text.rpartition(_END)
-    if not text.endswith(content):
+    """The prompt up to the end of the last turn's text, which `_END` marks; without white space
+    after it if the template strips turns."""
+    head, _, tail = text.rpartition(_END)
+    if not head.rstrip().endswith(content):
         raise InvalidArgument(
             "chat.continue_final_message", "the model's chat template changes the text of turns"
         )
-    return text
+    return head if tail.startswith(" ") else head.rstrip()

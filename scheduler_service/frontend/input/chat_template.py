@@ -13,10 +13,12 @@ from typing import Any, NoReturn
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.input.message_forms import Turn, find_forms
 
 _FAILURES = (
     jinja2.TemplateError,
@@ -47,8 +49,14 @@ class ChatTemplate:
 
         `special_tokens` maps variables such as `bos_token` to their text.
         """
-        self._template = _environment().from_string(source)
+        environment = _environment()
+        self.source = source
+        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self.variables = frozenset(find_undeclared_variables(environment.parse(source)))
+        """The variables that the template reads."""
+        self.forms = find_forms(self._try_render)
+        """The forms in which the template takes messages."""
 
     def render(
         self,
@@ -60,20 +68,44 @@ class ChatTemplate:
     ) -> str:
         """The prompt's text. Raises InvalidArgument if the template refuses the messages.
 
-        `variables` are the caller's own; the standard variables take precedence over them.
+        `messages` have the form of OpenAI's API; the template gets them in the form that it takes.
+        `variables` are the caller's own, and take precedence over special tokens.
         """
-        known = {"documents": None, **(variables or {}), **self._special_tokens}
-        known |= {
-            "messages": [dict(message) for message in messages],
+        standard = {
+            "messages": self.forms.convert(messages),
             "tools": tools,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(known)
+            return self._render({**(variables or {}), **standard})
         except _FAILURES as error:
             raise InvalidArgument(
                 "chat.messages", f"the model's chat template refuses them: {error}"
             ) from error
+
+    def answer_surroundings(self) -> tuple[str, str]:
+        """The text between a thought and the answer after it, and the text after the answer, in a
+        conversation that ends there; empty if the template shows no answers."""
+        thought, answer = "zqthought", "zqanswer"
+        turns = [
+            {"role": "user", "content": "zquser"},
+            {"role": "assistant", "content": answer, "reasoning_content": thought},
+        ]
+        prompt = self._try_render(self.forms.convert(turns), None)
+        before, found, after = prompt.rpartition(answer)
+        return (before.rpartition(thought)[2], after) if found else ("", "")
+
+    def _try_render(self, messages: list[Turn], tools: list[Turn] | None) -> str:
+        """Like `_render` without a generation prompt; empty if the template refuses."""
+        try:
+            return self._render(
+                {"messages": messages, "tools": tools, "add_generation_prompt": False}
+            )
+        except _FAILURES:
+            return ""
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        return self._template.render({"documents": None, **self._special_tokens, **variables})
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -247,9 +247,12 @@ def resolve_prompt(
         text = chat_text(request.chat, model)
         tokenizer = model.require_tokenizer("chat prompt")
         tokens = _encode(tokenizer, text, model, keep, add_special_tokens=False)
+    field = "text" if kind == "text" else "chat.messages"
     if not tokens:
-        field = "text" if kind == "text" else "chat.messages"
         raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
+    if (token_id := max(tokens)) >= model.info.vocab_size:
+        name = tokenizer.token_name(token_id)
+        raise InvalidArgument(field, f"contains the token {name!r}, which the model does not have")
     return text, tokens
 
 

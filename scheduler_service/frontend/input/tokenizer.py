@@ -1,8 +1,8 @@
 """A model's tokenizer: text and chats to token ids, and token ids to text.
 
-Built from the files the worker holds (tokenizer.json, tokenizer_config.json, chat_template.jinja),
-as the `transformers` library reads them: an explicit `add_bos_token` or `add_eos_token` in the
-configuration overrules tokenizer.json, and special tokens may be strings or objects.
+Built from tokenizer.json and tokenizer_config.json as the `transformers` library reads them: an
+explicit `add_bos_token` or `add_eos_token` in the configuration overrules tokenizer.json, special
+tokens may be strings or objects, and tokens that only the configuration declares are added.
 
 Of the library's methods only the batch methods release the interpreter's lock while they work:
 long texts are encoded by them, in a thread. Before a text is encoded as a whole, its tokens are
@@ -10,12 +10,12 @@ counted piece by piece, so that a text far too long for the model costs little t
 """
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-from tokenizers import Encoding, Tokenizer, processors
+from tokenizers import AddedToken, Encoding, Tokenizer, processors
 
 from scheduler_service.errors import UnsupportedByModel
 from scheduler_service.frontend.input.chat_template import ChatTemplate
@@ -37,15 +37,13 @@ class TooManyTokens(Exception):
         self.is_exact = is_exact
 
 
-SPECIAL_TOKEN_NAMES = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
+DEFAULT_TEMPLATE, TOOL_TEMPLATE = TEMPLATE_NAMES = ("default", "tool_use")
+"""The chat templates that are used: without and, if there is one, with tools."""
+
+STANDARD_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
+
+END_TOKENS = ("eos_token", "eot_token", "eom_token")
+"""Names of special tokens that end an answer."""
 
 
 class ModelTokenizer:
@@ -55,34 +53,87 @@ class ModelTokenizer:
         self,
         tokenizer_json: bytes,
         tokenizer_config: Mapping[str, Any] | None = None,
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         """Raises ValueError for a malformed file.
 
-        `chat_template` is the content of chat_template.jinja; it takes precedence over the
-        configuration's.
+        `chat_templates` are sources by name. One that cannot be used refuses chats.
         """
         self.config = config = tokenizer_config or {}
         """tokenizer_config.json."""
         text = tokenizer_json.decode()
         self._tokenizer = _load_tokenizer(text)
-        self._special_tokens = _special_tokens(config)
+        self._special_tokens = special_tokens(config)
+        self.warnings: list[str] = []
+        """What the files name and does not have the effect that their author expects."""
+        self._add_tokens()
         _set_post_processor(self._tokenizer, config, self._special_tokens)
         self._detokenizers = DetokenizerFactory(self._tokenizer, json.loads(text).get("decoder"))
-        source = chat_template or _configured_template(config, "default")
-        self.template_source = source
+        self._templates: dict[str, ChatTemplate] = {}
+        self.template_errors: dict[str, str] = {}
+        """Why chat templates cannot be used, by name."""
+        sources = chat_templates or {}
+        self.template_source = sources.get(DEFAULT_TEMPLATE)
         """The chat template as the model's author wrote it; None without one."""
-        self._template = _chat_template(source, self._special_tokens)
-        with_tools = None if chat_template else _configured_template(config, "tool_use")
-        self.tool_template_source = with_tools or source
+        self.tool_template_source = sources.get(TOOL_TEMPLATE, self.template_source)
         """The chat template for conversations with tools; None without one."""
-        self._tool_template = (
-            self._template
-            if self.tool_template_source == source
-            else _chat_template(self.tool_template_source, self._special_tokens)
-        )
+        self._load_templates(sources)
+        self.end_token_ids = frozenset(self._end_token_ids())
+        """Tokens that end an answer, as the files name them or the template writes them."""
         self.token_text = lru_cache(maxsize=65536)(self._detokenizers.token_text)
         """One token's text as it reads inside a text, with U+FFFD for broken characters."""
+
+    def _add_tokens(self) -> None:
+        """Add the tokens that the configuration declares; others of the vocabulary, which it only
+        names, become special. Tokens that have no id there cannot have one in the model."""
+        declared = declared_tokens(self.config)
+        names = dict.fromkeys((*self._special_tokens.values(), *extra_tokens(self.config)))
+        known = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        known |= {token.content for token in declared.values()}
+        for token_id, token in declared.items():
+            if token.content in self._special_tokens.values():
+                token.special = True
+            self._add_token(token, token_id)
+        for text in names:
+            if text not in known:
+                self._add_token(AddedToken(text, special=True), None)
+
+    def _add_token(self, token: AddedToken, token_id: int | None) -> None:
+        has_id = self._tokenizer.token_to_id(token.content) is not None
+        if has_id or token_id == self._tokenizer.get_vocab_size(with_added_tokens=True):
+            self._tokenizer.add_tokens([token])
+        else:
+            self.warnings.append(f"token {token.content!r} is not in the vocabulary")
+
+    def _load_templates(self, sources: Mapping[str, str]) -> None:
+        for name in TEMPLATE_NAMES:
+            try:
+                if name in sources:
+                    self._templates[name] = ChatTemplate(sources[name], self._special_tokens)
+            except jinja2.TemplateSyntaxError as error:
+                self.template_errors[name] = f"line {error.lineno}: {error.message}"
+            except Exception as error:  # of Python's compiler, for one that is nested too deeply
+                self.template_errors[name] = str(error)
+        written = frozenset().union(*(each.variables for each in self._templates.values()))
+        for name in sorted(written & set(STANDARD_TOKENS) - set(self._special_tokens)):
+            self.warnings.append(f"the chat template writes {name}, which no file names")
+
+    def _end_token_ids(self) -> Iterator[int]:
+        """The ids of `END_TOKENS`, and of the special token that the template writes after an
+        answer, unless it also writes it between a thought and the answer."""
+        for name in END_TOKENS:
+            token_id = self._tokenizer.token_to_id(self._special_tokens.get(name, ""))
+            if token_id is not None:
+                yield token_id
+        if (template := self._templates.get(DEFAULT_TEMPLATE)) is not None:
+            before, after = map(self._special_ids, template.answer_surroundings())
+            if after and after[0] not in before:
+                yield after[0]
+
+    def _special_ids(self, text: str) -> list[int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        ids = self.encode(text, add_special_tokens=False)
+        return [id for id in ids if id in added and added[id].special]
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -122,24 +173,16 @@ class ModelTokenizer:
         )
         return encoding
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        """A conversation as a text in which the template has written the special tokens.
-
-        Raises UnsupportedByModel without a template, InvalidArgument if it refuses the messages.
-        """
-        template = self._tool_template if tools else self._template
-        if template is None:
-            raise UnsupportedByModel("the model has no chat template", reason="NO_CHAT_TEMPLATE")
-        return template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-        )
+    def chat_template(self, *, with_tools: bool) -> ChatTemplate:
+        """The template of a conversation. Raises UnsupportedByModel if there is none."""
+        has_own = TOOL_TEMPLATE in self._templates or TOOL_TEMPLATE in self.template_errors
+        name = TOOL_TEMPLATE if with_tools and has_own else DEFAULT_TEMPLATE
+        if (template := self._templates.get(name)) is not None:
+            return template
+        reason = "the model has no chat template"
+        if (error := self.template_errors.get(name)) is not None:
+            reason = f"the model's chat template cannot be used: {error}"
+        raise UnsupportedByModel(f"{reason}; completions work", reason="NO_CHAT_TEMPLATE")
 
     def bad_word_sequences(self, word: str) -> list[list[int]]:
         """The token sequences that spell a word at a text's start and after a space."""
@@ -178,15 +221,40 @@ def _load_tokenizer(text: str) -> Tokenizer:
     return tokenizer
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; a token is its text or an object with `content`."""
-    found: dict[str, str] = {}
-    for name in SPECIAL_TOKEN_NAMES:
-        token = config.get(name)
-        content = token.get("content") if isinstance(token, Mapping) else token
-        if isinstance(content, str):
-            found[name] = content
-    return found
+def token_text(token: Any) -> str | None:
+    """The text of a token, which is a text or an object with `content`; None for anything else."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by name: all settings whose names end with `_token`, and the tokens that
+    `extra_special_tokens` names."""
+    found = {name: token for name, token in config.items() if name.endswith("_token")}
+    for key in ("extra_special_tokens", "model_specific_special_tokens"):
+        if isinstance(config.get(key), Mapping):
+            found |= config[key]
+    texts = {name: token_text(token) for name, token in found.items()}
+    return {name: text for name, text in texts.items() if text}
+
+
+def extra_tokens(config: Mapping[str, Any]) -> list[str]:
+    """Special tokens without names."""
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens")
+    texts = map(token_text, extra if isinstance(extra, list) else ())
+    return [text for text in texts if text]
+
+
+def declared_tokens(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+    """The added tokens that the configuration declares, by ascending id. Raises ValueError."""
+    try:
+        tokens = {
+            int(token_id): AddedToken(**{k: v for k, v in token.items() if k != "__type"})
+            for token_id, token in (config.get("added_tokens_decoder") or {}).items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"added_tokens_decoder: expected tokens by id: {error}") from error
+    return dict(sorted(tokens.items()))
 
 
 def _set_post_processor(
@@ -208,26 +276,3 @@ def _set_post_processor(
         single=[*([before] if before else []), "$A", *([after] if after else [])],
         special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)],
     )
-
-
-def _configured_template(config: Mapping[str, Any], name: str) -> str | None:
-    """The configuration's template; of several named ones, the one with this name."""
-    template = config.get("chat_template")
-    try:
-        if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
-            template = named.get(name)
-    except (TypeError, KeyError):
-        raise ValueError("chat_template: expected entries with name and template") from None
-    if template is not None and not isinstance(template, str):
-        raise ValueError("chat_template: expected a text or a list of named ones")
-    return template
-
-
-def _chat_template(source: str | None, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    if source is None:
-        return None
-    try:
-        return ChatTemplate(source, special_tokens)
-    except jinja2.TemplateSyntaxError as error:
-        raise ValueError(f"chat template, line {error.lineno}: {error.message}") from error

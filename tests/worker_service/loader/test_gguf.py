@@ -242,7 +242,7 @@ def test_facts_and_files_for_frontends_come_from_the_metadata(llama: Path) -> No
     tokenizer = ModelTokenizer(
         files["tokenizer.json"],
         json.loads(files["tokenizer_config.json"]),
-        files["chat_template.jinja"].decode(),
+        {"default": files["chat_template.jinja"].decode()},
     )
     assert tokenizer.tool_template_source == CHAT_TEMPLATE
     ids = tokenizer.encode("hello<eos>ä")

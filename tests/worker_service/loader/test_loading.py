@@ -212,6 +212,21 @@ def test_assets_are_the_files_a_frontend_needs_and_no_others() -> None:
     assert all(content == (path / name).read_bytes() for name, content in assets.items())
 
 
+def test_chat_templates_and_tokens_in_files_of_their_own_are_assets(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+    more = path / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("T")
+    (more / "notes.txt").write_text("no template")
+    names = {"chat_template.jinja", "chat_template.json", "added_tokens.json"}
+    for name in names:
+        (path / name).write_text("{}")
+    assets = dict(iter_assets(path))
+    assert names < set(assets)
+    assert assets["tool_use.jinja"] == b"T"
+    assert "notes.txt" not in assets
+
+
 def test_a_tokenizer_of_the_older_form_is_converted(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 

@@ -161,6 +161,7 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
+    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class FunctionCall(Strict):

@@ -244,10 +244,6 @@ class ChatResponseBuilder(ResponseBuilder):
         }
 
 
-PART_SEPARATOR = "\n"
-"""Joins the parts of one turn's content: templates take it as one text."""
-
-
 def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
     """The conversation, with or without its tools. Raises InvalidArgument."""
     for index, message in enumerate(body.messages):
@@ -272,7 +268,11 @@ def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:
 def _message(body: ChatMessageBody) -> inference_pb.ChatMessage:
     return inference_pb.ChatMessage(
         role="system" if body.role == "developer" else body.role,
-        content=_text(body),
+        content=body.content if isinstance(body.content, str) else "",
+        content_parts=[
+            inference_pb.ContentPart(text=part.text)
+            for part in (body.content if isinstance(body.content, list) else ())
+        ],
         name=body.name,
         tool_calls=[
             inference_pb.ToolCall(
@@ -285,12 +285,6 @@ def _message(body: ChatMessageBody) -> inference_pb.ChatMessage:
             body.reasoning if body.reasoning_content is None else body.reasoning_content
         ),
     )
-
-
-def _text(body: ChatMessageBody) -> str:
-    if isinstance(body.content, list):
-        return PART_SEPARATOR.join(part.text for part in body.content)
-    return body.content or ""
 
 
 def _tool(body: ToolBody) -> inference_pb.Tool:

@@ -38,12 +38,13 @@ from scheduler_service.frontend.http.openai.serving import (
     request_id_of,
 )
 from scheduler_service.frontend.http.openai.serving_chat import (
-    PART_SEPARATOR,
     chat_request_of,
     generate_request,
     named_choice,
 )
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
+from scheduler_service.frontend.input import message_forms
+from scheduler_service.frontend.input.message_forms import PART_SEPARATOR
 
 
 class Part(RequestBody):
@@ -73,7 +74,7 @@ class Item(RequestBody):
     id: str | None = Field(None, description="Ignored.")
     status: str | None = Field(None, description="Ignored.")
     phase: str | None = Field(None, description="Ignored.")
-    summary: ListOf[Part] | None = Field(None, description="Ignored.")
+    summary: ListOf[Part] | None = Field(None, description="Of a thought without content.")
     encrypted_content: str | None = Field(None, description="Ignored.")
 
 
@@ -239,21 +240,24 @@ def _add_item(messages: list[dict[str, Any]], item: Item, where: str) -> None:
     """Append an item as chat completions have it: calls and thoughts belong to a message of the
     assistant."""
     if item.type == "function_call_output":
-        output = _text(_required(item, "output", where))
+        output = _content(_required(item, "output", where))
         call_id = _required(item, "call_id", where)
         messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
     elif item.type == "message":
-        content, role = _text(_required(item, "content", where)), _required(item, "role", where)
+        content, role = _content(_required(item, "content", where)), _required(item, "role", where)
         is_open = messages and messages[-1]["role"] == "assistant" == role
         if is_open and messages[-1]["content"] is None and "tool_calls" not in messages[-1]:
             messages[-1]["content"] = content  # after a thought
         else:
             messages.append({"role": role, "content": content})
     else:
-        if not messages or messages[-1]["role"] != "assistant":
+        last = messages[-1] if messages else {"role": None}
+        is_answered = item.type == "reasoning" and last.get("content") is not None
+        if last["role"] != "assistant" or is_answered:  # thoughts precede what they lead to
             messages.append({"role": "assistant", "content": None})
         if item.type == "reasoning":
-            messages[-1]["reasoning_content"] = _text(item.content or "")
+            thoughts = [messages[-1].get("reasoning_content"), _text(item.content or item.summary)]
+            messages[-1]["reasoning_content"] = PART_SEPARATOR.join(filter(None, thoughts)) or None
             return
         name, arguments = (_required(item, field, where) for field in ("name", "arguments"))
         call = {"id": _required(item, "call_id", where)}
@@ -261,9 +265,15 @@ def _add_item(messages: list[dict[str, Any]], item: Item, where: str) -> None:
         messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _text(content: Content) -> str:
+def _content(content: Content) -> message_forms.Content:
     if isinstance(content, str):
         return content
+    return message_forms.text_parts(*(part.text for part in content)) or ""
+
+
+def _text(content: Content | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     return PART_SEPARATOR.join(part.text for part in content)
 
 

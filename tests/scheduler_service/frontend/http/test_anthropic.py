@@ -69,6 +69,33 @@ def test_null_is_absent_also_in_fields_that_are_not_supported() -> None:
     assert chat_request(MessagesRequest.model_validate(WISH | nulls)) == plain
 
 
+def test_thoughts_and_parts_of_earlier_turns_are_passed_on() -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    texts = [{"type": "text", "text": "a", **cached}, {"type": "text", "text": "b"}]
+    thought = {"type": "thinking", "thinking": "why", "signature": "s"}
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": texts, **cached}
+    turns = [
+        {"role": "user", "content": texts},
+        {"role": "assistant", "content": [thought, *texts, call]},
+        {"role": "user", "content": [result]},
+        {"role": "assistant", "content": [thought, call]},
+    ]
+    wish = WISH | {"messages": turns, "system": texts}
+    chat = chat_of(chat_request(MessagesRequest.model_validate(wish)))
+    found = [
+        (turn.role, [part.text for part in turn.content_parts], turn.reasoning_content)
+        for turn in chat.messages
+    ]
+    assert found == [
+        ("system", ["a", "b"], ""),
+        ("user", ["a", "b"], ""),
+        ("assistant", ["a", "b"], "why"),
+        ("tool", ["a", "b"], ""),
+        ("assistant", [], "why"),
+    ]
+
+
 def test_blocks_become_the_turns_of_a_chat() -> None:
     calls = [{"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}}]
     result = {"type": "tool_result", "tool_use_id": "c1", "content": "seen"}
@@ -79,13 +106,16 @@ def test_blocks_become_the_turns_of_a_chat() -> None:
     ]
     wish = WISH | {"messages": turns, "system": [{"type": "text", "text": "three"}]}
     chat = chat_of(chat_request(MessagesRequest.model_validate(wish)))
-    told = [(turn.role, turn.content, turn.tool_call_id) for turn in chat.messages]
+    told = [
+        (turn.role, turn.content, [part.text for part in turn.content_parts], turn.tool_call_id)
+        for turn in chat.messages
+    ]
     assert told == [
-        ("system", "three", ""),
-        ("user", "hello", ""),
-        ("assistant", "one", ""),
-        ("tool", "seen", "c1"),
-        ("user", "two", ""),
+        ("system", "", ["three"], ""),
+        ("user", "hello", [], ""),
+        ("assistant", "", ["one"], ""),
+        ("tool", "seen", [], "c1"),
+        ("user", "", ["two"], ""),
     ]
     (call,) = chat.messages[2].tool_calls
     assert (call.id, call.name, json.loads(call.arguments_json)) == ("c1", "look", {"at": 1})

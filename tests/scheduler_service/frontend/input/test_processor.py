@@ -217,7 +217,7 @@ def test_an_end_of_sequence_that_is_ignored_ends_what_cannot_go_on() -> None:
 
 def test_structured_output_needs_a_token_that_ends_it() -> None:
     info = model_info(eos_token_ids=b"", structured_output=True)
-    endless = build_model(info, model_files(byte_level()))
+    endless = build_model(info, model_files(byte_level()) | {"tokenizer_config.json": b"{}"})
     with pytest.raises(InvalidArgument, match="no end of sequence") as caught:
         resolved(endless, regex="a")
     assert caught.value.field == "sampling_params.stop_token_ids"

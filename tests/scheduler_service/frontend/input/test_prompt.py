@@ -49,6 +49,15 @@ def test_a_text_that_makes_no_token_is_refused() -> None:
         resolve_prompt(chat, build_model(model_info(), template))
 
 
+def test_a_text_with_a_token_that_only_the_tokenizer_has_is_refused() -> None:
+    small = build_model(
+        model_info(vocab_size=byte_level().token_to_id("<tool call>")), model_files(byte_level())
+    )
+    assert resolve_prompt(generate_request("hello"), small)
+    with pytest.raises(InvalidArgument, match="the token '<tool call>', which the model does not"):
+        resolve_prompt(generate_request("hello <tool call>"), small)
+
+
 @pytest.mark.parametrize(
     ("asked", "max_tokens", "taken"),
     [
@@ -134,6 +143,13 @@ def test_json_with_half_a_character_is_refused_by_its_field(field: str) -> None:
     with pytest.raises(InvalidArgument, match="surrogate") as refused:
         check_chat(chat)
     assert refused.value.field.startswith(f"chat.{field}")
+
+
+def test_a_turn_has_a_text_or_parts() -> None:
+    turn = pb.ChatMessage(role="user", content="hi", content_parts=[pb.ContentPart(text="hi")])
+    with pytest.raises(InvalidArgument, match="none beside content") as refused:
+        check_chat(pb.Chat(messages=[turn]))
+    assert refused.value.field == "chat.messages[0].content_parts"
 
 
 def test_json_with_both_halves_of_a_character_is_taken() -> None:

@@ -22,7 +22,8 @@ CHAT = [{"role": "user", "content": "hello"}]
 
 
 def encode_chat(tokenizer: ModelTokenizer, *, add_generation_prompt: bool) -> list[int]:
-    text = tokenizer.render_chat(CHAT, add_generation_prompt=add_generation_prompt)
+    template = tokenizer.chat_template(with_tools=False)
+    text = template.render(CHAT, add_generation_prompt=add_generation_prompt)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -64,45 +65,17 @@ def test_truncation_and_padding_stored_in_the_file_do_not_apply() -> None:
 
 
 def test_a_chat_is_rendered_and_gets_no_special_tokens_but_the_templates_own() -> None:
-    tokenizer = ModelTokenizer(FILE, NAMES, "{{ bos_token }}{{ messages[0].content }}{{eos_token}}")
+    source = "{{ bos_token }}{{ messages[0].content }}{{eos_token}}"
+    tokenizer = ModelTokenizer(FILE, NAMES, {"default": source})
     ids = encode_chat(tokenizer, add_generation_prompt=True)
     assert ids[0] == BOS_ID
     assert ids.count(BOS_ID) == 1
     assert ids[-1] == EOS_ID
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "X{{ messages[0].content }}",
-        [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "X{{ 'hello' }}"}],
-    ],
-)
-def test_the_template_may_stand_in_the_configuration(template: object) -> None:
-    tokenizer = ModelTokenizer(FILE, {"chat_template": template})
-    ids = encode_chat(tokenizer, add_generation_prompt=True)
-    assert tokenizer.decode(ids, skip_special_tokens=False) == "Xhello"
-
-
-def test_the_template_in_its_own_file_goes_first() -> None:
-    tokenizer = ModelTokenizer(FILE, {"chat_template": "A"}, "B")
-    ids = encode_chat(tokenizer, add_generation_prompt=False)
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "B"
-
-
-@pytest.mark.parametrize(("tools", "text"), [(None, "D"), ([], "D"), ([{"type": "function"}], "T")])
-def test_a_template_of_its_own_shows_tools(
-    tools: list[dict[str, object]] | None, text: str
-) -> None:
-    templates = [{"name": "default", "template": "D"}, {"name": "tool_use", "template": "T"}]
-    tokenizer = ModelTokenizer(FILE, {"chat_template": templates})
-    assert tokenizer.tool_template_source == "T"
-    assert tokenizer.render_chat(CHAT, add_generation_prompt=True, tools=tools) == text
-
-
 def test_without_a_template_there_is_no_chat() -> None:
     with pytest.raises(UnsupportedByModel, match="no chat template"):
-        ModelTokenizer(FILE).render_chat(CHAT, add_generation_prompt=True)
+        ModelTokenizer(FILE).chat_template(with_tools=False)
 
 
 def test_bad_words_are_banned_at_the_start_and_inside_a_text() -> None:
@@ -123,10 +96,8 @@ def test_one_spelling_is_banned_once() -> None:
     [
         ((b"{}",), "tokenizer.json"),
         ((b"\xff\xff",), "utf-8"),
-        ((FILE, {}, "{% if %}"), "chat template, line 1"),
-        ((FILE, {"chat_template": 5}), "chat_template: expected a text"),
-        ((FILE, {"chat_template": ["x"]}), "chat_template: expected entries"),
-        ((FILE, {"chat_template": [{"name": "default"}]}), "chat_template: expected entries"),
+        ((FILE, {"added_tokens_decoder": {"5": "x"}}), "added_tokens_decoder: expected tokens"),
+        ((FILE, {"added_tokens_decoder": {"x": {"content": "x"}}}), "added_tokens_decoder"),
     ],
 )
 def test_files_that_cannot_be_used_are_a_value_error(

@@ -59,10 +59,11 @@ def test_every_part_of_a_conversation_is_translated() -> None:
         add_generation_prompt=False,
     ).chat
     assert [(m.role, m.content) for m in chat.messages] == [
-        ("system", "a\nb"),
+        ("system", ""),
         ("assistant", ""),
         ("tool", "sunny"),
     ]
+    assert [part.text for part in chat.messages[0].content_parts] == ["a", "b"]
     assert chat.messages[1].tool_calls[0].arguments_json == '{"city": "Paris"}'
     assert (chat.messages[2].tool_call_id, chat.messages[2].name) == ("c1", "get_weather")
     assert json.loads(chat.tools[0].parameters_json) == SCHEMA

@@ -1,0 +1,75 @@
+"""`/v1/responses`: its translation to a chat."""
+
+from typing import Any
+
+import pytest
+
+from scheduler_service.frontend.http.openai.serving_chat import chat_of
+from scheduler_service.frontend.http.openai.serving_responses import ResponsesRequest, chat_request
+
+ASKED = {"role": "user", "content": "q"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c1", "output": "r"}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def answer(text: str) -> dict[str, Any]:
+    part = {"type": "output_text", "text": text, "annotations": []}
+    return {"type": "message", "role": "assistant", "content": [part]}
+
+
+def translated(*items: dict[str, Any]) -> list[tuple[str, list[str], str, int]]:
+    """Role, content, reasoning and number of calls of each turn."""
+    body = ResponsesRequest.model_validate({"input": [ASKED, *items]})
+    return [
+        (
+            turn.role,
+            [part.text for part in turn.content_parts] or [turn.content],
+            turn.reasoning_content,
+            len(turn.tool_calls),
+        )
+        for turn in chat_of(chat_request(body)).messages[1:]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("items", "turns"),
+    [
+        ([thought("w"), answer("a")], [("assistant", ["a"], "w", 0)]),
+        (
+            [thought("w"), CALL, RESULT, thought("x"), answer("a")],
+            [
+                ("assistant", [""], "w", 1),
+                ("tool", ["r"], "", 0),
+                ("assistant", ["a"], "x", 0),
+            ],
+        ),
+        (
+            [answer("a"), thought("w"), answer("b")],
+            [("assistant", ["a"], "", 0), ("assistant", ["b"], "w", 0)],
+        ),
+        ([thought("w"), thought("x"), answer("a")], [("assistant", ["a"], "w\nx", 0)]),
+        ([thought("w"), CALL, thought("x"), CALL], [("assistant", [""], "w\nx", 2)]),
+        (
+            [
+                {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]},
+                answer("a"),
+            ],
+            [("assistant", ["a"], "s", 0)],
+        ),
+        ([{"type": "reasoning", "summary": []}, answer("a")], [("assistant", ["a"], "", 0)]),
+    ],
+)
+def test_thoughts_belong_to_the_turn_that_follows_them(
+    items: list[dict[str, Any]], turns: list[tuple[str, list[str], str, int]]
+) -> None:
+    assert translated(*items) == turns
+
+
+def test_parts_stay_parts() -> None:
+    parts = [{"type": "input_text", "text": text} for text in ("a", "b")]
+    turns = translated({"role": "user", "content": parts}, {**RESULT, "output": parts})
+    assert turns == [("user", ["a", "b"], "", 0), ("tool", ["a", "b"], "", 0)]
