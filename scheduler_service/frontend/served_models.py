@@ -284,13 +284,17 @@ class ModelDirectory:
         if name in self._named:
             return self._find_ready(self._named[name])
         if served and name not in self._known and not is_continued:
-            usable = [n for n, info in self._named.items() if may_use(tenant, info)]
-            names = ", ".join(sorted(usable))
-            raise UnknownModel(
-                f"unknown model {name!r}; available models: {names}",
-                details={"model": name or "", "served": names},
-            )
+            raise self.unknown_model(name, tenant)
         return None
+
+    def unknown_model(self, name: str | None, tenant: Principal) -> UnknownModel:
+        """The error for a name that is not served, with the names that are."""
+        usable = [n for n, info in self._named.items() if may_use(tenant, info)]
+        names = ", ".join(sorted(usable))
+        return UnknownModel(
+            f"unknown model {name!r}; available models: {names or 'none'}",
+            details={"model": name or "", "served": names},
+        )
 
     def _find_ready(self, info: model_pb2.ModelInfo) -> FrontendModel | None:
         model = self._ready.get(info.name)

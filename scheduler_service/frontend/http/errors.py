@@ -14,6 +14,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import grpc
@@ -73,7 +74,7 @@ PHRASES = (
     (r"^(Input|String|List|Dictionary|Value) should (be |have )?", "expected "),
     (r"(an? )?valid (integer|number|string|boolean|list)", r"a \2"),
     (r"a integer", "an integer"),
-    (r"a valid dictionary( or instance of \w+)?", "an object"),
+    (r"a valid dictionary( or (instance of \w+|object to extract fields from))?", "an object"),
     (r"greater than or equal to", "at least"),
     (r"less than or equal to", "at most"),
     (r"greater than", "more than"),
@@ -91,6 +92,9 @@ INSTEAD = {
     "conversation": "send the whole conversation as input",
 }
 """What to do instead, by field that is not supported."""
+
+_MEDIA = re.compile("image|audio|video|file|document")
+TEXT_ONLY = ": the models served here read text only"
 
 RETRY_AFTER_S = 1
 """Sent with 429 and 503 if the error has no delay of its own."""
@@ -260,7 +264,9 @@ def _explain(error: Mapping[str, Any], field: str) -> str:
     if kind == "missing":
         return "required"
     if kind == "extra_forbidden":
-        return "unknown field: leave it out (/openapi.json lists the fields)"
+        similar = get_close_matches(field, context.get("fields", ()), 1, 0.8)
+        advice = f"did you mean {similar[0]}?" if similar else "leave it out"
+        return f"unknown field: {advice} (/openapi.json lists the fields)"
     if kind == "none_required":
         return f"not supported: {INSTEAD.get(field, 'leave it out')}"
     if kind == "union_tag_invalid":
@@ -270,7 +276,9 @@ def _explain(error: Mapping[str, Any], field: str) -> str:
     message = error["msg"]
     for pattern, replacement in PHRASES:
         message = re.sub(pattern, replacement, message)
-    return f"{message}, got {_received(error['input'])}"
+    received = error["input"]
+    is_media = field == "type" and _MEDIA.search(str(received)) is not None
+    return f"{message}, got {_received(received)}{TEXT_ONLY if is_media else ''}"
 
 
 def _received(value: Any) -> str:

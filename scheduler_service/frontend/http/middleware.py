@@ -2,6 +2,8 @@
 authentication, limits of request bodies, and the client's trace context."""
 
 import asyncio
+import json
+import logging
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -30,6 +32,8 @@ from scheduler_service.frontend.input.processor import draw_request_id
 from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import ModelDirectory
 from service_common.metadata import TRACEPARENT, authorization
+
+logger = logging.getLogger(__name__)
 
 REQUEST_ID = r"^[A-Za-z0-9._:-]{1,100}$"
 """Shorter than the longest allowed id: the ids of several prompts get numbers appended."""
@@ -214,20 +218,44 @@ class TraceContext:
 
 class RequestIds:
     """Gives error answers the header `X-Request-Id` that successful ones have: the caller's own,
-    or a new one if that is absent or malformed."""
+    or a new one if that is absent or malformed. Logs them by it, without what they quote."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refused: tuple[int, bytes] | None = None
+
         async def send_with_id(message: Message) -> None:
+            nonlocal refused
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 headers = message["headers"]
-                if not any(name.lower() == b"x-request-id" for name, _ in headers):
-                    message = {**message, "headers": [*headers, (b"x-request-id", _id_for(scope))]}
+                found = [value for name, value in headers if name.lower() == b"x-request-id"]
+                if not found:
+                    found = [_id_for(scope)]
+                    message = {**message, "headers": [*headers, (b"x-request-id", found[0])]}
+                refused = message["status"], found[0]
+            elif refused is not None:
+                _log_refusal(scope, *refused, message.get("body", b""))
+                refused = None
             await send(message)
 
         await self._app(scope, receive, send_with_id if scope["type"] == "http" else send)
+
+
+def _log_refusal(scope: Scope, status: int, request_id: bytes, body: bytes) -> None:
+    """The reason and the field, but not the message: it may quote a prompt."""
+    if not logger.isEnabledFor(logging.DEBUG):
+        return
+    try:
+        error = json.loads(body)["error"]
+    except (ValueError, TypeError, KeyError):
+        error = {}
+    logger.debug(
+        "request refused request_id=%s method=%s path=%s status=%d reason=%s field=%s",
+        *(request_id.decode("latin-1"), scope["method"], scope["raw_path"].decode("latin-1")),
+        *(status, error.get("code") or error.get("type"), error.get("param")),
+    )
 
 
 def _id_for(scope: Scope) -> bytes:

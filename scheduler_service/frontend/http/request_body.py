@@ -11,6 +11,7 @@ import codecs
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -79,7 +80,18 @@ def parse(body: bytes, adapter: TypeAdapter[T]) -> T:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from None
+        errors = error.errors(include_url=False)
+        if errors[0]["type"] == "extra_forbidden":
+            errors[0]["ctx"] = {"fields": _field_names(adapter)}
+        raise RequestValidationError(errors) from None
+
+
+@lru_cache
+def _field_names(adapter: TypeAdapter[Any]) -> list[str]:
+    """The names of all fields that the body or a part of it may have."""
+    schema = adapter.json_schema()
+    parts = (schema, *schema.get("$defs", {}).values())
+    return sorted({name for part in parts for name in part.get("properties", ())})
 
 
 def parse_large(body: bytes, adapter: TypeAdapter[T]) -> T:

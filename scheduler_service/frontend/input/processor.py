@@ -201,7 +201,8 @@ def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.M
     for index, bias in enumerate(params.logit_bias):
         if bias.token_id >= info.vocab_size:
             path = f"sampling_params.logit_bias[{index}].token_id"
-            raise InvalidArgument(path, _below_vocab(info.vocab_size))
+            expected = f"{_below_vocab(info.vocab_size)}, got {bias.token_id}"
+            raise InvalidArgument(path, expected)
     if params.HasField("structured_output") and not info.structured_output:
         raise UnsupportedByModel(
             "the model's workers do not support structured output",
@@ -302,7 +303,7 @@ def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
     if num_output >= max_model_len:
         raise InvalidArgument(
             "sampling_params.max_tokens",
-            f"expected to leave room for a prompt within {max_model_len} tokens",
+            f"expected to leave room for a prompt within {max_model_len} tokens, got {num_output}",
         )
     return max_model_len - num_output
 

@@ -44,7 +44,7 @@ def check_request_id(request: inference_pb.GenerateRequest) -> None:
         _expect(
             _REQUEST_ID.fullmatch(request.request_id) is not None,
             "request_id",
-            "expected 1 to 128 characters of [A-Za-z0-9._:-]",
+            f"expected 1 to 128 characters of [A-Za-z0-9._:-], got {request.request_id[:140]!r}",
         )
 
 
@@ -86,11 +86,14 @@ def _check_sampling(params: sampling_pb2.SamplingParams) -> None:
     seen: set[int] = set()
     for index, entry in enumerate(params.logit_bias):
         path = f"sampling_params.logit_bias[{index}].token_id"
-        _expect(entry.token_id not in seen, path, "expected no token to occur twice")
+        again = f"expected no token to occur twice, got {entry.token_id} again"
+        _expect(entry.token_id not in seen, path, again)
         seen.add(entry.token_id)
     if params.HasField("beam_search"):
-        known = params.beam_search.early_stopping in sampling_pb2.EarlyStopping.values()
-        _expect(known, "sampling_params.beam_search.early_stopping", "expected a known value")
+        value = params.beam_search.early_stopping
+        is_known = value in sampling_pb2.EarlyStopping.values()
+        expected = f"expected 0 to 3 (EarlyStopping), got {value}"
+        _expect(is_known, "sampling_params.beam_search.early_stopping", expected)
     check_structured_output(params, f"sampling_params.{params.WhichOneof('structured_output')}")
 
 
@@ -118,12 +121,13 @@ def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
     """Fields that are valid alone and contradict each other."""
     n = value_or(params, "n", 1)
     if params.HasField("best_of"):
-        _expect(params.best_of >= n, "sampling_params.best_of", f"expected at least n ({n})")
+        expected = f"expected at least n ({n}), got {params.best_of}"
+        _expect(params.best_of >= n, "sampling_params.best_of", expected)
     if params.HasField("max_tokens"):
         _expect(
             params.min_tokens <= params.max_tokens,
             "sampling_params.min_tokens",
-            f"expected at most max_tokens ({params.max_tokens})",
+            f"expected at most max_tokens ({params.max_tokens}), got {params.min_tokens}",
         )
     if params.HasField("beam_search"):
         _check_beside_beam_search(params, n)
@@ -133,11 +137,11 @@ def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> No
     """Beam search chooses by log probability alone and ends by tokens: other fields are invalid."""
     prefix = "sampling_params."
     width = params.beam_search.width
-    _expect(width >= n, f"{prefix}beam_search.width", f"expected at least n ({n})")
+    _expect(width >= n, f"{prefix}beam_search.width", f"expected at least n ({n}), got {width}")
     _expect(
         params.temperature in (0, 1) or not params.HasField("temperature"),
         f"{prefix}temperature",
-        "expected to be absent, 0 or 1 with beam_search",
+        f"expected to be absent, 0 or 1 with beam_search, got {params.temperature:g}",
     )
     for field, neutral in SAMPLING_ONLY.items():
         is_absent = not params.HasField(field)  # type: ignore[arg-type]
@@ -145,12 +149,14 @@ def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> No
         _expect(
             is_neutral,
             f"{prefix}{field}",
-            f"expected to be absent or {neutral:g} with beam_search",
+            f"expected to be absent or {neutral:g} with beam_search, got "
+            f"{getattr(params, field):g}",
         )
     _expect(
         not params.HasField("best_of"),
         f"{prefix}best_of",
-        "expected to be absent with beam_search, whose width is the number of candidates",
+        "expected to be absent with beam_search, whose width is the number of candidates, got "
+        f"{params.best_of}",
     )
     _expect(
         not params.stop,
@@ -173,8 +179,9 @@ def _check_resume(request: inference_pb.GenerateRequest) -> None:
     seen: set[int] = set()
     for position, choice in enumerate(request.resume):
         path = f"resume[{position}]"
-        _expect(choice.index < n, f"{path}.index", f"expected below n ({n})")
-        _expect(choice.index not in seen, f"{path}.index", "expected no choice to occur twice")
+        _expect(choice.index < n, f"{path}.index", f"expected below n ({n}), got {choice.index}")
+        again = f"expected no choice to occur twice, got {choice.index} again"
+        _expect(choice.index not in seen, f"{path}.index", again)
         seen.add(choice.index)
         _check_resumed_choice(choice, path, params)
 
@@ -191,7 +198,7 @@ def _check_resumed_choice(
     _expect(
         math.isfinite(choice.cumulative_logprob),
         f"{path}.cumulative_logprob",
-        "expected a finite number",
+        f"expected a finite number, got {choice.cumulative_logprob}",
     )
 
 

@@ -7,7 +7,6 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from pagewire.v1.model_pb2 import ModelInfo
-from scheduler_service.errors import UnknownModel
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.served_models import may_use
@@ -75,6 +74,6 @@ def make_router(services: HttpServices) -> APIRouter:
         for info in services.models.served:
             if name in (info.name, *info.aliases) and may_use(caller, info):
                 return describe(name, info)
-        raise UnknownModel(f"no model named {name!r} is served")
+        raise services.models.unknown_model(name, caller)
 
     return router

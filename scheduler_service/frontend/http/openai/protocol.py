@@ -4,9 +4,10 @@ Requests are models, which validate. Responses are typed dictionaries: the endpo
 type checker compares both, and the OpenAPI document describes the same types.
 """
 
-from typing import Annotated, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from scheduler_service.frontend.http.openai.sampling import (
@@ -26,12 +27,24 @@ MAX_PROMPTS = 4096
 MAX_MESSAGES = 8192
 
 TokenIds = Annotated[ListOf[TokenId], Field(min_length=1)]
-Prompt = (
+
+
+def _check_uniform(value: Any) -> Any:
+    """The value, unless it is a list of several kinds of entries."""
+    if isinstance(value, list) and len(set(map(type, value))) > 1:
+        raise PydanticCustomError(
+            "mixed", "expected a text, token ids, a list of texts, or a list of lists of token ids"
+        )
+    return value
+
+
+Prompt = Annotated[
     Text
     | TokenIds
     | Annotated[ListOf[Text], Field(min_length=1, max_length=MAX_PROMPTS)]
-    | Annotated[ListOf[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-)
+    | Annotated[ListOf[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)],
+    BeforeValidator(_check_uniform),
+]
 
 
 class CompletionRequest(SamplingFields):
@@ -39,7 +52,10 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompt = Field(description="One or several, as texts or token ids.")
     max_tokens: int | None = Field(
-        16, ge=0, le=MAX_UINT32, description="Most output tokens; 0 only with `echo`."
+        16,
+        ge=-1,
+        le=MAX_UINT32,
+        description="Most output tokens; 0 only with `echo`; -1: as many as fit.",
     )
     best_of: Annotated[int, proto_range("best_of")] | None = Field(
         None, description="Candidates for the n best."
@@ -255,7 +271,7 @@ class ChatRequest(ChatPrompt, SamplingFields):
         None, ge=1, le=MAX_UINT32, description="Most output tokens; as many as fit if absent."
     )
     max_tokens: int | None = Field(
-        None, ge=1, le=MAX_UINT32, description="The same by its former name."
+        None, ge=-1, le=MAX_UINT32, description="The same by its former name; -1: absent."
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, proto_range("logprobs")] | None = None

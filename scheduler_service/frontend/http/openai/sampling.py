@@ -128,9 +128,10 @@ class TextFormat(Strict):
 
 
 class JsonObjectFormat(Strict):
-    """Any JSON object."""
+    """Any JSON object, or one that a schema allows, as in llama.cpp."""
 
     type: Literal["json_object"]
+    schema_: JsonObject | None = Field(None, alias="schema", description="The schema.")
 
 
 class JsonSchemaFormat(Strict):
@@ -145,16 +146,46 @@ ResponseFormat = Annotated[
 ]
 
 
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "cache_salt": ("",),
+    "chat_template": ("",),
+    "conversation": ("",),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": ("",),
+    "guided_regex": ("",),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "max_completion_tokens": (-1,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "previous_response_id": ("",),
+    "seed": (-1,),
+    "stop": ("",),
+    "suffix": ("",),
+    "vllm_xargs": ({},),
+}
+"""Values that ask for nothing, by field: the field is absent, even if it is not supported."""
+
+
 class RequestBody(Strict):
     """A request, in which null is absent, also for fields that are not supported."""
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
+    def _drop_neutral(cls, value: Any) -> Any:
         """Clients that send all of vLLM's fields send null for those that they do not use."""
-        if isinstance(value, dict):
-            return {name: each for name, each in value.items() if each is not None}
-        return value
+        if not isinstance(value, dict):
+            return value
+        return {
+            name: item
+            for name, item in value.items()
+            if item is not None and item not in NEUTRAL.get(name, ())
+        }
 
 
 class SamplingFields(RequestBody):
@@ -167,7 +198,10 @@ class SamplingFields(RequestBody):
     presence_penalty: Annotated[float, proto_range("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, proto_range("frequency_penalty")] | None = None
     seed: int | None = Field(
-        None, ge=-(2**63), le=2**64 - 1, description="Makes the answer repeatable."
+        None,
+        ge=-(2**63),
+        le=2**64 - 1,
+        description="Makes the answer repeatable; -1: as if absent, as in vLLM.",
     )
     stop: Stop | None = Field(None, description="The output ends before any of these.")
     logit_bias: DictOf[Annotated[float, proto_range("bias", sampling_pb2.LogitBias)]] | None = (
@@ -353,7 +387,9 @@ def _format_schema(fields: SamplingFields) -> Any:
     wanted = fields.response_format
     if isinstance(wanted, JsonSchemaFormat):
         return wanted.json_schema.schema_
-    return ANY_OBJECT if isinstance(wanted, JsonObjectFormat) else None
+    if isinstance(wanted, JsonObjectFormat):
+        return wanted.schema_ or ANY_OBJECT
+    return None
 
 
 def _is_open(fields: SamplingFields) -> bool:

@@ -362,7 +362,9 @@ def chat_params(body: ChatRequest) -> sampling_pb2.SamplingParams:
     """The sampling parameters. Raises InvalidArgument."""
     params = sampling_params(body)
     max_tokens = body.max_completion_tokens or body.max_tokens
-    if max_tokens is not None:
+    if max_tokens == 0:
+        raise InvalidArgument("max_tokens", "expected at least 1, or -1 (as many as fit), got 0")
+    if max_tokens is not None and max_tokens > 0:
         params.max_tokens = max_tokens
     if body.logprobs:
         params.logprobs = body.top_logprobs or 0

@@ -261,7 +261,7 @@ def completion_params(body: CompletionRequest) -> sampling_pb2.SamplingParams:
     params = sampling_params(body)
     if body.max_tokens == 0 and not body.echo:
         raise InvalidArgument("max_tokens", "expected at least 1 without echo, got 0")
-    if body.max_tokens is not None:
+    if body.max_tokens is not None and body.max_tokens >= 0:
         params.max_tokens = max(body.max_tokens, 1)
     if body.best_of is not None and body.use_beam_search:
         params.beam_search.width = body.best_of

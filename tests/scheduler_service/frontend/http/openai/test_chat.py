@@ -175,6 +175,7 @@ def test_without_a_choice_the_model_does_not_hear_of_tools() -> None:
 
 
 STRUCTURED: list[tuple[dict[str, Any], str, Any]] = [
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, "json_schema", CLOSED),
     ({"response_format": {"type": "json_object"}}, "json_schema", {"type": "object"}),
     (
         {

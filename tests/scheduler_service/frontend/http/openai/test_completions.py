@@ -37,12 +37,12 @@ def events(body: str) -> list[Any]:
 
 
 async def test_a_request_goes_to_the_core_as_one_of_grpc_does(served: HttpServed) -> None:
-    wish = WISH | {"temperature": 0, "seed": -1, "logit_bias": {"7": 3}, "top_k": -1, "priority": 4}
+    wish = WISH | {"temperature": 0, "seed": -2, "logit_bias": {"7": 3}, "top_k": -1, "priority": 4}
     wish |= {"num_speculative_tokens": 0}
     answer = post(served, wish | {"min_p": 0.25, "stop_token_ids": [9], "ignore_eos": True})
     request = await served.core.next_request()
     sampling = request.submit.sampling
-    assert (sampling.seed, sampling.top_k, sampling.min_p) == (2**64 - 1, 0, 0.25)
+    assert (sampling.seed, sampling.top_k, sampling.min_p) == (2**64 - 2, 0, 0.25)
     assert [(entry.token_id, entry.bias) for entry in sampling.logit_bias] == [(7, 3)]
     assert request.submit.priority == 4
     assert request.submit.HasField("num_speculative_tokens")

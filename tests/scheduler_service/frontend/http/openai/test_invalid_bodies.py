@@ -1,5 +1,6 @@
 """However much is wrong with a body, little is said of it, and little held."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -87,7 +88,83 @@ COMPLETE = {"prompt": "a"}
             COMPLETE | {"stop": ["a"] * 17},
             "stop: expected at most 16 items, got a list of 17 entries",
         ),
-        ("/v1/chat/completions", CHAT | {"functions": []}, "functions: not supported: use tools"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"functions": [{}]},
+            "functions: not supported: use tools",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"max_token": 5},
+            "max_token: unknown field: did you mean max_tokens? (/openapi.json lists the fields)",
+        ),
+        (
+            "/v1/completions",
+            COMPLETE | {"topp": 0.5},
+            "topp: unknown field: did you mean top_p? (/openapi.json lists the fields)",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER | {"contents": "a"}]},
+            "messages[0].contents: unknown field: did you mean content? (/openapi.json lists the "
+            "fields)",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [USER], "max_tokens": 5, "stop_sequence": ["a"]},
+            "stop_sequence: unknown field: did you mean stop_sequences? (/openapi.json lists the "
+            "fields)",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "max_output_token": 5},
+            "max_output_token: unknown field: did you mean max_output_tokens? (/openapi.json lists "
+            "the fields)",
+        ),
+        (
+            "/v1/completions",
+            COMPLETE | {"n": 3, "best_of": 2},
+            "best_of: expected at least n (3), got 2",
+        ),
+        (
+            "/v1/completions",
+            COMPLETE | {"min_tokens": 9, "max_tokens": 8},
+            "min_tokens: expected at most max_tokens (8), got 9",
+        ),
+        (
+            "/v1/completions",
+            COMPLETE | {"use_beam_search": True, "temperature": 0.5},
+            "temperature: expected to be absent, 0 or 1 with beam_search, got 0.5",
+        ),
+        (
+            "/v1/completions",
+            COMPLETE | {"logit_bias": {"4000": 1}},
+            "logit_bias[0].token_id: expected a token id below the vocabulary size 405, got 4000",
+        ),
+        *(
+            (
+                "/v1/completions",
+                {"prompt": prompt},
+                "prompt: expected a text, token ids, a list of texts, or a list of lists of token "
+                "ids, got a list of 2 entries",
+            )
+            for prompt in (["a", [1]], ["a", 1], [[1], "a"], [1, True])
+        ),
+        ("/v1/completions", {"prompt": [1, -1]}, "prompt[1]: expected at least 0, got -1"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"max_tokens": 0},
+            "max_tokens: expected at least 1, or -1 (as many as fit), got 0",
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": [{"type": kind, kind: {}}]}]},
+                f"messages[0].content[0].type: expected 'text', got \"{kind}\": the models served "
+                "here read text only",
+            )
+            for kind in ("image_url", "input_audio", "video_url", "file")
+        ),
         (
             "/v1/chat/completions",
             {"messages": []},
@@ -106,6 +183,11 @@ COMPLETE = {"prompt": "a"}
         ),
         (
             "/v1/chat/completions",
+            CHAT | {"response_format": "json"},
+            'response_format: expected an object, got "json"',
+        ),
+        (
+            "/v1/chat/completions",
             CHAT | {"user": 5, "model": "m"},
             "user: expected a string, got 5",
         ),
@@ -117,3 +199,46 @@ async def test_a_message_names_the_field_what_is_allowed_and_what_was_received(
     refused = await served.client.post(path, json=body)
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == message
+
+
+async def test_a_model_that_is_not_served_has_the_same_error_wherever_it_is_named(
+    served: HttpServed,
+) -> None:
+    listed = await served.client.get("/v1/models/nope")
+    requested = await served.client.post("/v1/completions", json=COMPLETE | {"model": "nope"})
+    assert listed.status_code == requested.status_code == 404
+    assert listed.json() == requested.json()
+    assert listed.json()["error"]["message"] == "unknown model 'nope'; available models: tiny"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "shown"),
+    [
+        (
+            "/v1/completions",
+            {"prompt": ["secret", 1]},
+            "path=/v1/completions status=400 reason=invalid_field field=prompt",
+        ),
+        (
+            "/v1/completions",
+            COMPLETE | {"model": "no\npe"},
+            "path=/v1/completions status=404 reason=model_not_found field=None",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [USER]},
+            "path=/v1/messages status=400 reason=invalid_request_error field=None",
+        ),
+        ("/v1/a%0Ab", {}, "path=/v1/a%0Ab status=404 reason=not_found_error field=None"),
+    ],
+)
+async def test_a_refused_request_is_logged_once_by_the_id_that_the_client_sent(
+    served: HttpServed, caplog: pytest.LogCaptureFixture, path: str, body: Any, shown: str
+) -> None:
+    caplog.set_level(logging.DEBUG, "scheduler_service.frontend.http")
+    answer = await served.client.post(path, json=body, headers={"X-Request-Id": "mine-7"})
+    assert answer.headers["x-request-id"] == "mine-7"
+    lines = [record.getMessage() for record in caplog.records if "refused" in record.msg]
+    (line,) = lines
+    assert line.startswith("request refused request_id=mine-7 method=POST ")
+    assert line.endswith(shown)

@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
+from scheduler_service.frontend.http.openai.sampling import NEUTRAL
 from tests.support.fake_core import FakeRequest
 from tests.support.http_frontends import HttpServed
 from tests.support.tokenizers import byte_level, tokens
@@ -215,6 +216,29 @@ async def test_fields_at_values_that_ask_for_nothing_are_taken(served: HttpServe
         "include_reasoning": True,
     }
     await submitted(served, CHAT, ASK | both | chat)
+
+
+@pytest.mark.parametrize(("path", "wish"), BOTH)
+async def test_values_that_ask_for_nothing_are_absent_fields(
+    served: HttpServed, path: str, wish: dict[str, Any]
+) -> None:
+    asked = {name: value for name, values in NEUTRAL.items() for value in values}
+    await submitted(served, path, wish | asked | {"suffix": ""})
+
+
+@pytest.mark.parametrize(("path", "wish"), BOTH)
+async def test_minus_one_is_as_many_tokens_as_fit_and_any_seed(
+    served: HttpServed, path: str, wish: dict[str, Any]
+) -> None:
+    seeds = set()
+    for _ in range(2):
+        asked = wish | {"max_tokens": -1, "seed": -1}
+        request, _ = await submitted(served, path, asked)
+        assert request.submit.max_tokens == 256 - len(request.prompt)
+        seeds.add(request.submit.sampling.seed)
+    assert len(seeds) == 2, "drawn for each"
+    request, _ = await submitted(served, path, wish | {"seed": -2})
+    assert request.submit.sampling.seed == 2**64 - 2
 
 
 async def test_a_character_of_several_tokens_comes_whole(served: HttpServed) -> None:
