@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
+from itertools import chain
 
 import grpc
 
@@ -60,13 +61,19 @@ class RegistrationServer:
         request_iterator: Iterator[pb.RegisterWorkerRequest],
         context: grpc.ServicerContext,
     ) -> Iterator[pb.RegisterWorkerResponse]:
-        """Accept a worker, and send it directives until its stream ends."""
+        """Accept a worker, and send it directives until its stream ends. Of a stream that reports
+        how a worker loads its model, nothing is kept."""
+        first = next(request_iterator, None)
+        yield _response(pb.WorkerDirective(serve=pb.Serve(lease_ms=LEASE_MS)))
+        if first is None or first.heartbeat.HasField("loading"):
+            for _ in request_iterator:
+                pass
+            return
         registration = Registration()
         reader = threading.Thread(
-            target=self._read, args=(request_iterator, registration), daemon=True
+            target=self._read, args=(chain([first], request_iterator), registration), daemon=True
         )
         reader.start()
-        yield _response(pb.WorkerDirective(serve=pb.Serve(lease_ms=LEASE_MS)))
         while (directive := self._directives.get()) is not None:
             yield _response(directive)
 

@@ -57,6 +57,7 @@ from worker_service.launcher.launcher import (
 
 if TYPE_CHECKING:
     from worker_service.engine.executor import Executor
+    from worker_service.load_progress import LoadProgress
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=CONTEXT)
 
@@ -135,9 +136,14 @@ def _host_of(ranks_to_launch: RanksToLaunch, flags: Flags, ranks: RankFlags) -> 
 
 
 async def _run(config: WorkerConfig) -> None:
+    from worker_service.config import ModelConfig
+    from worker_service.load_progress import LoadProgress
     from worker_service.service.lifecycle import Worker
 
-    worker = Worker(config, _executor_of(config))
+    model = config.model
+    show_bar = model.show_progress if isinstance(model, ModelConfig) else False
+    progress = LoadProgress(show_bar=show_bar)
+    worker = Worker(config, _executor_of(config, progress), progress)
     worker.handle_signals()
     try:
         await worker.run()
@@ -152,7 +158,7 @@ async def _run(config: WorkerConfig) -> None:
             os._exit(0 if waits_for_rank else 1)
 
 
-def _executor_of(config: WorkerConfig) -> "Executor":
+def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
     """The plans' executor, imported here because a simulation needs no torch. Raises WorkerError if
     the model cannot be loaded and that can be found before anything is listened on."""
     from worker_service.config import DEFAULT_BLOCK_SIZE, SimulationConfig
@@ -176,7 +182,7 @@ def _executor_of(config: WorkerConfig) -> "Executor":
     return ModelExecutor(
         config.cache,
         profiler,
-        lambda: load_model(model, config.cache),
+        lambda: load_model(model, config.cache, progress),
         rendezvous,
         config.runner,
     )

@@ -20,6 +20,9 @@ from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, from_proto
 from pagewire_client.errors import from_call
 
+LOSSES_SHOWN_S = 300.0
+"""How long a lost worker is listed, as on the dashboard."""
+
 _ANY_WIDTH = 1_000
 """Columns: lines are neither folded for a narrow terminal nor for a pipe."""
 
@@ -65,7 +68,8 @@ def _render(snapshot: EngineStatus) -> RenderableType:
         ("frontends", str(snapshot.num_frontends)),
     ):
         facts.add_row(name, value)
-    return Group(facts, _workers(snapshot.groups)) if snapshot.groups else facts
+    rows = [*_workers(snapshot.groups), *_others(snapshot)]
+    return Group(facts, _table(rows)) if rows else facts
 
 
 def _requests(snapshot: EngineStatus) -> str:
@@ -79,10 +83,10 @@ def _swaps(snapshot: EngineStatus) -> str:
     return f"{snapshot.num_swapped_out_blocks} out, {snapshot.num_swapped_in_blocks} in"
 
 
-def _workers(groups: list[WorkerGroupStatus]) -> Table:
+def _table(rows: list[tuple[str, ...]]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     # Never shortened or wrapped: `pagewire drain` takes the whole id.
-    table.add_column("worker", no_wrap=True, min_width=max(len(group.group_id) for group in groups))
+    table.add_column("worker", no_wrap=True, min_width=max(len(row[0]) for row in rows))
     for name in (
         "state",
         "model",
@@ -94,8 +98,14 @@ def _workers(groups: list[WorkerGroupStatus]) -> Table:
         "arithmetic",
     ):
         table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _workers(groups: list[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
     for group in groups:
-        table.add_row(
+        yield (
             group.group_id,
             group.state,
             group.model,
@@ -106,7 +116,17 @@ def _workers(groups: list[WorkerGroupStatus]) -> Table:
             group.weights or "unknown",
             group.arithmetic or "unknown",
         )
-    return table
+
+
+def _others(snapshot: EngineStatus) -> Iterator[tuple[str, ...]]:
+    """Workers that load their model, and those that were lost and have not returned."""
+    for load in snapshot.loading:
+        yield load.group_id, load.summary, load.model
+    present = {group.group_id for group in snapshot.groups}
+    present |= {load.group_id for load in snapshot.loading}
+    for loss in snapshot.worker_losses:
+        if loss.group_id not in present and loss.age_s < LOSSES_SHOWN_S:
+            yield loss.group_id, f"lost {loss.age_s:.0f} s ago", loss.model
 
 
 def _blocks(total: int, free: int) -> str:

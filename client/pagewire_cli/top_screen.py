@@ -197,7 +197,9 @@ class Screen:
                 yield Text.assemble(
                     (loss.group_id, "bold"), " ", ("lost", "red"), f" {_duration(loss.age_s)} ago"
                 )
-        if not status.groups:
+        for load in status.loading:
+            yield Text.assemble((load.group_id, "bold"), " ", (load.summary, "yellow"))
+        if not status.groups and not status.loading:
             yield Text("no worker is registered", style="yellow")
         map_lines = self._map_lines(len(status.groups))
         for group in status.groups:

@@ -133,6 +133,30 @@ class WorkerLoss:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerLoading:
+    """How far a worker has loaded its model."""
+
+    group_id: str
+    rank: int
+    model: str
+    phase: str
+    """What it does at present."""
+    done_bytes: int
+    total_bytes: int
+    """0 while it is not known."""
+    remaining_s: float | None
+    """None without an estimate."""
+
+    @property
+    def summary(self) -> str:
+        """The phase, with its share and the time left as far as they are known."""
+        text = self.phase
+        if self.total_bytes:
+            text += f" {100 * self.done_bytes // self.total_bytes} %"
+        return text if self.remaining_s is None else f"{text}, about {self.remaining_s:.0f} s left"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RequestStatus:
     """One request, without its contents."""
 
@@ -190,11 +214,15 @@ class EngineStatus:
     time_to_first_token: LatencyHistogram
     inter_token_latency: LatencyHistogram
     worker_losses: list[WorkerLoss]
+    loading: list[WorkerLoading]
 
 
 _PARTS = {
     kind.__name__: kind
-    for kind in (LatencyHistogram, BlockMap, WorkerGroupStatus, WorkerLoss, RequestStatus)
+    for kind in (
+        *(LatencyHistogram, BlockMap, WorkerGroupStatus),
+        *(WorkerLoss, WorkerLoading, RequestStatus),
+    )
 }
 T = TypeVar("T")
 

@@ -6,11 +6,12 @@ their tokens held, so that more of them travel in one message.
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from typing import TypeAlias
 
 import grpc
 
-from pagewire.v1 import model_pb2
+from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column
@@ -187,13 +188,17 @@ class FrontendStreams:
         """The number of attached frontends."""
         return len(self._streams)
 
-    def announce_models(self, models: list[model_pb2.ModelInfo]) -> None:
-        """Announce the models that can be served, and those that were served before, to every
-        frontend: now, and to later ones when they attach."""
+    def announce_models(
+        self,
+        models: list[model_pb2.ModelInfo],
+        loading: Iterable[status_pb2.WorkerLoading] = (),
+    ) -> None:
+        """Announce the models that can be served, those that were served before, and those being
+        loaded, to every frontend: now, and to later ones when they attach."""
         known = set(self._models.known_models)
         for model in models:
             known.update((model.name, *model.aliases))
-        self._models = pb.ServedModels(models=models, known_models=sorted(known))
+        self._models = pb.ServedModels(models=models, known_models=sorted(known), loading=loading)
         for stream in self._streams.values():
             stream.announce_models(self._models)
 

@@ -5,6 +5,7 @@ import logging
 from functools import partial
 from typing import Self
 
+from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import add_SchedulerServiceServicer_to_server
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core.core import SchedulerCore
@@ -149,16 +150,22 @@ class CoreService:
         self._workers_changed.set()
 
     async def _announce_models(self) -> None:
-        """Announce the served models to frontends and the health service whenever they change."""
+        """Announce the served models to frontends and the health service whenever they change, and
+        to frontends how far other workers are with loading theirs."""
         known: list[object] = []
+        last_loading: list[status_pb2.WorkerLoading] = []
         while True:
             await self._workers_changed.wait()
             self._workers_changed.clear()
             models = self.registry.served_models()
-            if models != known:
+            has_changed = models != known
+            loading = self.registry.loading()
+            if has_changed or loading != last_loading:
+                last_loading = loading
+                self.frontends.announce_models(models, loading)
+            if has_changed:
                 known = list(models)
                 logger.info("served models changed models=%s", [model.name for model in models])
-                self.frontends.announce_models(models)
                 await self.runner.set_serving(bool(models))
 
 

@@ -129,6 +129,7 @@ class StatusBoard:
             groups=[
                 self._group_status(group, groups.get(group.group_id)) for group in self._registry
             ],
+            loading=self._registry.loading(),
             time_to_first_token=histogram(core.first_token_counts),
             inter_token_latency=histogram(core.inter_token_counts),
             num_worker_losses=self._registry.num_losses,

@@ -79,6 +79,9 @@ class WorkerRegistry:
         self._dial = dial
         self._counters = counters
         self._groups: dict[str, WorkerGroup] = {}
+        self._loading: dict[int, status_pb2.WorkerLoading] = {}
+        """Reports of workers that load their model, by the number of their stream."""
+        self._num_loads = 0
         self.losses: deque[WorkerLoss] = deque(maxlen=MAX_LOSSES)
         """The most recently lost workers, in order."""
         self.num_losses = 0
@@ -87,6 +90,10 @@ class WorkerRegistry:
     def __iter__(self) -> Iterator[WorkerGroup]:
         """The groups by group id."""
         return iter([self._groups[group_id] for group_id in sorted(self._groups)])
+
+    def loading(self) -> list[status_pb2.WorkerLoading]:
+        """Reports of the workers that load their model, by group and rank."""
+        return sorted(self._loading.values(), key=lambda report: (report.group_id, report.rank))
 
     def served_models(self) -> list[model_pb2.ModelInfo]:
         """Models that can be served now, by name, each with the greatest length of its groups,
@@ -147,7 +154,11 @@ class WorkerRegistry:
 
         Raises InvalidArgument for a malformed registration and Unavailable when the lease ends.
         """
-        registration = await self._read_registration(context)
+        first = await self._read_first(context)
+        if first.HasField("loading"):
+            await self._follow_load(first, context)
+            return
+        registration = _checked(first)
         refusal = self._why_refused(registration)
         if refusal is not None:
             logger.warning("worker refused worker_id=%s reason=%s", registration.worker_id, refusal)
@@ -165,24 +176,43 @@ class WorkerRegistry:
         finally:
             self._leave(worker, group)
 
-    async def _read_registration(self, context: Context) -> pb.WorkerRegistration:
+    async def _read_first(self, context: Context) -> pb.WorkerHeartbeat:
         try:
             async with asyncio.timeout(self._lease_s):
                 first = await context.read()
         except TimeoutError:
             raise InvalidArgument("registration", "required within the lease's time") from None
-        if first is grpc.aio.EOF or not first.heartbeat.HasField("registration"):
+        if first is grpc.aio.EOF:
             raise InvalidArgument("registration", "required in the stream's first message")
-        registration = first.heartbeat.registration
-        for field in ("worker_id", "group_id", "address"):
-            if not getattr(registration, field):
-                raise InvalidArgument(f"registration.{field}", "required")
-        for field in ("name", "fingerprint", "max_model_len", "vocab_size", "block_size"):
-            if not getattr(registration.model, field):
-                raise InvalidArgument(f"registration.model.{field}", "required")
-        if registration.last_epoch > MAX_EPOCH:
-            raise InvalidArgument("registration.last_epoch", f"expected at most {MAX_EPOCH}")
-        return registration
+        heartbeat: pb.WorkerHeartbeat = first.heartbeat
+        return heartbeat
+
+    async def _follow_load(self, heartbeat: pb.WorkerHeartbeat, context: Context) -> None:
+        """Keep a worker's reports of its load until its stream ends or is silent."""
+        self._num_loads += 1
+        number = self._num_loads
+        first = heartbeat.loading
+        logger.info("worker loading group_id=%s rank=%d", first.group_id, first.rank)
+        await _write(context, self._lease())
+        try:
+            while True:
+                self._loading[number] = heartbeat.loading
+                self._on_change()
+                async with asyncio.timeout(self._lease_s):
+                    request = await context.read()
+                if request is grpc.aio.EOF:
+                    return
+                heartbeat = request.heartbeat
+        except TimeoutError:
+            raise Unavailable(
+                f"no heartbeat for {self._lease_s:g} s", reason="LEASE_EXPIRED"
+            ) from None
+        finally:
+            self._loading.pop(number, None)
+            self._on_change()
+
+    def _lease(self) -> pb.WorkerDirective:
+        return pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self._lease_s * 1000)))
 
     def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
         """The reason why a worker cannot join, or None; does not count a worker that it would
@@ -208,9 +238,7 @@ class WorkerRegistry:
     def _join(self, registration: pb.WorkerRegistration) -> tuple[Worker, WorkerGroup]:
         """Add a worker; returns it and its group."""
         worker = Worker(registration, self._driver.clock())
-        worker.directives.put_nowait(
-            pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self._lease_s * 1000)))
-        )
+        worker.directives.put_nowait(self._lease())
         group = self._groups.get(registration.group_id)
         if group is None:
             group = self._groups[registration.group_id] = self._make_group(registration)
@@ -297,6 +325,22 @@ class WorkerRegistry:
 
     def _lease_left(self, worker: Worker) -> float:
         return worker.last_heartbeat + self._lease_s - self._driver.clock()
+
+
+def _checked(first: pb.WorkerHeartbeat) -> pb.WorkerRegistration:
+    """The registration in a stream's first message. Raises InvalidArgument."""
+    if not first.HasField("registration"):
+        raise InvalidArgument("registration", "required in the stream's first message")
+    registration = first.registration
+    for field in ("worker_id", "group_id", "address"):
+        if not getattr(registration, field):
+            raise InvalidArgument(f"registration.{field}", "required")
+    for field in ("name", "fingerprint", "max_model_len", "vocab_size", "block_size"):
+        if not getattr(registration.model, field):
+            raise InvalidArgument(f"registration.model.{field}", "required")
+    if registration.last_epoch > MAX_EPOCH:
+        raise InvalidArgument("registration.last_epoch", f"expected at most {MAX_EPOCH}")
+    return registration
 
 
 async def _write(context: Context, directive: pb.WorkerDirective) -> None:

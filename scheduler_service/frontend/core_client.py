@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from pagewire.v1 import model_pb2
+from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column, to_column
@@ -168,10 +168,12 @@ class CoreClient:
         self,
         core: CoreConnection,
         frontend_id: str,
-        on_models: Callable[[Iterable[model_pb2.ModelInfo], Iterable[str]], None],
+        on_models: Callable[
+            [Iterable[model_pb2.ModelInfo], Iterable[str], Iterable[status_pb2.WorkerLoading]], None
+        ],
     ) -> None:
         """`on_models` is called with the models that can be served, none while the core is away,
-        and with the names of all models that the core knows."""
+        with the names of all models that the core knows, and with workers that load theirs."""
         self._core = core
         self._frontend_id = frontend_id
         self._on_models = on_models
@@ -288,7 +290,7 @@ class CoreClient:
         self.num_core_losses += 1
         for request in self._unfinished():
             request.stopwatch.lost()
-        self._on_models((), ())
+        self._on_models((), (), ())
 
     # The core's outputs.
 
@@ -359,7 +361,7 @@ class CoreClient:
         request.stopwatch.lost()
 
     def _take_models(self, announced: scheduler_pb.ServedModels) -> None:
-        self._on_models(announced.models, announced.known_models)
+        self._on_models(announced.models, announced.known_models, announced.loading)
         served = {info.name for info in announced.models}
         for request in [r for r in self._without_model if r.model_name in served]:
             del self._without_model[request]

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pagewire.v1 import model_pb2
+from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1.sampling_pb2 import SamplingParams
 from pagewire.validation import generation_defaults, limits_of
 from scheduler_service.columns import from_column
@@ -179,6 +179,16 @@ def may_use(tenant: Principal, info: model_pb2.ModelInfo) -> bool:
     return any(map(tenant.may_use, (info.name, *info.aliases)))
 
 
+def describe_load(load: status_pb2.WorkerLoading) -> str:
+    """How far a worker has loaded its model, for people."""
+    text = load.phase
+    if load.total_bytes:
+        text += f" {100 * load.done_bytes // load.total_bytes} %"
+    if load.HasField("remaining_s"):
+        text += f", about {load.remaining_s:.0f} s left"
+    return text
+
+
 class ModelDirectory:
     """Models by name: `update` takes an announcement, `resolve` waits for a model and its files."""
 
@@ -192,6 +202,7 @@ class ModelDirectory:
         """Models by name, with their files as last fetched, whether or not they are served now."""
         self._known: set[str] = set()
         """Names of models that are or were served, by this or an earlier core."""
+        self._workers_loading: list[status_pb2.WorkerLoading] = []
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Tasks by name and fingerprint."""
         self.changed = asyncio.Event()
@@ -208,16 +219,23 @@ class ModelDirectory:
         served = sorted(self._served.values(), key=lambda info: info.name)
         return [info for info in served if self._find_ready(info)]
 
-    def update(self, models: Iterable[model_pb2.ModelInfo], known: Iterable[str] = ()) -> None:
+    def update(
+        self,
+        models: Iterable[model_pb2.ModelInfo],
+        known: Iterable[str] = (),
+        loading: Iterable[status_pb2.WorkerLoading] = (),
+    ) -> None:
         """Store which models are served now and fetch the files of new ones.
 
-        `known`: names of models that the core has served since it started. A load continues if its
+        `known`: names of models that the core has served since it started; `loading`: workers that
+        load their model. A load continues if its
         model is announced again or is away for a moment; other files under its name end it.
         """
         self._served = {info.name: info for info in models}
         aliases = {alias: info for info in self._served.values() for alias in info.aliases}
         self._named = aliases | self._served
         self._known.update(self._named, known)
+        self._workers_loading = list(loading)
         for info in self._served.values():
             self._update_model(info)
         self._notify()
@@ -250,14 +268,19 @@ class ModelDirectory:
                 async with asyncio.timeout_at(give_up_at if is_bounded else None):
                     await changed.wait()
             except TimeoutError:
-                raise Unavailable(f"{wanted} being served now", reason="NO_MODEL_SERVED") from None
+                raise self.unavailable(f"{wanted} being served now") from None
 
     def current(self, name: str | None, tenant: Principal) -> FrontendModel:
         """Like `resolve`, but raises Unavailable instead of waiting."""
         model = self._find(name, tenant)
         if model is None:
-            raise Unavailable("the model is not being served now", reason="NO_MODEL_SERVED")
+            raise self.unavailable("the model is not being served now")
         return model
+
+    def unavailable(self, what: str) -> Unavailable:
+        """The error of a model that is not served, with how far workers have loaded theirs."""
+        loads = "; ".join(map(describe_load, self._workers_loading))
+        return Unavailable(f"{what}: {loads}" if loads else what, reason="NO_MODEL_SERVED")
 
     async def close(self) -> None:
         """Stop fetching."""

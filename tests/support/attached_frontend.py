@@ -58,6 +58,8 @@ class AttachedFrontend:
         self.failed: dict[int, pb.RequestFailed] = {}
         self.models: list[str] | None = None
         self.known_models: list[str] = []
+        self.loading: list[int] = []
+        """Bytes that each worker which is loading its model has done."""
         self.num_messages = 0
         self.end: grpc.aio.AioRpcError | None = None
         """The error that ended the stream."""
@@ -133,6 +135,7 @@ class AttachedFrontend:
         if message.HasField("models"):
             self.models = [model.name for model in message.models.models]
             self.known_models = list(message.models.known_models)
+            self.loading = [load.done_bytes for load in message.models.loading]
         self.accepted += array("i", message.accepted).tolist()
         handles = array("i", message.token_handles)
         for handle, token in zip(handles, array("i", message.token_ids), strict=True):

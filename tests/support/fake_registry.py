@@ -29,13 +29,15 @@ class FakeRegistry(pb_grpc.SchedulerServiceServicer):
 
     def __init__(self) -> None:
         self.streams: list[Registered] = []
+        self.loads: list[Registered] = []
+        """Streams of workers that report how far they have loaded their model."""
 
     async def RegisterWorker(  # type: ignore[no-untyped-def,override]
         self, request_iterator, context
     ) -> None:
         first = (await anext(aiter(request_iterator))).heartbeat
         stream = Registered(first.registration, [first])
-        self.streams.append(stream)
+        (self.loads if first.HasField("loading") else self.streams).append(stream)
         stream.directives.put_nowait(pb.WorkerDirective(serve=pb.Serve(lease_ms=LEASE_MS)))
         reading = asyncio.create_task(self._read(request_iterator, stream))
         try:

@@ -14,6 +14,7 @@ from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.counting_model import CountingModel, loaded_counting_model
 from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, WorkerConfig
 from worker_service.errors import WorkerError
+from worker_service.load_progress import LoadProgress
 from worker_service.loader import LoadedModel
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.service.lifecycle import Worker
@@ -97,6 +98,7 @@ async def running_worker(
     grace_period_s: float = 10.0,
     profile_dir: Path = Path(),
     executor: type[ModelExecutor] = ModelExecutor,
+    progress: LoadProgress | None = None,
 ) -> AsyncIterator[RunningWorker]:
     """A worker that serves, or, with `load`, is about to load."""
     config = WorkerConfig(
@@ -107,7 +109,7 @@ async def running_worker(
         profile_dir=str(profile_dir),
     )
     load_or_count = load or (lambda: loaded_counting_model(model, block_size=BLOCK_SIZE))
-    worker = Worker(config, executor(config.cache, Profiler(profile_dir), load_or_count))
+    worker = Worker(config, executor(config.cache, Profiler(profile_dir), load_or_count), progress)
     task = asyncio.create_task(worker.run())
     waiting = asyncio.create_task((worker.listening if load else worker.ready).wait())
     await asyncio.wait((task, waiting), return_when=asyncio.FIRST_COMPLETED)

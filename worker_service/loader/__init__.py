@@ -6,6 +6,7 @@
 | | `check_model`: what can be found wrong without doing so |
 | `eagle_head.py` | loading a draft head, which is checked against its target |
 | `model_files.py` | a directory, the hub or the embedded model; assets for frontends; fingerprint |
+| `hub_progress.py` | the progress of a download |
 | `gguf_file.py` | GGUF files: metadata, and tensors one at a time, dense or packed |
 | `gguf_model.py` | configuration and tensors of a GGUF file under the names of `transformers` |
 | `gguf_tokenizer.py` | tokenizer and chat template of a GGUF file, as files for frontends |

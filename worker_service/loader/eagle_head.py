@@ -18,6 +18,7 @@ from torch import Tensor
 
 from worker_service.config import CacheConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
+from worker_service.load_progress import LoadProgress
 from worker_service.loader.load import (
     CACHE_DTYPES,
     LoadedModel,
@@ -103,7 +104,7 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | Non
         head,
         checkpoint,
         on_filled=EagerPacking(head),
-        show_progress=target.config.show_progress,
+        progress=LoadProgress(show_bar=target.config.show_progress),
     )
     if copied := list(head.copied_targets()):
         _copy_from_target(copied, target, model)

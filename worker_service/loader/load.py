@@ -8,7 +8,7 @@ only at run time; the trial run then fails with the backend's error.
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from worker_service.distributed.communicator import Communicator, require_symmet
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.memory_budget import require_host_memory
+from worker_service.load_progress import LoadProgress
 from worker_service.loader.device import (
     freed_memory_returns,
     initialize_vector_math,
@@ -290,21 +291,27 @@ def check_model(config: ModelConfig, cache: CacheConfig) -> None:
         open_checkpoint(model_dir, schemes)
 
 
-def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedModel:
+def load_model(
+    config: ModelConfig,
+    cache: CacheConfig | None = None,
+    progress: LoadProgress | None = None,
+) -> LoadedModel:
     """Load the model that `config` names onto its device, ready to run.
 
-    cache: options of its KV cache, on which the choice of the attention backend depends.
+    cache: options of its KV cache, on which the choice of the attention backend depends; progress:
+    reports how far it is.
 
     Raises a `WorkerError` that names the invalid option, or the file and tensor at fault.
     """
     started = time.monotonic()
     cache = cache or CacheConfig()
+    progress = progress or LoadProgress(show_bar=config.show_progress)
     device = _device_of(config, cache)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches there, whatever device its tensors are on
     initialize_vector_math()
     dummy = config.load_format == "dummy"
-    model_dir = resolve_model(config.model, config.revision, weights=not dummy)
+    model_dir = resolve_model(config.model, config.revision, weights=not dummy, progress=progress)
     hf_config = read_config(model_dir)
     config = _without_stored_method(config, model_dir, hf_config)
     schemes = read_schemes(model_dir / "config.json", hf_config)
@@ -362,7 +369,7 @@ def load_model(config: ModelConfig, cache: CacheConfig | None = None) -> LoadedM
             checkpoint.stored_as,
         )
     with freed_memory_returns():
-        model = _build(config, hf_config, model_dir, checkpoint, context, kernels)
+        model = _build(config, hf_config, model_dir, checkpoint, context, kernels, progress)
     warn_of_rounding(config.dtype, dtype, device, model.num_parameters)
     if device.type == "cpu":
         num_parameters = model.num_parameters // config.layout.world_size
@@ -469,6 +476,7 @@ def _build(
     checkpoint: Checkpoint,
     context: ModelContext,
     kernels: Kernels,
+    progress: LoadProgress,
 ) -> Model:
     hf_config = _with_own_head(hf_config, checkpoint)
     model = build_native_model(hf_config, config.max_model_len, context, kernels)
@@ -480,7 +488,7 @@ def _build(
                 f" {context.device}; models that can be on a GPU: {', '.join(NATIVE_MODELS)}"
             )
         return _build_through_transformers(
-            config, hf_config, model_dir, checkpoint, context, kernels
+            config, hf_config, model_dir, checkpoint, context, kernels, progress
         )
     for key, value in ignored_settings(hf_config).items():
         logger.warning("config.json: %s is not used by %s: %s", key, model.architecture, value)
@@ -501,13 +509,15 @@ def _build(
                 if weight.name in sources and weight.rounding and weight.keep
             }
             folder = Path(config.quantization_cache)
-            checkpoint = with_rounded_weights(checkpoint, roundings, context.dtype, folder)
+            checkpoint = with_rounded_weights(
+                checkpoint, roundings, context.dtype, folder, progress
+            )
         load_weights(
             model,
             checkpoint,
             others=names,
             on_filled=packing,
-            show_progress=config.show_progress,
+            progress=progress,
         )
         if context.cache_dtype == FP8:
             load_kv_scales(model, checkpoint)
@@ -564,15 +574,20 @@ def _build_through_transformers(
     checkpoint: Checkpoint,
     context: ModelContext,
     kernels: Kernels,
+    progress: LoadProgress,
 ) -> Model:
     # Imported here because `transformers` takes seconds to import, and native models do not use it.
     from worker_service.models.transformers_backend import build_transformers_model
 
-    def reader(roundings: Mapping[str, str]) -> AbstractContextManager[Any]:
-        if config.quantization_cache is None:
-            return checkpoint.reader()
-        folder = Path(config.quantization_cache)
-        return with_rounded_weights(checkpoint, roundings, context.dtype, folder).reader()
+    @contextmanager
+    def reader(roundings: Mapping[str, str]) -> Iterator[Any]:
+        source = checkpoint
+        if config.quantization_cache is not None:
+            folder = Path(config.quantization_cache)
+            source = with_rounded_weights(source, roundings, context.dtype, folder, progress)
+        phase = progress.phase("loading weights", source.num_bytes)
+        with phase as advance, source.reader(advance) as read:
+            yield read
 
     with ExitStack() as files:
         return build_transformers_model(

@@ -15,6 +15,7 @@ from typing import Any
 
 from worker_service.config import EMBEDDED, local_model
 from worker_service.errors import BadCheckpoint, ModelNotFound
+from worker_service.load_progress import LoadProgress
 from worker_service.loader.gguf_file import headers, is_gguf, open_gguf
 from worker_service.loader.gguf_model import gguf_config
 
@@ -26,18 +27,24 @@ _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 _OTHER_PATTERNS = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 
 
-def resolve_model(model: str, revision: str | None = None, *, weights: bool = True) -> Path:
+def resolve_model(
+    model: str,
+    revision: str | None = None,
+    *,
+    weights: bool = True,
+    progress: LoadProgress | None = None,
+) -> Path:
     """Return the directory or GGUF file of `model`; a model of the hub is downloaded first.
 
-    revision: of a model of the hub; weights: whether weight files are downloaded, too. Raises
-    ModelNotFound, which names the places that were searched.
+    revision: of a model of the hub; weights: whether weight files are downloaded, too; progress:
+    of the download. Raises ModelNotFound, which names the places that were searched.
     """
     if model == EMBEDDED:
         return _EMBEDDED_DIR
     if (found := local_model(model)) is not None:
         return found
     _require_hub_id(model)
-    return _download(model, revision, weights)
+    return _download(model, revision, weights, progress or LoadProgress())
 
 
 def resolve_config(model: str, revision: str | None = None) -> Path | None:
@@ -86,13 +93,22 @@ def _require_hub_id(model: str) -> None:
         ) from None
 
 
-def _download(model: str, revision: str | None, weights: bool) -> Path:
+def _download(model: str, revision: str | None, weights: bool, progress: LoadProgress) -> Path:
     from huggingface_hub import snapshot_download
+
+    from worker_service.loader.hub_progress import download_bars
 
     patterns = _OTHER_PATTERNS + (_WEIGHT_PATTERNS if weights else [])
     logger.info("looking for the model on the hub model=%s revision=%s", model, revision)
-    with _hub_errors(model):
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    with _hub_errors(model), progress.phase("downloading") as advance:
+        return Path(
+            snapshot_download(
+                model,
+                revision=revision,
+                allow_patterns=patterns,
+                tqdm_class=download_bars(advance),
+            )
+        )
 
 
 @contextmanager

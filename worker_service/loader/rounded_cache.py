@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pagewire_kernels.quantized_weight import GROUP_SIZES, UNSIGNED_TABLE, QuantizedWeight
 from worker_service.errors import InvalidOption
+from worker_service.load_progress import LoadProgress
 from worker_service.loader.quantized_checkpoint import describe
 from worker_service.loader.quantized_formats import Read, Scheme, Shape, StoredWeight, unpack
 from worker_service.loader.weights import Checkpoint
@@ -74,7 +75,11 @@ class _Rounded(StoredWeight):
 
 
 def with_rounded_weights(
-    checkpoint: Checkpoint, roundings: Mapping[str, str], dtype: torch.dtype, folder: Path
+    checkpoint: Checkpoint,
+    roundings: Mapping[str, str],
+    dtype: torch.dtype,
+    folder: Path,
+    progress: LoadProgress,
 ) -> Checkpoint:
     """Return the checkpoint with rounded weights from the cache, which is written if it is missing.
 
@@ -98,7 +103,7 @@ def with_rounded_weights(
     if file is None:
         done = "written to the cache"
         try:
-            file = _write(folder, key, checkpoint, roundings, dtype)
+            file = _write(folder, key, checkpoint, roundings, dtype, progress)
         except (OSError, SafetensorError) as error:
             logger.warning("rounded weights not cached folder=%s error=%s", folder, error)
             return checkpoint
@@ -141,6 +146,7 @@ def _write(
     checkpoint: Checkpoint,
     roundings: Mapping[str, str],
     dtype: torch.dtype,
+    progress: LoadProgress,
 ) -> Path:
     """Round the weights and write them one at a time. Returns the file."""
     _delete_abandoned(folder)
@@ -148,7 +154,11 @@ def _write(
         dir=folder, prefix=f"{key}-", suffix=_UNFINISHED
     ) as unfinished:
         part = Path(unfinished) / "part"
-        with part.open("wb") as stream, checkpoint.reader() as read:
+        with (
+            part.open("wb") as stream,
+            progress.phase("rounding weights", checkpoint.num_bytes) as advance,
+            checkpoint.reader(advance) as read,
+        ):
             stream.write(_header(checkpoint, roundings))
             for name, to in roundings.items():
                 weight = read(name)

@@ -13,25 +13,22 @@ and `v_proj`. The default is 1, which suits models whose keys and values stay we
 """
 
 import logging
-import sys
 import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from pagewire_kernels.quantized_weight import QuantizedWeight, assemble
 from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
+from worker_service.load_progress import Advance, LoadProgress
 from worker_service.loader.gguf_file import is_gguf, split_files
 from worker_service.loader.gguf_model import GgufTensors, gguf_tensors
 from worker_service.loader.model_files import read_json
@@ -119,6 +116,11 @@ class Checkpoint:
                 )
         return sources
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.stat().st_size for file in self.files)
+
     def dense_names(self) -> set[str]:
         """Names of the tensors that are not quantized."""
         with ExitStack() as files:
@@ -140,8 +142,11 @@ class Checkpoint:
         return {name: opened[file].get_slice(name) for name, file in self.file_of.items()}
 
     @contextmanager
-    def reader(self) -> Iterator[Callable[[str], Tensor | QuantizedWeight]]:
-        """A function that reads a tensor by name, without dequantizing it.
+    def reader(
+        self, on_read: Callable[[int], None] = lambda num_bytes: None
+    ) -> Iterator[Callable[[str], Tensor | QuantizedWeight]]:
+        """A function that reads a tensor by name, without dequantizing it. on_read: called with
+        the number of bytes of each.
 
         Pages read from a mapped file count as memory of this process until the file is closed, so
         it is opened again after `_MAX_MAPPED_BYTES`.
@@ -160,7 +165,9 @@ class Checkpoint:
                 tensor = _read_quantized(opened[file], name)
                 if tensor is None:
                     tensor = opened[file].get_tensor(name)
-                num_read += tensor.nbytes if isinstance(tensor, Tensor) else tensor.codes.nbytes
+                num_bytes = tensor.nbytes if isinstance(tensor, Tensor) else tensor.codes.nbytes
+                num_read += num_bytes
+                on_read(num_bytes)
                 return tensor
 
             yield read
@@ -352,13 +359,13 @@ def load_weights(
     *,
     others: Container[str] = (),
     on_filled: OnFilled = _nothing,
-    show_progress: bool | None,
+    progress: LoadProgress | None = None,
 ) -> int:
     """Fill the model's targets from the checkpoint. Returns the number of bytes read.
 
     Of a tensor that is sharded over several ranks, only this rank's shard is read. others:
     canonical names of tensors that belong to other ranks; on_filled: called with each target once
-    it is filled; show_progress: None shows a progress bar if stderr is a terminal.
+    it is filled.
 
     Raises BadCheckpoint before anything is read, naming all missing and unexpected tensors, or all
     tensors of unexpected shapes.
@@ -379,17 +386,9 @@ def load_weights(
     wanted = deque(sorted(wanted, key=lambda each: (-_num_layer_bytes(each[2]), places[each[0]])))
     num_bytes = sum(weight.target.nbytes for _, _, weight in wanted)
     num_read = 0
-    show = sys.stderr.isatty() if show_progress is None else show_progress
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not show) as progress:
-        bar = progress.add_task("loading weights", total=num_bytes)
+    phase = (progress or LoadProgress(show_bar=False)).phase("loading weights", num_bytes)
+    with phase as advance:
         while wanted:
-            advance = partial(progress.advance, bar)
             num_read += _fill_some(checkpoint, wanted, on_filled, advance, model)
     return num_read
 
@@ -403,7 +402,7 @@ def _fill_some(
     checkpoint: Checkpoint,
     wanted: deque[Wanted],
     on_filled: OnFilled,
-    advance: Callable[[int], None],
+    advance: Advance,
     model: LoadableModule,
 ) -> int:
     """Fill the next targets whose tensors are in the same file. Returns the number of bytes read.

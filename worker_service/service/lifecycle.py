@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import Coroutine
 
-from pagewire.v1 import scheduler_service_pb2, worker_service_pb2
+from pagewire.v1 import scheduler_service_pb2, status_pb2, worker_service_pb2
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common.cluster import Cluster
 from service_common.grpc_server import GrpcServer
@@ -20,6 +20,7 @@ from worker_service.engine.engine import Engine
 from worker_service.engine.executor import Executor
 from worker_service.engine.tracing import make_traces
 from worker_service.errors import DeviceLost, SentAway, WorkerError
+from worker_service.load_progress import LoadProgress
 from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
 from worker_service.service.servicer import WorkerServicer
@@ -31,6 +32,9 @@ SERVICE_NAME: str = worker_service_pb2.DESCRIPTOR.services_by_name["WorkerServic
 IDLE_SPANS_EVERY_S = 1.0
 """Interval of the check for requests that ended without a plan that forgets them."""
 
+REPORT_LOAD_AFTER_S = 1.0
+"""Seconds that a load takes before the core gets reports of it."""
+
 STOP_GRACE_S = 1.0
 """Seconds that short calls have to finish once no step stream is open."""
 
@@ -38,7 +42,10 @@ STOP_GRACE_S = 1.0
 class Worker:
     """All parts of one worker, made and run on one event loop."""
 
-    def __init__(self, config: WorkerConfig, executor: Executor) -> None:
+    def __init__(
+        self, config: WorkerConfig, executor: Executor, progress: LoadProgress | None = None
+    ) -> None:
+        """progress: of the executor's `load`."""
         network = config.network
         self._config = config
         parse(network.listen, "listen")
@@ -61,8 +68,11 @@ class Worker:
         )
         pb_grpc.add_WorkerServiceServicer_to_server(self._servicer, self._server.server)
         self._membership = Membership(
-            registration=self._registration, num_steps=lambda: self._engine.meter.num_steps
+            registration=self._registration,
+            num_steps=lambda: self._engine.meter.num_steps,
+            loading=self._loading,
         )
+        self._progress = progress or LoadProgress(show_bar=False)
         self._registrar: Registrar | None = None
         self._grace_s: float | None = config.grace_period_s
         self._failure: WorkerError | None = None
@@ -96,7 +106,7 @@ class Worker:
         metrics = self._publish()
         self.listening.set()
         try:
-            await _until_first(self._engine.load(), self._end.wait())
+            await self._load()
             if not self._end.is_set():
                 await self._serve()
         finally:
@@ -108,6 +118,36 @@ class Worker:
                 await self._traces.close()
         if self._failure is not None:
             raise self._failure
+
+    async def _load(self) -> None:
+        """Load the model, unless asked to end; the core gets reports of how far it is."""
+        reporting = None
+        if self._core is not None:
+            reporting = asyncio.create_task(self._report_load(self._core))
+        try:
+            await _until_first(self._engine.load(), self._end.wait())
+        finally:
+            if reporting is not None:
+                reporting.cancel()
+                await asyncio.wait([reporting])
+
+    async def _report_load(self, core: Address) -> None:
+        await asyncio.sleep(REPORT_LOAD_AFTER_S)
+        await self._make_registrar(core).run()
+
+    def _loading(self) -> status_pb2.WorkerLoading | None:
+        if self.ready.is_set():
+            return None
+        state = self._progress.state
+        return status_pb2.WorkerLoading(
+            group_id=self._config.network.group_id,
+            rank=self._config.group.layout.rank,
+            model=self._config.model_name,
+            phase=state.phase,
+            done_bytes=state.done_bytes,
+            total_bytes=state.total_bytes,
+            remaining_s=state.remaining_s,
+        )
 
     def _publish(self) -> MetricsServer | None:
         """Serve metrics to Prometheus if an address is configured. Raises CannotListen."""

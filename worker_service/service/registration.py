@@ -1,5 +1,7 @@
 """The worker's membership: it registers with the core and sends heartbeats.
 
+While the model is loaded, a stream of heartbeats reports how far it is, without registering.
+
 There is one bidirectional stream at a time. Whenever it breaks, the worker tries to open a new one,
 without a limit: the weights stay loaded, and a restarted core gets its workers back.
 """
@@ -36,6 +38,8 @@ class Membership:
     """Raises InvalidOption if the worker's own address cannot be determined."""
 
     num_steps: Callable[[], int]
+    loading: Callable[[], status_pb2.WorkerLoading | None]
+    """How far the model is loaded; None once it is."""
     state: status_pb2.WorkerState.ValueType = status_pb2.WORKER_STATE_READY
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to send a heartbeat at once."""
@@ -47,6 +51,11 @@ class Membership:
 
     def heartbeat(self, *, is_first: bool) -> pb.RegisterWorkerRequest:
         """The next heartbeat."""
+        if (loading := self.loading()) is not None:
+            state = status_pb2.WORKER_STATE_STARTING
+            return pb.RegisterWorkerRequest(
+                heartbeat=pb.WorkerHeartbeat(loading=loading, state=state)
+            )
         return pb.RegisterWorkerRequest(
             heartbeat=pb.WorkerHeartbeat(
                 registration=self.registration() if is_first else None,
@@ -150,9 +159,10 @@ class Registrar:
                 self._is_welcome = True
                 self._is_first_wait = False
                 self._failures.end()
-                self._is_absent.clear()
                 lease_s: float = response.directive.serve.lease_ms / 1000
-                logger.info("registered core=%s lease_s=%.1f", self._core, lease_s)
+                if self._membership.loading() is None:
+                    self._is_absent.clear()
+                    logger.info("registered core=%s lease_s=%.1f", self._core, lease_s)
                 return lease_s
         return None
 

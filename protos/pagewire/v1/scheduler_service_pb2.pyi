@@ -397,6 +397,7 @@ class ServedModels(_message.Message):
 
     MODELS_FIELD_NUMBER: _builtins.int
     KNOWN_MODELS_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def models(self) -> _containers.RepeatedCompositeFieldContainer[_model_pb2.ModelInfo]:
         """Models that can be served now, by name."""
@@ -408,15 +409,20 @@ class ServedModels(_message.Message):
         with NOT_FOUND while there are models that can be served.
         """
 
+    @_builtins.property
+    def loading(self) -> _containers.RepeatedCompositeFieldContainer[_status_pb2.WorkerLoading]:
+        """Workers that are loading a model."""
+
     def __init__(
         self,
         *,
         models: _abc.Iterable[_model_pb2.ModelInfo] | None = ...,
         known_models: _abc.Iterable[_builtins.str] | None = ...,
+        loading: _abc.Iterable[_status_pb2.WorkerLoading] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_models", b"known_models", "models", b"models"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_models", b"known_models", "loading", b"loading", "models", b"models"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,13 +701,21 @@ class WorkerHeartbeat(_message.Message):
     REGISTRATION_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
     state: _status_pb2.WorkerState.ValueType
     """STARTING, READY or DRAINING; a worker requests its own drain by sending DRAINING."""
     num_steps: _builtins.int
     """Steps executed since the process started."""
     @_builtins.property
     def registration(self) -> Global___WorkerRegistration:
-        """In the stream's first message only."""
+        """In the stream's first message only. Absent from a stream with `loading`."""
+
+    @_builtins.property
+    def loading(self) -> _status_pb2.WorkerLoading:
+        """In every message of a stream that reports how far a worker has loaded its model.
+        Such a stream has a lease and never registers the worker, which ends it and opens
+        another one when the model is loaded. Workers need not report it.
+        """
 
     def __init__(
         self,
@@ -709,10 +723,11 @@ class WorkerHeartbeat(_message.Message):
         registration: Global___WorkerRegistration | None = ...,
         state: _status_pb2.WorkerState.ValueType = ...,
         num_steps: _builtins.int = ...,
+        loading: _status_pb2.WorkerLoading | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["registration", b"registration"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "registration", b"registration", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loading", b"loading", "num_steps", b"num_steps", "registration", b"registration", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

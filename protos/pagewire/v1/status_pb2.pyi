@@ -216,6 +216,7 @@ class EngineStatus(_message.Message):
     INTER_TOKEN_LATENCY_FIELD_NUMBER: _builtins.int
     WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
+    LOADING_FIELD_NUMBER: _builtins.int
     uptime_s: _builtins.float
     """Seconds since the core started."""
     version: _builtins.str
@@ -280,6 +281,10 @@ class EngineStatus(_message.Message):
         instructed to stop is not lost.
         """
 
+    @_builtins.property
+    def loading(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLoading]:
+        """Workers that have not loaded their model yet, by group id and rank."""
+
     def __init__(
         self,
         *,
@@ -304,14 +309,63 @@ class EngineStatus(_message.Message):
         inter_token_latency: Global___LatencyHistogram | None = ...,
         worker_losses: _abc.Iterable[Global___WorkerLoss] | None = ...,
         num_worker_losses: _builtins.int = ...,
+        loading: _abc.Iterable[Global___WorkerLoading] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["inter_token_latency", b"inter_token_latency", "time_to_first_token", b"time_to_first_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "groups", b"groups", "inter_token_latency", b"inter_token_latency", "models", b"models", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_swapped_in_blocks", b"num_swapped_in_blocks", "num_swapped_out_blocks", b"num_swapped_out_blocks", "num_unlisted_requests", b"num_unlisted_requests", "num_waiting", b"num_waiting", "num_worker_losses", b"num_worker_losses", "requests", b"requests", "time_to_first_token", b"time_to_first_token", "uptime_s", b"uptime_s", "version", b"version", "worker_losses", b"worker_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_requests", b"ended_requests", "groups", b"groups", "inter_token_latency", b"inter_token_latency", "loading", b"loading", "models", b"models", "num_finished", b"num_finished", "num_frontends", b"num_frontends", "num_generated_tokens", b"num_generated_tokens", "num_preemptions", b"num_preemptions", "num_prefill_tokens", b"num_prefill_tokens", "num_running", b"num_running", "num_swapped", b"num_swapped", "num_swapped_in_blocks", b"num_swapped_in_blocks", "num_swapped_out_blocks", b"num_swapped_out_blocks", "num_unlisted_requests", b"num_unlisted_requests", "num_waiting", b"num_waiting", "num_worker_losses", b"num_worker_losses", "requests", b"requests", "time_to_first_token", b"time_to_first_token", "uptime_s", b"uptime_s", "version", b"version", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineStatus: _TypeAlias = EngineStatus  # noqa: Y015
+
+@_typing.final
+class WorkerLoading(_message.Message):
+    """How far a worker has loaded its model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    DONE_BYTES_FIELD_NUMBER: _builtins.int
+    TOTAL_BYTES_FIELD_NUMBER: _builtins.int
+    REMAINING_S_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """The worker's group."""
+    rank: _builtins.int
+    """Its rank in the group."""
+    model: _builtins.str
+    """Name of the model that it will serve."""
+    phase: _builtins.str
+    """What it does at present, such as `loading weights`; in lower case."""
+    done_bytes: _builtins.int
+    """Bytes of this phase that are done."""
+    total_bytes: _builtins.int
+    """All bytes of this phase; 0 while the number is not known."""
+    remaining_s: _builtins.float
+    """Estimated seconds until the phase ends; absent while there is no estimate."""
+    def __init__(
+        self,
+        *,
+        group_id: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        model: _builtins.str = ...,
+        phase: _builtins.str = ...,
+        done_bytes: _builtins.int = ...,
+        total_bytes: _builtins.int = ...,
+        remaining_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_remaining_s", b"_remaining_s", "remaining_s", b"remaining_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_remaining_s", b"_remaining_s", "done_bytes", b"done_bytes", "group_id", b"group_id", "model", b"model", "phase", b"phase", "rank", b"rank", "remaining_s", b"remaining_s", "total_bytes", b"total_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__remaining_s: _TypeAlias = _typing.Literal["remaining_s"]  # noqa: Y015
+    _WhichOneofArgType__remaining_s: _TypeAlias = _typing.Literal["_remaining_s", b"_remaining_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__remaining_s) -> _WhichOneofReturnType__remaining_s | None: ...
+
+Global___WorkerLoading: _TypeAlias = WorkerLoading  # noqa: Y015
 
 @_typing.final
 class StatusDetail(_message.Message):

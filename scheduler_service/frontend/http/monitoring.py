@@ -40,7 +40,7 @@ def make_health_router(services: HttpServices) -> APIRouter:
         if services.requests.is_draining.is_set():
             return error_response(Unavailable("shutting down", reason="SHUTTING_DOWN"))
         if not services.models.is_serving:
-            return error_response(Unavailable("no model is served", reason="NO_MODEL_SERVED"))
+            return error_response(services.models.unavailable("no model is served"))
         return JSONResponse({"status": "serving"})
 
     return router

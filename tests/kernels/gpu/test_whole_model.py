@@ -41,7 +41,7 @@ def _model(folder: Path, kernels: Kernels) -> NativeModel:
     place = ModelContext(dtype=torch.float32, device=DEVICE, batch_invariant=True)
     model = build_native_model(read_config(folder), None, place, kernels)
     assert model is not None
-    load_weights(model, open_checkpoint(folder), show_progress=False)
+    load_weights(model, open_checkpoint(folder))
     if kernels is OURS:
         for module in model.modules():
             if isinstance(module, Linear):
@@ -100,7 +100,7 @@ def _packed_model(path: Path, **options: Any) -> NativeModel:
     model = build_native_model(config, None, place, OURS)
     assert model is not None
     files = open_checkpoint(path, read_schemes(path / "config.json", config))
-    load_weights(model, files, on_filled=EagerPacking(model), show_progress=False)
+    load_weights(model, files, on_filled=EagerPacking(model))
     model.finish_loading()
     for linear in _linears(model):
         linear.fix_order()
@@ -125,7 +125,7 @@ def test_few_rows_have_the_logits_of_a_prompt(family: str) -> None:
     kernels = Kernels(TritonBackend(), TritonLayerKernels())
     model = build_native_model(read_config(checkpoint(family)), None, place, kernels)
     assert model is not None
-    load_weights(model, open_checkpoint(checkpoint(family)), show_progress=False)
+    load_weights(model, open_checkpoint(checkpoint(family)))
     tokens = list(range(3, 30))
     expected = _driver(model).run([(0, 0, tokens)])[0]
     for linear in _linears(model):

@@ -271,6 +271,47 @@ async def test_a_registration_without_facts_is_an_error(core: SchedulerServiceSt
     assert "registration" in (error.value.details() or "")
 
 
+async def test_a_worker_that_loads_its_model_is_in_the_status_and_known_to_frontends(
+    service: CoreService, core: SchedulerServiceStub
+) -> None:
+    def report(done_bytes: int) -> pb.RegisterWorkerRequest:
+        load = status_pb2.WorkerLoading(
+            group_id="new", model="m", phase="loading weights", done_bytes=done_bytes
+        )
+        return pb.RegisterWorkerRequest(heartbeat=pb.WorkerHeartbeat(loading=load))
+
+    async def reported() -> list[int]:
+        response = await core.GetStatus(pb.SchedulerServiceGetStatusRequest())
+        return [load.done_bytes for load in response.status.loading]
+
+    async with AttachedFrontend(service.address) as frontend:
+        call = core.RegisterWorker()
+        await call.write(report(1))
+        assert (await call.read()).directive.serve.lease_ms == 60_000
+        await until(lambda: frontend.loading == [1], "frontends learn of the load")
+        assert await reported() == [1]
+        await call.write(report(2))
+        await until(lambda: frontend.loading == [2], "and of its progress")
+        assert ready_groups(service) == []
+        await call.done_writing()
+        await until(lambda: frontend.loading == [], "and of its end")
+        assert await reported() == []
+
+
+@pytest.mark.parametrize("lease_ms", [SHORT_LEASE_MS])
+async def test_a_worker_that_falls_silent_while_it_loads_is_not_listed(
+    service: CoreService, core: SchedulerServiceStub
+) -> None:
+    call = core.RegisterWorker()
+    load = status_pb2.WorkerLoading(group_id="new", model="m")
+    await call.write(pb.RegisterWorkerRequest(heartbeat=pb.WorkerHeartbeat(loading=load)))
+    await call.read()
+    assert len(service.registry.loading()) == 1
+    with pytest.raises(grpc.aio.AioRpcError, match="no heartbeat for"):
+        await call.read()
+    assert service.registry.loading() == []
+
+
 @pytest.mark.parametrize("by", ["operator", "worker"])
 async def test_a_drained_group_without_another_finishes_what_runs_and_stops(
     service: CoreService, fleet: Fleet, core: SchedulerServiceStub, by: str

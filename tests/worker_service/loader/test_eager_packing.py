@@ -59,7 +59,7 @@ class Watch:
 def test_at_most_one_layer_is_in_memory_twice(family: str) -> None:
     model = empty_model(family)
     watch = Watch(model)
-    load_weights(model, open_checkpoint(checkpoint(family)), on_filled=watch, show_progress=False)
+    load_weights(model, open_checkpoint(checkpoint(family)), on_filled=watch)
     assert watch.most == 1
     assert all(linear.weight is None for linear in linears(model))
 
@@ -77,8 +77,8 @@ def test_packing_early_changes_no_weight(family: str) -> None:
     early, late = empty_model(family), empty_model(family)
     widths = {layer: layer.weight.shape[1] for layer in linears(late) if layer.weight is not None}
     files = open_checkpoint(checkpoint(family))
-    load_weights(early, files, on_filled=EagerPacking(early), show_progress=False)
-    load_weights(late, files, show_progress=False)
+    load_weights(early, files, on_filled=EagerPacking(early))
+    load_weights(late, files)
     late.finish_loading()
     for ours, theirs in zip(linears(early), linears(late), strict=True):
         rows = torch.eye(widths[theirs])

@@ -76,7 +76,7 @@ def _linears(
     """expected: what is dequantized, in bytes, by reason."""
     model = empty_model(path, layout or Layout())
     schemes = read_schemes(path / "config.json", read_config(path))
-    load_weights(model, open_checkpoint(path, schemes), show_progress=False)
+    load_weights(model, open_checkpoint(path, schemes))
     model.finish_loading()
     assert model.dequantized == (expected or {})
     return {name: each for name, each in model.named_modules() if isinstance(each, Linear)}

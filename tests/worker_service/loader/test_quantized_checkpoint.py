@@ -97,7 +97,7 @@ def test_ranks_read_their_parts_of_the_weights(name: str, tmp_path: Path) -> Non
         """What the packed layers multiply by, from their products with unit vectors."""
         model = empty_model(path, layout)
         schemes = read_schemes(path / "config.json", read_config(path))
-        load_weights(model, open_checkpoint(path, schemes), show_progress=False)
+        load_weights(model, open_checkpoint(path, schemes))
         model.finish_loading()
         linears = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
         found = {}

@@ -45,9 +45,7 @@ def names_of(folder: Path) -> set[str]:
 
 def num_bytes_read(folder: Path, layout: Layout) -> int:
     model = empty_model(folder, layout)
-    return load_weights(
-        model, open_checkpoint(folder), others=names_of(folder), show_progress=False
-    )
+    return load_weights(model, open_checkpoint(folder), others=names_of(folder))
 
 
 def is_replicated(name: str) -> bool:
@@ -76,14 +74,14 @@ def test_the_parts_are_those_of_the_whole(family: str) -> None:
     folder = checkpoint(family)
     weights = open_checkpoint(folder)
     whole = empty_model(folder, Layout())
-    load_weights(whole, weights, show_progress=False)
+    load_weights(whole, weights)
     tensors = {}
     for weight in whole.weight_targets():
         target = tensors.setdefault(weight.name, torch.full(weight.source_shape, float("nan")))
         target[weight.source_index] = weight.target
     for layout in layouts(2, 2):
         part = empty_model(folder, layout)
-        load_weights(part, weights, others=names_of(folder), show_progress=False)
+        load_weights(part, weights, others=names_of(folder))
         for weight in part.weight_targets():
             assert torch.equal(weight.target, tensors[weight.name][weight.source_index])
 
@@ -95,7 +93,7 @@ def test_large_tensors_are_read_some_rows_at_a_time(tmp_path: Path) -> None:
     name = "model.decoder.layers.0.fc{}.weight"
     for rank, layout in enumerate(layouts(2, 1)):
         model = empty_model(folder, layout)
-        load_weights(model, open_checkpoint(folder), others=names_of(folder), show_progress=False)
+        load_weights(model, open_checkpoint(folder), others=names_of(folder))
         part = slice(135000 * rank, 135000 * (rank + 1))
         layer: Any = model.layers[0]
         assert layer.up.weight.equal(stored[name.format(1)][part])

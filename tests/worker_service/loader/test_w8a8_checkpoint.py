@@ -132,7 +132,7 @@ def test_ranks_share_a_layer(tmp_path: Path) -> None:
     def products(layout: Layout, name: str, rows: Tensor) -> Tensor:
         model = empty_model(path, layout)
         schemes = read_schemes(path / "config.json", read_config(path))
-        load_weights(model, open_checkpoint(path, schemes), show_progress=False)
+        load_weights(model, open_checkpoint(path, schemes))
         model.finish_loading()
         linears = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
         packed = linears[name].packed

@@ -11,13 +11,15 @@ import grpc
 import pytest
 
 from pagewire.v1 import scheduler_service_pb2, status_pb2
-from tests.support.counting_model import CountingModel, next_token
+from tests.support.counting_model import CountingModel, loaded_counting_model, next_token
 from tests.support.fake_registry import FakeRegistry, Registered, fake_registry
 from tests.support.running_worker import Steps, running_worker
 from tests.support.waiting import until
 from tests.support.worker_driver import PlanBuilder, Row, values
 from worker_service.address import Address, advertised
 from worker_service.errors import InvalidOption, SentAway
+from worker_service.load_progress import LoadProgress
+from worker_service.loader import LoadedModel
 from worker_service.service import lifecycle
 
 READY, DRAINING = status_pb2.WORKER_STATE_READY, status_pb2.WORKER_STATE_DRAINING
@@ -56,6 +58,34 @@ async def test_a_worker_registers_and_sends_signs_of_life(core_address: str) -> 
         await steps.result()
         await steps.result()
         await until(lambda: stream.heartbeats[-1].num_steps == 2, "the steps are counted")
+
+
+async def test_a_worker_reports_how_far_it_has_loaded_its_model(core_address: str) -> None:
+    progress, may_end = LoadProgress(show_bar=False), threading.Event()
+
+    def load() -> LoadedModel:
+        with progress.phase("loading weights", 1000) as advance:
+            advance(370)
+            assert may_end.wait(60)
+        return loaded_counting_model()
+
+    async with (
+        fake_registry(core_address) as registry,
+        running_worker(load=load, progress=progress, core=core_address),
+    ):
+        await until(lambda: registry.loads, "the worker reports its load")
+        heartbeats = registry.loads[0].heartbeats
+        await until(lambda: len(heartbeats) > 1 and heartbeats[-1].loading.done_bytes, "bytes")
+        last = heartbeats[-1]
+        assert not any(heartbeat.HasField("registration") for heartbeat in heartbeats)
+        assert last.state == status_pb2.WORKER_STATE_STARTING
+        assert (last.loading.group_id, last.loading.model) == ("group", "counting")
+        assert (last.loading.phase, last.loading.done_bytes) == ("loading weights", 370)
+        assert last.loading.total_bytes == 1000
+        may_end.set()
+        stream = await first_stream(registry)
+        assert stream.registration.model.name == "counting"
+        await until(lambda: not registry.loads[0].is_open, "the load's stream ends")
 
 
 async def test_a_worker_waits_for_its_core_and_finds_it_again_when_it_is_lost(

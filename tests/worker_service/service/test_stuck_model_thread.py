@@ -40,7 +40,7 @@ def test_only_a_rank_that_was_asked_to_end_has_not_failed(
         raise _Ended(number)
 
     monkeypatch.setattr(lifecycle, "Worker", Stuck)
-    monkeypatch.setattr(main, "_executor_of", lambda _: None)
+    monkeypatch.setattr(main, "_executor_of", lambda *_: None)
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     layout = Layout(tensor_parallel_size=num_ranks)

@@ -39,6 +39,7 @@ def view_of(status: pb.EngineStatus, steps_per_s: dict[str, float]) -> View:
             "requests": {str(r.number): _request(r, status.uptime_s) for r in status.requests},
             "ended": {str(r.number): _request(r, status.uptime_s) for r in status.ended_requests},
             "losses": [_loss(loss, status.uptime_s) for loss in status.worker_losses],
+            "loading": {f"{load.group_id}/{load.rank}": _load(load) for load in status.loading},
         }
     )
     for group in status.groups:
@@ -93,6 +94,16 @@ def _group(group: pb.WorkerGroupStatus, uptime_s: float, steps_per_s: dict[str, 
         "epoch": group.epoch,
         "ranks": group.world_size,
         "heartbeatAt": round(uptime_s - group.heartbeat_age_s, 2),
+    }
+
+
+def _load(load: pb.WorkerLoading) -> Facts:
+    return {
+        "group": load.group_id,
+        "model": load.model,
+        "phase": load.phase,
+        "share": round(load.done_bytes / load.total_bytes, 2) if load.total_bytes else None,
+        "remaining": round(load.remaining_s) if load.HasField("remaining_s") else None,
     }
 
 

@@ -17,12 +17,14 @@ export class Groups {
 
   draw() {
     const groups = this.view.facts.groups ?? {};
-    const lost = this.#lost(groups);
-    const names = [...Object.keys(groups), ...Object.keys(lost)].sort(inOrder);
+    const loading = this.#loading(groups);
+    const lost = this.#lost({ ...groups, ...loading });
+    const names = [...Object.keys(groups), ...Object.keys(loading), ...Object.keys(lost)].sort(inOrder);
     $("groups").toggleAttribute("data-many", names.length > MANY);
     for (const node of keyed($("groups"), names, (name) => this.#make(name))) {
       const name = node.dataset.key;
       if (groups[name]) this.#fill(node, name, groups[name]);
+      else if (loading[name]) this.#fillLoading(node, name, loading[name]);
       else this.#fillLost(node, name, lost[name]);
     }
     for (const name of this.maps.keys()) if (!names.includes(name)) this.maps.delete(name);
@@ -35,6 +37,16 @@ export class Groups {
 
   redraw() {
     for (const maps of this.maps.values()) for (const map of maps) map.draw(true);
+  }
+
+  // The slowest rank of each group whose workers load their model.
+  #loading(groups) {
+    const loading = {};
+    for (const load of Object.values(this.view.facts.loading ?? {})) {
+      const slowest = loading[load.group];
+      if (!groups[load.group] && !((slowest?.share ?? 1) < (load.share ?? 0))) loading[load.group] = load;
+    }
+    return loading;
   }
 
   // Groups of workers that were lost and have not come back.
@@ -76,6 +88,16 @@ export class Groups {
       map.root.hidden = !map.owners.length;
       if (!map.root.hidden) map.draw();
     }
+  }
+
+  #fillLoading(node, name, load) {
+    this.#head(node, "starting", load.model);
+    fillPairs(node.querySelector(".facts"), [
+      [load.phase, load.share === null ? "…" : `${Math.floor(100 * load.share)} %`],
+      ["left", load.remaining === null ? "–" : `about ${duration(load.remaining * 1000)}`],
+    ]);
+    this.maps.delete(name);
+    node.querySelector(".maps").replaceChildren(element("p", { class: "quiet" }, "It serves once its model is loaded."));
   }
 
   #fillLost(node, name, loss) {
