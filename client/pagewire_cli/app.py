@@ -77,8 +77,10 @@ def _hint(error: Unavailable) -> str:
         return ""
     lines = list(getattr(error, "__notes__", ()))
     attempts = [line for address in error.addresses for line in health.attempts(address)]
-    lines += attempts if len(attempts) > 1 else []
-    if error.message.lower().endswith(_NOT_LISTENING):
+    is_http = any(health.HTTP in attempt for attempt in attempts)
+    says_http = "an HTTP server" in error.message
+    lines += attempts if len(attempts) > 1 or (is_http and not says_http) else []
+    if error.message.lower().endswith(_NOT_LISTENING) and not is_http:
         lines.append("`pagewire serve` starts one on this machine; --help says how to name another")
     return "".join(f"\n{line}" for line in lines)
 

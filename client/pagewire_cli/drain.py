@@ -43,7 +43,9 @@ def drain(
                 metadata=options.metadata,
             )
         except grpc.RpcError as error:
-            raise from_call(error) from None
+            failure = from_call(error)
+            failure.add_note("--core names the core: `pagewire serve` prints its address at start")
+            raise failure from None
     if wait:
         try:
             _wait_gone(group, watch_core(options, _STATUS_INTERVAL_S, timeout_s=timeout))

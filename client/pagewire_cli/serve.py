@@ -1,5 +1,6 @@
 """`pagewire serve`: a deployment on this machine, kept alive until it is asked to end."""
 
+import logging
 import os
 import signal
 import threading
@@ -85,6 +86,8 @@ def serve(
 
     if (engine["log_format"] or os.environ.get("PAGEWIRE_LOG_FORMAT")) == "json":
         terminal.write_json()
+    if (engine["log_level"] or os.environ.get("PAGEWIRE_LOG_LEVEL")) in ("warning", "error"):
+        logging.getLogger("pagewire_cli").setLevel(logging.WARNING)
 
     def on_line(name: str, line: str) -> None:
         slow.cancel()

@@ -133,6 +133,7 @@ _TRANSPORT_BREAKS = {
 # gRPC's messages for a failed connection, and the parts that matter to users.
 _NO_CONNECTION = (
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>http1\.x server)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Failed parsing HTTP/2)"),
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
     re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),

@@ -276,12 +276,15 @@ def parse_bytes(text: str) -> int:
 
 _VLLM_DTYPES = {"half": "float16", "float": "float32"}
 """vLLM's other names of dtypes."""
+_VLLM_FORMATS = {"auto": "safetensors"}
+"""vLLM's other names of load formats."""
 _BYTES = {"parser": parse_bytes, "metavar": "SIZE"}
 
 MODEL = ConfigFlags(
     ModelConfig,
     settings={
         "dtype": {"parser": lambda name: _VLLM_DTYPES.get(name, name), "metavar": "DTYPE"},
+        "load_format": {"parser": lambda name: _VLLM_FORMATS.get(name, name), "metavar": "FORMAT"},
         "max_model_len": COUNT | {"show_default": "the model's own"},
         "quantization": {"short": "-q", "show_default": "as the checkpoint has them"},
         "quantization_cache": {"metavar": "DIR", "show_default": "rounded at every start"},

@@ -11,6 +11,7 @@ from pagewire_client.errors import in_words
 # HealthCheckResponse{status: SERVING}: field 1, varint 1. For two bytes the client need not
 # depend on the protocol's package.
 _SERVING = b"\x08\x01"
+HTTP = "an HTTP server answers there; gRPC has a port of its own, 7600 by default"
 
 
 def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
@@ -74,7 +75,7 @@ def _outcome(family: int, place: tuple[Any, ...], timeout_s: float) -> str:
             is_http = probe.recv(7) == b"HTTP/1."
     except OSError as error:
         return (error.strerror or "no answer").lower()
-    return "an HTTP server; gRPC has a port of its own" if is_http else "something else answers"
+    return HTTP if is_http else "something else answers"
 
 
 def is_taken(address: str, timeout_s: float = 1.0) -> bool:

@@ -186,7 +186,8 @@ def test_an_address_of_http_is_recognised(host: str) -> None:
         done = run("generate", "Hello", "--address", f"{host}:{server.server_port}")
         server.shutdown()
     assert done.returncode == 1
-    assert "an HTTP server" in done.stderr
+    assert "an HTTP server answers there" in done.stderr
+    assert "`pagewire serve` starts" not in done.stderr
     assert "gRPC has a port of its own" in done.stderr
     assert "%5B" not in done.stderr
 
@@ -194,9 +195,7 @@ def test_an_address_of_http_is_recognised(host: str) -> None:
 def test_each_address_of_a_name_is_named_with_what_it_answered() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert health.attempts(f"127.0.0.1:{server.server_port}") == [
-            "  127.0.0.1: an HTTP server; gRPC has a port of its own"
-        ]
+        assert health.attempts(f"127.0.0.1:{server.server_port}") == [f"  127.0.0.1: {health.HTTP}"]
         server.shutdown()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -214,6 +213,11 @@ def test_each_address_of_a_name_is_named_with_what_it_answered() -> None:
             " (Trying to connect an http1.x server (HTTP status 400))",
             "cannot connect to 127.0.0.1:8000: an HTTP server answers there; gRPC has a port of its"
             " own, 7600 by default",
+        ),
+        (
+            "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:9: Failed"
+            " parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 79)",
+            f"cannot connect to 127.0.0.1:9: {health.HTTP}",
         ),
         (
             "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:8000: Failed"
@@ -396,6 +400,12 @@ def test_options_of_serve_that_contradict_each_other(arguments: list[str], messa
     result = CliRunner().invoke(app, ["serve", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_drain_without_a_core_says_where_its_address_is(tmp_path: Path) -> None:
+    done = run("drain", "worker-0", "--core", f"unix:{tmp_path}/none.sock")
+    assert done.returncode == 1
+    assert "--core names the core: `pagewire serve` prints its address at start" in done.stderr
 
 
 def test_bench_ends_with_exit_code_1_if_a_request_failed(

@@ -168,8 +168,7 @@ def test_workers_divide_the_cores_unless_their_threads_are_given(tmp_path: Path)
     settings = command("serve", str(checkpoint("llama")), *free)
     with subprocess.Popen(**settings) as process:  # type: ignore[call-overload]
         serve = Serve(process)
-        serve.wait_for("for `pagewire drain`")
-        lines = [line for line in serve.said if "cores divided" in line]
+        lines = [serve.wait_for("cores divided") for _ in range(2)]
         process.terminate()
         assert process.wait(60) == 0
     assert sorted(line.split("cpus=")[0].split()[-1] for line in lines) == [
@@ -376,7 +375,8 @@ def test_serve_takes_the_options_of_other_servers(tmp_path: Path) -> None:
     arguments = [model, *FLAGS, "--listen", f"unix:{tmp_path}/f.sock", "--host", "localhost"]
     arguments += ["--port", str(port), "--api-key", *keys, "--enable-auto-tool-choice"]
     arguments += ["--served-model-name", "large", "gpt-4o", "--dtype", "float", "-tp", "1"]
-    arguments += ["--max_model_len=1K", "--max-num-batched-tokens", "1.5k"]
+    arguments += ["--load-format", "auto"]
+    arguments += ["--max_model_len=0.2k", "--max-num-batched-tokens", "1.5k"]
     settings = command("serve", *arguments)
     settings["env"].pop("PAGEWIRE_HTTP")  # type: ignore[attr-defined]
     with subprocess.Popen(**settings) as process:  # type: ignore[call-overload]
@@ -388,7 +388,7 @@ def test_serve_takes_the_options_of_other_servers(tmp_path: Path) -> None:
             client = openai.OpenAI(base_url=url, api_key=keys[0])
             assert [model.id for model in client.models.list()] == ["large", "gpt-4o"]
             [large, _] = client.with_options(api_key=keys[1]).models.list()
-            assert large.model_dump()["max_model_len"] == 1024
+            assert large.model_dump()["max_model_len"] == 200
             answer = client.completions.create(model="gpt-4o", prompt="Hello", max_tokens=2)
             assert answer.model == "large"
             with pytest.raises(openai.AuthenticationError):
