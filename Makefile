@@ -34,7 +34,13 @@ CHAOS ?=
 FUZZ ?= grpc http core worker
 SERVICE_PROTO_FILES := $(filter %_service.proto,$(PROTO_FILES))
 
-.PHONY: demo test test-gpu gpu-day gpu-day-packages test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos sync-client docs docs-serve image-pins clean
+.DEFAULT_GOAL := help
+
+.PHONY: help demo test test-gpu gpu-day gpu-day-packages test-long test-containers test-real test-clients wheels chaos fuzz lint format bench bench-gpu protos sync-client references docs docs-serve image-pins clean
+
+## help: list the targets
+help:
+	@sed -nE 's/^## ([a-z-]+): /\1\t/p; s/^## /\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
 
 # The environment, rebuilt when the project's dependencies or its C++ kernels change. torch goes
 # first, so that no dependency pulls another build of it.
@@ -195,6 +201,10 @@ protos: $(VENV)/.ready
 ## sync-client: regenerate the blocking client after a change to the asyncio client
 sync-client: $(VENV)/.ready
 	$(BIN)/python -m tools.sync_client
+
+## references: regenerate docs/reference after a change to a flag, a proto, an endpoint or a metric
+references: $(VENV)/.ready
+	$(BIN)/python -m tools.docs.reference
 
 ## docs: build the documentation as a site into build/docs; any broken link fails
 docs: $(VENV)/.ready
