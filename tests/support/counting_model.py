@@ -97,6 +97,7 @@ def loaded_counting_model(
         eos_token_ids=(0,),
         bos_token_id=None,
         fingerprint="counting",
+        weights="none",
         batch_invariant=True,
         attention_abilities=ReferenceBackend.abilities,
     )
