@@ -21,6 +21,8 @@ Functions = Mapping[str, Mapping[str, Any] | None]
 
 NAME_KEYS = ("name", "tool_name")
 ARGUMENT_KEYS = ("arguments", "parameters")
+OTHER_KEYS = ("id", "type", "function", "tool_call_id", "index")
+"""Of an object that is a call; no object with further keys is one."""
 MAX_HEAD_CHARS = 256
 """A head longer than this is none."""
 
@@ -316,8 +318,11 @@ class ObjectCall(CallReader):
 
     def _end_key(self, key: str) -> Step:
         self._key = _decoded(key)
+        is_new = self._key in OTHER_KEYS
+        is_new |= self._key in NAME_KEYS and self._name is None
+        is_new |= self._key in ARGUMENT_KEYS and not self._has_arguments and not self._early
         self._state = self._read_colon
-        return Step.NEXT
+        return Step.NEXT if is_new else self._fail()
 
     def _read_colon(self) -> Step:
         char = self._next_char()
@@ -341,7 +346,7 @@ class ObjectCall(CallReader):
 
     def _end_member(self, value: str) -> Step:
         self._state = self._begin_member
-        if self._key in NAME_KEYS and self._name is None:
+        if self._key in NAME_KEYS:
             if not self._start(_decoded(value), self._id):
                 return Step.NO_CALL
             self._send(self._early)

@@ -131,7 +131,9 @@ CALL_FORMATS = (
         shown_by=(("｜DSML｜",),),
         head=_TAGGED_HEAD,
         parameters=Parameters(
-            "<｜DSML｜parameter name=", r'"(?P<key>[^"<>]+)"[^<>]*>', "</｜DSML｜parameter>"
+            "<｜DSML｜parameter name=",
+            r'"(?P<key>[^"<>]+)"(?:\s+string="\w+")?\s*>',
+            "</｜DSML｜parameter>",
         ),
     ),
     CallFormat(

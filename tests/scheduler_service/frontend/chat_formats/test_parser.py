@@ -115,9 +115,8 @@ def assert_nothing_is_lost(form: ChatFormat, text: str, result: Outcome) -> None
     output = [result.content, result.reasoning]
     for name, arguments in result.calls:
         output += [name, arguments]
-    pattern = "|".join(map(re.escape, marks(form))) or "(?!)"
-    written = words(re.sub(pattern, " ", text))
-    lost = written - words(" ".join(output))
+    mark = "|".join(map(re.escape, marks(form))) or "(?!)"
+    lost = words(re.sub(mark, " ", text)) - words(re.sub(mark, " ", " ".join(output)))
     for word in WORDS_OF_FORMATS.split():
         del lost[word]
     assert not lost, (text, result)
@@ -258,3 +257,40 @@ def test_no_cut_of_any_mixture_of_marks_changes_the_answer(
     for _, arguments in result.calls[:-1]:
         json.loads(arguments)
     assert_nothing_is_lost(form, text, result)
+
+
+CAPITALS = re.compile("[A-Z]")
+"""In the values of calls and in the text around them, but in no name or key."""
+
+
+@given(st.sampled_from(sorted(CALLS)), st.sampled_from(sorted(THOUGHTS)), st.data())
+def test_no_cut_of_a_damaged_answer_changes_it(
+    name: str, thought: str, data: st.DataObject
+) -> None:
+    form = chat_format(name, thought)
+    before, after, end = THOUGHTS[thought]
+    text = f"{before}See.{after}I look.\n{CALLS[name].two()} Done.\n{CALLS[name].one()}{end}"
+    literal = [*marks(form), *"{}[]():=,;\"'\\ \n", "word", "\\u12", "</"]
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(text)))
+        length = data.draw(st.sampled_from([0, 0, 1, 2, 10, 40]))
+        added = "".join(data.draw(st.lists(st.sampled_from(literal), max_size=2)))
+        text = text[:start] + added + text[start + length :]
+    cut = pieces(text, data.draw(st.integers(1, 40)))
+    result = outcome(form.parser(FUNCTIONS), [text])
+    assert outcome(form.parser(FUNCTIONS), cut) == result
+    assert outcome(form.parser(FUNCTIONS), text) == result
+    for _, arguments in result.calls[:-1]:
+        json.loads(arguments)
+    parts = [result.content, result.reasoning, *(part for call in result.calls for part in call)]
+    written, output = without_marks(form, text), without_marks(form, " ".join(parts))
+    lost = Counter(CAPITALS.findall(written)) - Counter(CAPITALS.findall(output))
+    assert not lost, (text, result)
+
+
+def without_marks(form: ChatFormat, text: str) -> str:
+    """What is left of a text when no mark is left in it."""
+    mark = re.compile("|".join(map(re.escape, marks(form))))
+    while mark.search(text):
+        text = mark.sub("", text)
+    return text
