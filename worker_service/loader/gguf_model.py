@@ -122,6 +122,12 @@ _LLAMA3 = {
 }
 """The parameters of all Llama 3 models with scaled RoPE; files hold only the resulting factors."""
 
+_NO_EFFECT = (
+    *(".vocab_size", ".tensor_data_layout", ".rope.scaling.finetuned"),
+    ".rope.scaling.original_context_length",
+)
+"""Ends of settings that describe a file or its history, or have an effect with others only."""
+
 _SAVED = {"F32": "float32", "F16": "float16"}
 
 
@@ -229,6 +235,14 @@ def gguf_config(path: Path) -> dict[str, Any]:
     return _Config(path, gguf, architecture).read()
 
 
+def unread_settings(path: Path) -> list[str]:
+    """Settings of a file's architecture that are not used. Raises as `gguf_config` does."""
+    gguf = open_gguf(path)
+    config = _Config(path, gguf, gguf.metadata["general.architecture"])
+    config.read()
+    return sorted(key for key in config.unread if not key.endswith(_NO_EFFECT))
+
+
 class _Config:
     """Reads the metadata of one architecture."""
 
@@ -236,6 +250,12 @@ class _Config:
         self._path = path
         self._gguf = gguf
         self._architecture = architecture
+        self.unread = {
+            key
+            for key, value in gguf.metadata.items()
+            if key.startswith(f"{architecture}.") and value and value != 1
+        }
+        """Settings that have not been read, without those of no effect."""
 
     def read(self) -> dict[str, Any]:
         """Return the equivalent of `config.json`."""
@@ -248,6 +268,7 @@ class _Config:
         self._require("attention.value_length", head_dim, size)
         if architecture != "phi3" or rotary_dim > head_dim:
             self._require("rope.dimension_count", head_dim, size)
+        self._require("attention.causal", True, "true, since only decoders are supported")
         if "token_embd.weight" not in tensors:
             raise BadCheckpoint(f"{self._path}: missing tensor token_embd.weight")
         num_layers = self._int("block_count")
@@ -401,7 +422,8 @@ class _Config:
 
     def _rope(self, head_dim: int) -> dict[str, Any]:
         theta = self._float("rope.freq_base", 10000.0)
-        kind = self._get("rope.scaling.type", "none")
+        factor = self._get("rope.scaling.factor", self._get("rope.scale_linear", 0.0))
+        kind = self._get("rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
         if kind == "longrope" and self._architecture == "phi3":
             kind = "none"  # its factors are read from tensors
         if kind not in ("none", "linear", "yarn"):
@@ -413,7 +435,7 @@ class _Config:
             return self._llama3(theta, head_dim)
         rope = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta}
         if kind != "none":
-            rope["factor"] = self._float("rope.scaling.factor")
+            rope["factor"] = self._float("rope.scaling.factor", factor)
         if kind == "yarn":
             rope["original_max_position_embeddings"] = self._int(
                 "rope.scaling.original_context_length"
@@ -463,6 +485,7 @@ class _Config:
         return float(value)
 
     def _get(self, key: str, default: Any = None) -> Any:
+        self.unread.discard(f"{self._architecture}.{key}")
         value = self._gguf.metadata.get(f"{self._architecture}.{key}", default)
         if value is None and key != "attention.sliding_window":
             raise BadCheckpoint(f"{self._path}: missing metadata {self._architecture}.{key}")

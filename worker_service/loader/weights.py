@@ -30,7 +30,7 @@ from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
 from worker_service.load_progress import Advance, LoadProgress
 from worker_service.loader.gguf_file import is_gguf, split_files
-from worker_service.loader.gguf_model import GgufTensors, gguf_tensors
+from worker_service.loader.gguf_model import GgufTensors, gguf_tensors, unread_settings
 from worker_service.loader.model_files import read_json
 from worker_service.loader.quantized_checkpoint import (
     QuantizedTensors,
@@ -346,10 +346,14 @@ def warn_of_unused(checkpoint: Checkpoint) -> None:
         logger.warning(
             "tensors not used num=%d names=%s", len(checkpoint.unused), _listed(checkpoint.unused)
         )
+    if is_gguf(checkpoint.files[0]):
+        for key in unread_settings(checkpoint.files[0]):
+            logger.warning("%s: %s is not used", checkpoint.files[0], key)
+        return
     found = {file.name for file in checkpoint.files[0].parent.glob("*.safetensors")}
     others = sorted(found - {file.name for file in checkpoint.files})
     others = [name for name in others if not name.startswith(_SAME_WEIGHTS)]
-    if others and not is_gguf(checkpoint.files[0]):
+    if others:
         logger.warning("weight files not read num=%d names=%s", len(others), _listed(others))
 
 

@@ -15,7 +15,7 @@ from scheduler_service.frontend.input.tokenizer import ModelTokenizer
 from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID
 from tests.support.gguf_files import make_gguf
 from worker_service.config import ModelConfig
-from worker_service.errors import BadCheckpoint
+from worker_service.errors import BadCheckpoint, UnsupportedModel
 from worker_service.loader import load_model
 from worker_service.loader.gguf_file import GgufTensor, open_gguf
 from worker_service.loader.gguf_model import gguf_config
@@ -225,3 +225,51 @@ def test_a_file_without_a_pre_tokenizer_is_split_by_the_default_with_a_warning(
 ) -> None:
     assert _pieces(None, "a12 (b)") == _pieces("default", "a12 (b)")
     assert "tokenizer.ggml.pre is missing" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value", "is_named"),
+    [
+        ("llama", "llama.logit_scale", 0.5, True),
+        ("llama_yarn", "llama.rope.scaling.yarn_beta_fast", 16.0, True),
+        ("llama", "llama.logit_scale", 1.0, False),
+        ("llama", "llama.residual_scale", 0.0, False),
+        ("qwen3", "llama.logit_scale", 0.5, False),
+    ],
+)
+def test_a_setting_of_the_architecture_that_is_not_used_is_named_in_a_warning(
+    family: str,
+    key: str,
+    value: float,
+    is_named: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    file, _ = make_gguf(family, "F16", tmp_path, metadata=lambda w: w.add_float32(key, value))
+    load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+    assert (f"{key} is not used" in caplog.text) == is_named
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "mistral"]
+)
+def test_settings_as_llama_cpp_writes_them_cause_no_warning(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, _ = make_gguf(family, "F16", tmp_path)
+    caplog.clear()
+    load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+    assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+def test_a_model_of_embeddings_is_refused(tmp_path: Path) -> None:
+    file, _ = make_gguf("qwen3", "F16", tmp_path, metadata=lambda w: w.add_causal_attention(False))
+    with pytest.raises(UnsupportedModel, match=r"qwen3\.attention\.causal: expected true"):
+        gguf_config(file)
+
+
+@pytest.mark.parametrize("key", ["llama.rope.scaling.factor", "llama.rope.scale_linear"])
+def test_a_factor_without_a_type_scales_positions_linearly(key: str, tmp_path: Path) -> None:
+    file, _ = make_gguf("llama", "F16", tmp_path, metadata=lambda w: w.add_float32(key, 4.0))
+    rope = gguf_config(file)["rope_parameters"]
+    assert rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
