@@ -41,6 +41,7 @@ from worker_service.loader.device import (
 )
 from worker_service.loader.gguf_file import is_gguf
 from worker_service.loader.model_files import (
+    WHOLE_MODEL,
     fingerprint,
     read_config,
     resolve_config,
@@ -362,6 +363,8 @@ def load_model(
     if not dummy:  # report damaged files before anything is built
         checkpoint = open_checkpoint(model_dir, schemes)
         warn_of_unused(checkpoint)
+    if (whole := hf_config.get(WHOLE_MODEL)) is not None:
+        logger.warning("only the text model of %s is served", whole)
     if config.quantization is not None and checkpoint.is_quantized:
         logger.warning(
             "quantization: %s rounds dense weights only; most weights are stored as %s and stay so",

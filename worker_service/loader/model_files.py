@@ -2,6 +2,7 @@
 fingerprint.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -21,6 +22,9 @@ from worker_service.loader.gguf_model import gguf_config
 
 logger = logging.getLogger(__name__)
 
+
+_OF_BOTH = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
+"""Keys of `config.json` that a multimodal model has for its text model as well."""
 
 _EMBEDDED_DIR = Path(__file__).parents[1] / "embedded_model"
 _WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
@@ -170,7 +174,41 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     config = read_json(model_dir / "config.json")
     if not isinstance(config.get("architectures"), list) or not config["architectures"]:
         raise BadCheckpoint(f"{model_dir / 'config.json'} names no architecture")
-    return config
+    return _text_part(config)
+
+
+_TEXT_MODELS = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+}
+"""Text models of multimodal ones that can be served alone, by `model_type`."""
+
+WHOLE_MODEL = "whole_model"
+"""The key of the multimodal model's class in the configuration of its text model."""
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of a multimodal model's text model, if that can be served alone; other
+    configurations are returned unchanged."""
+    whole, text = str(config["architectures"][0]), config.get("text_config") or {}
+    name = _TEXT_MODELS.get(str(text.get("model_type")))
+    if not whole.endswith("ForConditionalGeneration") or name is None:
+        return config
+    from transformers import AutoConfig  # which knows the defaults of absent keys
+
+    try:
+        read = AutoConfig.for_model(**copy.deepcopy(config))
+    except (ValueError, TypeError, KeyError):
+        return config  # which is refused by name
+    # The whole model's keys, as far as it has them, apply to its text model.
+    outer = {key: config.get(key, text.get(key)) for key in _OF_BOTH}
+    tied = {"tie_word_embeddings": read.tie_word_embeddings}
+    inner = read.get_text_config().to_dict()
+    return {**inner, **outer, **tied, "architectures": [name], WHOLE_MODEL: whole}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.support.checkpoints import checkpoint, make_checkpoint
+from tests.support.paged_driver import PagedDriver
 from tests.support.quantized_checkpoints import (
     FORMATS,
     TOKENS,
@@ -302,8 +303,6 @@ def test_scaled_rotary_embeddings_lengthen_models(
 
 
 def test_a_model_of_transformers_computes_beyond_its_trained_length(tmp_path: Path) -> None:
-    from tests.support.paged_driver import PagedDriver
-
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     path = make_checkpoint(
         "qwen3_moe", tmp_path, max_position_embeddings=32, rope_parameters=scaling
@@ -311,3 +310,62 @@ def test_a_model_of_transformers_computes_beyond_its_trained_length(tmp_path: Pa
     tokens = (TOKENS * 5)[:120]
     found = PagedDriver(load(path).model).run([(0, 0, tokens)])[0]
     torch.testing.assert_close(found, Oracle(path).logits(tokens), rtol=1e-3, atol=1e-3)
+
+
+TEXT = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 88,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "vision"),
+    [
+        ("Llava", "LlamaConfig", "CLIPVisionConfig"),
+        ("Llava", "Qwen2Config", "SiglipVisionConfig"),
+        ("Mistral3", "MistralConfig", "PixtralVisionConfig"),
+        ("Gemma3", "Gemma3TextConfig", "SiglipVisionConfig"),
+        ("InternVL", "Qwen3Config", "InternVLVisionConfig"),
+    ],
+)
+def test_the_text_model_of_a_multimodal_checkpoint_is_served_with_a_warning(
+    whole: str, text: str, vision: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import transformers
+
+    more = {"mm_tokens_per_image": 4} if whole == "Gemma3" else {}
+    config = getattr(transformers, f"{whole}Config")(
+        text_config=getattr(transformers, text)(**TEXT),
+        vision_config=getattr(transformers, vision)(**VISION),
+        **more,
+    )
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{whole}ForConditionalGeneration")(config).float().eval()
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    found = PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.std()))
+    assert found.argmax(1).equal(expected.argmax(1))
+    assert loaded.eos_token_ids == (2,)
+    assert f"only the text model of {whole}ForConditionalGeneration is served" in _warnings(caplog)
+    assert "tensors not used num=" in _warnings(caplog)

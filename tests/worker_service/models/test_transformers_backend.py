@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Llama4ForCausalLM": ("Llama4TextConfig", SHAPE, "chunked attention"),
     "T5ForConditionalGeneration": ("T5Config", {}, "encoder-decoder"),
     "BartForConditionalGeneration": ("BartConfig", {}, "encoder-decoder"),
-    "LlavaForConditionalGeneration": ("LlavaConfig", {}, "multimodal"),
+    "Qwen2VLForConditionalGeneration": ("Qwen2VLConfig", {}, "multimodal"),
     "Gemma3nForCausalLM": (
         "Gemma3nTextConfig",
         {**SHAPE, "intermediate_size": [88, 88], "num_kv_shared_layers": 1},

@@ -183,6 +183,10 @@ def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_cod
             config = AutoConfig.for_model(**copy.deepcopy(dict(hf_config)))
         else:
             config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+            if hf_config["architectures"] != config.architectures:  # of a multimodal model
+                config = config.get_text_config()
+                config.architectures = hf_config["architectures"]
+                config.tie_word_embeddings = hf_config["tie_word_embeddings"]
     except (ValueError, OSError, TypeError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UnsupportedModel(
