@@ -8,6 +8,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from service_common.chat_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.address import TcpAddress, parse
 from worker_service.cpu_cores import ALL_CORES, CpuShare
@@ -426,6 +427,13 @@ class WorkerConfig:
     """Name by which clients request the model; may be repeated for further names. Responses contain
     the first."""
 
+    reasoning_parser: str = "auto"
+    """How frontends find the model's reasoning in its answers: auto recognizes the format, none
+    leaves reasoning in the text; or the name of a format."""
+
+    tool_call_parser: str = "auto"
+    """The same for tool calls."""
+
     grace_period_s: float = 30.0
     """Seconds after SIGTERM in which sequences move to other workers, or else finish."""
 
@@ -437,6 +445,8 @@ class WorkerConfig:
         _expect(not grace < 0, "grace_period", "0 seconds or more", grace)
         names = self.served_model_name
         _expect(all(names), "served_model_name", "names that are not empty", names)
+        _expect_one_of(REASONING_PARSERS, "reasoning_parser", self.reasoning_parser)
+        _expect_one_of(TOOL_CALL_PARSERS, "tool_call_parser", self.tool_call_parser)
 
     @property
     def model_name(self) -> str:

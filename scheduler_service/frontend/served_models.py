@@ -162,11 +162,6 @@ def _with_info(model: FrontendModel, info: model_pb2.ModelInfo) -> FrontendModel
     except ValueError as error:  # the worker is of another version
         logger.error("chat format unknown model=%s error=%s", info.name, error)
         found = ChatFormat()
-    if found != model.chat_format:
-        reasoning, calls = (
-            part.names[0] if part is not None else "none" for part in (found.reasoning, found.calls)
-        )
-        logger.info("chat formats model=%s reasoning=%s tool_calls=%s", info.name, reasoning, calls)
     return replace(model, info=info, chat_format=found)
 
 
@@ -346,8 +341,14 @@ class ModelDirectory:
             if self._loading.get(key) is asyncio.current_task():
                 del self._loading[key]
         served = self._served.get(info.name, info)  # facts other than the files may have changed
-        self._ready[info.name] = _with_info(model, served)
-        logger.info("model ready model=%s fingerprint=%s", info.name, info.fingerprint)
+        model = self._ready[info.name] = _with_info(model, served)
+        parts = model.chat_format.reasoning, model.chat_format.calls
+        logger.info(
+            "model ready model=%s fingerprint=%s reasoning=%s tool_calls=%s",
+            info.name,
+            info.fingerprint,
+            *(part.names[0] if part is not None else "none" for part in parts),
+        )
         self._notify()
 
     async def _try_fetch(self, name: str) -> Files | None:

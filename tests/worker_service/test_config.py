@@ -40,6 +40,12 @@ def test_a_model_is_served_under_the_name_that_was_given(model: str) -> None:
         WorkerConfig(model=ModelConfig(model=model), served_model_name=[""])
 
 
+@pytest.mark.parametrize("field", ["reasoning_parser", "tool_call_parser"])
+def test_an_unknown_parser_is_refused_with_the_names_of_all(field: str) -> None:
+    with pytest.raises(InvalidOption, match=f"{field}: expected one of auto, none, .* got 'qwen'"):
+        WorkerConfig(model=ModelConfig(model="m"), **{field: "qwen"})  # type: ignore[arg-type]
+
+
 def test_each_process_draws_new_ids() -> None:
     first, second = NetworkConfig(), NetworkConfig()
     assert len({first.group_id, first.worker_id, second.group_id, second.worker_id}) == 4

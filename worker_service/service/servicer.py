@@ -91,7 +91,10 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
     def model_info(self) -> model_pb2.ModelInfo:
         """The facts of the loaded model. Raises NotReady before it is there."""
         config = self._config
-        return wire.encode_model_info(self._engine.facts, config.model_name, config.model_aliases)
+        info = wire.encode_model_info(self._engine.facts, config.model_name, config.model_aliases)
+        info.reasoning_parser = config.reasoning_parser
+        info.tool_call_parser = config.tool_call_parser
+        return info
 
     @_translates_errors
     async def GetInfo(

@@ -68,6 +68,18 @@ FLAGS = (
         "Round weights to int8, int4 or (GPUs) fp8; or the checkpoint's own method.",
         short="-q",
     ),
+    Flag(
+        "reasoning_parser",
+        str,
+        "worker",
+        "How the model marks reasoning: auto, none or the name of a format.",
+    ),
+    Flag(
+        "tool_call_parser",
+        str,
+        "worker",
+        "How the model marks tool calls: auto, none or the name of a format.",
+    ),
     Flag("quantization_cache", str, "worker", "Folder that keeps rounded weights (int8, int4)."),
     Flag(
         "tensor_parallel_size",

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
@@ -42,6 +42,10 @@ def answer_format(
     chat = request.chat
     functions = {tool.name: _parameters(tool) for tool in chat.tools}
     required = _required(chat)
+    if not functions or required is not None:
+        found = replace(
+            found, calls=None
+        )  # whose marks then are text, if they are no special tokens
 
     def make_parser() -> MessageParser:
         constrained: MessageParser | None = None

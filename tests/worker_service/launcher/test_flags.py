@@ -124,12 +124,14 @@ def serving(*flags: str) -> Iterator[tuple[Process, WorkerServiceStub]]:
 
 def test_flags_reach_the_worker_and_sigterm_ends_it_well() -> None:
     names = ["--served-model-name", "tiny", "--served-model-name", "small"]
-    flags = [*names, "--block-size", "8", "--max-model-len", "64"]
+    flags = [*names, "--block-size", "8", "--max-model-len", "64", "--reasoning-parser", "qwen3"]
     with serving(*flags, "--kv-cache-memory", "1MiB", "--threads", "1") as (running, stub):
         info = stub.GetInfo(pb.GetInfoRequest(), timeout=30, wait_for_ready=True)
         assert (info.model.name, info.model.block_size) == ("tiny", 8)
         assert info.model.aliases == ["small"]
         assert info.model.max_model_len == 64
+        parsers = info.model.reasoning_parser, info.model.tool_call_parser
+        assert parsers == ("qwen3", "auto")
         blocks = stub.ProfileBlocks(
             pb.ProfileBlocksRequest(max_num_seqs=4, max_num_batched_tokens=64), timeout=60
         )
