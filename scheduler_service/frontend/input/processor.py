@@ -155,6 +155,7 @@ def resolve_request(
         model.require_tokenizer("sampling_params.stop")
     n = value_or(params, "n", 1)
     num_choices = value_or(params, "best_of", n)
+    answer = answer_format(request, text, model.chat_format)
     return ResolvedRequest(
         submit=scheduler_pb.Submit(
             request_id=request_id,
@@ -165,7 +166,7 @@ def resolve_request(
             max_tokens=max_tokens,
             stop_token_ids=to_column(sorted(stop_token_ids)),
             beam_search=_beam_search(params),
-            sampling=_sampler_params(params, model, seed, stop_token_ids),
+            sampling=_sampler_params(params, model, seed, stop_token_ids, answer),
             # Stop strings are matched in this process: while tokens were held back, the worker
             # would compute tokens that are then discarded.
             max_hold_ms=0 if params.stop else request.max_hold_ms,
@@ -185,7 +186,7 @@ def resolve_request(
         stop=StopStrings(params.stop),
         include_stop=params.include_stop_in_output,
         skip_special_tokens=value_or(params, "skip_special_tokens", True),
-        answer=answer_format(request, text, model.chat_format),
+        answer=answer,
         num_logprobs=value_or(params, "logprobs", None),
         wants_prompt_logprobs=params.HasField("prompt_logprobs"),
         resume=request.resume,
@@ -328,10 +329,13 @@ def _stop_tokens(
 
 
 def _constraint(
-    params: sampling_pb2.SamplingParams, model: FrontendModel, stop_token_ids: frozenset[int]
+    params: sampling_pb2.SamplingParams,
+    model: FrontendModel,
+    stop_token_ids: frozenset[int],
+    answer: AnswerFormat,
 ) -> sampling_pb2.Constraint:
-    """The constraint of the output. End-of-sequence tokens that are ignored still end an output
-    that cannot continue otherwise."""
+    """The constraint of the output, after the thought that the request or the model's format has.
+    End-of-sequence tokens that are ignored still end an output that cannot continue otherwise."""
     if not stop_token_ids:
         raise InvalidArgument(
             "sampling_params.stop_token_ids",
@@ -339,7 +343,10 @@ def _constraint(
         )
     ignored = model.eos_token_ids if params.ignore_eos else frozenset()
     ends = stop_token_ids - (ignored - frozenset(params.stop_token_ids))
-    return constraint_of(params, end_token_ids=ends, last_token_ids=ignored)
+    constraint = constraint_of(params, end_token_ids=ends, last_token_ids=ignored)
+    if answer.thought is not None and not params.HasField("thought"):
+        constraint.thought.CopyFrom(answer.thought)
+    return constraint
 
 
 def _sampler_params(
@@ -347,6 +354,7 @@ def _sampler_params(
     model: FrontendModel,
     seed: int,
     stop_token_ids: frozenset[int],
+    answer: AnswerFormat,
 ) -> sampling_pb2.SamplerParams:
     defaults = model.defaults.sampling
     values: dict[str, Any] = {name: value_or(params, name, defaults[name]) for name in defaults}
@@ -365,7 +373,7 @@ def _sampler_params(
         prompt_logprobs=value_or(params, "prompt_logprobs", None),
     )
     if params.HasField("structured_output"):
-        sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids))
+        sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids, answer))
     elif params.min_tokens:
         sampler.suppressed_token_ids = to_column(sorted(stop_token_ids))
     if not params.HasField("logprobs") and params.best_of > value_or(params, "n", 1):

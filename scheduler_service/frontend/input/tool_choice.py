@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.chat_formats.constrained import (
     NO_PARAMETERS,
@@ -28,6 +29,8 @@ class AnswerFormat:
     include_reasoning: bool = True
     max_calls: int | None = None
     """Calls after these are dropped."""
+    thought: sampling_pb2.Thought | None = None
+    """What precedes the text that a constraint applies to."""
 
 
 def answer_format(
@@ -47,6 +50,8 @@ def answer_format(
             found, calls=None
         )  # whose marks then are text, if they are no special tokens
 
+    thought = found.thought(prompt)
+
     def make_parser() -> MessageParser:
         constrained: MessageParser | None = None
         if required is not None:
@@ -58,6 +63,7 @@ def answer_format(
         kept_tokens=found.special_tokens,
         include_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
         max_calls=1 if _allows_one(chat) else None,
+        thought=None if thought is None else sampling_pb2.Thought(start=thought[0], ends=thought[1]),
     )
 
 
