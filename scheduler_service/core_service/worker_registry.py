@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -37,9 +37,8 @@ LOOP_DELAY_SHARE = 0.1
 MAX_LOSSES = 32
 """Losses kept for status pages."""
 
-_AGREED_FACTS = (
-    *("fingerprint", "dtype", "structured_output", "reasoning_parser", "tool_call_parser"),
-)
+_PARSERS = ("reasoning_parser", "tool_call_parser")
+_AGREED_FACTS = ("fingerprint", "dtype", "structured_output", *_PARSERS)
 """Facts of a model that must be the same on all of its workers."""
 
 LAST_WRITE_TIMEOUT_S = 1.0
@@ -227,7 +226,7 @@ class WorkerRegistry:
             if other.group_id == registration.group_id:
                 continue
             for fact in _AGREED_FACTS:
-                theirs, ours = getattr(model, fact), getattr(other.registration.model, fact)
+                theirs, ours = _fact(model, fact), _fact(other.registration.model, fact)
                 if theirs != ours:
                     return (
                         f"model {model.name!r} is served with {fact} {ours} by group "
@@ -346,3 +345,8 @@ def _checked(first: pb.WorkerHeartbeat) -> pb.WorkerRegistration:
 async def _write(context: Context, directive: pb.WorkerDirective) -> None:
     message = pb.RegisterWorkerResponse(directive=directive)
     await shielded(context.write(message), LAST_WRITE_TIMEOUT_S)
+
+
+def _fact(model: model_pb2.ModelInfo, name: str) -> Any:
+    value = getattr(model, name)
+    return "auto" if name in _PARSERS and not value else value

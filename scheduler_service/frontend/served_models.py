@@ -347,7 +347,7 @@ class ModelDirectory:
             "model ready model=%s fingerprint=%s reasoning=%s tool_calls=%s",
             info.name,
             info.fingerprint,
-            *(part.names.split()[0] if part is not None else "none" for part in parts),
+            *(part.names[0] if part is not None else "none" for part in parts),
         )
         self._notify()
 

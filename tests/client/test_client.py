@@ -114,6 +114,25 @@ def test_a_chat_takes_tools_and_variables_of_the_template(
     assert frontend.requests[0].chat.template_arguments_json == '{"enable_thinking": false}'
 
 
+def test_a_chat_chooses_tools_and_leaves_reasoning_out(client: Any, frontend: FakeFrontend) -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    named = {"type": "function", "function": {"name": "add"}}
+    for choice in (None, "auto", "none", "required", named):
+        client.chat(CHAT, tools=tools, tool_choice=choice, max_tokens=1)
+    client.chat(CHAT, tools=tools, include_reasoning=False, parallel_tool_calls=False, max_tokens=1)
+    *chats, last = [request.chat for request in frontend.requests]
+    assert [len(chat.tools) for chat in chats] == [1, 1, 0, 1, 1]
+    assert [chat.HasField("tool_choice") for chat in chats] == [False] * 3 + [True] * 2
+    assert (chats[3].tool_choice.required, chats[4].tool_choice.name) == (True, "add")
+    assert not chats[0].HasField("include_reasoning")
+    assert not last.include_reasoning
+    assert last.HasField("include_reasoning")
+    assert not last.parallel_tool_calls
+    assert last.HasField("parallel_tool_calls")
+    with pytest.raises(ValueError, match="tool_choice must be"):
+        client.chat(CHAT, tools=tools, tool_choice="any")
+
+
 def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: FakeFrontend) -> None:
     options = {"priority": -2, "model": MODEL, "num_speculative_tokens": 0}
     client.generate("Hi", SamplingParams(seed=3), request_id="mine", **options)

@@ -140,6 +140,7 @@ class FakeWorker(WorkerServiceServicer):
         mute_assets: bool = False,
         takes_several_plans: bool = False,
         aliases: Sequence[str] = (),
+        reasoning_parser: str = "auto",
     ) -> None:
         self.worker_id = worker_id
         self.group_id = group_id or worker_id
@@ -158,6 +159,7 @@ class FakeWorker(WorkerServiceServicer):
             block_size=BLOCK_SIZE,
             aliases=aliases,
             uses_cuda_graphs=True,
+            reasoning_parser=reasoning_parser,
         )
         self.epochs: list[int] = []
         """Of each InitializeCache."""

@@ -40,7 +40,9 @@ def make_scripted_checkpoint(
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([BOS, EOS, ASSISTANT, *special])
-    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in pieces])
+    tokenizer.add_tokens(
+        [AddedToken(each, normalized=False) for each in pieces if each not in special]
+    )
     path.mkdir(parents=True)
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {"bos_token": BOS, "eos_token": EOS, "chat_template": TEMPLATE}

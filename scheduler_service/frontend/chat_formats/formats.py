@@ -8,6 +8,7 @@ library would parse tokens, where everything here is text.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeVar
 
 from scheduler_service.frontend.chat_formats.calls import Functions
@@ -261,16 +262,22 @@ class ChatFormat:
         """Marks that may be special tokens and that the parser needs to see in the text."""
         return frozenset(tokens_in((self.reasoning, self.calls)))
 
-    @property
-    def thought_end(self) -> str | None:
-        """The mark after which the answer begins; None if the model does not mark thoughts."""
+    def thought(self, prompt: str) -> tuple[str, Texts] | None:
+        """What begins the thought of an answer that follows `prompt`, empty where it has begun, and
+        what ends it; None if there is none."""
         if self.reasoning is None:
             return None
-        return self.reasoning.answer_opening or self.reasoning.closings[0]
-
-    def opens_thought(self, prompt: str) -> bool:
-        """Whether a rendered prompt ends inside a thought."""
-        return self._thought(prompt)[0] is not None
+        thought, has_thought = self._thought(prompt)
+        if has_thought:
+            return None
+        opening, closings = self.reasoning.openings[0], self.reasoning.closings
+        if answer_opening := self.reasoning.answer_opening:  # comes also without a thought
+            equal = takewhile(
+                lambda pair: pair[0] == pair[1], zip(opening, answer_opening, strict=False)
+            )
+            opening, closings = "".join(char for char, _ in equal), (answer_opening,)
+        is_open = thought is not None or self.reasoning.starts_unmarked
+        return "" if is_open else opening, closings
 
     def parser(
         self, functions: Functions, *, prompt: str = "", answer: MessageParser | None = None
@@ -295,11 +302,13 @@ class ChatFormat:
         """The thought in which a prompt ends; whether its last turn has one that is over."""
         if self.reasoning is None:
             return None, False
-        turn, closing = _last_end(TURN_MARKS, prompt), _last_end(self.reasoning.closings, prompt)
-        opening = _last_end(self.reasoning.openings, prompt)
-        if opening <= max(turn, closing):
-            return None, closing > turn > 0
-        thought = prompt[opening:]
+        turn = _last_end(TURN_MARKS, prompt)
+        last = prompt[turn:]
+        opening = _last_end(self.reasoning.openings, last)
+        closing = _last_end(self.reasoning.closings, last)
+        if opening <= closing:
+            return None, turn > 0 and closing > 0
+        thought = last[opening:]
         # Without a turn it may be someone's words, unless nothing follows.
         return (thought, False) if turn > 0 or not thought.strip() else (None, False)
 

@@ -50,7 +50,7 @@ def answer_format(
             found, calls=None
         )  # whose marks then are text, if they are no special tokens
 
-    thought = found.thought(prompt)
+    start, ends = found.thought(prompt) or ("", ())
 
     def make_parser() -> MessageParser:
         constrained: MessageParser | None = None
@@ -63,7 +63,7 @@ def answer_format(
         kept_tokens=found.special_tokens,
         include_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
         max_calls=1 if _allows_one(chat) else None,
-        thought=None if thought is None else sampling_pb2.Thought(start=thought[0], ends=thought[1]),
+        thought=sampling_pb2.Thought(start=start, ends=ends) if ends else None,
     )
 
 

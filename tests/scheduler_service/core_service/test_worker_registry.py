@@ -227,7 +227,15 @@ async def test_a_worker_that_registers_twice_is_not_asked_to_stop(
     assert [each for each in worker.directives if not each.startswith("error")] == ["serve"] * 2
 
 
-@pytest.mark.parametrize("fact", ["fingerprint", "dtype"])
+async def test_a_worker_that_names_no_parser_agrees_with_one_that_says_auto(
+    service: CoreService, fleet: Fleet
+) -> None:
+    await fleet.start(FakeWorker("first"))
+    other = await fleet.start(FakeWorker("second", reasoning_parser=""))
+    assert other.directives == ["serve"]
+
+
+@pytest.mark.parametrize("fact", ["fingerprint", "dtype", "reasoning_parser"])
 async def test_another_model_of_the_same_name_is_refused(
     service: CoreService, fleet: Fleet, fact: str
 ) -> None:

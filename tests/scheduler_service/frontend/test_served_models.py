@@ -63,6 +63,21 @@ async def test_a_fact_that_changes_alone_needs_no_new_files() -> None:
     assert fetch.names == ["tiny"]
 
 
+async def test_other_parsers_change_the_format_without_new_files(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fetch = Fetch()
+    directory = ModelDirectory(fetch)
+    formats = []
+    for parser in ("", "mistral", "none", "from another version"):
+        directory.update([model_info(tool_call_parser=parser)])
+        formats.append((await directory.resolve(None, ANYBODY)).chat_format.calls)
+    names = [calls.names[0] if calls is not None else None for calls in formats]
+    assert names == ["hermes", "mistral", None, None]
+    assert fetch.names == ["tiny"]
+    assert "from another version" in caplog.text
+
+
 async def test_a_fetch_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_models, "RETRY_DELAY_S", 0)
     fetch = Fetch(num_failures=2)

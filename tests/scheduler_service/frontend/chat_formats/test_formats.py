@@ -93,6 +93,23 @@ def test_the_tokens_that_stay_in_the_text_are_those_of_the_marks() -> None:
     assert "<|channel|>" in chat_format("openai").special_tokens
 
 
+THOUGHTS = [
+    ("qwen3", "<|im_start|>assistant\n", ("<think>", ("</think>",))),
+    ("qwen3", "<|im_start|>assistant\n<think>\n", ("", ("</think>",))),
+    ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
+    ("deepseek_r1", "<｜Assistant｜>", ("", ("</think>",))),
+    ("openai_gptoss", "<|start|>assistant", ("<|channel|>", ("<|channel|>final<|message|>",))),
+    ("none", "<|im_start|>assistant\n<think>\n", None),
+]
+
+
+@pytest.mark.parametrize(("reasoning", "prompt", "expected"), THOUGHTS)
+def test_a_constraint_follows_the_thought_that_an_answer_may_have(
+    reasoning: str, prompt: str, expected: object
+) -> None:
+    assert chat_format(reasoning=reasoning).thought(prompt) == expected
+
+
 PROMPTS = [
     ("qwen3", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", False),
     ("qwen3", "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n", True),
@@ -115,7 +132,8 @@ def test_the_last_turn_of_a_prompt_shows_whether_it_opens_a_thought(
     reasoning: str, prompt: str, expected: bool
 ) -> None:
     form = chat_format(reasoning=reasoning)
-    assert form.opens_thought(prompt) is expected
+    thought = form.thought(prompt)
+    assert (thought is not None and not thought[0]) is expected
     assert form.parser({}, prompt=prompt).in_reasoning is expected or reasoning == "deepseek_r1"
 
 

@@ -8,6 +8,7 @@ from scheduler_service.errors import InvalidArgument, UnsupportedByModel
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.processor import check_against_model
 from tests.support.fake_core import model_info
+from tests.support.frontends import generate_request
 
 GOOD: list[dict[str, Any]] = [
     {"text": "hello"},
@@ -254,3 +255,24 @@ def test_a_status_interval_out_of_range_is_named(interval_ms: int) -> None:
 def test_a_complaint_tells_what_was_expected_and_what_was_found() -> None:
     error = complaint(request_of({"text": "a", "sampling_params": {"top_p": 1.5}}))
     assert str(error) == "sampling_params.top_p: expected above 0 and at most 1, got 1.5"
+
+
+TOOLS = [pb.Tool(name="f"), pb.Tool(name="g")]
+
+
+@pytest.mark.parametrize(
+    ("choice", "tools", "params", "field"),
+    [
+        (pb.ToolChoice(required=True), [], {}, "chat.tool_choice"),
+        (pb.ToolChoice(name="h"), TOOLS, {}, "chat.tool_choice.name"),
+        (pb.ToolChoice(required=True), TOOLS, {"regex": "a"}, "chat.tool_choice"),
+    ],
+)
+def test_a_call_that_cannot_be_required_is_refused(
+    choice: pb.ToolChoice, tools: list[pb.Tool], params: dict[str, Any], field: str
+) -> None:
+    messages = [pb.ChatMessage(role="user", content="hello")]
+    chat = pb.Chat(messages=messages, tools=tools, tool_choice=choice)
+    with pytest.raises(InvalidArgument) as caught:
+        validation.check_request(generate_request(None, chat=chat, **params))
+    assert caught.value.field == field

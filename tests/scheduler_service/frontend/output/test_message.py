@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
@@ -17,12 +18,15 @@ from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
 from tests.support.tokenizers import byte_level, letters, model_files
 
-MODEL = build_model(model_info(), model_files(byte_level()))
+TEMPLATE = "{{ messages[0].content }}{# <think> <tool_call> #}"
+FILES = model_files(byte_level()) | {"chat_template.jinja": TEMPLATE.encode()}
+MODEL = build_model(model_info(), FILES)
 TOOLS = [pb.Tool(name="f"), pb.Tool(name="g")]
 CALLS = (
     'First.<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
     '<tool_call>{"name":"g","arguments":{}}</tool_call>'
 )
+THOUGHT = "<think>Hm.</think>" + CALLS
 INTERLEAVED = 'A<tool_call>{"name":"f","arguments":{}}</tool_call>B'
 
 
@@ -79,7 +83,11 @@ def test_calls_are_parts_of_their_own() -> None:
 
 
 @settings(deadline=None)
-@given(st.sampled_from([CALLS, INTERLEAVED, "plain"]), st.integers(1, 7), st.data())
+@given(
+    st.sampled_from([CALLS, THOUGHT, THOUGHT[:12], INTERLEAVED, "plain"]),
+    st.integers(1, 7),
+    st.data(),
+)
 def test_a_resumed_choice_continues_its_message_where_the_client_was(
     text: str, size: int, data: st.DataObject
 ) -> None:
@@ -98,10 +106,47 @@ def as_deltas(received: pb.ChoiceDelta) -> list[pb.ChoiceDelta]:
     return [received] if received.ByteSize() else []
 
 
+def test_tokens_of_a_thought_are_counted_also_where_it_is_left_out() -> None:
+    choices = [new_choice(), new_choice(include_reasoning=False)]
+    whole, short = (joined(play(choice, letters(THOUGHT))) for choice in choices)
+    assert (whole.reasoning, short.reasoning) == ("Hm.", "")
+    assert whole.text == short.text == "First."
+    numbers = [choice.num_reasoning_tokens for choice in choices]
+    assert numbers[0] == numbers[1] == len(">Hm.</think")
+
+
+def test_a_resumed_thought_counts_all_of_its_tokens() -> None:
+    token_ids = letters(THOUGHT)
+    choice = new_choice()
+    choice.restore(pb.ResumedChoice(token_ids=token_ids[:9], num_reasoning_chars=2), "resume[0]")
+    rest = joined(play(choice, token_ids[9:]))
+    assert rest.reasoning == "."
+    assert choice.num_reasoning_tokens == len(">Hm.</think")
+
+
+def special_model(*markers: str) -> Any:
+    """A model with these special tokens."""
+    tokenizer = Tokenizer.from_str(byte_level().to_str())
+    tokenizer.add_special_tokens(list(markers))
+    return build_model(model_info(), FILES | {"tokenizer.json": tokenizer.to_str().encode()})
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_special_tokens_that_mark_a_thought_are_read_and_not_shown(skip: bool) -> None:
+    model = special_model("<think>", "</think>", "<other>")
+    text = "<think>Hm<other></think>Yes<other>"
+    token_ids = model.tokenizer.encode(text, add_special_tokens=False)
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hello")])
+    request = generate_request(None, chat=chat, skip_special_tokens=skip)
+    whole = joined(play(ChoiceStream(0, resolve_request(request, "r", model)), token_ids))
+    other = "" if skip else "<other>"
+    assert (whole.reasoning, whole.text) == (f"Hm{other}", f"Yes{other}")
+
+
 def test_text_after_a_call_is_an_entry_of_its_own() -> None:
     *deltas, end = play(new_choice(), letters(INTERLEAVED), 1000)
     assert end.finish_reason
-    assert [(delta.text, len(delta.tool_calls)) for delta in deltas] == [("A", 1), ("B", 0)]
+    assert [(delta.text.strip(), len(delta.tool_calls)) for delta in deltas] == [("A", 1), ("B", 0)]
     assert [len(delta.token_ids) for delta in deltas] == [len(letters(INTERLEAVED)), 0]
 
 
