@@ -44,6 +44,8 @@ export interface ChatMessage {
   toolCalls?: ToolCall[];
   toolCallId?: string;
   reasoningContent?: string;
+  /** In place of `content`: the texts of its parts. */
+  contentParts?: string[];
 }
 
 export interface ToolCall {
