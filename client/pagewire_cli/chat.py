@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -15,6 +16,11 @@ from pagewire_client.sampling_params import SamplingParams
 
 with contextlib.suppress(ImportError):
     import readline  # noqa: F401  Gives `input` line editing and history, where Python has it.
+
+CHAT_TEMPERATURE, CHAT_TOP_P = 0.7, 0.9
+"""For models without such defaults of their own: at the general ones, 1, small models ramble."""
+_DRAWING = ("temperature", "top_p", "top_k", "min_p")
+"""The parameters by which tokens are drawn."""
 
 _HELP = "/exit ends, /reset forgets the conversation, ctrl-C stops an answer"
 
@@ -31,9 +37,16 @@ def chat(
     """Talk with a model."""
     with connection.client() as client:
         with terminal.note_if_slow("waiting for a model to be served"):
-            name = client.get_model(model).name
-        terminal.note(f"talking with {name}; {_HELP}")
-        Conversation(client, name, params, system).run()
+            info = client.get_model(model)
+        terminal.note(f"talking with {info.name}; {_HELP}")
+        chosen = {name for name in _DRAWING if getattr(params, name) is not None}
+        if not (chosen or set(_DRAWING) & set(info.generation_defaults)):
+            terminal.note(
+                f"the model names no sampling parameters, so temperature {CHAT_TEMPERATURE} and "
+                f"top_p {CHAT_TOP_P}; --temperature and --top-p change them"
+            )
+            params = replace(params, temperature=CHAT_TEMPERATURE, top_p=CHAT_TOP_P)
+        Conversation(client, info.name, params, system).run()
 
 
 class Conversation:

@@ -72,6 +72,8 @@ class ModelInfo:
     """The format in which most weights are stored, such as `BF16` or `Q4_1`."""
     max_cached_tokens: int
     """Most tokens that one sequence can have in a KV cache; 0 if unknown."""
+    generation_defaults: list[str]
+    """Fields of `SamplingParams` for which the model has a default of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

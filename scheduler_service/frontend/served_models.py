@@ -32,6 +32,8 @@ class GenerationDefaults:
 
     sampling: Mapping[str, float] = field(default_factory=lambda: SAMPLING_DEFAULTS)
     """Defaults by field of SamplingParams; integers for integer fields."""
+    named: frozenset[str] = frozenset()
+    """The fields for which the model's file has a default."""
     max_tokens: int | None = None
     """None: as many as the model's length allows."""
     eos_token_ids: frozenset[int] = frozenset()
@@ -83,6 +85,7 @@ def parse_generation_config(data: bytes | None) -> GenerationDefaults:
             logger.warning("generation default ignored key=%s value=%r", key, value)
     return GenerationDefaults(
         max_tokens=values.pop("max_tokens", None),
+        named=frozenset(values),
         sampling={**SAMPLING_DEFAULTS, **values},
         eos_token_ids=_eos_token_ids(config.get("eos_token_id")),
     )

@@ -125,7 +125,10 @@ class InferenceServicer(inference_grpc.InferenceServiceServicer):
         self, request: inference_pb.GetModelRequest, context: Context, tenant: Principal
     ) -> inference_pb.GetModelResponse:
         """Facts about a served model."""
-        return inference_pb.GetModelResponse(model=self._model(request, tenant).info)
+        model = self._model(request, tenant)
+        response = inference_pb.GetModelResponse(model=model.info)
+        response.model.generation_defaults.extend(sorted(model.defaults.named))
+        return response
 
     @_rpc
     async def GetStatus(

@@ -91,6 +91,8 @@ class FakeFrontend(InferenceServiceServicer):
         self.breaks: deque[Break] = deque()
         """Taken one per call of Generate or GenerateMany; calls after the last one succeed."""
         self.requests: list[pb.GenerateRequest] = []
+        self.generation_defaults: list[str] = []
+        """Of the model, as GetModel reports them."""
         self.metadata: list[dict[str, Any]] = []
         self.details: list[engine_status_pb2.StatusDetail] = []
         self.peers: set[str] = set()
@@ -201,7 +203,12 @@ class FakeFrontend(InferenceServiceServicer):
     def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         self._check_model(request.model, context)
         return pb.GetModelResponse(
-            model=model_pb2.ModelInfo(name=MODEL, max_model_len=100, vocab_size=1000)
+            model=model_pb2.ModelInfo(
+                name=MODEL,
+                max_model_len=100,
+                vocab_size=1000,
+                generation_defaults=self.generation_defaults,
+            )
         )
 
     def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:

@@ -44,6 +44,7 @@ class ModelInfo(_message.Message):
     TOOL_CALL_PARSER_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    GENERATION_DEFAULTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
@@ -109,6 +110,12 @@ class ModelInfo(_message.Message):
         first by name.
         """
 
+    @_builtins.property
+    def generation_defaults(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Fields of SamplingParams for which the model has a default of its own, from
+        generation_config.json. Set by frontends in the answers to GetModel.
+        """
+
     def __init__(
         self,
         *,
@@ -132,10 +139,11 @@ class ModelInfo(_message.Message):
         tool_call_parser: _builtins.str = ...,
         weights: _builtins.str = ...,
         max_cached_tokens: _builtins.int = ...,
+        generation_defaults: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -266,6 +266,34 @@ def test_a_wrong_request_is_one_line_and_an_exit_code(
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_chat_shows_and_sets_what_a_model_without_defaults_is_sampled_with(
+    invoke: Any, frontend: FakeFrontend
+) -> None:
+    frontend.generation_defaults = ["repetition_penalty"]
+    result = invoke("chat", "--max-tokens", "2", stdin="Hi\n")
+    assert "temperature 0.7 and top_p 0.9" in result.stderr
+    params = frontend.requests.pop().sampling_params
+    assert (round(params.temperature, 6), round(params.top_p, 6)) == (0.7, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "defaults"),
+    [
+        (["--temperature", "0"], []),
+        (["--top-k", "5"], []),
+        ([], ["temperature"]),
+        ([], ["repetition_penalty", "top_k"]),
+    ],
+)
+def test_chat_leaves_what_the_user_or_the_model_has_chosen(
+    invoke: Any, frontend: FakeFrontend, arguments: list[str], defaults: list[str]
+) -> None:
+    frontend.generation_defaults = defaults
+    result = invoke("chat", "--max-tokens", "2", *arguments, stdin="Hi\n")
+    assert "top_p" not in result.stderr
+    assert not frontend.requests.pop().sampling_params.HasField("top_p")
+
+
 def test_chat_answers_each_line_and_remembers(invoke: Any, frontend: FakeFrontend) -> None:
     result = invoke("chat", "--max-tokens", "2", "--seed", "1", stdin="Hi\n\nMore\n/exit\nNo\n")
     said = answer(CHAT_TEXT, 2, 1)

@@ -41,6 +41,7 @@ def test_the_authors_defaults_are_taken() -> None:
             "min_p": 0.05,
             "repetition_penalty": 1.1,
         },
+        named=frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"}),
         max_tokens=64,
         eos_token_ids=frozenset({1, 2}),
     )

@@ -111,6 +111,18 @@ async def test_the_model_tells_about_itself(ready: Served) -> None:
         assert error.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_the_model_names_the_defaults_of_its_own() -> None:
+    files = model_files(byte_level(), temperature=1.0, top_k=5, max_new_tokens=7, min_p=-1)
+    async with (
+        FakeCore(files={"tiny": files}) as core,
+        running_frontend(core.address) as frontend,
+        client_of(frontend) as client,
+    ):
+        await model_ready(frontend)
+        response = await client.GetModel(pb.GetModelRequest())
+        assert response.model.generation_defaults == ["temperature", "top_k"]
+
+
 @pytest.mark.parametrize("name", ["x" * 100_000, "\u8a9e" * 5_000])
 async def test_what_is_asked_for_by_a_long_name_is_not_there(ready: Served, name: str) -> None:
     """Rather than that the answer is too long."""
