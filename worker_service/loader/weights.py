@@ -312,32 +312,16 @@ def _text_name(name: str) -> str:
 
 def has_own_head(model: type[NativeModel], checkpoint: Checkpoint) -> bool:
     """Whether the checkpoint holds an LM head that differs from the embedding, or may differ
-    because one of them is quantized."""
+    because one of them is quantized or has another dtype."""
     sources = checkpoint.sources(model)
-    names = [sources.get(name) for name in (model.embedding_name, "lm_head.weight")]
-    if None in names:
-        return False
-    embedding, head = (str(name) for name in names)
-    if not {embedding, head} <= checkpoint.dense_names():
-        return True
-    with ExitStack() as files:
-        tensors = checkpoint.tensors(files)
-        shape = tensors[head].get_shape()
-        if shape != tensors[embedding].get_shape():
-            return True
-    step = max(1, _MAX_MAPPED_BYTES // (4 * shape[1]))
-    for first in range(0, shape[0], step):
-        rows = slice(first, first + step)
-        with ExitStack() as files:  # opened again for each part, see `Checkpoint.reader`
-            parts = [
-                files.enter_context(checkpoint.open(checkpoint.file_of[name]))
-                .get_slice(name)[rows]
-                .float()
-                for name in (embedding, head)
-            ]
-            if not torch.equal(*parts):
-                return True
-    return False
+    names = {sources.get(name, "") for name in (model.embedding_name, "lm_head.weight")}
+    if "" in names or not names <= checkpoint.dense_names():
+        return "" not in names
+    with checkpoint.reader() as read:
+        first, second = (read(name) for name in names)
+        assert isinstance(first, Tensor), "it is dense"
+        assert isinstance(second, Tensor), "it is dense"
+        return first.dtype != second.dtype or not torch.equal(first, second)
 
 
 def warn_of_unused(checkpoint: Checkpoint) -> None:
