@@ -19,6 +19,7 @@ from rich.text import Text
 from pagewire_client.outputs import OutputDelta
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
+_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _lock = threading.Lock()
 
 
@@ -91,7 +92,7 @@ def error(text: str) -> None:
 def log_line(name: str, line: str) -> None:
     """Print a line of a service's log, with the service's name. Thread-safe."""
     if _is_json:
-        _write_service_object(name, line)
+        _write_object(**_fields_of(line) | {"service": name})
         return
     colour = _COLOURS[sum(name.encode()) % len(_COLOURS)]
     with _lock:
@@ -99,41 +100,35 @@ def log_line(name: str, line: str) -> None:
         Console(stderr=True, soft_wrap=True, highlight=False).print(text)
 
 
-def _object(level: str, event: str, **fields: Any) -> str:
+def _object(level: str = "info", event: str = "", **fields: Any) -> str:
     """A line of this process, as the services write theirs."""
     time = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
     line = {"time": time, "level": level, "service": "pagewire", "event": event}
     return json.dumps(line | fields, ensure_ascii=False)
 
 
-def _write_object(level: str, event: str, **fields: Any) -> None:
+def _write_object(*texts: str, **fields: Any) -> None:
     with _lock:
-        sys.stderr.write(_object(level, event, **fields) + "\n")
+        sys.stderr.write(_object(*texts, **fields) + "\n")
         sys.stderr.flush()
 
 
-def _write_service_object(name: str, line: str) -> None:
-    """A service's object with the service's name; other lines, as of a library, become objects."""
+def _fields_of(line: str) -> dict[str, Any]:
+    """A service's object; one with the text of a line that is none, as of a library."""
     try:
         fields = json.loads(line)
     except ValueError:
         fields = None
     if isinstance(fields, dict):
-        _write_object(**{"level": "info", "event": ""} | fields | {"service": name})
-    else:
-        level = "error" if line.startswith("error: ") else "info"
-        _write_object(level, line, service=name)
+        return fields
+    return {"level": "error" if line.startswith("error: ") else "info", "event": line}
 
 
 class _JsonFormatter(logging.Formatter):
     """Words, then `key=value`, as an object."""
 
     def format(self, record: logging.LogRecord) -> str:
-        text = record.getMessage()
-        fields = {key: _value(value) for key, value in re.findall(r"(\w+)=(\S+)", text)}
-        event = re.split(r"\s*\b\w+=", text)[0]
+        event, *parts = re.split(r"\s*\b(\w+)=", record.getMessage())
+        values = (json.loads(v) if _NUMBER.fullmatch(v) else v for v in map(str.strip, parts[1::2]))
+        fields = dict(zip(parts[::2], values, strict=True))
         return _object(record.levelname.lower(), event, **fields)
-
-
-def _value(text: str) -> Any:
-    return json.loads(text) if re.fullmatch(r"-?(0|[1-9]\d*)(\.\d+)?", text) else text

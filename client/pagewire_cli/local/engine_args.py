@@ -61,13 +61,7 @@ FLAGS = (
     Flag("swap_space", str, "worker", "Host memory for swapped blocks, such as 4GiB."),
     Flag("gpu_memory_utilization", float, "worker", "Share of the GPU's memory to use."),
     Flag("load_format", str, "worker", "safetensors, or dummy for random weights."),
-    Flag(
-        "quantization",
-        str,
-        "worker",
-        "Round weights to int8, int4 or (GPUs) fp8; or the checkpoint's own method.",
-        short="-q",
-    ),
+    Flag("quantization", str, "worker", "int8, int4 or fp8 to round weights.", short="-q"),
     Flag(
         "reasoning_parser",
         str,
@@ -81,20 +75,8 @@ FLAGS = (
         "How the model marks tool calls: auto, none or the name of a format.",
     ),
     Flag("quantization_cache", str, "worker", "Folder that keeps rounded weights (int8, int4)."),
-    Flag(
-        "tensor_parallel_size",
-        int,
-        "worker",
-        "Ranks that share each layer of the model.",
-        short="-tp",
-    ),
-    Flag(
-        "pipeline_parallel_size",
-        int,
-        "worker",
-        "Stages that the layers are spread over.",
-        short="-pp",
-    ),
+    Flag("tensor_parallel_size", int, "worker", "Ranks that share each layer.", short="-tp"),
+    Flag("pipeline_parallel_size", int, "worker", "Stages of the layers.", short="-pp"),
     Flag("attention_backend", str, "worker", "Attention kernels to use."),
     Flag("kv_cache_dtype", str, "worker", "auto; fp8 (GPUs) or int8 (CPUs) for a byte each."),
     Flag("batch_invariant", bool, "worker", "Make tokens independent of the batch, on GPUs too."),
@@ -196,20 +178,18 @@ FLAGS = (
 def check_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values without switches of vLLM that are always on. Raises TypeError for other unknown
     flags, which it explains together."""
-    known = {flag.name: flag for flag in FLAGS}
-    unknown = {name: "--" + name.replace("_", "-") for name in values if name not in known}
-    always = [
-        name for name, option in unknown.items() if vllm_flags.is_always_on(option) and values[name]
-    ]
-    options = [flag.option for flag in FLAGS]
-    lines = [
-        vllm_flags.explain(option, options, spell=_as_argument).replace(option, name, 1)
-        for name, option in unknown.items()
-        if name not in always
-    ]
-    if lines:
-        raise TypeError("unknown engine flags:\n" + "\n".join(lines))
-    return {name: value for name, value in values.items() if name not in always}
+    options = {flag.name: flag.option for flag in FLAGS}
+    accepted, lines = {}, ["unknown engine flags:"]
+    for name, value in values.items():
+        option = "--" + name.replace("_", "-")
+        if name in options:
+            accepted[name] = value
+        elif not (value and vllm_flags.is_always_on(option)):
+            line = vllm_flags.explain(option, options.values(), spell=_as_argument)
+            lines.append(line.replace(option, name, 1))
+    if len(lines) > 1:
+        raise TypeError("\n".join(lines))
+    return accepted
 
 
 def _as_argument(option: str) -> str:
