@@ -35,7 +35,7 @@ from scheduler_service.frontend.input.tool_choice import constraint_field, with_
 from scheduler_service.frontend.metrics import FrontendMetrics, RequestSummary
 from scheduler_service.frontend.output.request_stream import RequestSpan, RequestStream
 from scheduler_service.frontend.served_models import ModelDirectory
-from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
+from scheduler_service.frontend.structured_output.constraint import ConstraintChecker, to_lark
 from service_common.tracing import Tracing
 
 logger = logging.getLogger(__name__)
@@ -292,6 +292,7 @@ class RequestManager:
             )
             field = constraint_field(request)
             await self._checker.check(constrained.sampling_params, tenant.name, field)
+            await off_the_loop(request, lambda: to_lark(resolved.submit.sampling.constraint))
             await off_the_loop(request, lambda: stream.begin(resolved))
             stream.stopwatch.tokenize_s = time.monotonic() - began
             self._core_client.submit(stream)

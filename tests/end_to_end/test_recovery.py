@@ -53,6 +53,7 @@ def requests() -> list[pb.GenerateRequest]:
         request_for("One day", best_of=3, n=2, seed=5, max_tokens=200, ignore_eos=True),
         request_for("One day", json_schema=json.dumps(numbers), n=2, logprobs=0, **sampled),
         request_for("One day", regex="[a-z ,.]{600}", frequency_penalty=0.3, **sampled),
+        request_for("One day", regex="[a-z ,.]{400}", thought={"ends": ["and", "."]}, **sampled),
         request_for("One day", beam_search=beams, regex="(?:[a-m]|[ -/]){200}", max_tokens=150),
     ]
 

@@ -139,6 +139,52 @@ def test_every_answer_follows_its_grammar(stub: InferenceServiceStub) -> None:
         assert re.fullmatch(r"[1-9]\d{0,2}(?:\+[1-9]\d{0,2})?", inner)
 
 
+def test_a_grammar_may_be_in_gbnf(stub: InferenceServiceStub) -> None:
+    grammar = 'root ::= word (" " word)* "."\nword ::= [a-z]{3} | "I"'
+    answer = answer_to(stub, grammar=grammar, temperature=1.0, seed=1, n=4, min_tokens=3)
+    for text in matches(answer, 4):
+        assert re.fullmatch(r"(?:[a-z]{3}|I)(?: (?:[a-z]{3}|I))*\.", text)
+    with pytest.raises(grpc.RpcError) as refusal:
+        answer_to(stub, grammar="root ::= word")
+    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert bad_field(refusal.value) == "sampling_params.grammar"
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        ({"json_schema": '{"enum": ["red", 7]}'}, '"red"|7'),
+        ({"regex": "[0-9]{3,5}"}, "[0-9]{3,5}"),
+        ({"choice": {"choices": ["yes", "no"]}}, "yes|no"),
+        ({"grammar": 'start: "(" start ")" | "z"'}, r"\(*z\)*"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_a_constraint_applies_after_the_thought_which_is_what_the_model_would_write(
+    stub: InferenceServiceStub, kind: dict[str, Any], pattern: str
+) -> None:
+    free = answer_to(stub, temperature=0.0).choices[0].text
+    thought = free[: free.index(",") + 1]
+    assert len(thought) > 8
+    wish = {"temperature": 0.0, **kind}
+    (text,) = matches(answer_to(stub, thought={"ends": ["</never>", ","]}, **wish))
+    assert text.startswith(thought)
+    assert re.fullmatch(pattern, text.removeprefix(thought))
+    (text,) = matches(answer_to(stub, thought={"start": thought[:3], "ends": [","]}, **wish))
+    assert text.startswith(thought)
+    (text,) = matches(answer_to(stub, thought={"start": "<zq>", "ends": [","]}, **wish))
+    assert re.fullmatch(pattern, text), "without a thought"
+
+
+def test_a_thought_without_an_end_leaves_an_output_that_is_never_constrained(
+    stub: InferenceServiceStub,
+) -> None:
+    wish = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 30}
+    free = answer_to(stub, **wish).choices[0]
+    bound = answer_to(stub, regex="[0-9]", thought={"ends": ["</never>"]}, **wish).choices[0]
+    assert (bound.text, bound.finish_reason) == (free.text, LENGTH)
+
+
 def test_a_schema_may_allow_any_json_object(
     stub: InferenceServiceStub, reference: Reference
 ) -> None:

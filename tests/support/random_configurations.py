@@ -362,6 +362,9 @@ def _constrain(draw: Random, sampling: sampling_pb2.SamplerParams, stops: frozen
         constraint.choice.choices.extend(text.split("|"))
     else:
         setattr(constraint, kind, text)
+    if draw.random() < 0.3:
+        constraint.thought.start = draw.choice(("", "a"))
+        constraint.thought.ends.extend((draw.choice((" ", ":", "ab")), "}"))
     sampling.constraint.CopyFrom(constraint)
 
 

@@ -192,8 +192,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def thought(self) -> Global___Thought:
-        """What structured output does not constrain: it applies after the thought. Absent: all
-        of the output is constrained.
+        """What structured output does not constrain: it applies after the thought. Absent: in
+        a chat, the thought that the model's chat format marks; otherwise all of the output
+        is constrained.
         """
 
     def __init__(

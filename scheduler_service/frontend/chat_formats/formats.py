@@ -31,6 +31,7 @@ REASONING_FORMATS = (
         ("<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
         shown_by=(("<|channel|>",),),
         answer_opening="<|channel|>final<|message|>",
+        other_answer_openings=("<|channel|>final <|constrain|>json<|message|>",),
         framing=(
             *("<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
             *("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
@@ -275,7 +276,8 @@ class ChatFormat:
             equal = takewhile(
                 lambda pair: pair[0] == pair[1], zip(opening, answer_opening, strict=False)
             )
-            opening, closings = "".join(char for char, _ in equal), (answer_opening,)
+            opening = "".join(char for char, _ in equal)
+            closings = (answer_opening, *self.reasoning.other_answer_openings)
         is_open = thought is not None or self.reasoning.starts_unmarked
         return "" if is_open else opening, closings
 

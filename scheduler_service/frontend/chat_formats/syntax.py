@@ -95,6 +95,7 @@ class ReasoningFormat:
     """Marks around the answer after a thought."""
     answer_opening: str = ""
     """What announces the answer, if that is not the end of the thought."""
+    other_answer_openings: Texts = ()
     framing: Texts = ()
     """Marks around texts that are no text themselves."""
 

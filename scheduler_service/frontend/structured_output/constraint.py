@@ -38,11 +38,15 @@ def constraint_of(
     )
     if kind == "choice":
         constraint.choice.CopyFrom(params.choice)
-    elif kind == "grammar":
-        constraint.grammar = lark.from_gbnf(params.grammar)
     else:
         setattr(constraint, kind, getattr(params, kind))
     return constraint
+
+
+def to_lark(constraint: sampling_pb2.Constraint) -> None:
+    """Convert a grammar in GBNF, which has been checked: workers get Lark only."""
+    if constraint.grammar:
+        constraint.grammar = lark.from_gbnf(constraint.grammar)
 
 
 MAX_REMEMBERED = 4096

@@ -93,12 +93,13 @@ def test_the_tokens_that_stay_in_the_text_are_those_of_the_marks() -> None:
     assert "<|channel|>" in chat_format("openai").special_tokens
 
 
+FINAL = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
 THOUGHTS = [
     ("qwen3", "<|im_start|>assistant\n", ("<think>", ("</think>",))),
     ("qwen3", "<|im_start|>assistant\n<think>\n", ("", ("</think>",))),
     ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
     ("deepseek_r1", "<｜Assistant｜>", ("", ("</think>",))),
-    ("openai_gptoss", "<|start|>assistant", ("<|channel|>", ("<|channel|>final<|message|>",))),
+    ("openai_gptoss", "<|start|>assistant", ("<|channel|>", FINAL)),
     ("none", "<|im_start|>assistant\n<think>\n", None),
 ]
 

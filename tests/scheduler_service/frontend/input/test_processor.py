@@ -2,11 +2,13 @@ from typing import Any
 
 import pytest
 
+from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.columns import from_column, to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input.processor import SEED_BITS, ResolvedRequest, resolve_request
 from scheduler_service.frontend.served_models import FrontendModel, build_model
+from scheduler_service.frontend.structured_output.constraint import to_lark
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request
 from tests.support.json_schemas import allows
@@ -197,12 +199,32 @@ def test_a_worker_is_told_what_the_output_must_match_and_what_may_end_it() -> No
     assert (constraint.regex, ends_of(constraint)) == ("a+", ({9, EOS_ID}, set()))
     assert constraint_of(json_schema="{}").json_schema == "{}"
     assert constraint_of(grammar="start: A").grammar == "start: A"
-    in_lark = constraint_of(grammar='root ::= "a" tail\ntail ::= [b-d]+').grammar
-    assert [allows(in_lark, text) for text in ("abcd", "a", "b")] == [True, False, False]
+    gbnf = constraint_of(grammar='root ::= "a" tail\ntail ::= [b-d]+')
+    to_lark(gbnf)
+    assert [allows(gbnf.grammar, text) for text in ("abcd", "a", "b")] == [True, False, False]
     assert constraint_of(choice={"choices": ["a", "b"]}).choice.choices == ["a", "b"]
     assert not constraint_of(regex="a").HasField("thought")
     thought = {"start": "<think>", "ends": ["</think>", "<answer>"]}
     assert constraint_of(regex="a", thought=thought).thought == sampling_pb2.Thought(**thought)
+
+
+def test_a_constraint_of_a_chat_applies_after_the_models_thought() -> None:
+    files = model_files(byte_level())
+    template = files["chat_template.jinja"] + b"{# <think></think> #}"
+    thinking = build_model(
+        model_info(structured_output=True), files | {"chat_template.jinja": template}
+    )
+    request = inference_pb.GenerateRequest()
+    request.chat.messages.add(role="user", content="hello")
+    request.sampling_params.regex = "a"
+
+    def thought() -> sampling_pb2.Thought:
+        return resolve_request(request, "r", thinking).submit.sampling.constraint.thought
+
+    assert thought() == sampling_pb2.Thought(start="<think>", ends=["</think>"])
+    request.sampling_params.thought.ends.append("so:")
+    assert thought() == sampling_pb2.Thought(ends=["so:"]), "the request's own"
+    assert not constraint_of(thinking, regex="a").HasField("thought"), "it is no chat"
 
 
 def test_an_end_of_sequence_that_is_ignored_ends_what_cannot_go_on() -> None:
