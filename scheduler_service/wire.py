@@ -175,6 +175,7 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         waited_us=submit.waited_us,
         max_hold_us=submit.max_hold_ms * 1000,
         num_worker_losses=submit.num_worker_losses,
+        num_lone_worker_losses=submit.num_lone_worker_losses,
         traceparent=submit.traceparent,
         num_speculative_tokens=(
             submit.num_speculative_tokens if submit.HasField("num_speculative_tokens") else None
@@ -236,6 +237,7 @@ def encode_outbox(outbox: EngineOutputs) -> scheduler_service_pb2.SchedulerMessa
         requests_finished=[_encode_finished(request) for request in outbox.requests_finished],
         requests_failed=[encode_failed(*failed) for failed in outbox.requests_failed],
         worker_losses=to_column(outbox.worker_losses),
+        lone_worker_losses=to_column(outbox.lone_worker_losses),
     )
 
 

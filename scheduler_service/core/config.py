@@ -131,9 +131,9 @@ class SchedulerConfig:
     """Copy blocks to the host before they are evicted. Unset only by recordings of cores that did
     not."""
 
-    max_worker_losses: int = 3
-    """Fail a request that was running at this many losses of workers, since it may be their
-    cause."""
+    max_worker_losses: int = 2
+    """Fail a request after this many workers died in steps that it had to itself. Losses in steps
+    with other requests never fail it."""
 
     max_outgrown_wait_s: float | None = 120.0
     """Seconds that requests which outgrew all other worker groups, or which a former core accepted

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import inf
 
 from scheduler_service.attempts import taken_over
@@ -73,8 +73,8 @@ class SchedulerCore:
     def remove_worker_group(self, worker_group_id: str, now: float) -> None:
         """Remove a lost worker group: its requests go to the head of the queue with their tokens.
 
-        A request that was computed at `max_worker_losses` such losses fails; the end of a draining
-        group is no loss. An unknown id has no effect.
+        A request that was computed alone at `max_worker_losses` such losses fails; the end of a
+        draining group is no loss. An unknown id has no effect.
         """
         scheduler = self._fleet.remove(worker_group_id, to_us(now))
         if scheduler is None:
@@ -89,7 +89,7 @@ class SchedulerCore:
         model.requeue(seq_groups)
         self._fleet.totals[model.name].num_recovered += len(seq_groups)
         if not scheduler.is_draining:
-            self._blame([seq_group for seq_group in seq_groups if seq_group in computing], now)
+            self._blame(computing, now)
         model.sort_queue()
 
     def drain_worker_group(self, worker_group_id: str, now: float) -> None:
@@ -346,13 +346,16 @@ class SchedulerCore:
             )
             self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
 
-    def _blame(self, computed: Iterable[SequenceGroup], now: float) -> None:
-        """Count a worker's death against the requests that it was computing: one may be the
-        cause."""
-        for seq_group in poison.blamed(computed, self._config):
-            error = poison.count_loss(seq_group, self._config)
-            if error is not None:
-                self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
+    def _blame(self, computing: Collection[SequenceGroup], now: float) -> None:
+        """Count a worker's death against the requests that it was computing."""
+        is_alone = len(computing) == 1
+        for seq_group in self._registry.seq_groups():
+            if seq_group in computing:
+                error = poison.count_loss(seq_group, self._config, is_alone=is_alone)
+                if error is not None:
+                    self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
+            elif not is_alone:
+                seq_group.num_lone_losses = 0
 
     def _end(
         self,

@@ -59,6 +59,8 @@ class Request:
     """Most drafts of one of its rows; None: as many as its worker makes."""
     num_worker_losses: int = 0
     """Workers that died while they were computing it, as counted by former cores."""
+    num_lone_worker_losses: int = 0
+    """Those of them that died in steps that it had to itself."""
 
     @property
     def is_continued(self) -> bool:
@@ -128,6 +130,8 @@ class EngineOutputs:
     """(request handle, an error of `scheduler_service.errors`)."""
     worker_losses: list[int] = field(default_factory=list)
     """Handles of requests that lost a worker while it was computing them, and continue."""
+    lone_worker_losses: list[int] = field(default_factory=list)
+    """Those of them that had the worker's last steps to themselves."""
 
     def __bool__(self) -> bool:
         """Whether there are any outputs."""

@@ -124,6 +124,8 @@ class Sequence:
     worker does not know them."""
     num_drafts: int = 0
     """Drafts that its rows in flight may keep."""
+    suspect_length: int = 0
+    """The length at which it has passed the steps in which workers died."""
     frontend: Frontend = field(init=False)
     """The group's frontend, kept here so that delivering a token does not touch the group."""
 
@@ -238,6 +240,7 @@ class Sequence:
         self.num_computed = parent.num_computed
         self.num_offered_blocks = parent.num_offered_blocks
         self.block_keys = {size: list(keys) for size, keys in parent.block_keys.items()}
+        self.suspect_length = max(self.suspect_length, parent.suspect_length)
 
     def fork_beam(self, parent: Sequence, token: int, step_id: int) -> None:
         """Continue the parent's beam with another token."""
@@ -272,9 +275,14 @@ class Sequence:
 
     def restart(self) -> None:
         """Wait to be recomputed, without the tokens in flight: the worker is lost."""
+        self.suspect(self.length)
         self.preempt()
         self.length = self.num_known
         self.num_drafts = 0
+
+    def suspect(self, length: int) -> None:
+        """Record that workers may die in the steps that compute it up to a length."""
+        self.suspect_length = max(self.suspect_length, length)
 
     def finish(self, status: SequenceStatus) -> None:
         """Set a final status; the sequence must not be in the batch."""
@@ -337,8 +345,10 @@ class SequenceGroup:
     """Sequences that are RUNNING."""
     num_worker_losses: int = 0
     """Number of workers that died while they were computing it."""
-    suspect_length: int = 0
-    """The length up to which it is a suspect; see `is_suspect`."""
+    num_lone_losses: int = 0
+    """Number of workers that died in steps that it had to itself, again at the same point."""
+    num_repeated_losses: int = 0
+    """Number of workers that died while it did not get past the same point."""
     prompt_logprobs_start: int = 0
     """Prompt position up to which log probabilities were delivered; 0: none yet."""
     num_cached_tokens: int = 0
@@ -405,12 +415,15 @@ class SequenceGroup:
         return is_inexact
 
     @property
+    def is_before_loss(self) -> bool:
+        """Whether it has not yet passed the point that it had reached when a worker died."""
+        return any(seq.num_known < seq.suspect_length for seq in self.active())
+
+    @property
     def is_suspect(self) -> bool:
-        """Whether one more worker's death would fail it, and it has not yet passed the point that
-        it had reached when the last worker died. It is then computed without other suspects."""
-        return self.suspect_length > 0 and self.suspect_length > min(
-            seq.num_known for seq in self.active()
-        )
+        """Whether several workers died at the same point of it, which it has not yet passed. It is
+        then computed in steps of its own."""
+        return self.num_repeated_losses > 1 and self.is_before_loss
 
     def choices(self) -> list[Sequence]:
         """The sequences for which its frontend has handles."""

@@ -264,3 +264,4 @@ def merge(pending: EngineOutputs, outputs: EngineOutputs) -> None:
     pending.requests_finished.extend(outputs.requests_finished)
     pending.requests_failed.extend(outputs.requests_failed)
     pending.worker_losses.extend(outputs.worker_losses)
+    pending.lone_worker_losses.extend(outputs.lone_worker_losses)

@@ -147,6 +147,7 @@ def _submission(request: RequestStream) -> scheduler_pb.Submit:
     submit.was_accepted = request.was_accepted
     submit.waited_us = round((now - request.first_arrived) * 1e6)
     submit.num_worker_losses = request.num_worker_losses
+    submit.num_lone_worker_losses = request.num_lone_worker_losses
     if request.trace is not None:
         submit.traceparent = request.trace.traceparent
     request.stopwatch.submitted()
@@ -309,6 +310,9 @@ class CoreClient:
         for handle in from_column(message.worker_losses, "worker_losses"):
             if request := self._requests.get(handle):
                 request.num_worker_losses += 1
+        for handle in from_column(message.lone_worker_losses, "lone_worker_losses"):
+            if request := self._requests.get(handle):
+                request.num_lone_worker_losses += 1
         for request in self._deliver(message):
             with self._failing_alone(request):
                 for choice in request.advance():

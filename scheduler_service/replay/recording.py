@@ -1,6 +1,6 @@
 """The contents of a recording: a header, then an entry per input to the core, each a line of JSON.
 
-    {"format":"pagewire recording","format_version":3,"software_version":"0.1.0",…,"config":{…}}
+    {"format":"pagewire recording","format_version":4,"software_version":"0.1.0",…,"config":{…}}
     {"do":"add_worker_group","capacity":{"worker_group_id":"g0",…},"now":815.2}
     {"do":"submit","request":{…},"now":815.9}
     {"do":"schedule","worker_group_id":"g0","now":815.9,"chain":"6d2f…"}
@@ -15,6 +15,8 @@ was equal. Errors in outputs are hashed by class, as messages may be reworded.
 
 Recordings of all format versions replay:
 
+- Version 4 came with another rule: deaths of workers in steps of several requests fail no request.
+  A replay of an earlier recording differs from the second loss of one request on.
 - Version 3 came with a rule: a request preempts no other while an equal one that arrived earlier
   waits in the same worker group. Cores that recorded versions 1 and 2 did not follow it, and their
   recordings replay without it (`SchedulerConfig.lets_equals_overtake`).
@@ -37,8 +39,8 @@ from scheduler_service.replay.codec import Codec, Unreadable
 from service_common.version import VERSION
 
 FORMAT = "pagewire recording"
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+FORMAT_VERSION = 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 
 INPUTS = (
     "add_worker_group",

@@ -49,7 +49,7 @@ def model_flags(config: ChaosConfig) -> list[str]:
 
 def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
     """Little memory and small steps, so that streams are also preempted, swapped and computed in
-    chunks. The poison limit is off: requests do not cause these crashes."""
+    chunks."""
     core = {
         "--lease-ms": round(config.lease_s * 1000),
         "--grace-period": 3,
@@ -57,7 +57,6 @@ def draw_flags(config: ChaosConfig, draw: Random) -> Flags:
         "--max-num-batched-tokens": draw.choice((48, 128)),
         "--preemption-mode": config.preemption_mode or draw.choice(("auto", "swap", "recompute")),
         "--pipeline-depth": draw.choice((1, 2, 2, 3)),
-        "--max-worker-losses": 1_000_000,
         "--first-step-timeout": 60,
     }
     worker = {

@@ -140,6 +140,7 @@ class CoreDriver:
         request.generated = generated_of(record.choices)
         request.was_accepted = record.accepted
         request.num_worker_losses = record.num_losses
+        request.num_lone_worker_losses = record.num_lone_losses
         request.waited_us += round((self.now - record.submitted) * 1e6)
         record.accepted = False
         record.submitted = self.now
@@ -223,11 +224,18 @@ class CoreDriver:
             was_accepted=False,
             waited_us=0,
             num_worker_losses=0,
+            num_lone_worker_losses=0,
         )
         was_live = record.is_live
         self.core.submit(request, self.now)
         self.next_handle += request.num_choices
-        later = RequestRecord(request, self.now, choices, num_losses=record.num_losses)
+        later = RequestRecord(
+            request,
+            self.now,
+            choices,
+            num_losses=record.num_losses,
+            num_lone_losses=record.num_lone_losses,
+        )
         self.records[frontend_id, handle] = later
         self.collect()
         assert isinstance(record.error, RequestTakenOver) or not was_live
@@ -357,6 +365,8 @@ class CoreDriver:
             record.num_prompt_logprobs += count
         for handle in outbox.worker_losses:
             self.records[frontend_id, handle].num_losses += 1
+        for handle in outbox.lone_worker_losses:
+            self.records[frontend_id, handle].num_lone_losses += 1
         new_tokens = self._read_tokens(frontend_id, outbox)
         for handle, logprobs in outbox.logprobs:
             choice = self._choice(frontend_id, handle)[1]

@@ -49,6 +49,8 @@ class RequestRecord:
     num_prompt_logprobs: int = 0
     num_losses: int = 0
     """Workers that died while computing it, as reported to its frontend."""
+    num_lone_losses: int = 0
+    """Those of them that died in steps that it had to itself."""
 
     @property
     def is_live(self) -> bool:

@@ -139,6 +139,7 @@ class Submit(_message.Message):
     NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_LONE_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's number for the request's first choice; choice i is handle + i.
     Unique on the stream while the request lives; positive, below 2^31.
@@ -194,6 +195,8 @@ class Submit(_message.Message):
     """
     num_speculative_tokens: _builtins.int
     """As in GenerateRequest."""
+    num_lone_worker_losses: _builtins.int
+    """How often previous cores have reported it in `lone_worker_losses`."""
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
         """Beam search, with every default filled in; `sampling` then sets num_candidates to
@@ -234,10 +237,11 @@ class Submit(_message.Message):
         num_worker_losses: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         num_speculative_tokens: _builtins.int | None = ...,
+        num_lone_worker_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_lone_worker_losses", b"num_lone_worker_losses", "num_speculative_tokens", b"num_speculative_tokens", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
@@ -326,6 +330,7 @@ class SchedulerMessage(_message.Message):
     REQUESTS_FINISHED_FIELD_NUMBER: _builtins.int
     REQUESTS_FAILED_FIELD_NUMBER: _builtins.int
     WORKER_LOSSES_FIELD_NUMBER: _builtins.int
+    LONE_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     accepted: _builtins.bytes
     """Requests that were accepted (first handle of each). int32 column."""
     token_handles: _builtins.bytes
@@ -334,8 +339,11 @@ class SchedulerMessage(_message.Message):
     """New tokens: one per handle above. int32 column."""
     worker_losses: _builtins.bytes
     """Requests that a worker was computing when it died, and that continue (first handle
-    of each). Too many deaths fail a request, and a new core must know the earlier
-    ones. int32 column.
+    of each). A new core must know of them. int32 column.
+    """
+    lone_worker_losses: _builtins.bytes
+    """Those of `worker_losses` that the worker was computing in steps of their own. Too
+    many such deaths fail a request. int32 column.
     """
     @_builtins.property
     def models(self) -> Global___ServedModels:
@@ -378,10 +386,11 @@ class SchedulerMessage(_message.Message):
         requests_finished: _abc.Iterable[Global___RequestFinished] | None = ...,
         requests_failed: _abc.Iterable[Global___RequestFailed] | None = ...,
         worker_losses: _builtins.bytes = ...,
+        lone_worker_losses: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "models", b"models"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "accepted", b"accepted", "choices_finished", b"choices_finished", "logprobs", b"logprobs", "models", b"models", "prompt_logprobs", b"prompt_logprobs", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "token_handles", b"token_handles", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "accepted", b"accepted", "choices_finished", b"choices_finished", "logprobs", b"logprobs", "lone_worker_losses", b"lone_worker_losses", "models", b"models", "prompt_logprobs", b"prompt_logprobs", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "token_handles", b"token_handles", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__models: _TypeAlias = _typing.Literal["models"]  # noqa: Y015
     _WhichOneofArgType__models: _TypeAlias = _typing.Literal["_models", b"_models"]  # noqa: Y015

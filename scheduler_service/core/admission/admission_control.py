@@ -16,7 +16,7 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_queue import AnyQueue
 from scheduler_service.core.routing.fleet import Fleet
-from scheduler_service.core.routing.poison import mark_suspect
+from scheduler_service.core.routing.poison import resume_suspicion
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.stats.request_timing import to_us
 from scheduler_service.core.stats.throughput import QueueThroughput, retry_delay_s
@@ -218,6 +218,7 @@ def continuation(request: Request, former: SequenceGroup, now_us: int) -> Reques
         was_accepted=True,
         waited_us=max(request.waited_us, now_us - arrived_us),
         num_worker_losses=max(request.num_worker_losses, former.num_worker_losses),
+        num_lone_worker_losses=max(request.num_lone_worker_losses, former.num_lone_losses),
     )
 
 
@@ -265,5 +266,5 @@ class AdmissionControl:
             check_tenant(seq_group, throughputs, self._config)
             check_queue(request, self._fleet.queues(), throughputs, self._config)
         check_deadline(seq_group, model, self._registry.seq_groups, now)
-        mark_suspect(seq_group, self._config)
+        resume_suspicion(seq_group, former, self._config)
         return seq_group, former

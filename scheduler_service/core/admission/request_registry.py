@@ -70,6 +70,7 @@ class RequestRegistry:
             rank=self._rank(request, (now_us - request.waited_us, self._num_arrivals)),
             clock=RequestClock.start(now_us, phase),
             num_worker_losses=request.num_worker_losses,
+            num_lone_losses=request.num_lone_worker_losses,
         )
         beam_search = request.beam_search
         num_sequences = request.num_choices if beam_search is None else beam_search.width

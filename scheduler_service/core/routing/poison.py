@@ -1,55 +1,66 @@
 """Poison requests: a request that kills its worker must not kill all others in turn.
 
-Every request that a worker was computing when it died counts the loss, and fails at the last one
-that the configuration allows. Before that last one it is a suspect until it has passed the point
-at which its worker died: a suspect is computed alone, so that it can neither take others with it
-nor be blamed for them. Where a suspect was computed, other requests that have one loss left are
-not blamed.
-"""
+Only deaths in steps that a request had to itself fail it; those in company raise suspicion. A
+request that did not get past the point at which one worker died, and loses another one there, is a
+suspect: until it has passed that point, it is computed in steps of its own, with no other step in
+flight (`WorkerGroupState.has_turn`). If the worker dies again, only a kill from outside can be
+another cause. That rarely happens twice during the few steps that such a trial takes; a request
+whose trial ended in a death is tried after all other suspects, when a burst of kills may be over;
+and its count starts again when a worker dies that was not computing it, nor another request alone.
 
-from collections.abc import Iterable
+A request that has lost more than a few workers must get further to have passed the point, twice as
+far with each loss, so that one that kills workers at ever later points is tried alone, too.
+"""
 
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.errors import GenerationFailed
 
-
-def blamed(computed: Iterable[SequenceGroup], config: SchedulerConfig) -> list[SequenceGroup]:
-    """The requests in a lost worker's batch that may have caused the loss. If a suspect was in
-    the batch, exonerate other last-chance requests that have already passed the step at which
-    their last worker died."""
-    computed = list(computed)
-    if not any(seq_group.is_suspect for seq_group in computed):
-        return computed
-    return [
-        seq_group
-        for seq_group in computed
-        if seq_group.is_suspect or not _is_last_chance(seq_group, config)
-    ]
+FIRST_DOUBLING, MAX_DOUBLINGS = 4, 20
+"""Losses at which one token suffices to pass the point, and the further ones that count."""
 
 
-def count_loss(seq_group: SequenceGroup, config: SchedulerConfig) -> GenerationFailed | None:
-    """Count a worker's death for which a group is blamed; returns the error of a group that has
-    reached `max_worker_losses`."""
+def count_loss(
+    seq_group: SequenceGroup, config: SchedulerConfig, *, is_alone: bool
+) -> GenerationFailed | None:
+    """Count the death of a worker that was computing a group. `is_alone`: and nothing else. Returns
+    the error of a group that has reached `max_worker_losses` such deaths."""
+    is_lone = is_alone and seq_group.num_repeated_losses > 0
+    seq_group.num_repeated_losses += 1
     seq_group.num_worker_losses += 1
-    if seq_group.num_worker_losses >= config.max_worker_losses:
+    seq_group.num_lone_losses += is_lone
+    if seq_group.num_lone_losses >= config.max_worker_losses:
         return GenerationFailed(
-            f"the request was on {seq_group.num_worker_losses} workers when they were lost",
+            f"{seq_group.num_worker_losses} workers were lost while they computed the request, "
+            f"{seq_group.num_lone_losses} of them in steps without any other request",
             reason="WORKERS_LOST",
-            details={"num_worker_losses": seq_group.num_worker_losses},
+            details={
+                "num_worker_losses": seq_group.num_worker_losses,
+                "num_lone_worker_losses": seq_group.num_lone_losses,
+            },
         )
-    seq_group.frontend.outbox.worker_losses.append(seq_group.request.handle)
-    mark_suspect(seq_group, config)
+    outbox, handle = seq_group.frontend.outbox, seq_group.request.handle
+    outbox.worker_losses.append(handle)
+    if is_lone:
+        outbox.lone_worker_losses.append(handle)
+    num_doublings = seq_group.num_worker_losses - FIRST_DOUBLING
+    _suspect(seq_group, 1 << min(max(0, num_doublings), MAX_DOUBLINGS))
     return None
 
 
-def mark_suspect(seq_group: SequenceGroup, config: SchedulerConfig) -> None:
-    """Make a group that the next worker's death would fail a suspect, until it has passed the
-    steps that were in flight at the last one."""
-    if _is_last_chance(seq_group, config) and seq_group.num_unfinished:
-        seq_group.suspect_length = seq_group.max_known_tokens + config.max_steps_ahead
+def resume_suspicion(
+    seq_group: SequenceGroup, former: SequenceGroup | None, config: SchedulerConfig
+) -> None:
+    """Make a group a suspect if its former attempt was one, or if a former core has seen a worker
+    die in a step that it had to itself."""
+    if former is not None and former.is_before_loss:
+        seq_group.num_repeated_losses = former.num_repeated_losses
+    elif seq_group.num_lone_losses:
+        seq_group.num_repeated_losses = 2
+    if seq_group.num_repeated_losses:
+        _suspect(seq_group, config.max_steps_ahead)
 
 
-def _is_last_chance(seq_group: SequenceGroup, config: SchedulerConfig) -> bool:
-    """Whether the next worker's death would fail a group."""
-    return 0 < seq_group.num_worker_losses == config.max_worker_losses - 1
+def _suspect(seq_group: SequenceGroup, num_further_tokens: int) -> None:
+    for seq in seq_group.unfinished():
+        seq.suspect(max(seq.suspect_length, seq.num_known) + num_further_tokens)

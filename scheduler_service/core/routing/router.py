@@ -29,9 +29,9 @@ A group that had no capacity for a request is asked again only after its state h
 is true of one or two groups between two rounds. So a round asks about one group per reserved
 group, not one per waiting request.
 
-A suspect, which may have killed workers, goes to no group that has another suspect, because both
-would fail if the worker died. It waits for the few steps until the other one has ended or is no
-longer a suspect, and holds up no other request meanwhile.
+A suspect, which may have killed workers, goes to no group that tries another suspect. It waits for
+the few steps until the other one has ended or is no longer a suspect, and holds up no other request
+meanwhile. It does not preempt others. See `poison.py`.
 
 Routing reads no clock and uses no randomness: the same calls give the same routes.
 """
@@ -305,10 +305,17 @@ class RoutingRound:
             return None
         if seq_group.is_suspect:
             open_ = [scheduler for scheduler in open_ if not scheduler.probe.has_suspect]
-            if not open_:
+            if not open_ or self._is_tried_later(seq_group):
                 self._waiting.skip(seq_group)
                 return None
         return self._choose(seq_group, open_, now_us)
+
+    def _is_tried_later(self, suspect: SequenceGroup) -> bool:
+        """Whether another suspect, with fewer deaths in steps of its own, is waiting."""
+        num_losses = suspect.num_lone_losses
+        return num_losses > 0 and any(
+            other.num_lone_losses < num_losses and other.is_suspect for other in self._waiting
+        )
 
     def _choose(
         self, seq_group: SequenceGroup, schedulers: list[Scheduler], now_us: int
@@ -326,9 +333,7 @@ class RoutingRound:
             if best.is_worth_wait:
                 self._reserve(best.scheduler, seq_group)
                 return None
-        preemptable = [
-            scheduler for scheduler in schedulers if scheduler.probe.can_preempt_for(seq_group)
-        ]
+        preemptable = [s for s in schedulers if s.probe.can_preempt_for(seq_group)]
         if preemptable:
             seq_group.is_preempting = True
             return self._router.choose(seq_group, preemptable, now_us).scheduler

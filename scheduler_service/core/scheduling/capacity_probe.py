@@ -101,7 +101,7 @@ class CapacityProbe:
         False while a group that must start before it waits here: that one is to get the places and
         blocks."""
         state = self._state
-        if state.preempting or not seq_group.fits(state.capacity):
+        if state.preempting or seq_group.is_suspect or not seq_group.fits(state.capacity):
             return False
         waiting = chain(state.waiting, state.running.swapped)
         if not self._config.lets_equals_overtake and any(
@@ -131,7 +131,7 @@ class CapacityProbe:
         for other in chain([first], yielding):
             if self._would_fit(seq_group, found, num_places, num_blocks):
                 return victims
-            if other.num_running and not other.is_lockstep:
+            if other.num_running and not other.is_lockstep and other is not self._state.suspect:
                 victims.append(other)
                 num_places += other.num_running
                 num_blocks += self._num_blocks_of(other)
@@ -152,8 +152,8 @@ class CapacityProbe:
 
     @property
     def has_suspect(self) -> bool:
-        """Whether a suspect is here. Linear in the groups here."""
-        return any(seq_group.is_suspect for seq_group in self._state.seq_groups)
+        """Whether a suspect is here."""
+        return self._state.suspect is not None
 
     @property
     def num_tokens_to_prefill(self) -> int:

@@ -21,6 +21,7 @@ class PrefillScheduler:
 
     def __init__(self, state: WorkerGroupState) -> None:
         self._config = state.config
+        self._has_turn = state.has_turn
         self._blocks = state.blocks
         self._prefixes = state.prefixes
         self._running = state.running
@@ -92,12 +93,16 @@ class PrefillScheduler:
     def admit(self, waiting: WaitingQueue, batch: Batch) -> None:
         """Admit groups from a queue in order, while there are places, blocks and tokens."""
         while batch.budget > 0 and (seq_group := waiting.head()) is not None:
+            if not self._has_turn(seq_group):
+                waiting.skip(seq_group)
+                continue
             verdict = self._admit_seq_group(seq_group, batch)
             if verdict is AllocStatus.NEVER:
                 batch.outgrown.append(seq_group)
             if verdict is not AllocStatus.OK:
-                return
+                break
             waiting.discard(seq_group)
+        waiting.end_round()
 
     def _admit_seq_group(self, seq_group: SequenceGroup, batch: Batch) -> AllocStatus:
         """Admit the group's sequences; LATER if some keep waiting."""

@@ -51,6 +51,8 @@ class Scheduler:
     def is_full(self, *, is_awaited: bool) -> bool:
         """Whether no step can be planned before a result arrives. `is_awaited`: requests that are
         not routed yet wait for room."""
+        if self._state.suspect is not None:
+            return len(self._pipeline) > 0  # it must be clear in whose step a worker dies
         return self._pipeline.is_full(self._num_together(is_awaited))
 
     @property
@@ -76,6 +78,8 @@ class Scheduler:
     def take(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group that was routed here."""
         self.seq_groups[seq_group] = None
+        if seq_group.is_suspect:
+            self._state.put_on_trial(seq_group)
         if self._policy.preempts:  # it may be preempted for requests that had no room here
             self.num_changes += 1
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
@@ -128,9 +132,9 @@ class Scheduler:
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
         """Release everything: the worker is lost. Returns all groups, which start again with the
-        tokens that they have, and those groups that the worker was computing. Nothing may be
-        scheduled here afterwards."""
-        computing = {seq.seq_group for seq in self._pipeline.open_rows()} & self.seq_groups.keys()
+        tokens that they have, and those groups, ended ones included, that the worker was computing.
+        Nothing may be scheduled here afterwards."""
+        computing = {seq.seq_group for seq in self._pipeline.open_rows()}
         self._state.waiting.take_all()
         self._state.preempting.take_all()
         for seq_group in self.seq_groups:
@@ -142,6 +146,8 @@ class Scheduler:
             elif seq_group.clock.phase is RequestPhase.PREEMPTED:
                 seq_group.clock.recover(now_us)
             seq_group.num_running = 0
+            if not seq_group.is_before_loss:
+                seq_group.num_repeated_losses = seq_group.num_lone_losses = 0
             for seq in seq_group.unfinished():
                 seq.restart()
         return list(self.seq_groups), computing
@@ -222,9 +228,9 @@ class Scheduler:
 
         Sequences that have outgrown the cache have no row in it; call `take_outgrown` afterwards.
         """
-        num_together = self._num_together(is_awaited)
-        if self._pipeline.is_full(num_together):
+        if self.is_full(is_awaited=is_awaited):
             return None
+        num_together = self._num_together(is_awaited)
         self.num_changes += 1
         plan, outgrown = self._planner.plan(now_us)
         if plan is not None:
@@ -240,6 +246,7 @@ class Scheduler:
             not self._pipeline.may_send_together
             or is_awaited
             or self.is_draining
+            or state.suspect is not None
             or state.waiting
             or state.preempting
             or state.running.swapped

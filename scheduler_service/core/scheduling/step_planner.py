@@ -33,9 +33,23 @@ class StepPlanner:
 
     def plan(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
         """The next step's plan, None if there is nothing to do, and the groups that have outgrown
-        the cache, which have no row in it."""
-        state = self._state
+        the cache, which have no row in it. A suspect and the others have every other step."""
         self._running.drop_ended()
+        if self._state.suspect is None:
+            return self._plan_step(now_us)
+        plan, outgrown = self._plan_turn(now_us)
+        if plan is None:
+            plan, further = self._plan_turn(now_us)
+            outgrown += further
+        return plan, outgrown
+
+    def _plan_turn(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
+        self._state.change_turn()
+        with self._running.only(self._state.has_turn):
+            return self._plan_step(now_us)
+
+    def _plan_step(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
+        state = self._state
         batch = Batch(now_us, state.config.max_num_batched_tokens)
         self._preemption.land()
         self._preempt_for_first(batch)
@@ -52,7 +66,7 @@ class StepPlanner:
     def _preempt_for_first(self, batch: Batch) -> None:
         """Preempt others for the group that takes precedence over them."""
         seq_group = self._state.preempting.head()
-        if seq_group is not None:
+        if seq_group is not None and self._state.has_turn(seq_group):
             for victim in self._probe.find_victims(seq_group) or ():
                 self._preemption.preempt_for_other(victim, batch)
 
@@ -61,7 +75,7 @@ class StepPlanner:
         sequences wait with other groups."""
         state = self._state
         seq_group = state.preempting.head()
-        if seq_group is None:
+        if seq_group is None or not state.has_turn(seq_group):
             return
         self._prefill.admit(state.preempting, batch)
         if seq_group in state.preempting and seq_group.num_running:

@@ -2,7 +2,8 @@
 sequences, its blocks and its steps in flight."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_manager import BlockManager
@@ -187,6 +188,20 @@ class RunningSet:
             self._note_left(seq, now_us)
         return pairs
 
+    @contextmanager
+    def only(self, has_turn: Callable[[SequenceGroup], bool]) -> Iterator[None]:
+        """Hide the sequences of groups that do not have their turn while a step is planned."""
+        lists = self.decoding, self.prefilling, self.arriving
+        hidden = [[seq for seq in listed if not has_turn(seq.seq_group)] for listed in lists]
+        self.decoding, self.prefilling, self.arriving = (
+            [seq for seq in listed if has_turn(seq.seq_group)] for listed in lists
+        )
+        yield
+        lists = self.decoding, self.prefilling, self.arriving
+        self.decoding, self.prefilling, self.arriving = (
+            sorted(shown + rest, key=_order) for shown, rest in zip(lists, hidden, strict=True)
+        )
+
     def drop_ended(self) -> None:
         """Remove sequences that no longer run from the lists."""
         if self._has_ended:
@@ -276,6 +291,30 @@ class WorkerGroupState:
         """The waiting group, if any, that preempts others here; it has not run here yet."""
         self.seq_groups: dict[SequenceGroup, None] = {}
         """All groups of this worker group, in order of arrival."""
+
+        self._suspect: SequenceGroup | None = None
+        self._is_trial = False
+
+    @property
+    def suspect(self) -> SequenceGroup | None:
+        """The suspect that is tried here, until it has passed the point at which workers died."""
+        suspect = self._suspect
+        if suspect is not None and not (suspect in self.seq_groups and suspect.is_suspect):
+            suspect = self._suspect = None
+        return suspect
+
+    def put_on_trial(self, suspect: SequenceGroup) -> None:
+        """Compute a suspect in steps of its own. There is no other one here."""
+        self._suspect = suspect
+
+    def change_turn(self) -> None:
+        """Plan for the suspect if the last step was for the others, and for the others if not."""
+        self._is_trial = not self._is_trial
+
+    def has_turn(self, seq_group: SequenceGroup) -> bool:
+        """Whether a group may have rows in the step that is being planned."""
+        suspect = self.suspect
+        return suspect is None or (seq_group is suspect) == self._is_trial
 
     @property
     def num_sequences(self) -> int:

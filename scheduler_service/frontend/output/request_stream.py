@@ -345,6 +345,8 @@ class RequestStream:
         """Number of the first choice on the stream to the core; 0 before it is submitted."""
         self.num_worker_losses = 0
         """Workers that died while computing it, as its cores have reported."""
+        self.num_lone_worker_losses = 0
+        """Those of them that died in steps that it had to itself."""
         self.choices: list[ChoiceStream] = []
         """The choices in the order of the core."""
         self.has_ended_at_core = False
@@ -379,6 +381,7 @@ class RequestStream:
         self.was_accepted = former.was_accepted
         self.first_arrived = former.first_arrived
         self.num_worker_losses = former.num_worker_losses
+        self.num_lone_worker_losses = former.num_lone_worker_losses
 
     def begin(self, request: ResolvedRequest) -> None:
         """Set up the choices, with what a resumed request brings.

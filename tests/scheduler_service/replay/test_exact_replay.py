@@ -108,7 +108,9 @@ def overtaking_equals(*, lets_equals_overtake: bool) -> Recording:
     return recorder.recordings[0]
 
 
-@pytest.mark.parametrize(("format_version", "is_exact"), [(1, True), (2, True), (3, False)])
+@pytest.mark.parametrize(
+    ("format_version", "is_exact"), [(1, True), (2, True), (3, False), (4, False)]
+)
 def test_a_recording_of_a_former_format_comes_out_under_the_former_rule_of_preemption(
     format_version: int, is_exact: bool
 ) -> None:
@@ -123,7 +125,7 @@ def test_a_recording_of_a_former_format_comes_out_under_the_former_rule_of_preem
 
 def test_the_former_rule_of_preemption_is_in_force_only_if_the_header_says_so() -> None:
     recording = overtaking_equals(lets_equals_overtake=False)
-    assert recording.header().format_version == 3
+    assert recording.header().format_version == 4
     assert recording.replay().is_exact
     recording.change(0, lambda header: header["config"].update(lets_equals_overtake=True))
     assert not recording.replay().is_exact

@@ -160,7 +160,9 @@ def test_a_search_has_come_as_far_as_the_beams_that_it_has() -> None:
         )
         driver.core.update("g0", result, driver.now)
     [group] = driver.core._registry.seq_groups()
-    group.suspect_length = len(PROMPT) + 2
+    group.num_repeated_losses = 2
+    for seq in group.unfinished():
+        seq.suspect(len(PROMPT) + 2)
     assert not group.is_suspect
     assert _own_us(group, driver.core._fleet.models["m"]) == 1000, "two tokens more"
 
