@@ -39,13 +39,13 @@ export interface SamplingParams {
 
 export interface ChatMessage {
   role: string;
-  content: string;
+  content?: string;
   name?: string;
   toolCalls?: ToolCall[];
   toolCallId?: string;
   reasoningContent?: string;
-  /** In place of `content`: the texts of its parts. */
-  contentParts?: string[];
+  /** In place of `content`: its parts. */
+  contentParts?: { text?: string; }[];
 }
 
 export interface ToolCall {
