@@ -159,6 +159,7 @@ class FakeWorker(WorkerServiceServicer):
             block_size=BLOCK_SIZE,
             aliases=aliases,
             uses_cuda_graphs=True,
+            weights="Q4_1",
             reasoning_parser=reasoning_parser,
         )
         self.epochs: list[int] = []

@@ -404,6 +404,7 @@ async def test_status_tells_of_requests_and_groups(
         assert group.state == status_pb2.WORKER_STATE_READY
         assert group.address == worker.address
         assert group.uses_cuda_graphs
+        assert group.weights == "Q4_1"
         assert group.num_gpu_blocks == worker.num_gpu_blocks
         assert 0 < group.num_free_gpu_blocks < worker.num_gpu_blocks
         assert group.num_steps >= 4

@@ -273,3 +273,13 @@ def test_a_factor_without_a_type_scales_positions_linearly(key: str, tmp_path: P
     file, _ = make_gguf("llama", "F16", tmp_path, metadata=lambda w: w.add_float32(key, 4.0))
     rope = gguf_config(file)["rope_parameters"]
     assert rope == {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def test_the_log_says_how_weights_are_stored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, _ = make_gguf("llama", "Q5_K", tmp_path)
+    with caplog.at_level(logging.INFO):
+        loaded = load_model(ModelConfig(model=str(file), device="cpu", dtype="float32"))
+    assert loaded.weights == "Q5_K"
+    assert " weights=Q5_K dtype=float32 " in caplog.text
