@@ -107,7 +107,7 @@ _NAMED = {
 
 
 def tokenizer_assets(path: Path, metadata: Mapping[str, Any]) -> dict[str, bytes]:
-    """Content of `tokenizer.json`, `tokenizer_config.json` and the chat template, by file name.
+    """Content of `tokenizer.json`, `tokenizer_config.json` and the chat templates, by file name.
 
     path: of the GGUF file, for error messages. Empty for a file without a tokenizer. Raises
     UnsupportedModel if the kind of tokenizer is unknown, BadCheckpoint if its data is invalid.
@@ -119,9 +119,10 @@ def tokenizer_assets(path: Path, metadata: Mapping[str, Any]) -> dict[str, bytes
         "tokenizer.json": tokenizer.to_str().encode(),
         "tokenizer_config.json": json.dumps(config).encode(),
     }
-    template = metadata.get("tokenizer.chat_template")
-    if isinstance(template, str):
-        assets["chat_template.jinja"] = template.encode()
+    for key, template in metadata.items():
+        setting, _, name = key.partition(".chat_template")
+        if setting == "tokenizer" and (not name or name[0] == ".") and isinstance(template, str):
+            assets[f"{name[1:] or 'chat_template'}.jinja"] = template.encode()
     return assets
 
 

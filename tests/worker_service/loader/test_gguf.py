@@ -532,6 +532,17 @@ def test_phi_3_drops_white_space_after_special_tokens(
     assert names == ["<s>", "<|end|>", *newline, "<|endoftext|>", "▁", "\n"]
 
 
+def test_chat_templates_with_names_are_files_of_their_own(tmp_path: Path) -> None:
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_chat_template([{"name": "tool_use", "template": "T"}])
+
+    file, _ = make_gguf("llama", "Q8_0", tmp_path, metadata=metadata)
+    assets = dict(iter_assets(file))
+    assert assets["tool_use.jinja"] == b"T"
+    assert assets["chat_template.jinja"].decode() == CHAT_TEMPLATE
+    assert {name for name in assets if "template" in name} == {"chat_template.jinja"}
+
+
 def test_a_turn_ends_where_the_chat_template_of_its_family_ends_it(tmp_path: Path) -> None:
     def metadata(writer: gguf.GGUFWriter) -> None:
         writer.add_token_list([*(str(number) for number in range(299)), "<end_of_turn>"])

@@ -208,6 +208,7 @@ class ChatMessageBody(Strict):
     reasoning: str | None = Field(None, description="The same by another name.")
     refusal: str | None = Field(None, description="Ignored.")
     annotations: JsonList | None = Field(None, description="Ignored.")
+    cache_control: JsonObject | None = Field(None, description="Ignored.")
     audio: None = None
     function_call: None = None
 
@@ -230,6 +231,7 @@ class ToolBody(Strict):
 
     type: Literal["function"]
     function: FunctionBody
+    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class NamedFunction(Strict):

@@ -211,6 +211,8 @@ def test_template_arguments_override_special_tokens_but_not_the_conversation() -
             prompt_of(model, [user("q")], chat_template_kwargs={name: None})
 
 
-def test_parts_and_messages_may_ask_for_prompt_caching() -> None:
-    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
-    assert prompt_of(model_with(TEXT), [user([part])]) == "<user>a"
+def test_parts_messages_and_tools_may_ask_for_prompt_caching() -> None:
+    cached = {"cache_control": {"type": "ephemeral"}}
+    message = user([{"type": "text", "text": "a", **cached}]) | cached
+    tool = {"type": "function", "function": {"name": "look"}, **cached}
+    assert prompt_of(model_with(TEXT), [message], tools=[tool]) == "<user>a"
