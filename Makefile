@@ -99,9 +99,17 @@ build/lm-eval/.ready:
 	$(@D)/bin/pip install --quiet "lm-eval[api]==0.4.13" transformers
 	touch $@
 
-## test-clients: run lm-eval and, with VLLM_PYTHON=..., `vllm bench serve` against real services
-test-clients: $(VENV)/.ready build/lm-eval/.ready
-	$(BIN)/python -m pytest -m long tests/end_to_end/test_third_party_clients.py
+build/http-clients/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet litellm==1.110.2 langchain-openai==1.7.4 openai-agents==0.24.0
+	cd $(@D) && npm install --silent --no-audit --no-fund ai@6.0.326 @ai-sdk/openai-compatible@2.0.92
+	touch $@
+
+## test-clients: run lm-eval, `vllm bench serve` (with VLLM_PYTHON=...), LiteLLM, LangChain, OpenAI's
+## agents, Vercel's ai, Java, curl, HAProxy and nginx against real services
+test-clients: $(VENV)/.ready build/lm-eval/.ready build/http-clients/.ready
+	$(BIN)/python -m pytest -m long tests/end_to_end/test_third_party_clients.py \
+	  tests/end_to_end/test_http_clients.py
 
 ## wheels: build and check the wheels for Linux on x86-64 and, by zig's cross compiler, on Arm
 wheels: $(WHEEL_TOOLS)/.ready
