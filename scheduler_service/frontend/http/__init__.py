@@ -9,6 +9,7 @@
 | `app` | the application and its OpenAPI document |
 | `middleware` | what endpoints use, their caller; authentication, limits of bodies, trace context |
 | `request_body` | JSON bodies: bounded, parsed and validated, off the loop if they are large |
+| `content_coding` | compressed bodies |
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |
 | `anthropic` | `/v1/messages` |

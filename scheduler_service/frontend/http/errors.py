@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -144,6 +144,7 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         408: "The body did not arrive in time",
         409: "A live request has this id, or has been taken over",
         413: "The body is too large",
+        415: "The body is compressed in a way that is not supported",
         429: "A queue or a limit is full; Retry-After has the delay",
         499: "The request was aborted by another call",
         500: "A bug, or the model failed",
@@ -200,6 +201,14 @@ def too_slow_response(timeout_s: float) -> JSONResponse:
     return JSONResponse(body, status_code=408, headers={"Connection": "close"})
 
 
+def undecodable_response(coding: str, accepted: Iterable[str]) -> JSONResponse:
+    """The answer to a body in a content coding that is not supported."""
+    names = ", ".join(accepted)
+    message = f"Content-Encoding: expected one of {names}, or none, got {coding[:100]!r}"
+    body = _body(415, message, "Content-Encoding", "unsupported_content_encoding")
+    return JSONResponse(body, status_code=415, headers={"Accept-Encoding": names})
+
+
 def param_of(field: str) -> str:
     """The HTTP name of a field that an error names as the proto does."""
     name = field.removeprefix("sampling_params.").removeprefix("chat.")
@@ -231,7 +240,7 @@ def handle_errors(app: FastAPI) -> None:
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
-        return _invalid_body(str(error))
+        return invalid_body_response(str(error))
 
     app.add_exception_handler(InvalidBody, on_invalid_body)
     app.add_exception_handler(PagewireError, on_pagewire_error)
@@ -248,7 +257,7 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
         loc = loc[:1] + loc[2:]  # the format's type, which is not a field, follows
     path = [part for part in loc if part not in _NO_FIELDS]
     if not path and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
-        return _invalid_body("expected a JSON object as body")
+        return invalid_body_response("expected a JSON object as body")
     names = [part for part in path if isinstance(part, int) or part.isidentifier()]
     dotted = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = dotted.removeprefix(".") or None
@@ -289,7 +298,8 @@ def _received(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
 
 
-def _invalid_body(message: str) -> JSONResponse:
+def invalid_body_response(message: str) -> JSONResponse:
+    """The answer to a body that cannot be read."""
     return JSONResponse(_body(400, message, None, "invalid_body"), 400)
 
 

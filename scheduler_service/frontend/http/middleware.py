@@ -23,10 +23,13 @@ from scheduler_service.errors import (
 )
 from scheduler_service.frontend.auth import Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
+from scheduler_service.frontend.http.content_coding import CODINGS, Decoder
 from scheduler_service.frontend.http.errors import (
     error_response,
+    invalid_body_response,
     too_large_response,
     too_slow_response,
+    undecodable_response,
 )
 from scheduler_service.frontend.input.processor import draw_request_id
 from scheduler_service.frontend.request_manager import RequestManager
@@ -60,8 +63,8 @@ class HttpServices:
 
 
 class BodyLimit:
-    """Answers 413 to longer bodies, at once if the content length is known, else when the limit is
-    reached; and 408 to slower ones."""
+    """Decodes compressed bodies. Answers 415 if it cannot; 413 to longer bodies, at once if the
+    content length is known, else when the limit is reached; and 408 to slower ones."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
@@ -74,7 +77,11 @@ class BodyLimit:
         if _content_length(scope) > self._max_bytes:
             await too_large_response(self._max_bytes)(scope, receive, send)
             return
-        body = _CountedBody(receive, self._max_bytes)
+        coding = _content_coding(scope)
+        if coding and coding not in CODINGS:
+            await undecodable_response(coding, CODINGS)(scope, receive, send)
+            return
+        body = _CountedBody(receive, self._max_bytes, coding)
 
         async def send_unless_refused(message: Message) -> None:
             if body.refusal is None:  # the app saw only a part of the body
@@ -86,11 +93,14 @@ class BodyLimit:
 
 
 class _CountedBody:
-    """Passes a body on until it exceeds the size or time limit; then its reader sees a
-    disconnect."""
+    """Passes a body on, decoded, until it exceeds the size or time limit or is invalid; then its
+    reader sees a disconnect."""
 
-    def __init__(self, receive: Receive, max_bytes: int) -> None:
+    def __init__(self, receive: Receive, max_bytes: int, coding: str) -> None:
+        """`coding`: of the body, or empty."""
         self._receive = receive
+        self._coding = coding
+        self._decoder = Decoder(coding) if coding else None
         self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
         self._has_more = True
         self._max_bytes = self._left = max_bytes
@@ -108,11 +118,37 @@ class _CountedBody:
             return {"type": "http.disconnect"}
         self._has_more = message.get("more_body", False)
         if message["type"] == "http.request":
+            if self._decoder is not None:
+                message = {**message, "body": await self._decoded(self._decoder, message)}
             self._left -= len(message.get("body", b""))
             if self._left < 0:
                 self.refusal = too_large_response(self._max_bytes)
-                return {"type": "http.disconnect"}
-        return message
+        return message if self.refusal is None else {"type": "http.disconnect"}
+
+    async def _decoded(self, decoder: Decoder, message: Message) -> bytes:
+        """The decoded body of a message, up to a piece beyond the limit."""
+        decoded = bytearray()
+        try:
+            for piece in decoder.decode(message.get("body", b"")):
+                decoded += piece
+                if len(decoded) > self._left:
+                    break
+                await asyncio.sleep(0)  # for other streams
+            else:
+                if not self._has_more and not decoder.is_complete:
+                    raise ValueError("it ends too early")
+        except ValueError as error:
+            self.refusal = invalid_body_response(f"the body is not valid {self._coding}: {error}")
+        return bytes(decoded)
+
+
+def _content_coding(scope: Scope) -> str:
+    """The coding in the header; several are not supported, and lie outside `CODINGS`. Empty for
+    none."""
+    values = [value for name, value in scope["headers"] if name == b"content-encoding"]
+    names = b",".join(values).decode("latin-1").lower().split(",")
+    given = [name.strip() for name in names if name.strip() not in ("", "identity")]
+    return ", ".join("gzip" if name == "x-gzip" else name for name in given)
 
 
 def _content_length(scope: Scope) -> int:

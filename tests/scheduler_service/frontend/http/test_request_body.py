@@ -1,12 +1,7 @@
 """Large bodies do not occupy the event loop, and bodies of too many parts are refused unparsed."""
 
-import asyncio
-import gc
 import json
 import threading
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,41 +13,10 @@ from starlette.requests import Request
 from scheduler_service.frontend.http import request_body
 from scheduler_service.frontend.http.errors import InvalidBody
 from scheduler_service.frontend.http.request_body import check_counts, json_body
+from tests.support.event_loops import unoccupied_loop
 from tests.support.http_frontends import HttpServed, http_served
 
 JSON = {"content-type": "application/json"}
-MAX_BUSY_S = 0.1
-
-
-@asynccontextmanager
-async def unoccupied_loop() -> AsyncIterator[None]:
-    """Assert that no callback takes the loop's own thread long. Its processor time is measured, so
-    neither other threads nor other processes count."""
-    longest = 0.0
-
-    async def tick() -> None:
-        nonlocal longest
-        while True:
-            began = time.thread_time()
-            await asyncio.sleep(0)
-            longest = max(longest, time.thread_time() - began)
-
-    ticking = asyncio.create_task(tick())
-    try:
-        yield
-    finally:
-        ticking.cancel()
-    assert longest < MAX_BUSY_S
-
-
-@pytest.fixture
-def frozen_heap() -> Iterator[None]:
-    """Keep garbage collections from traversing the objects of other tests and imported modules, as
-    `serve` does in a frontend's own process. In a run of the whole suite there are millions, and a
-    collection of all generations occupies the loop for half a second or more."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def joined(head: str, part: str, tail: str, *, size: int = 16 << 20) -> bytes:
