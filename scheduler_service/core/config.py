@@ -71,6 +71,11 @@ class SchedulerConfig:
     """Maximum number of tokens computed in one step. At least max_num_seqs, so that every running
     sequence gets a token in every step."""
 
+    max_step_ms: float = 250.0
+    """Longest step, in milliseconds, in which prompts are computed with running sequences on a CPU:
+    a limit on the pause of their streams. Chunks of prompts are chosen by measured step times; they
+    have at least 16 tokens. 0: as large as max_num_batched_tokens allows."""
+
     enable_chunked_prefill: bool = True
     """Compute long prompts in chunks, together with running sequences. Without it, a step must have
     capacity for the longest prompt in addition to a full batch."""
@@ -162,6 +167,8 @@ class SchedulerConfig:
             raise ValueError(
                 f"preemption_mode must be one of {expected}, is {self.preemption_mode}"
             )
+        if not self.max_step_ms >= 0:
+            raise ValueError(f"max_step_ms must be at least 0, is {self.max_step_ms}")
         if not 0 <= self.watermark < 1:
             raise ValueError(f"watermark must be in [0, 1), is {self.watermark}")
         if not self.queue_retry_delay_s > 0:
@@ -213,6 +220,11 @@ class WorkerGroupCapacity:
             )
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, is {self.max_model_len}")
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """Whether the workers compute on a CPU, as their arithmetic says."""
+        return self.arithmetic.startswith("cpu/")
 
     @property
     def num_cache_tokens(self) -> int:

@@ -161,7 +161,7 @@ def decode_header(codec: Codec, data: Any) -> Header:
         )
     if isinstance(config := data.get("config"), dict):
         # Former cores had these rules, if no field says otherwise.
-        former: dict[str, Any] = {"copies_ahead": False}
+        former: dict[str, Any] = {"copies_ahead": False, "max_step_ms": 0.0}
         if data["format_version"] < 3:
             former |= {"max_outgrown_wait_s": None, "lets_equals_overtake": True}
         data = data | {"config": former | config}
