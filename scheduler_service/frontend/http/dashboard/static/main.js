@@ -59,7 +59,7 @@ function onState(state, why) {
 function askKey(why) {
   $("main").hidden = true;
   $("login").hidden = false;
-  setText($("login").querySelector("p"), `${why}. An operator’s key stays in this tab, and is sent to this server alone.`);
+  setText($("login").querySelector("p"), `${why && `${why}. `}An operator’s key stays in this tab, and is sent to this server alone.`);
   $("key").focus();
   return new Promise((resolve) => {
     $("login").onsubmit = (event) => {

@@ -29,9 +29,12 @@ async function read(onMessage, onState) {
   const abort = new AbortController();
   let alarm = setTimeout(() => abort.abort(), SILENCE_MS);
   try {
-    const headers = headersWith(sessionStorage.getItem(KEY));
+    const key = sessionStorage.getItem(KEY);
+    const headers = headersWith(key);
     const response = await fetch("/dashboard/stream", { headers, signal: abort.signal, cache: "no-store" });
-    if (response.status === 401 || response.status === 403) throw new Refused(await reason(response));
+    if (response.status === 401 || response.status === 403) {
+      throw new Refused(key ? await reason(response) : ""); // that one says how programs send a key
+    }
     if (!response.ok) throw new Error(`status ${response.status}`);
     for await (const line of lines(response.body)) {
       clearTimeout(alarm);
