@@ -205,7 +205,7 @@ def test_a_key_is_asked_for_until_one_is_good(browser: Browser, deployment: Depl
     page.route("**/dashboard/stream", answer)
     page.goto(deployment.url)
     told = page.locator("#login p")
-    expect(told).to_have_text(re.compile("^An operator’s key stays in this tab"))
+    expect(told).to_have_text(re.compile("^An operator.s key stays in this tab"))
     for key, why in (("bad", "Bearer bad is unknown"), ("k\u2026y", "characters that no key has")):
         page.locator("#key").fill(key)
         page.get_by_role("button", name="Open").click()
