@@ -219,7 +219,7 @@ async def test_no_key_is_ever_logged(keys: Path, caplog: pytest.LogCaptureFixtur
 async def test_one_key_is_enough_where_there_are_no_tenants() -> None:
     async with (
         FakeCore() as core,
-        running_frontend(core.address, api_key=ONE) as frontend,
+        running_frontend(core.address, api_key=[ONE]) as frontend,
         client_of(frontend) as client,
     ):
         await model_ready(frontend)
