@@ -362,9 +362,10 @@ def _constrain(draw: Random, sampling: sampling_pb2.SamplerParams, stops: frozen
         constraint.choice.choices.extend(text.split("|"))
     else:
         setattr(constraint, kind, text)
-    if draw.random() < 0.3:
-        constraint.thought.start = draw.choice(("", "a"))
-        constraint.thought.ends.extend((draw.choice((" ", ":", "ab")), "}"))
+    of_thought = Random(sampling.seed)  # its draws leave the rest of a configuration as it was
+    if of_thought.random() < 0.3:
+        constraint.thought.start = of_thought.choice(("", "a"))
+        constraint.thought.ends.extend((of_thought.choice((" ", ":", "ab")), "}"))
     sampling.constraint.CopyFrom(constraint)
 
 
