@@ -50,7 +50,7 @@ def test_a_node_program_generates_and_streams(cluster: Cluster) -> None:
 def test_the_first_examples_run_as_they_are_written(cluster: Cluster, tmp_path: Path) -> None:
     pages = "".join((ROOT / page).read_text() for page in ("README.md", "docs/clients.md"))
     blocks = re.findall(r"```python\n(.*?)```", pages, re.DOTALL)
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     served_at = {
         "127.0.0.1:7600": cluster.frontend_address(),
         "http://127.0.0.1:8000": cluster.http_url(),

@@ -153,7 +153,7 @@ def test_vllms_fields_are_understood(openai_client: openai.OpenAI) -> None:
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"logit_bias": {"9999": 1}}, "logit_bias"),
     ],
 )

@@ -332,9 +332,16 @@ def test_with_json_a_failed_start_is_an_object(tmp_path: Path) -> None:
     assert last["event"].startswith("/nowhere: no such directory or file")
 
 
-def test_drain_finds_the_core_of_the_only_serve_of_this_user(tmp_path: Path) -> None:
-    elsewhere = {"TMPDIR": str(tmp_path)}
-    with serving("--listen", f"unix:{tmp_path}/f.sock", env=elsewhere) as serve:
+@pytest.fixture
+def shallow_folder() -> Iterator[Path]:
+    """A folder for temporary files that is not too deep for the paths of sockets."""
+    with tempfile.TemporaryDirectory(prefix="pw-", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_drain_finds_the_core_of_the_only_serve_of_this_user(shallow_folder: Path) -> None:
+    elsewhere = {"TMPDIR": str(shallow_folder)}
+    with serving("--listen", f"unix:{shallow_folder}/f.sock", env=elsewhere) as serve:
         serve.wait_for("for `pagewire drain`")
         settings = command("drain", "worker-0", "--wait")
         settings["env"] |= elsewhere  # type: ignore[operator]
@@ -347,10 +354,10 @@ def test_drain_finds_the_core_of_the_only_serve_of_this_user(tmp_path: Path) -> 
 
 
 def test_drain_asks_which_of_several_cores_is_meant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folders = [RuntimeDirectory(tmp_path), RuntimeDirectory(tmp_path)]
+    monkeypatch.setattr(tempfile, "tempdir", str(shallow_folder))
+    folders = [RuntimeDirectory(shallow_folder), RuntimeDirectory(shallow_folder)]
     for folder in folders:
         (folder.path / "core.sock").touch()
     result = CliRunner().invoke(app, ["drain", "worker-0"])
@@ -370,7 +377,7 @@ def test_an_address_that_cannot_be_is_refused_before_anything_starts(listen: str
 
 
 def test_serve_takes_the_options_of_other_servers(tmp_path: Path) -> None:
-    model, port = str(checkpoint("llama")), free_port()
+    model, port = "embedded", free_port()
     keys = ["a-key-of-some-length", "a-second-key-of-some-length"]
     arguments = [model, *FLAGS, "--listen", f"unix:{tmp_path}/f.sock", "--host", "localhost"]
     arguments += ["--port", str(port), "--api-key", *keys, "--enable-auto-tool-choice"]
