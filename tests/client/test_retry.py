@@ -4,19 +4,12 @@ import pytest
 
 from pagewire_client import errors
 from pagewire_client.retry import NO_RETRIES, Attempts, Deadline, RetryPolicy
+from tests.support.clocks import Clock
 
 POLICY = RetryPolicy(
     max_retries=3, initial_backoff_s=1.0, max_backoff_s=4.0, recovery_timeout_s=60.0
 )
 UNAVAILABLE = errors.Unavailable("gone")
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -3,22 +3,12 @@
 import json
 from typing import Any
 
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher
 
+from scheduler_service.frontend.structured_output.problems import byte_tokenizer
 from service_common import lark
 
-
-class _Bytes:
-    bos_token_id = None
-    eos_token_id = 256
-    special_token_ids = (256,)
-    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
-
-    def __call__(self, text: bytes) -> list[int]:
-        return []
-
-
-TOKENIZER = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=256)
+TOKENIZER = byte_tokenizer()
 
 
 def allows(grammar: str, text: str) -> bool:

@@ -4,15 +4,8 @@ import logging
 
 import pytest
 
+from tests.support.clocks import Clock
 from worker_service.load_progress import LOG_INTERVAL_S, LoadProgress, LoadState
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

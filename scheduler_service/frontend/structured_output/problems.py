@@ -127,6 +127,11 @@ class _Bytes:
         return list(text)
 
 
+def byte_tokenizer() -> LLTokenizer:
+    """A tokenizer of that vocabulary."""
+    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
+
+
 def find_problem(kind: str, texts: Sequence[str]) -> str | None:
     """The constraint's problem, or None.
 

@@ -17,9 +17,7 @@ from pathlib import Path
 import openai
 import psutil
 import pytest
-from typer.testing import CliRunner
 
-from pagewire_cli.app import app
 from pagewire_cli.local import LocalServices, service_commands
 from pagewire_cli.local.runtime_directory import RuntimeDirectory
 from pagewire_cli.serve import still_checking
@@ -353,17 +351,16 @@ def test_drain_finds_the_core_of_the_only_serve_of_this_user(shallow_folder: Pat
         )
 
 
-def test_drain_asks_which_of_several_cores_is_meant(
-    shallow_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(shallow_folder))
+def test_drain_asks_which_of_several_cores_is_meant(shallow_folder: Path) -> None:
     folders = [RuntimeDirectory(shallow_folder), RuntimeDirectory(shallow_folder)]
     for folder in folders:
         (folder.path / "core.sock").touch()
-    result = CliRunner().invoke(app, ["drain", "worker-0"])
-    assert isinstance(result.exception, ValueError)
-    assert str(result.exception).startswith("--core: expected one of ")
-    assert all(f"unix:{folder.path}/core.sock" in str(result.exception) for folder in folders)
+    settings = command("drain", "worker-0")
+    settings["env"] |= {"TMPDIR": str(shallow_folder)}  # type: ignore[operator]
+    done = subprocess.run(**settings, timeout=60)  # type: ignore[call-overload]
+    assert done.returncode != 0
+    assert done.stderr.startswith("error: --core: expected one of ")
+    assert all(f"unix:{folder.path}/core.sock" in done.stderr for folder in folders)
     for folder in folders:
         folder.remove()
 
