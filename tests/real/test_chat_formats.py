@@ -41,6 +41,9 @@ OTHERS = {"qwen3_5.jinja": ("qwen3", "hermes")}
 UNREADABLE = {"muse_glimmer", "muse_glimmer_training", "llama4"}
 """muse_glimmer has a format of its own; llama4 writes text before a call as a Python call."""
 
+COUNTS_CALLS = {"command_a"}
+"""Reads a turn's calls in order to number results, and writes none."""
+
 FUNCTION = TOOLS["tools"][0]["function"]
 
 
@@ -56,7 +59,14 @@ def test_a_real_template_shows_its_formats(path: Path) -> None:
     assert (form.reasoning and form.reasoning.names[0], form.calls.names[0]) == expected
 
 
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.xfail(strict=True) if path.stem in UNREADABLE else ())
+        for path in TEMPLATES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_calls_that_a_real_template_writes_are_read_back(path: Path) -> None:
     model = model_with(path.read_text())
     for number, content in ((2, "Let me look."), (1, "Let me look."), (1, None)):
@@ -66,9 +76,9 @@ def test_calls_that_a_real_template_writes_are_read_back(path: Path) -> None:
         if f"Town{number}" in full:
             break
     else:
-        pytest.skip("the template does not show calls")
-    if path.stem in UNREADABLE:
-        pytest.skip("the template writes calls in no format that is known")
+        names_calls = "tool_calls" in path.read_text()
+        assert names_calls == (path.stem in COUNTS_CALLS), "it writes calls, which were not found"
+        return
     while not full.startswith(prompt):
         prompt = prompt[:-1]
     functions = {FUNCTION["name"]: FUNCTION["parameters"]}

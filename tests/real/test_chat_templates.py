@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -197,7 +198,7 @@ def rendered(template: str, messages: Messages, fields: dict[str, Any]) -> str |
         (prompt,), _ = render_jinja_template(
             [messages], chat_template=template, bos_token=BOS, eos_token=EOS, **variables
         )
-    except Exception:
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError):
         return None
     return str(prompt)
 
