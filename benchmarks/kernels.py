@@ -13,9 +13,9 @@ import torch
 
 from benchmarks.kernel_cases import Case, all_cases, setting
 from benchmarks.kernel_ceilings import KernelCeilings, measure_ceilings
+from benchmarks.kernel_timing import median_seconds
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.tables import print_table, script_parser
-from pagewire_kernels.backend_speed import median_seconds
 
 Row = dict[str, object]
 

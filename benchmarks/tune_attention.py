@@ -23,9 +23,9 @@ import torch
 
 from benchmarks import ceilings
 from benchmarks.kernel_cases import BLOCK_TOKENS, HEAD_DIM, scattered_batch
+from benchmarks.kernel_timing import median_seconds
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.tables import print_table, script_parser
-from pagewire_kernels.backend_speed import median_seconds
 from pagewire_kernels.triton import Launch, choose_launch, paged_attention
 from pagewire_kernels.triton.attention import TILES_FILE, num_processors
 

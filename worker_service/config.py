@@ -112,7 +112,7 @@ CHECKPOINT_METHODS = {
     "gptq_marlin": "gptq",
 }
 """Methods of quantized checkpoints that the user may name, by vLLM's words for them."""
-ATTENTION_BACKENDS = ("flash", "flashinfer", "triton", "cpu", "reference")
+ATTENTION_BACKENDS = ("flash", "triton", "cpu", "reference")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +145,7 @@ class ModelConfig:
     """Maximum number of tokens of prompt and output together."""
 
     attention_backend: str | None = None
-    """flash, flashinfer, triton, cpu or reference."""
+    """flash, triton, cpu or reference."""
 
     batch_invariant: bool = False
     """Make tokens independent of the rest of the batch on a GPU, too; slower."""

@@ -9,7 +9,6 @@ table maps its positions to blocks; `AttentionMetadata` describes the batch of a
     interface.py   the interfaces of attention backends and layer kernels
     select.py      the choice between them, by device and by the model's requirements
     self_check.py  small cases that a GPU backend must pass on the device before it is used
-    backend_speed.py  the speeds of attention backends on a device, measured once and kept
     batch.py       the metadata of a step's batch, tables of sampling parameters, copies of blocks
     quantized_weight.py  quantized weights: codes, scales and offsets
     philox.py      counter-based random numbers of the reference and of the host's sampler
@@ -19,7 +18,6 @@ table maps its positions to blocks; `AttentionMetadata` describes the batch of a
                    recorded as one program
     triton/        Triton kernels for CUDA devices
     flash_attention.py  FlashAttention over the paged cache, if one of its packages is installed
-    flashinfer.py       FlashInfer over the paged cache, if it is installed
 
 Every backend guarantees that the result of a query row depends, up to rounding, only on that row
 and on the KV of its sequence: not on whether it is computed by a prefill, a chunk of one or a

@@ -9,16 +9,6 @@ import torch
 from torch import Tensor
 
 
-class HostLengths(NamedTuple):
-    """The lengths of a batch in host memory, int32."""
-
-    query_start: Tensor
-    """[num_seqs + 1]."""
-
-    context_lens: Tensor
-    """[num_seqs]."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMetadata:
     """Maps query rows to sequences, and sequences to their KV.
@@ -55,15 +45,6 @@ class AttentionMetadata:
     """int32 [1], on the cache's device: `num_decodes` of a captured graph's batch, which the host
     does not know. Then `max_query_len` and `max_context_len` are limits, and the batch may be
     padded at its end: by sequences without rows, and by rows of no sequence."""
-
-    host_lengths: HostLengths | None = None
-    """The lengths, for backends that divide a batch among programs on the host; None where the host
-    would have to wait for them."""
-
-    before_replay: dict[Any, Callable[[HostLengths], None]] | None = None
-    """For a batch that is captured: what must be called before every replay, with the lengths of
-    the padded batch. A backend adds functions under keys of its own, and finds them there again
-    when the batch is computed a second time, to be captured. None for other batches."""
 
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Values that a backend has derived from the batch once for all layers."""

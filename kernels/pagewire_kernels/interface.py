@@ -127,9 +127,6 @@ class AttentionNeeds:
 
     head_dim: int
 
-    num_heads: int = 32
-    num_kv_heads: int = 8
-
     cache_dtype: torch.dtype | None = None
     """`float8_e4m3fn`, `int8`, or None for the dtype of the keys."""
 
@@ -157,14 +154,8 @@ class Abilities:
     sinks: bool = True
     alibi: bool = True
     batch_invariant: bool = False
-    decode_graphs: bool = True
-    """Whether batches of decodes can be captured in CUDA graphs; not if it waits for the device."""
-
-    mixed_graphs: bool = True
-    """Whether mixed batches can be, too."""
-
-    head_dims: tuple[int, ...] | None = None
-    """None for all."""
+    cuda_graphs: bool = True
+    """Whether batches can be captured in CUDA graphs; not if the backend waits for the device."""
 
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
@@ -183,9 +174,6 @@ class Abilities:
             yield "has no fp8 cache (--kv-cache-dtype)"
         if needs.cache_dtype == torch.int8 and not self.int8_cache:
             yield "has no int8 cache (--kv-cache-dtype)"
-        if self.head_dims is not None and needs.head_dim not in self.head_dims:
-            sizes = ", ".join(map(str, self.head_dims))
-            yield f"takes heads of {sizes} elements, not {needs.head_dim}"
         if self.max_head_dim is not None and needs.head_dim > self.max_head_dim:
             yield f"takes heads of at most {self.max_head_dim} elements, not {needs.head_dim}"
         if needs.head_dim % self.head_dim_multiple:

@@ -1,7 +1,7 @@
 """Selection of the attention backend and the layer kernels for a device and a model."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -10,7 +10,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagewire_kernels.backend_speed import default_file, fastest, measured_seconds
 from pagewire_kernels.batch import AttentionMetadata
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
@@ -20,27 +19,22 @@ from pagewire_kernels.self_check import check_products, self_check
 logger = logging.getLogger(__name__)
 
 
-BACKEND_NAMES = ("flash", "flashinfer", "triton", "cpu", "reference")
-_GPU_NAMES = ("flash", "flashinfer", "triton")
+BACKEND_NAMES = ("flash", "triton", "cpu", "reference")
+_GPU_NAMES = ("flash", "triton")
 
 Check = Callable[[AttentionBackend, torch.device, AttentionNeeds], None]
-
-Speeds = Callable[[Mapping[str, AttentionBackend]], Mapping[str, float]]
-"""Seconds that backends take, by their labels; without those that could not be measured."""
 
 
 def select_backend(
     device: torch.device,
     name: str | None = None,
     needs: AttentionNeeds | None = None,
-    *,
-    by_speed: bool = False,
 ) -> AttentionBackend:
-    """Return the backend called `name`, or the best one that supports `needs` on `device`.
+    """Return the backend called `name`, or the first in the order of `candidates` that supports
+    `needs` on `device`.
 
     A GPU backend must pass a check on the device. If no backend was requested by name, one that
-    fails is skipped with a warning. needs: None for a head size of 64 in float32; by_speed: whether
-    the fastest backend is measured, unless one was requested.
+    fails is skipped with a warning. needs: None for a head size of 64 in float32.
 
     Raises ValueError if there is no such backend, or if it does not run on `device`, does not
     support `needs`, or fails its check.
@@ -53,11 +47,7 @@ def select_backend(
         raise ValueError(f"attention backend 'cpu' does not run on device {device}")
     if name in _GPU_NAMES and device.type != "cuda":
         raise ValueError(f"attention backend {name!r} does not run on device {device}")
-    speeds = None
-    if by_speed and device.type == "cuda":
-        speeds = partial(measured_seconds, device=device, needs=needs, file=default_file())
-    offered = candidates(device, name, needs.batch_invariant)
-    return choose(device, name, needs, offered, speeds=speeds)
+    return choose(device, name, needs, candidates(device, name, needs.batch_invariant))
 
 
 def choose(
@@ -66,20 +56,15 @@ def choose(
     needs: AttentionNeeds,
     offered: Iterable[AttentionBackend],
     check: Check = self_check,
-    speeds: Speeds | None = None,
 ) -> AttentionBackend:
-    """Return the best backend that has the required abilities and passes its check.
+    """Return the first backend that has the required abilities and passes its check.
 
-    name: of the requested backend, if any; offered: backends in order of preference; speeds:
-    measures backends, of which the fastest is chosen unless one was requested, None for the first.
+    name: of the requested backend, if any; offered: backends in order of preference.
 
     Raises ValueError with the obstacles of each if there is none.
     """
     passed_over: list[str] = []
-    able: dict[str, AttentionBackend] = {}
     for backend in offered:
-        if able and (name is not None or speeds is None or backend.name == "reference"):
-            break
         obstacles = [*backend.abilities.obstacles(needs)]
         if not obstacles and device.type == "cuda" and backend.name != "reference":
             obstacles = [*_failure(partial(check, backend, device, needs))]
@@ -90,23 +75,16 @@ def choose(
                     obstacles[0],
                 )
         if not obstacles:
-            able[label(backend)] = backend
-        else:
-            passed_over.append(f"{label(backend)} {' and '.join(obstacles)}")
-    if not able:
-        asked = f"--attention-backend {name}" if name else "attention backends"
-        raise ValueError(f"{asked}: none can serve this model here: {_listed(passed_over)}")
+            break
+        passed_over.append(f"{label(backend)} {' and '.join(obstacles)}")
+    else:
+        option = f"--attention-backend {name}" if name else "attention backends"
+        raise ValueError(f"{option}: none can serve this model here: {_listed(passed_over)}")
     reason = "requested" if name else f"default for device type {device.type}"
-    chosen = next(iter(able))
-    if len(able) > 1 and speeds is not None:
-        seconds = speeds(able)
-        chosen = fastest([*able], seconds)
-        times = [f"{each} {1e6 * number:.0f} us" for each, number in seconds.items()]
-        reason = f"fastest of {', '.join(times)}"
     if passed_over and not name:
         reason = f"{reason}, since {_listed(passed_over)}"
-    logger.info("attention backend selected name=%s reason=%s", chosen, reason)
-    return able[chosen]
+    logger.info("attention backend selected name=%s reason=%s", label(backend), reason)
+    return backend
 
 
 def _failure(check: Callable[[], None]) -> Iterator[str]:
@@ -132,12 +110,11 @@ def candidates(
 ) -> Iterator[AttentionBackend]:
     """Yield the backends available on this machine, best first; only those called `name` if given.
 
-    On a GPU whose speeds were not measured, packages of FlashAttention that take blocks of 16
-    tokens precede the Triton kernels. The others follow them: FlashInfer, because mixed batches are
-    not captured, and packages whose blocks of 256 tokens waste memory and share fewer prefixes.
+    On a GPU, packages of FlashAttention that take blocks of 16 tokens precede the Triton kernels.
+    Those whose blocks of 256 tokens waste memory and share fewer prefixes follow them.
     """
-    for known, make in _order(device, batch_invariant):
-        if name is None or known == name:
+    for candidate, make in _order(device, batch_invariant):
+        if name in (None, candidate):
             yield from make()
 
 
@@ -149,7 +126,6 @@ def _order(
     elif device.type == "cuda":
         yield "flash", partial(_flash, device, small_blocks=True)
         yield "triton", partial(_triton, batch_invariant)
-        yield "flashinfer", partial(_flashinfer, device)
         yield "flash", partial(_flash, device, small_blocks=False)
     yield "reference", _reference
 
@@ -178,17 +154,6 @@ def _flash(device: torch.device, *, small_blocks: bool) -> Iterator[AttentionBac
     for call in installed_calls(device):
         if (call.abilities.block_multiple <= 16) == small_blocks:
             yield FlashBackend(call, write_rows)
-
-
-def _flashinfer(device: torch.device) -> Iterator[AttentionBackend]:
-    if find_spec("triton") is None:  # a Triton kernel writes to the cache
-        return
-    from pagewire_kernels.flashinfer import FlashInferBackend, installed_flashinfer
-    from pagewire_kernels.triton import write_rows
-
-    package = installed_flashinfer(device)
-    if package is not None:
-        yield FlashInferBackend(package, write_rows)
 
 
 def _reference() -> Iterator[AttentionBackend]:
@@ -256,14 +221,10 @@ class Kernels:
 
 
 def select_kernels(
-    device: torch.device,
-    needs: AttentionNeeds,
-    attention: str | None = None,
-    *,
-    by_speed: bool = False,
+    device: torch.device, needs: AttentionNeeds, attention: str | None = None
 ) -> Kernels:
     """Select the attention backend, as `select_backend`, and the layer kernels for it."""
-    backend = select_backend(device, attention, needs, by_speed=by_speed)
+    backend = select_backend(device, attention, needs)
     layers = layer_kernels(backend, device, needs.dtype)
     logger.info("layer kernels selected name=%s", layers.name)
     return Kernels(backend, layers)

@@ -155,18 +155,6 @@ def arithmetic_of(loaded: LoadedModel) -> str:
     return "/".join([*parts, str(ARITHMETIC_VERSION)])
 
 
-def _num_heads(text: Mapping[str, Any]) -> dict[str, int]:
-    """Query heads and KV heads, as far as `config.json` names them."""
-    heads = text.get("num_attention_heads") or text.get("n_head")
-    if not isinstance(heads, int):
-        return {}
-    kv_heads = text.get("num_key_value_heads")
-    return {
-        "num_heads": heads,
-        "num_kv_heads": kv_heads if isinstance(kv_heads, int) and kv_heads > 0 else heads,
-    }
-
-
 def attention_needs(
     config: Mapping[str, Any],
     dtype: torch.dtype,
@@ -184,7 +172,6 @@ def attention_needs(
     return AttentionNeeds(
         dtype=dtype,
         head_dim=head_dim(text),
-        **_num_heads(text),
         cache_dtype=cache_dtype,
         block_size=block_size,
         sliding_window=any(_windows(text)),
@@ -331,10 +318,7 @@ def load_model(
     )
     if config.symmetric_memory:
         require_symmetric_memory(device, torch.__version__)
-    # Ranks must choose alike, which measurements might not make them do.
-    kernels = choose_kernels(
-        device, needs, config.attention_backend, by_speed=config.layout.world_size == 1
-    )
+    kernels = choose_kernels(device, needs, config.attention_backend)
     if any(scheme.activations for _, scheme in schemes) and not has_quantized_products(
         dtype, device
     ):
@@ -462,12 +446,10 @@ def require_cache_dtype(dtype: str, device: torch.device, attention: str | None)
         raise InvalidOption("kv_cache_dtype: expected auto or fp8 on a GPU, got int8")
 
 
-def choose_kernels(
-    device: torch.device, needs: AttentionNeeds, attention: str | None, *, by_speed: bool = False
-) -> Kernels:
+def choose_kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
     """As `select_kernels`, but raises InvalidOption instead of ValueError."""
     try:
-        return select_kernels(device, needs, attention, by_speed=by_speed)
+        return select_kernels(device, needs, attention)
     except ValueError as error:
         raise InvalidOption(str(error)) from error
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, HostLengths
+from pagewire_kernels.batch import AttentionMetadata
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.pinned_memory import upload
@@ -269,11 +269,6 @@ class HostInputs:
     num_decodes: int
     """The first sequences, up to one that has more than one row."""
 
-    def host_lengths(self) -> HostLengths:
-        """The lengths, for attention backends that plan on the host."""
-        lengths = self.query_start, self.context_lens
-        return HostLengths(*(torch.from_numpy(each.astype(np.int32)) for each in lengths))
-
 
 def lay_out(row_ids: Int64Array, num_tokens: Int32Array, table: SequenceTable) -> HostInputs:
     """Flattened inputs for sequences that compute `num_tokens` tokens each, all positive."""
@@ -333,7 +328,6 @@ def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device)
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,
-            host_lengths=inputs.host_lengths(),
         ),
     )
 

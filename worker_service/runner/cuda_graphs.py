@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, HostLengths, SamplingRows, StepInputs
+from pagewire_kernels.batch import AttentionMetadata, SamplingRows, StepInputs
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Column
@@ -178,8 +178,6 @@ class StepGraphs:
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
         self._forwards: dict[int, Replay] = {}
-        self._before_replay: dict[int, dict[Any, Callable[[HostLengths], None]]] = {}
-        """By size: what the attention backend does on the host before a replay."""
         self._samplings: dict[int, Replay] = {}
         self._mixed: dict[int, Replay] = {}
 
@@ -287,15 +285,8 @@ class StepGraphs:
             row[: len(values)] = values
         return words
 
-    def replay_forward(self, size: int, context_lens: Int64Array) -> None:
-        """Compute the static inputs of decodes up to the last hidden states. context_lens: of the
-        sequences in them."""
-        if plans := self._before_replay[size]:
-            padded = torch.zeros(size, dtype=torch.int32)
-            padded[: len(context_lens)] = torch.from_numpy(context_lens)
-            lengths = HostLengths(torch.arange(size + 1, dtype=torch.int32), padded)
-            for plan in plans.values():
-                plan(lengths)
+    def replay_forward(self, size: int) -> None:
+        """Compute the static inputs of decodes up to the last hidden states."""
         self._forwards[size]()
 
     def replay_mixed(self, size: int) -> None:
@@ -370,7 +361,6 @@ class StepGraphs:
                 slot_mapping=prepared.slot_mapping,
                 max_query_len=1,
                 max_context_len=self._model.max_model_len,
-                before_replay=self._before_replay.setdefault(size, {}),
             ),
         )
         self._states(hidden)[:size].copy_(hidden)

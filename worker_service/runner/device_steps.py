@@ -203,7 +203,6 @@ class StepLaunch:
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,
-            host_lengths=inputs.host_lengths(),
         )
         hidden = self._model.forward(
             prepared.token_ids, prepared.positions, self._kv_cache, metadata
@@ -220,7 +219,7 @@ class StepLaunch:
         assert graphs is not None, "recorded_size gave a size"
         columns = graphs.columns(inputs, each.positions, each.mask_rows, size)
         self._send(graphs, columns, changes, size)
-        graphs.replay_forward(size, inputs.context_lens)
+        graphs.replay_forward(size)
 
     def replay_mixed(
         self, inputs: HostInputs, last_states: Int64Array, changes: list[Column], num_tokens: int

@@ -306,7 +306,7 @@ class ModelExecutor:
         return (
             self._runner.cuda_graphs
             and self._has_device_steps
-            and self.loaded.attention_abilities.decode_graphs
+            and self.loaded.attention_abilities.cuda_graphs
         )
 
     def _graph_sizes(self) -> list[int]:
@@ -317,7 +317,7 @@ class ModelExecutor:
 
     def _mixed_sizes(self) -> list[int]:
         """Padded numbers of tokens of the mixed batches to record."""
-        if not self._uses_cuda_graphs or not self.loaded.attention_abilities.mixed_graphs:
+        if not self._uses_cuda_graphs:
             return []
         return mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens))
 

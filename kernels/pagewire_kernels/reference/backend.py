@@ -10,7 +10,7 @@ class ReferenceBackend:
     """Attention in plain torch, on any device; several times slower than device kernels."""
 
     name = "reference"
-    abilities = Abilities(fp8_cache=True, int8_cache=True, decode_graphs=False, mixed_graphs=False)
+    abilities = Abilities(fp8_cache=True, int8_cache=True, cuda_graphs=False)
     write_kv = staticmethod(reference.write_kv)
     paged_attention = staticmethod(reference.paged_attention)
 

@@ -206,7 +206,7 @@ def test_memory_that_cannot_be_had_ends_serve_with_what_to_choose(tmp_path: Path
         (
             "--attention-backend",
             "x",
-            "attention_backend: expected one of flash, flashinfer, triton, cpu",
+            "attention_backend: expected one of flash, triton, cpu",
         ),
         ("--kv-cache-memory", "4XB", "Invalid value for '--kv-cache-memory'"),
         ("--model", "/no/such/model", "/no/such/model: no such directory or file"),

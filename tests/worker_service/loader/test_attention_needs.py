@@ -51,19 +51,3 @@ def test_features_are_read_from_their_keys(config: dict[str, Any], features: set
 )
 def test_the_head_size_is_given_or_derived(config: dict[str, Any], size: int) -> None:
     assert _needs(config).head_dim == size
-
-
-@pytest.mark.parametrize(
-    ("config", "heads"),
-    [
-        ({"num_attention_heads": 16, "num_key_value_heads": 2}, (16, 2)),
-        ({"text_config": {"num_attention_heads": 16}}, (16, 16)),
-        ({"n_head": 12}, (12, 12)),
-        ({"num_attention_heads": [4, 8]}, (32, 8)),
-    ],
-)
-def test_speeds_are_measured_with_the_models_heads(
-    config: dict[str, Any], heads: tuple[int, int]
-) -> None:
-    needs = _needs({"head_dim": 64} | config)
-    assert (needs.num_heads, needs.num_kv_heads) == heads

@@ -254,7 +254,7 @@ def test_the_transformers_backend_names_faults_as_well(tmp_path: Path) -> None:
         ({"load_format": "gguf"}, "load_format: expected one of safetensors, dummy"),
         (
             {"attention_backend": "warp"},
-            "attention_backend: expected one of flash, flashinfer, triton, cpu, reference",
+            "attention_backend: expected one of flash, triton, cpu, reference",
         ),
         ({"device": "tpu"}, "device: expected auto, cpu or cuda:N, got 'tpu'"),
         ({"device": "meta"}, "device: expected auto, cpu or cuda:N, got 'meta'"),

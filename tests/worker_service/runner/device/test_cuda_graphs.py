@@ -131,7 +131,7 @@ def test_recordings_outlive_an_epoch() -> None:
 
 @pytest.mark.parametrize(
     ("abilities", "num_recorded"),
-    [({}, 7), ({"mixed_graphs": False}, 6), ({"decode_graphs": False}, 0)],
+    [({}, 7), ({"cuda_graphs": False}, 0)],
     ids=str,
 )
 def test_what_is_recorded_is_what_the_attention_backend_can_have_captured(
