@@ -168,19 +168,15 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.fairness
-	$(BIN)/python -m benchmarks.pipelining
 	$(BIN)/python -m benchmarks.many_groups
 	$(BIN)/python -m benchmarks.many_groups --workers answering --groups 4 8 16 32 64 --step-us 20000 0
-	$(BIN)/python -m benchmarks.wire
 	$(BIN)/python -m benchmarks.frontend
-	$(BIN)/python -m benchmarks.clients_at_scale
 	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python -m benchmarks.offline --shape llama-160m --dtype bfloat16 float32 --kv-cache-gib 1 $(PEERS)
 	$(BIN)/python -m benchmarks.offline --shape qwen3-0.6b --dtype bfloat16 --kv-cache-gib 1 $(PEERS)
 	$(BIN)/python -m benchmarks.offline --shape qwen3-0.6b --dtype float32 --kv-cache-gib 2 $(PEERS)
 	$(BIN)/python -m benchmarks.startup $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.online $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
-	$(BIN)/python -m benchmarks.endurance
 	$(BIN)/python -m benchmarks.recovery --model embedded
 	$(BIN)/python -m benchmarks.recovery --model simulated
 	$(BIN)/python -m benchmarks.report

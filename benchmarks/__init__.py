@@ -5,9 +5,6 @@
 | `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
 | `recording` | the CPU time that `--record` adds to a step |
 | `fairness` | effect of a flooding tenant on others, and shares by weight, in simulated time |
-| `pipelining` | a device's idle time between steps, by pipeline depth |
-| `wire` | sizes of plans and results, time to encode and decode them, round trips |
-| `endurance` | the memory that finished requests leave behind in every service |
 | `frontend` | a frontend's CPU time per streamed token |
 | `online` | latencies and goodput at increasing request rates, against `vllm serve` |
 | `offline` | tokens per second of whole workloads, through the services, against other engines |
@@ -15,5 +12,5 @@
 | `gguf_decode` | tokens per second from a GGUF file, in process, against llama.cpp |
 | `startup` | time from launch to first token, and peak memory, against vLLM's |
 
-`report` copies results into docs/benchmarks.md, and draws the pictures there.
+`report` copies results into docs/benchmarks.md.
 """

@@ -3,7 +3,7 @@
     python -m benchmarks.report
 
 The page has a pair of comments for each file under `benchmarks/results/`; the text between them is
-replaced by the machine and a table. `benchmarks.plots` draws the plots.
+replaced by the machine and a table.
 """
 
 import json
@@ -13,19 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    clients_at_scale,
-    endurance,
-    loading_memory,
-    many_groups,
-    online,
-    pipelining,
-    plots,
-    speculation,
-    startup,
-)
+from benchmarks import loading_memory, many_groups, online, speculation, startup
 from benchmarks.machine import RESULTS, VECTOR_EXTENSIONS
-from benchmarks.model_shapes import SHAPES
 
 Columns = Mapping[str, str]
 """Titles by the names in a result's rows."""
@@ -139,24 +128,6 @@ CHAOS: Columns = {
     "faults": "faults",
 }
 
-WIRE_MESSAGES: Columns = {
-    "case": "plan for",
-    "sequences": "sequences",
-    "plan_bytes": "plan, bytes",
-    "plan_bytes_per_sequence": "per sequence",
-    "result_bytes": "result, bytes",
-    "encode_plan_us": "core writes plan, µs",
-    "decode_plan_us": "worker reads it, µs",
-    "encode_result_us": "worker writes result, µs",
-    "decode_result_us": "core reads it, µs",
-}
-WIRE_ROUND_TRIPS: Columns = {
-    "transport": "transport",
-    "bytes": "message, bytes",
-    "p50_us": "round trip p50, µs",
-    "p99_us": "p99, µs",
-}
-
 KERNELS: Columns = {
     "kernel": "kernel",
     "size": "size",
@@ -182,17 +153,6 @@ def _overhead(results: Mapping[str, Any]) -> tuple[str, str]:
     )
     facts += f"vLLM {results['vllm']}." if results["vllm"] else "Without vLLM."
     return facts, _table(OVERHEAD, results["rows"])
-
-
-def _pipelining(results: Mapping[str, Any]) -> tuple[str, str]:
-    return f"{results['rows'][0]['running']} sequences.", _table(
-        pipelining.COLUMNS, results["rows"]
-    )
-
-
-def _endurance(results: Mapping[str, Any]) -> tuple[str, str]:
-    facts = f"{results['requests']:,} requests, {results['requests_per_s']} a second."
-    return facts, _table(endurance.COLUMNS, results["processes"])
 
 
 def _recovery(results: Mapping[str, Any]) -> tuple[str, str]:
@@ -223,19 +183,6 @@ def _frontend(results: Mapping[str, Any]) -> tuple[str, str]:
     row = results["rows"][0]
     rows = [each | {"pace": each["pace"] or "as they come"} for each in results["rows"]]
     return f"{row['streams']} streams of {row['tokens']} tokens.", _table(FRONTEND, rows)
-
-
-def _clients_at_scale(results: Mapping[str, Any]) -> tuple[str, str]:
-    facts = f"Answers of {results['tokens']} tokens."
-    return facts, _table(clients_at_scale.COLUMNS, results["rows"])
-
-
-def _wire(results: Mapping[str, Any]) -> tuple[str, str]:
-    tables = (
-        _table(WIRE_MESSAGES, results["messages"]),
-        _table(WIRE_ROUND_TRIPS, results["round_trips"]),
-    )
-    return "CPU time and wall time are medians.", "\n\n".join(tables)
 
 
 def _online(results: Mapping[str, Any]) -> tuple[str, str]:
@@ -295,16 +242,12 @@ def _kernels(results: Mapping[str, Any]) -> tuple[str, str]:
 
 SECTIONS: Mapping[str, Section] = {
     "scheduler_overhead": _overhead,
-    "pipelining": _pipelining,
-    "endurance": _endurance,
     "chaos": _chaos,
     "recovery_embedded": _recovery,
     "recovery_simulated": _recovery,
     "many_groups": _many_groups,
     "core_saturation": _many_groups,
     "frontend": _frontend,
-    "clients_at_scale": _clients_at_scale,
-    "wire": _wire,
     "online": _online,
     "startup": _startup,
     "loading_memory": _loading_memory,
@@ -359,16 +302,8 @@ def rewritten(page: str, folder: Path = RESULTS) -> str:
 
 
 def main() -> None:
-    """Rewrite the page, and draw its pictures."""
+    """Rewrite the page."""
     PAGE.write_text(rewritten(PAGE.read_text()))
-    for name in plots.PLOTS:
-        path = RESULTS / f"{name}.json"
-        if path.exists():
-            plots.draw(name, json.loads(path.read_text()))
-    offline = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("offline_*.json"))]
-    dense = [results for results in offline if results["shape"] in SHAPES]
-    if dense:
-        plots.draw("offline", {"cells": dense})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from typing import Self
 
 import pytest
 
-from benchmarks import plots
 from benchmarks.ceilings import Ceilings
 from benchmarks.comparison import agreement, ceilings_range, compare
 from benchmarks.engines.choice import NAMES, EngineUnavailable, Programs, make
@@ -184,7 +183,7 @@ def test_without_peers_there_is_nothing_to_compare() -> None:
     assert not {"ratio", "best_peer", "share_of_floor", "services_over_in_process"} & set(row)
 
 
-def test_results_become_a_section_and_a_picture(tmp_path: Path) -> None:
+def test_results_become_a_section() -> None:
     rows = compare(results_of(pagewire=[10], vllm=[8]), {"mixed": four_seconds})
     results = {
         "machine": {
@@ -212,8 +211,6 @@ def test_results_become_a_section_and_a_picture(tmp_path: Path) -> None:
     assert "read at 40.0 to 40.0 GB/s" in text
     assert "Without nano-vllm" in text
     assert "| mixed | 10 | 8 | vllm | 1.25 |  | 0.4 |" in text
-    picture = plots.draw("offline", {"cells": [results]}, tmp_path)
-    assert "best peer: vllm" in picture.read_text()
 
 
 def test_agreement_counts_tokens_before_the_first_that_differs() -> None:

@@ -1,9 +1,7 @@
-"""The kernel benchmark counts what it should, and its rows can be shown and drawn."""
+"""The kernel benchmark counts what it should, and its rows can be shown."""
 
 import torch
-from matplotlib.figure import Figure
 
-from benchmarks import plots
 from benchmarks.kernel_cases import (
     Case,
     Setting,
@@ -69,7 +67,7 @@ def test_blocks_moved_in_host_memory_are_read_and_written() -> None:
         assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s copied"
 
 
-def test_rows_become_a_table_and_a_picture() -> None:
+def test_rows_become_a_table() -> None:
     case = Case(
         kernel="linear",
         size="1 row",
@@ -89,4 +87,3 @@ def test_rows_become_a_table_and_a_picture() -> None:
     facts, table = SECTIONS["kernels"](results)
     assert "cpu, 2 threads: reads 1 GB/s" in facts
     assert "| linear | 1 row | float32 | ours |" in table
-    plots.PLOTS["kernels_gpu"](Figure(), results)

@@ -1,7 +1,4 @@
-"""What has ended leaves nothing behind: memory does not grow with the requests served.
-
-`benchmarks/endurance.py` shows the same of whole processes.
-"""
+"""What has ended leaves nothing behind: memory does not grow with the requests served."""
 
 import gc
 import logging
