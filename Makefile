@@ -167,7 +167,6 @@ format: $(VENV)/.ready
 ## bench: the benchmarks that need no GPU; VLLM_PYTHON=... and LLAMA_SERVER=... run beside
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
-	$(BIN)/python -m benchmarks.fairness
 	$(BIN)/python -m benchmarks.many_groups
 	$(BIN)/python -m benchmarks.many_groups --workers answering --groups 4 8 16 32 64 --step-us 20000 0
 	$(BIN)/python -m benchmarks.frontend

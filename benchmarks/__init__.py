@@ -4,7 +4,6 @@
 | --- | --- |
 | `scheduler_overhead` | the core's CPU time per step, against its budgets and vLLM's scheduler |
 | `recording` | the CPU time that `--record` adds to a step |
-| `fairness` | effect of a flooding tenant on others, and shares by weight, in simulated time |
 | `frontend` | a frontend's CPU time per streamed token |
 | `online` | latencies and goodput at increasing request rates, against `vllm serve` |
 | `offline` | tokens per second of whole workloads, through the services, against other engines |

@@ -1,10 +1,11 @@
 """Recordings of cores whose workers take exactly the time that a cost model says."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from scheduler_service.core import Request, SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
@@ -13,9 +14,23 @@ from tests.support.core_driver import make_capacity
 from tests.support.recorded import Recording
 from tools.what_if.cost_model import CostModel
 from tools.what_if.simulation import simulate
-from tools.what_if.trace import Script, Stop, Trace, TraceReader
+from tools.what_if.trace import RequestHistory, Script, Stop, Trace, TraceReader
 
 COSTS = CostModel(base=0.010, per_row=0.001, per_token=0.0001, per_block=0.0)
+
+GPU_COSTS = CostModel(base=0.008, per_row=0.00003, per_token=0.00006, per_block=0.0)
+"""Similar to those of an 8B model on one large GPU."""
+
+GPU_GROUP = make_capacity(
+    num_gpu_blocks=8192, block_size=16, max_model_len=4096, vocab_size=32_000
+)
+GPU_CONFIG = SchedulerConfig(
+    max_num_seqs=32,
+    max_num_batched_tokens=256,
+    max_queue_requests=1_000_000,
+    max_queue_tokens=2**40,
+    enable_prefix_caching=False,
+)
 
 OPAQUE = Codec(lambda sampling: "", lambda text: text)
 """In recordings of simulations the sampling parameters say nothing."""
@@ -83,3 +98,17 @@ def read_trace(recording: Recording) -> Trace:
     summary = ExactReplay(recording.header(), OPAQUE).run(recording.entries(), reader.observe)
     assert summary.is_exact
     return reader.trace()
+
+
+def serve(
+    core: SchedulerCore,
+    scripts: Iterable[Script],
+    *,
+    group: WorkerGroupCapacity = GPU_GROUP,
+    until: float = math.inf,
+) -> list[RequestHistory]:
+    """The requests that a worker group with `GPU_COSTS` serves until it leaves."""
+    leaves = entry("remove_worker_group", worker_group_id=group.worker_group_id, now=until)
+    interventions = [join(group)] + ([leaves] if until < math.inf else [])
+    trace = replace(make_trace(*scripts), interventions=interventions)
+    return simulate(trace, core, {group.worker_group_id: GPU_COSTS}).histories

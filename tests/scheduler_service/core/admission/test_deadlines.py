@@ -1,35 +1,34 @@
 """Deadlines as inputs to scheduling; scenarios/deadlines.txt shows what becomes of requests."""
 
-import math
 from dataclasses import replace
 from random import Random
 
 import pytest
 
-from benchmarks.fairness import CONFIG, Arrival, CostModel, Simulation
-from scheduler_service.core import PolicyName, SchedulerConfig
+from scheduler_service.core import PolicyName, Request, SchedulerConfig, SchedulerCore
 from scheduler_service.core.admission.deadlines import _least_wait_us, _own_us
 from scheduler_service.errors import DeadlineExceeded, DeadlineUnreachable
 from tests.support.core_driver import CoreDriver, make_capacity
+from tests.support.virtual import GPU_CONFIG, script, serve
 
 ALONE = SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64)
 
 
-class Estimating(Simulation):
-    """Notes, for each request that comes, the least time to its first token."""
+class EstimatingCore(SchedulerCore):
+    """Records, for each request that comes, the least time to its first token."""
 
-    def __init__(self, config: SchedulerConfig, cost: CostModel) -> None:
-        super().__init__(config, cost)
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config)
         self.estimates: dict[int, tuple[float, float]] = {}
-        """Of the queue and of its own work, in seconds."""
+        """Of the queue and of its own work, in seconds, by handle."""
 
-    def _submit(self, arrival: Arrival) -> None:
-        super()._submit(arrival)
-        handle = len(self.served)
-        group = self._core._registry.find(arrival.tenant, f"r{handle}")
+    def submit(self, request: Request, now: float) -> None:
+        super().submit(request, now)
+        group = self._registry.find(request.tenant, request.request_id)
         assert group is not None
-        model = self._core._fleet.models["m"]
-        self.estimates[handle] = _least_wait_us(group, model) / 1e6, _own_us(group, model) / 1e6
+        model = self._fleet.models["m"]
+        estimate = _least_wait_us(group, model) / 1e6, _own_us(group, model) / 1e6
+        self.estimates[request.handle] = estimate
 
 
 @pytest.mark.parametrize("policy", PolicyName)
@@ -37,21 +36,22 @@ class Estimating(Simulation):
 def test_the_estimate_is_never_more_than_the_time_it_takes(policy: PolicyName, rate: float) -> None:
     """Under light and heavy load, with tenants and answers of all lengths."""
     rng = Random(f"{policy}/{rate}")
-    simulation = Estimating(replace(CONFIG, policy=policy, max_num_seqs=16), CostModel())
-    arrivals = [
-        Arrival(
-            time=rng.uniform(0, 300 / rate),
+    core = EstimatingCore(replace(GPU_CONFIG, policy=policy, max_num_seqs=16))
+    scripts = [
+        script(
+            number,
+            at=rng.uniform(0, 300 / rate),
             tenant=rng.choice("aab"),
-            num_prompt_tokens=rng.randint(10, 1500),
-            num_output_tokens=rng.choice([1, 10, 200]),
+            prompt=rng.randint(10, 1500),
+            num_tokens=rng.choice([1, 10, 200]),
         )
-        for _ in range(300)
+        for number in range(300)
     ]
-    simulation.run(arrivals, until=math.inf)
     num_waits = 0
-    for handle, (wait, own) in simulation.estimates.items():
-        served = simulation.served[handle]
-        assert wait + own <= served.times[0] - served.arrival.time + 1e-6
+    for history in serve(core, scripts):
+        wait, own = core.estimates[history.request.handle]
+        assert history.first_token is not None
+        assert wait + own <= history.first_token - history.submitted + 1e-6
         num_waits += wait > 0
     assert num_waits > 100 or rate < 30
 

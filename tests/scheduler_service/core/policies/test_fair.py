@@ -1,81 +1,154 @@
 """Fair shares, in simulated time and account by account."""
 
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import combinations
+from random import Random
 
+import numpy as np
 import pytest
 
-from benchmarks import fairness
-from benchmarks.fairness import CONFIG, GROUP, Arrival, CostModel, Simulation
-from scheduler_service.core import PolicyName, TenantConfig
-from scheduler_service.core.policies.fair import Fair
+from scheduler_service.core import PolicyName, SchedulerCore, TenantConfig
+from scheduler_service.core.policies.fair import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST, Fair
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 from tests.support.tenants import make_group
+from tests.support.virtual import GPU_CONFIG, GPU_GROUP, script, serve
+from tools.what_if.trace import RequestHistory, Script
+
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
+CALM_RATE, FLOOD_RATE = 1.0, 10.0
+"""Requests per second. The calm tenant needs less than its share; the flood cannot be served."""
+
+
+def requests(tenant: str, interval: Callable[[Random], float], until: float) -> list[Script]:
+    """Requests at random intervals, with prompts and answers of random lengths."""
+    rng = Random(tenant)
+    scripts: list[Script] = []
+    at = interval(rng)
+    while at < until:
+        prompt, num_tokens = rng.randint(500, 1500), rng.randint(50, 250)
+        scripts.append(script(0, at=at, prompt=prompt, num_tokens=num_tokens, tenant=tenant))
+        at += interval(rng)
+    return scripts
+
+
+def in_order(scripts: Iterable[Script]) -> list[Script]:
+    """The scripts by time of arrival, numbered."""
+    return [
+        replace(
+            each,
+            number=number,
+            request=replace(each.request, handle=number + 1, request_id=f"r{number}"),
+        )
+        for number, each in enumerate(sorted(scripts, key=lambda each: each.submitted))
+    ]
+
+
+def service(histories: Iterable[RequestHistory], tenant: str, until: float) -> float:
+    """A tenant's service up to a time: prompts that have a first token, and output tokens."""
+    total = 0.0
+    for history in histories:
+        if history.request.tenant == tenant:
+            num_tokens = bisect_right(history.choices[0].times, until)
+            prompt = PROMPT_TOKEN_COST * len(history.request.prompt_token_ids)
+            total += (prompt if num_tokens else 0.0) + OUTPUT_TOKEN_COST * num_tokens
+    return total
+
+
+def shares(policy: PolicyName, until: float = 30.0) -> dict[str, float]:
+    """The part of the service that each tenant gets when all send more than can be served."""
+    tenants = {name: TenantConfig(weight=weight) for name, weight in WEIGHTS.items()}
+    config = replace(GPU_CONFIG, policy=policy, tenants=tenants)
+    scripts = [each for name in WEIGHTS for each in requests(name, bursts_of(20.0), until)]
+    histories = serve(SchedulerCore(config), in_order(scripts), until=until)
+    services = {name: service(histories, name, until) for name in WEIGHTS}
+    return {name: value / sum(services.values()) for name, value in services.items()}
+
+
+def bursts_of(rate: float) -> Callable[[Random], float]:
+    """Random intervals between `rate` requests per second."""
+    return lambda rng: rng.expovariate(rate)
+
+
+def first_token_p99(policy: PolicyName, *, flooded: bool, until: float = 60.0) -> float:
+    """The calm tenant's 99th percentile of the time to the first token, in seconds."""
+    scripts = requests("calm", lambda rng: rng.uniform(0.5, 1.5) / CALM_RATE, until)
+    if flooded:
+        scripts += requests("flood", bursts_of(FLOOD_RATE), until)
+    end = 4 * until
+    core = SchedulerCore(replace(GPU_CONFIG, policy=policy))
+    histories = serve(core, in_order(scripts), until=end)
+    waits = [
+        (end if each.first_token is None else each.first_token) - each.submitted
+        for each in histories
+        if each.request.tenant == "calm"
+    ]
+    return float(np.percentile(waits, 99, method="inverted_cdf"))
+
+
+def slowdown(policy: PolicyName) -> float:
+    """The calm tenant's time to the first token (p99) during the flood, relative to that alone."""
+    return first_token_p99(policy, flooded=True) / first_token_p99(policy, flooded=False)
 
 
 def test_saturated_tenants_get_shares_by_weight_within_five_percent() -> None:
-    shares = fairness.shares(PolicyName.FAIR, until=30.0)
-    for tenant, due in fairness.due_shares().items():
-        assert shares[tenant] == pytest.approx(due, rel=0.05)
+    for tenant, share in shares(PolicyName.FAIR).items():
+        assert share == pytest.approx(WEIGHTS[tenant] / sum(WEIGHTS.values()), rel=0.05)
 
 
 def test_a_flood_makes_a_calm_tenant_wait_at_most_half_as_long_again() -> None:
-    assert fairness.slowdown(PolicyName.FAIR, until=60.0) <= 1.5
+    assert slowdown(PolicyName.FAIR) <= 1.5
 
 
 def test_first_come_first_served_lets_a_calm_tenant_wait_for_the_flood() -> None:
-    assert fairness.slowdown(PolicyName.FCFS, until=60.0) > 10
+    assert slowdown(PolicyName.FCFS) > 10
 
 
 def test_first_come_first_served_gives_no_shares_by_weight() -> None:
-    shares = fairness.shares(PolicyName.FCFS, until=30.0)
-    assert shares["a"] > 2 * fairness.due_shares()["a"]
+    assert shares(PolicyName.FCFS)["a"] > 2 * WEIGHTS["a"] / sum(WEIGHTS.values())
 
 
-def most_apart(policy: PolicyName, seed: int) -> float:
-    """The greatest difference in service per weight among tenants who all have requests waiting,
+def greatest_difference(policy: PolicyName, seed: int) -> float:
+    """The greatest difference in service per weight among tenants that all have requests waiting,
     in units of what the policy's docstring allows."""
     weights = {"a": 1.0, "b": 1.0, "c": 2.5}
-    config = replace(
-        CONFIG,
-        policy=policy,
-        max_num_seqs=8,
-        tenants={name: TenantConfig(weight=weight) for name, weight in weights.items()},
-    )
-    group = replace(GROUP, num_gpu_blocks=256)
-    simulation = Simulation(config, CostModel(), group)
+    tenants = {name: TenantConfig(weight=weight) for name, weight in weights.items()}
+    config = replace(GPU_CONFIG, policy=policy, max_num_seqs=8, tenants=tenants)
+    group = replace(GPU_GROUP, num_gpu_blocks=256)
     # Each has more than it can be served, and they come one tenant after the other.
-    arrivals = [
-        Arrival(
-            time=0.001 * number,
+    scripts = [
+        script(
+            0,
+            at=0.001 * number,
+            prompt=50 + (seed * 37 + i * i * 13) % (700 if name == "a" else 300),
+            num_tokens=1 + (seed * 11 + i * 7) % (200 if name == "b" else 60),
             tenant=name,
-            num_prompt_tokens=50 + (seed * 37 + i * i * 13) % (700 if name == "a" else 300),
-            num_output_tokens=1 + (seed * 11 + i * 7) % (200 if name == "b" else 60),
         )
         for number, name in enumerate(weights)
         for i in range(200)
     ]
-    longest_prompt = max(arrival.num_prompt_tokens for arrival in arrivals)
-    most = 2 * max(longest_prompt, 2 * group.num_cache_tokens) / min(weights.values())
-    apart = 0.0
-    for i in range(30):
-        simulation.run(arrivals if i == 0 else [], until=0.5 * (i + 1))
-        service = simulation.service()
-        for one, other in combinations(weights, 2):
-            difference = service[one] / weights[one] - service[other] / weights[other]
-            apart = max(apart, abs(difference) / most)
-    return apart
+    histories = serve(SchedulerCore(config), in_order(scripts), group=group, until=15.0)
+    longest = max(len(each.request.prompt_token_ids) for each in scripts)
+    bound = 2 * max(longest, 2 * group.num_cache_tokens) / min(weights.values())
+    return max(
+        abs(served[one] / weights[one] - served[other] / weights[other]) / bound
+        for served in (
+            {name: service(histories, name, 0.5 * (i + 1)) for name in weights} for i in range(30)
+        )
+        for one, other in combinations(weights, 2)
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_difference_in_service_stays_within_the_bound(seed: int) -> None:
-    assert most_apart(PolicyName.FAIR, seed) <= 1.0
+    assert greatest_difference(PolicyName.FAIR, seed) <= 1.0
 
 
 def test_first_come_first_served_exceeds_the_bound() -> None:
-    assert most_apart(PolicyName.FCFS, 0) > 1.0
+    assert greatest_difference(PolicyName.FCFS, 0) > 1.0
 
 
 # Accounts.
@@ -178,7 +251,7 @@ def test_who_has_left_does_not_go_ahead_of_the_one_it_left_for() -> None:
 
 
 def test_a_flood_is_not_served_before_a_newcomer() -> None:
-    config = replace(CONFIG, policy=PolicyName.FAIR, max_num_seqs=1, max_num_batched_tokens=16)
+    config = replace(GPU_CONFIG, policy=PolicyName.FAIR, max_num_seqs=1, max_num_batched_tokens=16)
     driver = CoreDriver(config)
     driver.add_worker_group(make_capacity())
     flood = [driver.submit(prompt=[1, 2], max_tokens=2, tenant="flood") for _ in range(20)]
