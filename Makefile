@@ -168,7 +168,6 @@ format: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 	$(BIN)/python -m benchmarks.many_groups
-	$(BIN)/python -m benchmarks.many_groups --workers answering --groups 4 8 16 32 64 --step-us 20000 0
 	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python -m benchmarks.offline --shape llama-160m --dtype bfloat16 float32 --kv-cache-gib 1 $(PEERS)

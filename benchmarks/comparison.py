@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from rich.table import Table
 
 from benchmarks.ceilings import Ceilings
 from benchmarks.engines.choice import OURS
@@ -24,7 +23,7 @@ Floor = Callable[[Ceilings], float]
 
 
 def compare(results: Results, floors: Mapping[str, Floor]) -> list[Row]:
-    """One row per workload."""
+    """One row per workload, with the tokens per second of each engine under its name."""
     return [_row(workload, runs, floors.get(workload)) for workload, runs in results.runs.items()]
 
 
@@ -32,7 +31,7 @@ def _row(workload: str, runs: Mapping[str, Sequence[Run]], floor: Floor | None) 
     rates = {name: statistics.median(r.tokens_per_s for r in rs) for name, rs in runs.items()}
     row: Row = {
         "workload": workload,
-        "tokens_per_s": {name: round(rate, 1) for name, rate in rates.items()},
+        **{name: round(rate, 1) for name, rate in rates.items()},
         "repeats": {name: len(rs) for name, rs in runs.items()},
         "spread": {name: _spread(rs) for name, rs in runs.items()},
         "foreign_cores": max(run.foreign_cores for rs in runs.values() for run in rs),
@@ -152,25 +151,59 @@ def _run(engine: Engine, jobs: list[Job]) -> list[list[int]]:
     return outputs.token_ids
 
 
-def table(rows: Sequence[Row], title: str) -> Table:
-    """The table for the terminal."""
-    names = list(dict.fromkeys(name for row in rows for name in _of(row, "tokens_per_s")))
-    ours = ["best peer", "ratio", "÷ in-process", "share of floor", "foreign cores"]
-    shown = Table("workload", *names, *ours, title=title)
-    for row in rows:
-        cells = [_cell(row, name) for name in names]
-        keys = ("best_peer", "ratio", "services_over_in_process", "share_of_floor")
-        facts = [str(row.get(key, "")) for key in keys]
-        shown.add_row(str(row["workload"]), *cells, *facts, str(row["foreign_cores"]))
-    return shown
+_SUMMARY = {
+    "best_peer": "best peer",
+    "ratio": "ours ÷ best peer",
+    "services_over_in_process": "ours ÷ in-process",
+    "share_of_floor": "share of floor",
+}
 
 
-def _cell(row: Row, name: str) -> str:
-    """Rate, number of repeats, spread."""
-    rate = _of(row, "tokens_per_s").get(name)
-    if rate is None:
-        return ""
-    return f"{rate:g} ({_of(row, 'repeats')[name]} runs, ±{_of(row, 'spread')[name] / 2:.0%})"
+def columns_of(rows: Sequence[Row]) -> dict[str, str]:
+    """Titles by the names in a row: the tokens per second of each engine, and the summary."""
+    engines = {name: name for row in rows for name in _of(row, "repeats")}
+    return {"workload": "workload"} | engines | _SUMMARY
+
+
+def facts_of(results: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    """What the table of a run's rows does not say."""
+    engines = ", ".join(f"{name} {about['version']}" for name, about in results["engines"].items())
+    patience, least_s = results["patience"], results["patience"]["least_s"]
+    more = f" (more of short workloads, until {least_s:g} s)" if least_s else ""
+    facts = [
+        f"{results['shape']} in {results['dtype']} on {results['device']}; {engines}.",
+        *_said_of_ceilings(results["ceilings"]),
+        f"Medians of {patience['repeats']} turns{more}, of {patience['slow_repeats']} where an "
+        f"engine takes more than {patience['slow_factor']:g} times as long as the fastest; "
+        f"{_widest_spread(rows)}.",
+    ]
+    if results["absent"]:
+        absent = "; ".join(f"{name}: {reason}" for name, reason in results["absent"].items())
+        facts.append(f"Absent: {absent}.")
+    if agreed := results["greedy_tokens_equal_transformers"]:
+        said = (f"{name} {one['equal_tokens']} of {one['tokens']}" for name, one in agreed.items())
+        facts.append(f"Greedy tokens that equal those of transformers: {', '.join(said)}.")
+    return " ".join(facts)
+
+
+def _said_of_ceilings(ceilings: Mapping[str, Sequence[float]]) -> list[str]:
+    if not ceilings:
+        return []
+    read, products = ceilings["read_bytes_per_s"], ceilings["flops_per_s"]
+    return [
+        f"Around our turns memory was read at {read[0] / 1e9:.1f} to {read[1] / 1e9:.1f} GB/s, and "
+        f"matrix products made at {products[0] / 1e9:,.0f} to {products[1] / 1e9:,.0f} GFLOP/s; "
+        "the share of the floor is that of the ceilings just then."
+    ]
+
+
+def _widest_spread(rows: Sequence[Row]) -> str:
+    spread, name, workload = max(
+        (spread, name, row["workload"])
+        for row in rows
+        for name, spread in _of(row, "spread").items()
+    )
+    return f"the fastest turn is at most {spread:.0%} above the slowest ({name}, {workload})"
 
 
 def _of(row: Row, key: str) -> dict[str, float]:

@@ -23,9 +23,9 @@ from statistics import median
 import aiohttp
 import grpc
 
-from benchmarks.machine import ForeignLoad, save
+from benchmarks.machine import ForeignLoad
 from benchmarks.processes import Processes
-from benchmarks.tables import print_table, script_parser
+from benchmarks.tables import publish, script_parser
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
 from scheduler_service.columns import to_column
 from tests.support.fake_core import FakeCore, FakeRequest
@@ -208,6 +208,7 @@ def rows_of(figures: dict[Case, list[Figures]]) -> list[dict[str, object]]:
     return [
         {
             **asdict(case),
+            "pace": case.pace or "as they come",
             "cpu_us_per_token": round(costs[case], 1),
             "tokens_per_cpu_s": round(1e6 / costs[case]),
             "tokens_per_response": round(median(f.tokens_per_response for f in runs), 2),
@@ -223,6 +224,19 @@ def _ratio(cost: float, other: float | None) -> float | None:
     return None if other is None else round(cost / other, 2)
 
 
+COLUMNS = {
+    "way": "way",
+    "frontends": "frontends",
+    "pace": "steps a second",
+    "cpu_us_per_token": "CPU µs a token",
+    "tokens_per_cpu_s": "tokens/s of a core",
+    "tokens_per_s": "tokens/s of all",
+    "cost_to_grpc": "÷ gRPC's cost",
+    "cost_to_one_frontend": "÷ one frontend's cost",
+}
+"""Titles by the names in a row."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     parser = script_parser(__doc__)
@@ -234,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     load = ForeignLoad()
     rows = run(args)
-    print_table(rows, "frontends streaming", width=180)
-    save("frontend", {"rows": rows}, load.cores, args.results)
+    facts = f"{args.streams} streams of {args.tokens} tokens."
+    publish("frontend", facts, COLUMNS, rows, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ import torch
 from benchmarks.kernel_cases import Case, all_cases, setting
 from benchmarks.kernel_ceilings import KernelCeilings, measure_ceilings
 from benchmarks.kernel_timing import median_seconds
-from benchmarks.machine import ForeignLoad, save
-from benchmarks.tables import print_table, script_parser
+from benchmarks.machine import ForeignLoad
+from benchmarks.tables import publish, script_parser
 
 Row = dict[str, object]
 
@@ -63,6 +63,20 @@ def _memory(case: Case, ceilings: KernelCeilings) -> tuple[str, float]:
     return "GB/s copied", ceilings.copy
 
 
+COLUMNS = {
+    "kernel": "kernel",
+    "size": "size",
+    "dtype": "type",
+    "implementation": "by",
+    "us": "µs",
+    "achieved": "achieved",
+    "ceiling": "ceiling",
+    "bound": "in",
+    "share": "share",
+}
+"""Titles by the names in a row."""
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     parser = script_parser(__doc__)
@@ -82,16 +96,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for case in all_cases(setting(device, dtype, args.attention_backend))
             if not args.kernels or case.kernel in args.kernels
         ]
-    print_table(rows, "kernels against the device's ceilings", width=180)
     is_gpu = device.type == "cuda"
-    figures = {
-        "device": torch.cuda.get_device_name(device) if is_gpu else "cpu",
-        "threads": None if is_gpu else torch.get_num_threads(),
-        "read_gb_per_s": round(ceilings.read / 1e9, 1),
-        "copy_gb_per_s": round(ceilings.copy / 1e9, 1),
-        "rows": rows,
-    }
-    save("kernels_gpu" if is_gpu else "kernels", figures, load.cores, args.results)
+    threads = f"cpu, {torch.get_num_threads()} threads"
+    facts = (
+        f"{torch.cuda.get_device_name(device) if is_gpu else threads}: reads "
+        f"{ceilings.read / 1e9:.1f} GB/s, copies {ceilings.copy / 1e9:.1f} GB/s (read and "
+        "written). Medians."
+    )
+    name = "kernels_gpu" if is_gpu else "kernels"
+    publish(name, facts, COLUMNS, rows, load.cores, args.results)
 
 
 if __name__ == "__main__":

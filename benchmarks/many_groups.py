@@ -1,17 +1,11 @@
-"""Throughput of many worker groups through one scheduler core, and where the core saturates.
+"""Throughput of 1, 2, 4 ... simulated worker groups through one scheduler core.
 
-    python -m benchmarks.many_groups --groups 1 2 4 8 16
+    python -m benchmarks.many_groups --groups 1 2 4 8 16 --step-us 20000 5000
 
-One core process, and simulated workers as processes of their own, whose steps sleep as long as a
-device would compute. A bare frontend keeps the batch of every group full: a quarter more requests
-are open than the batches hold. Prompts share no prefix. Linear is the throughput of one group times
-the number of groups.
-
-    python -m benchmarks.many_groups --workers answering --groups 4 8 16 32 64 --step-us 20000 0
-
-With `--workers answering`, workers check nothing, and many groups share a process, so that the core
-process saturates first, as if workers were on other machines. Steps of length 0 show its maximum
-throughput; there is no linear throughput to compare them with.
+The core is a process of its own, and so is each worker, whose steps sleep as long as a device would
+compute. A bare frontend keeps the batch of every group full: a quarter more requests are open than
+the batches hold. Prompts share no prefix. Linear is the throughput of one group times the number of
+groups.
 
 Rounds go from few groups to many, each with the processor time of all processes. The bottleneck of
 a round is reported only if it is clear: a process that uses nearly a whole core, or all processes
@@ -22,26 +16,39 @@ steps per second of the core process, since it does nothing else.
 import asyncio
 import os
 import time
+from array import array
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
 import grpc
 
-from benchmarks.core_and_workers import MODEL, BareFrontend, CoreAndWorkers
-from benchmarks.machine import ForeignLoad, save
-from benchmarks.tables import print_table, script_parser
+from benchmarks.machine import ForeignLoad
+from benchmarks.processes import processor_seconds
+from benchmarks.tables import publish, script_parser
+from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
+from service_common.grpc_options import channel_options
+from tests.support.cluster import Cluster
+
+MODEL = "simulated"
+FRONTEND_ID = "bare"
 
 OPEN_PER_PLACE = 1.25
 """Open requests per sequence of a batch; some always wait."""
 
+BUSY = 0.9
+"""Share of a core, or of all cores, from which it counts as the bottleneck."""
+
 _WARM_UP_ANSWERS = 2
 """Completed requests per open request before a round counts."""
 
-BUSY = 0.9
-"""Share of a core, or of all cores, from which it counts as the bottleneck."""
+_START_TIMEOUT_S = 120.0
+_INT32_BYTES = 4
+_LOOK_S = 0.05
 
 Row = dict[str, float | int | str]
 
@@ -55,8 +62,95 @@ class Shape:
     """Sequences in the batch of each group."""
     prompt_tokens: int
     output_tokens: int
-    checks_plans: bool
-    """Whether workers are simulated ones, which check plans, or `null_workers`."""
+
+
+class BareFrontend:
+    """A frontend without clients, text or streams; an asynchronous context manager.
+
+    It keeps a number of greedy requests of one shape open on one `Attach` stream and counts their
+    tokens, column by column, so that it uses much less processor time than the core.
+    """
+
+    def __init__(self, core_address: str, shape: Shape) -> None:
+        self.num_tokens = 0
+        """Number of output tokens received."""
+        self.num_finished = 0
+        self._shape = shape
+        self._num_submitted = 0
+        self._num_wanted = 0
+        self._has_output = asyncio.Event()
+        self._channel = grpc.aio.insecure_channel(core_address, options=channel_options())
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._call: Any = SchedulerServiceStub(self._channel).Attach(wait_for_ready=True)
+        await self._call.write(
+            pb.AttachRequest(message=pb.FrontendMessage(frontend_id=FRONTEND_ID))
+        )
+        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._submit())]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._channel.close()
+
+    def keep_open(self, num_requests: int) -> None:
+        """Keep `num_requests` requests open from now on; surplus requests run to completion."""
+        self._num_wanted = num_requests
+        self._has_output.set()
+
+    async def run(self, seconds: float) -> None:
+        """Sleep; raises the stream's error, if it has ended."""
+        done, _ = await asyncio.wait(
+            self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        for task in done:
+            task.result()
+
+    async def run_until_finished(self, num_requests: int) -> None:
+        """Wait until `num_requests` more requests have ended; raises the stream's error."""
+        num_wanted = self.num_finished + num_requests
+        while self.num_finished < num_wanted:
+            await self.run(_LOOK_S)
+
+    async def _submit(self) -> None:
+        while True:
+            await self._has_output.wait()
+            self._has_output.clear()
+            num_open = self._num_submitted - self.num_finished
+            submits = [self._next() for _ in range(self._num_wanted - num_open)]
+            if submits:
+                await self._call.write(
+                    pb.AttachRequest(message=pb.FrontendMessage(submits=submits))
+                )
+
+    def _next(self) -> pb.Submit:
+        """A request whose prompt shares no prefix with others."""
+        self._num_submitted += 1
+        number = self._num_submitted
+        prompt = [number % 30_000, number // 30_000] + [7] * (self._shape.prompt_tokens - 2)
+        return pb.Submit(
+            handle=number,
+            request_id=f"{FRONTEND_ID}-{number}",
+            model=MODEL,
+            prompt_token_ids=array("i", prompt).tobytes(),
+            num_choices=1,
+            max_tokens=self._shape.output_tokens,
+            sampling=sampling_pb2.SamplerParams(temperature=0, top_p=1, repetition_penalty=1),
+        )
+
+    async def _read(self) -> None:
+        while (response := await self._call.read()) is not grpc.aio.EOF:
+            message = response.message
+            for failed in message.requests_failed:
+                raise RuntimeError(f"a request failed: {failed.reason} {failed.message}")
+            self.num_tokens += len(message.token_ids) // _INT32_BYTES
+            if message.requests_finished:
+                self.num_finished += len(message.requests_finished)
+                self._has_output.set()
+        raise RuntimeError("the core ended the stream")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,14 +169,16 @@ class Sample:
 class Bench:
     """A deployment that grows, and its load."""
 
-    def __init__(self, shape: Shape, services: CoreAndWorkers, frontend: BareFrontend) -> None:
+    def __init__(self, shape: Shape, cluster: Cluster, frontend: BareFrontend) -> None:
         self._shape = shape
-        self._services = services
+        self._cluster = cluster
         self._frontend = frontend
 
     async def measure(self, num_groups: int, seconds: float) -> Row:
         """A line of the table."""
-        await self._services.grow(num_groups)
+        for _ in range(num_groups - len(self._cluster.workers)):
+            self._cluster.start_worker()
+        await asyncio.to_thread(self._cluster.wait_num_ready, num_groups, _START_TIMEOUT_S)
         num_open = int(num_groups * self._shape.rows * OPEN_PER_PLACE)
         self._frontend.keep_open(num_open)
         for _ in range(_WARM_UP_ANSWERS):  # until ends are spread over steps
@@ -93,16 +189,18 @@ class Bench:
         return self._row(num_groups, before, after)
 
     async def _sample(self) -> Sample:
-        async with grpc.aio.insecure_channel(self._services.core_address) as channel:
+        async with grpc.aio.insecure_channel(self._cluster.core_address) as channel:
             request = pb.SchedulerServiceGetStatusRequest()
             status = (await SchedulerServiceStub(channel).GetStatus(request)).status
+        core = self._cluster.core
+        assert core is not None
         return Sample(
             time=time.monotonic(),
             num_tokens=self._frontend.num_tokens,
             num_finished=self._frontend.num_finished,
             num_steps=sum(group.num_steps for group in status.groups),
-            core_s=self._services.core_seconds(),
-            workers_s=self._services.worker_seconds(),
+            core_s=processor_seconds(core.process.pid),
+            workers_s=[processor_seconds(each.process.pid) for each in self._cluster.workers],
             frontend_s=time.process_time(),
         )
 
@@ -114,7 +212,6 @@ class Bench:
         frontend_s = after.frontend_s - before.frontend_s
         return {
             "step_ms": self._shape.step_us / 1000,
-            "rows": self._shape.rows,
             "groups": num_groups,
             "tokens_per_s": round((after.num_tokens - before.num_tokens) / seconds),
             "requests_per_s": round((after.num_finished - before.num_finished) / seconds, 1),
@@ -132,8 +229,7 @@ def compare(rows: Sequence[Row], num_cores: int) -> None:
     """Add to each line its ratio to linear throughput, and its bottleneck."""
     base = float(rows[0]["tokens_per_s"]) / float(rows[0]["groups"])
     for row in rows:
-        if row["step_ms"]:  # else a group alone does as much as the core can
-            row["of_linear"] = round(float(row["tokens_per_s"]) / (base * float(row["groups"])), 4)
+        row["of_linear"] = round(float(row["tokens_per_s"]) / (base * float(row["groups"])), 4)
         row["limited_by"] = _limit(row, num_cores)
 
 
@@ -148,24 +244,25 @@ def _limit(row: Row, num_cores: int) -> str:
 
 async def run(shape: Shape, groups: Sequence[int], seconds: float) -> list[Row]:
     """All rounds, on one deployment."""
-    async with AsyncExitStack() as stack:
-        services = await stack.enter_async_context(
-            CoreAndWorkers(
-                step_us=shape.step_us,
-                max_num_seqs=shape.rows,
-                checks_plans=shape.checks_plans,
-            )
-        )
-        frontend = await stack.enter_async_context(
-            BareFrontend(
-                services.core_address,
-                MODEL,
-                prompt_tokens=shape.prompt_tokens,
-                output_tokens=shape.output_tokens,
-            )
-        )
-        bench = Bench(shape, services, frontend)
-        rows = [await bench.measure(num_groups, seconds) for num_groups in sorted(groups)]
+    with (
+        TemporaryDirectory(prefix="pagewire-") as folder,
+        Cluster(
+            Path(folder),
+            core_flags=[
+                *("--max-num-seqs", str(shape.rows)),
+                *("--lease-ms", "60000"),  # an overloaded machine is measured, too
+                *("--log-level", "warning"),
+            ],
+            worker_flags=[
+                *("--simulate", "--simulate-step-us", str(shape.step_us)),
+                *("--simulate-gpu-blocks", "16384", "--log-level", "warning"),
+            ],
+        ) as cluster,
+    ):
+        cluster.start_core()
+        async with BareFrontend(cluster.core_address, shape) as frontend:
+            bench = Bench(shape, cluster, frontend)
+            rows = [await bench.measure(num_groups, seconds) for num_groups in sorted(groups)]
     compare(rows, os.cpu_count() or 1)
     return rows
 
@@ -193,7 +290,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = script_parser(__doc__)
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--step-us", type=int, nargs="+", default=[20_000, 5_000])
-    parser.add_argument("--workers", choices=("simulated", "answering"), default="simulated")
     parser.add_argument("--rows", type=int, default=32, help="sequences in each group's batch")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=128)
@@ -207,19 +303,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rows=args.rows,
             prompt_tokens=args.prompt_tokens,
             output_tokens=args.output_tokens,
-            checks_plans=args.workers == "simulated",
         )
         rows += asyncio.run(run(shape, args.groups, args.seconds))
-    print_table(rows, "worker groups on one scheduler core", COLUMNS)
-    name = "many_groups" if args.workers == "simulated" else "core_saturation"
-    figures = {
-        "workers": args.workers,
-        "prompt_tokens": args.prompt_tokens,
-        "output_tokens": args.output_tokens,
-        "seconds": args.seconds,
-        "rows": rows,
-    }
-    save(name, figures, load.cores, args.results)
+    facts = (
+        f"Batches of {args.rows}, prompts of {args.prompt_tokens} tokens, answers of "
+        f"{args.output_tokens}; {args.seconds:g} s a line."
+    )
+    publish("many_groups", facts, COLUMNS, rows, load.cores, args.results)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
 from benchmarks.ceilings import Ceilings, CeilingsProcess
-from benchmarks.comparison import PAGEWIRE, agreements, all_runs, ceilings_range, compare, table
+from benchmarks.comparison import (
+    PAGEWIRE,
+    agreements,
+    all_runs,
+    ceilings_range,
+    columns_of,
+    compare,
+    facts_of,
+)
 from benchmarks.engines import transformers_static
 from benchmarks.engines.choice import DEFAULT_NAMES, NAMES, Programs, start_all
 from benchmarks.engines.engine import Engine, Settings
@@ -36,14 +43,13 @@ from benchmarks.interleaved_runs import (
     Run,
     run_in_turns,
 )
-from benchmarks.machine import RESULTS, ForeignLoad, save
+from benchmarks.machine import RESULTS, ForeignLoad
 from benchmarks.model_shapes import BYTES_PER_VALUE, SHAPES
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.quantized_layers import BITS_PER_WEIGHT, CONFIGS
 from benchmarks.roofline import floor_seconds
+from benchmarks.tables import publish
 from benchmarks.workloads import FOUR, WORKLOADS, Workload
-
-console = Console(width=200)
 
 
 def run(
@@ -97,10 +103,10 @@ def run(
 
 
 def _print_run(workload: str, engine: str, run: Run) -> None:
-    console.print(
+    print(
         f"{workload:>10} {engine:22} {run.tokens_per_s:9.1f} tokens/s {run.seconds:7.2f} s"
         f"   others {run.foreign_cores:.2f} cores",
-        highlight=False,
+        flush=True,
     )
 
 
@@ -117,20 +123,6 @@ def _agreed(engines: Sequence[Engine], settings: Settings) -> dict[str, dict[str
         return None
     found = agreements(engines, reference[0], settings.shape.vocab_size)
     return {name: asdict(agreement) for name, agreement in found.items()}
-
-
-def show(content: dict[str, Any]) -> None:
-    """Print the result of a run."""
-    title = f"{content['shape']}, {content['dtype']}, {content['device']}: tokens/s"
-    console.print(table(content["rows"], title))
-    for name, agreement in (content["greedy_tokens_equal_transformers"] or {}).items():
-        console.print(
-            f"{name}: {agreement['equal_requests']} of {agreement['requests']} requests and"
-            f" {agreement['equal_tokens']} of {agreement['tokens']} greedy tokens as transformers",
-            highlight=False,
-        )
-    for name, reason in content["absent"].items():
-        console.print(f"without {name}: {reason}", highlight=False)
 
 
 def result_name(shape: str, dtype: str, device: str) -> str:
@@ -162,9 +154,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 one_at_a_time=args.one_at_a_time,
                 measures_ceilings=not args.no_ceilings,
             )
-            show(content)
             name = args.name or result_name(content["shape"], dtype, args.device)
-            save(name, content, load.cores, args.results)
+            rows = content.pop("rows")
+            facts, columns = facts_of(content, rows), columns_of(rows)
+            publish(name, facts, columns, rows, load.cores, args.results, **content)
 
 
 def patience_of(args: argparse.Namespace) -> Patience:

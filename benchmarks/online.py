@@ -25,10 +25,10 @@ from statistics import median
 from typing import Any
 
 from benchmarks.engines.engine import Settings
-from benchmarks.machine import ForeignLoad, save
+from benchmarks.machine import ForeignLoad
 from benchmarks.model_shapes import SHAPES
 from benchmarks.servers import ServedPagewire, ServedVllm, Server, all_of
-from benchmarks.tables import print_table, script_parser
+from benchmarks.tables import publish, script_parser
 from pagewire_cli.load import Lengths, Limits, LoadRun, Summary, Target, Workload
 
 WARMUP_REQUESTS = 8
@@ -192,58 +192,42 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def measure(args: argparse.Namespace, checkpoints: Path) -> tuple[Row, float]:
-    """All figures of a run, and the number of cores that other processes kept busy."""
-    shape = SHAPES[args.shape]
-    settings = Settings(
-        shape=shape,
-        dtype=args.dtype,
-        device=args.device,
-        checkpoints=checkpoints,
-        logs=args.logs,
-    )
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
+    args = _parser().parse_args(arguments)
+    limits = Limits(first_token_s=args.ttft_limit_ms / 1000, inter_token_s=args.itl_limit_ms / 1000)
     sweep = RateSweep(
         rates=sorted(args.rates),
         seconds=args.seconds,
         input_tokens=args.input_tokens,
         output_tokens=args.output_tokens,
-        vocab_size=shape.vocab_size,
-        limits=Limits(
-            first_token_s=args.ttft_limit_ms / 1000, inter_token_s=args.itl_limit_ms / 1000
-        ),
+        vocab_size=SHAPES[args.shape].vocab_size,
+        limits=limits,
     )
-    servers: list[Server] = [ServedPagewire(settings)]
-    if args.grpc:
-        servers.append(ServedPagewire(settings, "gRPC"))
-    if args.vllm_python is not None:
-        servers.append(ServedVllm(args.vllm_python, settings))
-    rows, foreign_cores = asyncio.run(measure_rates(servers, sweep, args.repeats))
-    figures = {
-        "shape": shape.name,
-        "dtype": args.dtype,
-        "device": args.device,
-        "input_tokens": str(sweep.input_tokens),
-        "output_tokens": str(sweep.output_tokens),
-        "seconds": args.seconds,
-        "repeats": args.repeats,
-        "ttft_limit_ms": args.ttft_limit_ms,
-        "itl_limit_ms": args.itl_limit_ms,
-        "highest_good_rate": best_goodput(rows),
-        "rows": rows,
-    }
-    return figures, foreign_cores
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and write the results."""
-    args = _parser().parse_args(arguments)
     with ExitStack() as stack:
         folder = args.checkpoints or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        figures, foreign_cores = measure(args, folder)
-    title = f"{figures['shape']}, {figures['dtype']}: Poisson arrivals"
-    print_table(figures["rows"], title, COLUMNS)
-    print(f"highest rate with 90 % good requests: {figures['highest_good_rate']}")
-    save("online", figures, foreign_cores, args.results)
+        settings = Settings(
+            shape=SHAPES[args.shape],
+            dtype=args.dtype,
+            device=args.device,
+            checkpoints=folder,
+            logs=args.logs,
+        )
+        servers: list[Server] = [ServedPagewire(settings)]
+        if args.grpc:
+            servers.append(ServedPagewire(settings, "gRPC"))
+        if args.vllm_python is not None:
+            servers.append(ServedVllm(args.vllm_python, settings))
+        rows, foreign_cores = asyncio.run(measure_rates(servers, sweep, args.repeats))
+    best = ", ".join(f"{engine} {rate:g}/s" for engine, rate in best_goodput(rows).items())
+    facts = (
+        f"{args.shape} in {args.dtype} on {args.device}, prompts of {args.input_tokens} tokens, "
+        f"answers of {args.output_tokens}; arrivals for {args.seconds:g} s at each rate, "
+        f"{args.repeats} times, medians. Good: first token within {args.ttft_limit_ms:g} ms, "
+        f"further ones {args.itl_limit_ms:g} ms apart on average. The highest rate up to which "
+        f"90 % were good: {best}."
+    )
+    publish("online", facts, COLUMNS, rows, foreign_cores, args.results)
 
 
 if __name__ == "__main__":

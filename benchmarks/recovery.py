@@ -14,7 +14,6 @@ were not on the killed worker are recognised by their timings, which have no tim
 """
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import Sequence
@@ -26,9 +25,9 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from benchmarks.machine import ForeignLoad, save
+from benchmarks.machine import ForeignLoad
 from benchmarks.processes import exit_on_sigterm
-from benchmarks.tables import print_table, script_parser
+from benchmarks.tables import publish, script_parser
 from pagewire_client import AsyncClient, RequestOutput, SamplingParams
 from scheduler_service.core_service.config import CoreServiceConfig
 from tests.support.cluster import Cluster
@@ -196,10 +195,16 @@ async def measure(model: str, victims: Sequence[str], num_kills: int) -> list[di
     return rows
 
 
-def others(path: Path, victims: Sequence[str]) -> list[dict[str, object]]:
-    """Lines of a former run about kinds of processes that are not killed in this one."""
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return [row for row in rows if row["victim"] not in victims]
+COLUMNS = {
+    "victim": "killed",
+    "kills": "times",
+    "streams": "streams",
+    "p50_ms": "next token p50, ms",
+    "p99_ms": "p99, ms",
+    "max_ms": "longest, ms",
+    "foreign_cores": "others used, cores",
+}
+"""Titles by the names in a row."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -214,12 +219,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     exit_on_sigterm()
     load = ForeignLoad()
     rows = asyncio.run(measure(args.model, args.victims, args.kills))
-    print_table(rows, "milliseconds from SIGKILL to each stream's next token", width=100)
-    name = f"recovery_{args.model}"
-    rows += others(args.results / f"{name}.json", args.victims)
-    rows.sort(key=lambda row: VICTIMS.index(str(row["victim"])))
-    figures = {"streams": NUM_STREAMS, "budget_ms": round(1000 * BUDGET_S), "rows": rows}
-    save(name, figures, load.cores, args.results)
+    facts = (
+        f"{NUM_STREAMS} streams at a time. The budget for a worker: {1000 * BUDGET_S:.0f} ms, two "
+        "leases, and the time to compute again what its streams had."
+    )
+    publish(f"recovery_{args.model}", facts, COLUMNS, rows, load.cores, args.results)
 
 
 if __name__ == "__main__":

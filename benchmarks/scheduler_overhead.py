@@ -12,20 +12,25 @@ does.
 
 With `--vllm-python` vLLM's `Scheduler` works on the same queue in turns with ours (see
 `vllm_scheduler` for what its step is). "deciding" is schedule + update alone; "all" is with each
-side's own serialisation: protobuf here, pickle and msgpack there.
+side's own serialisation: protobuf here, pickle and msgpack there. With `--record` a core that
+records to a file has turns, too; the time of the thread that writes does not count.
 """
 
+import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 from benchmarks.json_lines import LineProcess
-from benchmarks.machine import ForeignLoad, save
+from benchmarks.machine import ForeignLoad
 from benchmarks.steady_core import GROWTH_TOKENS, PREFILL_TOKENS, Queue, SteadyCore, StepTimes
-from benchmarks.tables import general, print_table, script_parser
+from benchmarks.tables import publish, script_parser
+from scheduler_service.replay.recorder import RecordingCore
+from scheduler_service.replay.recording_file import RecordingWriter
 
 BUDGETS_US = {(256, 0): 500.0, (4096, 0): 8000.0, (256, 3): 700.0}
 """Limits for a step's CPU time, by its running sequences and the drafts of each."""
@@ -34,7 +39,6 @@ TURN_STEPS = 20
 """Consecutive steps of one scheduler, before the other's turn."""
 
 Row = dict[str, float | int | None]
-
 
 SCRIPT = Path(__file__).with_name("vllm_scheduler.py")
 
@@ -73,47 +77,54 @@ class VllmProcess(LineProcess):
         return [VllmTimes(*times) for times in self.ask({"steps": count})]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """The sizes that are measured."""
-
-    running: Sequence[int]
-    prompt_tokens: Sequence[int]
-    groups: Sequence[int]
-    drafts: Sequence[int]
-    steps: int
-
-    def queues(self) -> Iterator[Queue]:
-        """One for each line of the table."""
-        lines = product(self.groups, self.prompt_tokens, self.running, self.drafts)
-        for num_groups, prompt_tokens, num_seqs, num_drafts in lines:
-            if num_seqs >= num_groups:
-                yield Queue(
-                    num_seqs=num_seqs,
-                    prompt_tokens=prompt_tokens,
-                    num_groups=num_groups,
-                    num_drafts=num_drafts,
-                )
+def queues(args: argparse.Namespace) -> Iterator[Queue]:
+    """One for each line of the table."""
+    lines = product(args.groups, args.prompt_tokens, args.running, args.drafts)
+    for num_groups, prompt_tokens, num_seqs, num_drafts in lines:
+        if num_seqs >= num_groups:
+            yield Queue(
+                num_seqs=num_seqs,
+                prompt_tokens=prompt_tokens,
+                num_groups=num_groups,
+                num_drafts=num_drafts,
+            )
 
 
-def measure(queue: Queue, num_steps: int, vllm: VllmProcess | None) -> Row:
-    """One line: medians per step, in microseconds."""
-    ours = SteadyCore(queue)
+def measure(
+    queue: Queue, num_steps: int, vllm: VllmProcess | None, record_to: Path | None = None
+) -> Row:
+    """One line: medians per step, in microseconds.
+
+    record_to: file to which a second core records its steps.
+    """
+    ours, recording = SteadyCore(queue), None
+    if record_to is not None:
+        writer = RecordingWriter(record_to)
+        recording = SteadyCore(queue, lambda config: RecordingCore(config, writer))
     rival = vllm if queue.num_groups == 1 and queue.num_drafts == 0 else None
     if rival is not None:
         rival.prepare(queue)
     times: list[StepTimes] = []
+    recorded: list[StepTimes] = []
     rivals: list[VllmTimes] = []
     while len(times) < num_steps:
-        turn_start = len(times)
-        while len(times) < turn_start + TURN_STEPS:
-            times += ours.round()
+        num_rounds = -(-TURN_STEPS // queue.num_groups)
+        times += [step for _ in range(num_rounds) for step in ours.round()]
+        if recording is not None:
+            recorded += [step for _ in range(num_rounds) for step in recording.round()]
         if rival is not None:
             rivals += rival.steps(TURN_STEPS)
-    return _row(queue, times, rivals)
+    if recording is not None:
+        writer.close()
+    return _row(queue, times, rivals, recorded)
 
 
-def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) -> Row:
+def _row(
+    queue: Queue,
+    times: Sequence[StepTimes],
+    rivals: Sequence[VllmTimes],
+    recorded: Sequence[StepTimes],
+) -> Row:
     rows = queue.num_seqs // queue.num_groups
     total = median(step.total for step in times)
     deciding = median(step.deciding for step in times)
@@ -135,42 +146,12 @@ def _row(queue: Queue, times: Sequence[StepTimes], rivals: Sequence[VllmTimes]) 
         "budget_us": BUDGETS_US.get((rows, queue.num_drafts)),
     }
     if rivals:
-        theirs = median(step.deciding for step in rivals)
         theirs_all = median(step.deciding + step.serializing for step in rivals)
-        row |= {
-            "vllm_deciding_us": theirs,
-            "vllm_all_us": theirs_all,
-            "deciding_ratio": theirs / deciding,
-            "all_ratio": theirs_all / total,
-        }
+        row["vllm_deciding_us"] = median(step.deciding for step in rivals)
+        row |= {"vllm_all_us": theirs_all, "all_ratio": theirs_all / total}
+    if recorded:
+        row["recording_us"] = median(step.total for step in recorded)
     return {name: round(v, 2) if isinstance(v, float) else v for name, v in row.items()}
-
-
-def growth(rows: Sequence[Row]) -> dict[str, float | None]:
-    """Cost of a row in a larger batch relative to a smaller one (1 is linear growth), and in a
-    longer context relative to a shorter one (1 is flat): the worst of all such pairs. Below 256
-    rows the fixed cost of a step outweighs them. None: there is no such pair."""
-    return {
-        "with_rows": _worst(rows, "rows_per_step", 256, ("groups", "prompt_tokens", "drafts")),
-        "with_length": _worst(rows, "prompt_tokens", 0, ("groups", "rows_per_step", "drafts")),
-    }
-
-
-def _worst(rows: Sequence[Row], size: str, least: int, equal: tuple[str, ...]) -> float | None:
-    ratios = [
-        _number(larger, "all_us_per_row") / _number(smaller, "all_us_per_row")
-        for smaller in rows
-        for larger in rows
-        if all(smaller[name] == larger[name] for name in equal)
-        and least <= _number(smaller, size) < _number(larger, size)
-    ]
-    return round(max(ratios), 2) if ratios else None
-
-
-def _number(row: Row, name: str) -> float:
-    value = row[name]
-    assert value is not None
-    return value
 
 
 COLUMNS = {
@@ -178,18 +159,15 @@ COLUMNS = {
     "running": "running",
     "prompt_tokens": "prompt",
     "drafts": "drafts",
-    "schedule_us": "schedule",
-    "encode_plan_us": "encode",
-    "decode_result_us": "decode",
-    "update_us": "update",
-    "encode_outputs_us": "outputs",
-    "deciding_us": "deciding",
-    "all_us": "all",
-    "all_us_per_row": "all/row",
-    "budget_us": "budget",
-    "vllm_deciding_us": "vLLM deciding",
-    "vllm_all_us": "vLLM all",
-    "all_ratio": "ratio",
+    "deciding_us": "deciding, µs",
+    "all_us": "all, µs",
+    "all_us_per_row": "all per row, µs",
+    "budget_us": "budget, µs",
+}
+OF_VLLM = {
+    "vllm_deciding_us": "vLLM deciding, µs",
+    "vllm_all_us": "vLLM all, µs",
+    "all_ratio": "vLLM all ÷ ours",
 }
 
 
@@ -201,30 +179,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--groups", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--record", action="store_true", help="with a core that records, too")
     parser.add_argument("--vllm-python", type=Path, help="a Python that can import vllm")
     args = parser.parse_args(arguments)
-    settings = Settings(
-        running=args.running,
-        prompt_tokens=args.prompt_tokens,
-        groups=args.groups,
-        drafts=args.drafts,
-        steps=args.steps,
-    )
     load = ForeignLoad()
     with ExitStack() as stack:
-        vllm = (
-            stack.enter_context(VllmProcess([args.vllm_python, SCRIPT]))
-            if args.vllm_python
-            else None
-        )
-        rows = [measure(queue, settings.steps, vllm) for queue in settings.queues()]
-        version = vllm.version if vllm is not None else None
-    print_table(
-        rows, "medians per step, in microseconds of CPU time", COLUMNS, width=160, cell=general
-    )
-    print(f"growth of a row's cost, at worst: {growth(rows)}")
-    figures = {"vllm": version, "steps": settings.steps, "growth": growth(rows), "rows": rows}
-    save("scheduler_overhead", figures, load.cores, args.results)
+        vllm = None
+        if args.vllm_python:
+            vllm = stack.enter_context(VllmProcess([args.vllm_python, SCRIPT]))
+        folder = Path(stack.enter_context(TemporaryDirectory()))
+        rows = [
+            measure(queue, args.steps, vllm, folder / str(number) if args.record else None)
+            for number, queue in enumerate(queues(args))
+        ]
+    columns = COLUMNS | (OF_VLLM if vllm else {})
+    columns |= {"recording_us": "with --record, µs"} if args.record else {}
+    facts = f"vLLM {vllm.version}." if vllm else "Without vLLM."
+    publish("scheduler_overhead", facts, columns, rows, load.cores, args.results, steps=args.steps)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,11 @@ from typing import Any, Self
 import numpy as np
 
 from benchmarks.engines.engine import Settings
-from benchmarks.machine import ForeignLoad, save
+from benchmarks.machine import ForeignLoad
 from benchmarks.offline import add_common, settings_of
 from benchmarks.processes import exit_on_sigterm, resident_bytes
 from benchmarks.servers import ServedPagewire, ServedVllm, Server
-from benchmarks.tables import print_table
+from benchmarks.tables import publish
 from benchmarks.workloads import WORKLOADS
 from pagewire_cli.load import Arrival
 
@@ -120,15 +120,9 @@ def compare(starts: Mapping[str, Sequence[Start]]) -> list[dict[str, Any]]:
                 median(name, "first_token_s") / median(OURS, "first_token_s"), 2
             ),
             "times_pagewire_peak": round(median(name, "peak_mib") / median(OURS, "peak_mib"), 2),
-            "repeats": len(its),
         }
         for name, its in starts.items()
     ]
-
-
-def show(rows: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print the table."""
-    print_table(rows, title, COLUMNS, width=120)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -155,10 +149,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 what | {"engine": n, "starts": [asdict(s) for s in its]}
                 for n, its in starts.items()
             ]
-    show(rows, "from launch to first token, and memory with the mixed workload")
-    content = {"kv_cache_gib": args.kv_cache_gib, "rows": rows, "runs": runs}
+    facts = f"{args.kv_cache_gib} GiB for KV. Medians of {args.repeats}."
     foreign_cores = max(start["foreign_cores"] for run in runs for start in run["starts"])
-    save("startup", content, foreign_cores, args.results)
+    publish("startup", facts, COLUMNS, rows, foreign_cores, args.results, runs=runs)
 
 
 if __name__ == "__main__":

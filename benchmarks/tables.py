@@ -3,11 +3,17 @@
 import argparse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.machine import RESULTS
+from benchmarks.machine import RESULTS, save
+
+Columns = Mapping[str, str]
+"""Titles by the names in a row."""
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 def script_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -18,12 +24,32 @@ def script_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def publish(
+    name: str,
+    facts: str,
+    columns: Columns,
+    rows: Rows,
+    foreign_cores: float,
+    folder: Path,
+    **figures: object,
+) -> None:
+    """Print a table, and write it to FOLDER/NAME.json, from which `benchmarks.report` makes a
+    section of docs/benchmarks.md.
+
+    `facts`: sentences that the table does not say. `columns`: those that are shown; a row may hold
+    more. `figures`: further results, which only the file holds.
+    """
+    print_table(rows, facts, columns, cell=text)
+    content = {"facts": facts, **figures, "columns": columns, "rows": rows}
+    save(name, content, foreign_cores, folder)
+
+
 def print_table(
-    rows: Sequence[Mapping[str, object]],
+    rows: Rows,
     title: str,
-    columns: Mapping[str, str] | None = None,
+    columns: Columns | None = None,
     *,
-    width: int = 160,
+    width: int = 180,
     cell: Callable[[object], str] = str,
 ) -> None:
     """Print a table of results.
@@ -38,6 +64,10 @@ def print_table(
     Console(width=width).print(table)
 
 
-def general(value: object) -> str:
-    """Format a number by `format(value, "g")`; empty for None."""
-    return f"{value:g}" if isinstance(value, (int, float)) else ""
+def text(value: object) -> str:
+    """A value in a cell: numbers from 100 on without decimals, and empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -5,7 +5,6 @@
 | `pagewire` | Pagewire through its services | three processes of its own, over gRPC |
 | `in_process` | Pagewire's scheduler core and worker joined by function calls | a child |
 | `transformers_static` | `generate` on one padded batch | a child |
-| `transformers_continuous` | continuous batching | a child |
 | `vllm` | vLLM's offline `LLM` | a child under the Python that has it |
 | `nano_vllm` | nano-vllm's `LLM` | a child under the Python that has it |
 | `llama_cpp` | `llama-server` | its own process, over HTTP |

@@ -12,7 +12,6 @@ from benchmarks.engines import (
     llama_cpp,
     nano_vllm,
     pagewire,
-    transformers_continuous,
     transformers_static,
     vllm,
 )
@@ -28,7 +27,6 @@ NAMES = (
     llama_cpp.NAME,
     nano_vllm.NAME,
     transformers_static.NAME,
-    transformers_continuous.NAME,
 )
 DEFAULT_NAMES = tuple(name for name in NAMES if name != pagewire.DENSE)
 
@@ -127,5 +125,4 @@ _MAKERS: dict[str, Callable[[Settings, Programs], Engine]] = {
     llama_cpp.NAME: _llama_cpp,
     nano_vllm.NAME: _nano_vllm,
     transformers_static.NAME: lambda settings, _: transformers_static.engine(settings),
-    transformers_continuous.NAME: lambda settings, _: transformers_continuous.engine(settings),
 }

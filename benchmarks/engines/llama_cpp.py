@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,17 +31,11 @@ class LlamaCpp:
 
     name = NAME
 
-    def __init__(
-        self,
-        server: Path,
-        settings: Settings,
-        model: Path | None = None,
-        more_flags: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, server: Path, settings: Settings, model: Path | None = None) -> None:
         """model: the GGUF file; None: that of the settings' shape."""
         self._server = server
         self._settings = settings
-        self._flags = [*flags(settings), *more_flags]
+        self._flags = flags(settings)
         self._model = model or gguf(settings.shape, settings.dtype, settings.checkpoints)
         self.about = About(version=version(server), settings={"flags": " ".join(self._flags)})
 

@@ -23,15 +23,14 @@ VARIABLES = (
 `VLLM_CPU_INT4_W4A8=0` it does not round the activations of AWQ checkpoints to 8 bits."""
 
 
-def engine(python: Path, settings: "Settings", **more: object) -> "ChildEngine":
-    """The parent's end. more: further arguments of `LLM`."""
+def engine(python: Path, settings: "Settings") -> "ChildEngine":
+    """The parent's end."""
     from benchmarks.engines.child import ChildEngine
 
     described = {
         "model": settings.model(),
         **settings.named("dtype", *settings.LIMITS),
         "enable_prefix_caching": True,
-        **more,
     }
     if settings.device != "cpu":
         # At start it checks whether this share is free, and then allocates the configured KV cache.

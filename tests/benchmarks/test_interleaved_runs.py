@@ -7,7 +7,7 @@ from typing import Self
 import pytest
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.comparison import agreement, ceilings_range, compare
+from benchmarks.comparison import agreement, ceilings_range, columns_of, compare, facts_of
 from benchmarks.engines.choice import NAMES, EngineUnavailable, Programs, make
 from benchmarks.engines.engine import About, Engine, Outputs, Settings
 from benchmarks.interleaved_runs import (
@@ -19,7 +19,6 @@ from benchmarks.interleaved_runs import (
     run_in_turns,
 )
 from benchmarks.model_shapes import SHAPES
-from benchmarks.report import render
 from benchmarks.workloads import WORKLOADS, Job, Workload
 
 SHAPE = SHAPES["llama-160m"]
@@ -157,12 +156,8 @@ def test_ratios_are_of_medians_against_the_best_peer() -> None:
         "transformers": [2],
     }
     (row,) = compare(results_of(**rates), {"mixed": four_seconds})
-    assert row["tokens_per_s"] == {
-        "pagewire": 20,
-        "pagewire in-process": 16,
-        "vllm": 8.5,
-        "transformers": 2,
-    }
+    names = ("pagewire", "pagewire in-process", "vllm", "transformers")
+    assert [row[name] for name in names] == [20, 16, 8.5, 2]
     assert row["best_peer"] == "vllm"
     assert row["ratio"] == pytest.approx(20 / 8.5, abs=1e-3)
     assert row["services_over_in_process"] == 1.25
@@ -183,34 +178,26 @@ def test_without_peers_there_is_nothing_to_compare() -> None:
     assert not {"ratio", "best_peer", "share_of_floor", "services_over_in_process"} & set(row)
 
 
-def test_results_become_a_section() -> None:
-    rows = compare(results_of(pagewire=[10], vllm=[8]), {"mixed": four_seconds})
+def test_facts_name_engines_ceilings_absent_peers_and_agreement() -> None:
+    rows = compare(results_of(pagewire=[10], vllm=[8, 9]), {"mixed": four_seconds})
+    assert list(columns_of(rows).values())[:4] == ["workload", "pagewire", "vllm", "best peer"]
     results = {
-        "machine": {
-            "processor": "P",
-            "vector_extensions": [],
-            "cores": 2,
-            "python": "3",
-            "protobuf": "6",
-            "grpcio": "1",
-        },
-        "foreign_cores": 0.0,
         "shape": "llama-160m",
         "dtype": "float32",
         "device": "cpu",
-        "patience": {"repeats": 1, "slow_repeats": 1, "slow_factor": 1.5},
+        "patience": {"repeats": 2, "slow_repeats": 1, "slow_factor": 1.5, "least_s": 0.0},
         "ceilings": ceilings_range(results_of(pagewire=[10])),
         "engines": {"pagewire": {"version": "1"}, "vllm": {"version": "2"}},
         "absent": {"nano-vllm": "needs a GPU"},
-        "rows": rows,
         "greedy_tokens_equal_transformers": {"vllm": {"equal_tokens": 3, "tokens": 4}},
     }
-    text = render("offline_llama_160m_float32", results)
-    assert "pagewire 1, vllm 2" in text
-    assert "vllm 3 of 4" in text
-    assert "read at 40.0 to 40.0 GB/s" in text
-    assert "Without nano-vllm" in text
-    assert "| mixed | 10 | 8 | vllm | 1.25 |  | 0.4 |" in text
+    facts = facts_of(results, rows)
+    assert "pagewire 1, vllm 2" in facts
+    assert "vllm 3 of 4" in facts
+    assert "read at 40.0 to 40.0 GB/s" in facts
+    assert "Absent: nano-vllm: needs a GPU." in facts
+    assert "Medians of 2 turns, of 1" in facts
+    assert "at most 12% above the slowest (vllm, mixed)" in facts
 
 
 def test_agreement_counts_tokens_before_the_first_that_differs() -> None:

@@ -1,9 +1,8 @@
-"""The kernel benchmark counts what it should, and its rows can be shown."""
+"""The kernel benchmark counts what it should."""
 
 import torch
 
 from benchmarks.kernel_cases import (
-    Case,
     Setting,
     attention_case,
     layer_cases,
@@ -13,7 +12,6 @@ from benchmarks.kernel_cases import (
 )
 from benchmarks.kernel_ceilings import KernelCeilings
 from benchmarks.kernels import measure
-from benchmarks.report import SECTIONS
 
 CPU = torch.device("cpu")
 CEILINGS = KernelCeilings(read=1e9, copy=2e9, products={torch.float32: 4e9}, bus=None)
@@ -65,25 +63,3 @@ def test_blocks_moved_in_host_memory_are_read_and_written() -> None:
     for case in cases:
         assert case.num_bytes == 2 * 512 * 2**16
         assert measure(case, CEILINGS, CPU, repeats=1)["bound"] == "GB/s copied"
-
-
-def test_rows_become_a_table() -> None:
-    case = Case(
-        kernel="linear",
-        size="1 row",
-        implementation="ours",
-        dtype="float32",
-        run=lambda: None,
-        num_bytes=1000,
-    )
-    rows = [measure(case, CEILINGS, CPU, repeats=1)]
-    results = {
-        "device": "cpu",
-        "threads": 2,
-        "read_gb_per_s": 1.0,
-        "copy_gb_per_s": 2.0,
-        "rows": rows,
-    }
-    facts, table = SECTIONS["kernels"](results)
-    assert "cpu, 2 threads: reads 1 GB/s" in facts
-    assert "| linear | 1 row | float32 | ours |" in table

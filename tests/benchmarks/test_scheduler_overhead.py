@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduler_overhead import VllmProcess, growth, main, measure
+from benchmarks.scheduler_overhead import VllmProcess, main, measure
 from benchmarks.steady_core import Queue, SteadyCore
+from scheduler_service import wire
 from scheduler_service.core import StepPlan
 
 RIVAL = """
@@ -38,6 +39,14 @@ def test_it_writes_a_row_for_each_queue(tmp_path: Path, capsys: pytest.CaptureFi
     assert "budget" in capsys.readouterr().out
 
 
+def test_a_core_that_records_takes_turns_with_one_that_does_not(tmp_path: Path) -> None:
+    flags = ["--running", "2", "--prompt-tokens", "20", "--groups", "1", "2", "--drafts", "0"]
+    main([*flags, "--record", "--steps", "3", "--results", str(tmp_path)])
+    content = json.loads((tmp_path / "scheduler_overhead.json").read_text())
+    assert all(row["recording_us"] > 0 for row in content["rows"])
+    assert content["columns"]["recording_us"] == "with --record, µs"
+
+
 def test_a_rival_takes_its_turns_on_the_same_queue() -> None:
     with VllmProcess([sys.executable, "-c", RIVAL]) as rival:
         assert rival.version == "1.2.3"
@@ -48,9 +57,27 @@ def test_a_rival_takes_its_turns_on_the_same_queue() -> None:
     assert row["all_ratio"] == pytest.approx(10.0 / float(row["all_us"] or 0), abs=0.01)
 
 
-def test_every_step_is_a_decode_of_everything() -> None:
-    queue = Queue(num_seqs=6, prompt_tokens=20, num_groups=2)
-    assert SteadyCore(queue).round()[0].plan_bytes >= 4 * 3
+@pytest.mark.parametrize(("num_seqs", "max_bytes"), [(1, 16), (64, 5.5)])
+def test_a_plan_for_steady_decoding_has_few_bytes_a_row(num_seqs: int, max_bytes: float) -> None:
+    """Of sixteen steps: with blocks of 16 tokens, every sequence gets one block."""
+    core = SteadyCore(Queue(num_seqs=num_seqs, prompt_tokens=512))
+    num_bytes = sum(core.round()[0].plan_bytes for _ in range(16))
+    # Four bytes for the row, and twelve for a block every sixteen steps.
+    assert 4 + 12 / 16 <= num_bytes / 16 / num_seqs <= max_bytes
+
+
+def test_a_new_prompt_travels_once_at_four_bytes_a_token() -> None:
+    def largest_plan(prompt_tokens: int) -> int:
+        sizes: list[int] = []
+        SteadyCore(
+            Queue(num_seqs=1, prompt_tokens=prompt_tokens),
+            on_plan=lambda plan: sizes.append(wire.encode_plan(plan, 1).ByteSize()),
+        )
+        assert sum(size > 4 * prompt_tokens for size in sizes) == 1
+        return max(sizes)
+
+    # A thousand tokens, and the ids of 62 or 63 more blocks.
+    assert 4 * (1000 + 62) <= largest_plan(1100) - largest_plan(100) <= 4 * (1000 + 64) + 16
 
 
 def test_rows_keep_none_to_all_of_their_drafts_in_turn() -> None:
@@ -62,17 +89,3 @@ def test_rows_keep_none_to_all_of_their_drafts_in_turn() -> None:
     core.round()
     assert plans[-1].lookahead == [3] * 4
     assert core.core.snapshot().num_generated_tokens - before == 1 + 2 + 3 + 4
-
-
-def test_growth_compares_what_differs_in_one_thing() -> None:
-    def row(rows: int, length: int, cost: float) -> dict[str, float | int | None]:
-        return {
-            "groups": 1,
-            "rows_per_step": rows,
-            "prompt_tokens": length,
-            "drafts": 0,
-            "all_us_per_row": cost,
-        }
-
-    rows = [row(16, 64, 9.0), row(256, 64, 2.0), row(4096, 64, 3.0), row(256, 4096, 2.5)]
-    assert growth(rows) == {"with_rows": 1.5, "with_length": 1.25}

@@ -15,22 +15,16 @@ def test_it_writes_a_row_for_each_workload_and_number_of_streams(
     main(["embedded", *flags, "--results", str(tmp_path)])
     content = json.loads((tmp_path / "speculation_embedded_float32_ngram.json").read_text())
     rows = content["rows"]
-    totals = [row for row in rows if "prompt" not in row]
-    assert [(row["streams"], row["workload"]) for row in totals] == [
+    assert [(row["streams"], row["workload"]) for row in rows] == [
         (streams, workload) for streams in (1, 4) for workload in WORKLOADS
     ]
     for row in rows:
         assert row["ratio"] > 0
-        assert (
-            0 < row["tokens"] <= 24 * max(len(WORKLOADS[row["workload"]].prompts), row["streams"])
-        )
+        num_requests = max(len(WORKLOADS[row["workload"]].prompts), row["streams"])
+        assert 0 < row["tokens"] <= 24 * num_requests
         assert row["tokens_per_step"] >= 0.9
         assert 0 <= row["copied"] <= 1
-    for total in totals[:5]:
-        each = [row for row in rows if row["workload"] == total["workload"] and "prompt" in row]
-        assert [row["prompt"] for row in each] == list(WORKLOADS[total["workload"]].prompts)
-        assert sum(row["tokens"] for row in each) == total["tokens"]
-    assert totals[2]["copied"] > 0.8  # the grammar's text is in the prompt
+        assert ("prompt" in row) == (row["streams"] == 1)
     assert sum(row["drafts"] for row in rows) > 0
     assert "tokens/step" in capsys.readouterr().out
 

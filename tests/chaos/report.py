@@ -9,6 +9,20 @@ from benchmarks.machine import describe
 from tests.chaos.config import ChaosConfig
 from tests.chaos.drawing import ROLES
 
+COLUMNS = {
+    "dtype": "type",
+    "seed": "seed",
+    "streams": "streams",
+    "tokens": "tokens",
+    "killed_workers": "workers killed",
+    "killed_cores": "cores killed",
+    "killed_frontends": "frontends killed",
+    "killed_young": "killed while starting",
+    "other_disturbances": "stopped, cut off, drained",
+    "faults": "faults",
+}
+"""Titles of a table by the names in a row of results."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
@@ -29,11 +43,16 @@ class Report:
 
     def add_to(self, path: Path, foreign_cores: float) -> None:
         """Add the run to a file of results, which is created if necessary."""
-        results = json.loads(path.read_text()) if path.exists() else {"runs": []}
-        results["runs"].append(self._row() | {"foreign_cores": foreign_cores})
-        shares = [run["foreign_cores"] for run in results["runs"]]
-        results["machine"] = describe()
-        results["foreign_cores"] = round(sum(shares) / len(shares), 2)
+        rows = json.loads(path.read_text())["rows"] if path.exists() else []
+        rows.append(self._row() | {"foreign_cores": foreign_cores})
+        num_kills = sum(row[f"killed_{role}s"] for row in rows for role in ROLES)
+        results = {
+            "machine": describe(),
+            "foreign_cores": round(sum(row["foreign_cores"] for row in rows) / len(rows), 2),
+            "facts": f"{num_kills:,} kills under {sum(row['streams'] for row in rows):,} streams.",
+            "columns": COLUMNS,
+            "rows": rows,
+        }
         path.write_text(json.dumps(results, indent=2) + "\n")
 
     def _row(self) -> dict[str, Any]:

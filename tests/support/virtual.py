@@ -21,9 +21,7 @@ COSTS = CostModel(base=0.010, per_row=0.001, per_token=0.0001, per_block=0.0)
 GPU_COSTS = CostModel(base=0.008, per_row=0.00003, per_token=0.00006, per_block=0.0)
 """Similar to those of an 8B model on one large GPU."""
 
-GPU_GROUP = make_capacity(
-    num_gpu_blocks=8192, block_size=16, max_model_len=4096, vocab_size=32_000
-)
+GPU_GROUP = make_capacity(num_gpu_blocks=8192, block_size=16, max_model_len=4096, vocab_size=32_000)
 GPU_CONFIG = SchedulerConfig(
     max_num_seqs=32,
     max_num_batched_tokens=256,

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.loading_memory import measure
 from benchmarks.quantized_layers import CONFIGS, GROUP_SIZE
 from tests.support.checkpoints import checkpoint
+from tests.support.peak_memory import measure
 
 HIDDEN, INNER, NUM_LAYERS, VOCAB_SIZE = 768, 2304, 16, 16_384
 """Enough weights that a second copy of them is far more than `SMALL_BYTES`."""
