@@ -37,7 +37,6 @@ PATTERNS = [(re.compile(pattern, re.IGNORECASE), better) for pattern, better in 
 
 # Training texts, this list, the list in CONTRIBUTING.md, and past changes.
 EXEMPT = (
-    "tools/embedded_model/",
     "worker_service/embedded_model/",
     "tests/architecture/test_language.py",
     "CHANGELOG.md",
