@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,161 +42,36 @@ _ROOMY_GIB = 120
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """A module and its arguments, in which `{output}`, `{peers}` and `{fit}` are replaced by the
-    stage's folder, the flags of the peers, and that for engines that do not fit into memory
-    together."""
+    """A part of a stage; `gpu_day.toml` explains the fields."""
 
     name: str
     limit_s: float
     command: str
     dry: str | None = None
-    """Arguments that a dry run adds, and that override the others; None: it has no such part."""
     under: str = ""
-    """Program that runs Python, with its arguments; not in a dry run."""
 
 
-_TINY = " --device cpu --shape tiny --dtype float32"
+class _Texts(dict[str, str]):
+    """Texts by their names; other names are left to be filled in later."""
+
+    def __missing__(self, name: str) -> str:
+        return f"{{{name}}}"
 
 
-def _offline(name: str, engines: str, workloads: str, *, more: str = "", **other: object) -> Part:
-    """Throughput of whole engines; a dry run has one engine and one workload."""
-    return Part(
-        name=name,
-        command="benchmarks.offline --device cuda --shape qwen3-0.6b --dtype bfloat16"
-        f" --engines {engines} --workloads {workloads} --repeats 2 --least-seconds 0"
-        " --max-num-seqs 256 --max-num-batched-tokens 16384 --kv-cache-gib 24"
-        f" --results {{output}} --name {name} --logs {{output}}/engines {{peers}} {{fit}} {more}",
-        **{"limit_s": 300.0, "dry": None} | other,  # type: ignore[arg-type]
-    )
+def _stages() -> dict[int, list[Part]]:
+    """The parts in `gpu_day.toml`, by stage."""
+    data = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    texts = _Texts(data["texts"])
+    stages: dict[int, list[Part]] = {}
+    for entry in data["parts"]:
+        for name in ("command", "dry"):
+            if name in entry:
+                entry[name] = entry[name].format_map(texts)
+        stages.setdefault(entry.pop("stage"), []).append(Part(**entry))
+    return stages
 
 
-_ONE_ENGINE = _TINY + " --workloads single --kv-cache-gib 1 --repeats 1 --no-ceilings --engines "
-_IN_PROCESS = "'pagewire in-process'"
-_PYTEST = "pytest -p no:cacheprovider -W default -q --tb=short -m gpu"
-_CHAOS = (
-    "tests.chaos --kills 12 --streams 80 --requests 32 --time-limit 330 --workers 2"
-    " --network relays --device cuda --dtype bfloat16 --batch-invariant"
-)
-
-STAGES: dict[int, Sequence[Part]] = {
-    1: (
-        Part(
-            name="test_gpu",
-            limit_s=310,
-            command=f"{_PYTEST} --junitxml={{output}}/test_gpu.xml tests/kernels/gpu"
-            " tests/worker_service/models/test_layers.py tests/worker_service/runner/device"
-            " tests/worker_service/distributed/test_communicator.py",
-            dry="-m 'not gpu' -k 'refused and kernels'",
-        ),
-        Part(
-            name="racecheck",
-            limit_s=160,
-            under="compute-sanitizer --tool racecheck --error-exitcode 9",
-            command=f"{_PYTEST} -k 'edited or filtered or swap or copy'"
-            " tests/kernels/gpu/test_sampling.py tests/kernels/gpu/test_cache.py",
-            dry="-m 'not gpu' -k refused",
-        ),
-    ),
-    2: (
-        Part(
-            name="kernels",
-            limit_s=200,
-            command="benchmarks.kernels --device cuda --dtype bfloat16 --results {output}",
-            dry="--device cpu --dtype float32 --kernels 'gated activation' --repeats 1",
-        ),
-        *(
-            Part(
-                name=f"tune_{kind}",
-                limit_s=65,
-                command=f"benchmarks.tune_attention --kinds {kind} --results {{output}}",
-                dry="--kinds even short skewed chunk --device cpu --sequences 2 --context 40"
-                " --longest 200 --chunk 24 --heads 2 --kv-heads 1 --repeats 1 --most-launches 1"
-                if kind == "even"
-                else None,
-            )
-            for kind in ("even", "short", "skewed", "chunk")
-        ),
-    ),
-    3: (
-        _offline(
-            "in_process", _IN_PROCESS, "nano-vllm single mixed", dry=_ONE_ENGINE + _IN_PROCESS
-        ),
-        Part(
-            name="profile_steps",
-            limit_s=170,
-            command="benchmarks.profile_steps --results {output}",
-            dry=_TINY + " --sequences 4 --context 16 --chunk 8 --decode-steps 3 --kv-cache-gib 1",
-        ),
-    ),
-    4: (
-        _offline(
-            "services",
-            f"pagewire {_IN_PROCESS}",
-            "nano-vllm single mixed",
-            limit_s=470.0,
-            dry=_ONE_ENGINE + "pagewire",
-        ),
-    ),
-    5: (
-        _offline(
-            "peers",
-            "pagewire vllm nano-vllm",
-            "nano-vllm single mixed prefix",
-            limit_s=330.0,
-            dry=_ONE_ENGINE + "pagewire vllm nano-vllm",
-        ),
-        Part(
-            name="online",
-            limit_s=200,
-            command="benchmarks.online --device cuda --shape qwen3-0.6b --rates 8 16 32"
-            " --seconds 10 --repeats 1 --results {output} {vllm}",
-        ),
-    ),
-    6: (
-        Part(
-            name="checkpoint",
-            limit_s=240,
-            command="benchmarks.checkpoints {checkpoints} --shape qwen3-8b",
-            dry="--shape tiny",
-        ),
-        _offline(
-            "large",
-            f"{_IN_PROCESS} pagewire vllm nano-vllm",
-            "single mixed",
-            more="--shape qwen3-8b --kv-cache-gib 8",
-            limit_s=400.0,
-            dry=_ONE_ENGINE + _IN_PROCESS,
-        ),
-    ),
-    7: tuple(
-        Part(
-            name=f"chaos_{mode}",
-            limit_s=limit_s,
-            command=f"{_CHAOS} --preemption-mode {mode} --output {{output}}/chaos_{mode}.json",
-            dry="--kills 1 --streams 2 --requests 2 --frontends 1 --workers 1 --device cpu"
-            " --dtype float32"
-            if mode == "swap"
-            else None,
-        )
-        for mode, limit_s in (("swap", 300), ("recompute", 180))
-    ),
-    8: tuple(
-        _offline(
-            name,
-            _IN_PROCESS,
-            "single mixed",
-            more=flags,
-            limit_s=120.0,
-            dry=_ONE_ENGINE + f"{_IN_PROCESS} --kv-cache-dtype int8" if name == "fp8_kv" else None,
-        )
-        for name, flags in (
-            ("fp8_kv", "--kv-cache-dtype fp8"),
-            ("gptq", "--weights gptq"),
-            ("int8", "--quantization int8"),
-            ("batch_invariant", "--batch-invariant"),
-        )
-    ),
-}
+STAGES = _stages()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,9 @@
 Also computes the size of a shape's weights and KV, on which `roofline` builds.
 """
 
+import tomllib
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 BYTES_PER_VALUE = {"float32": 4, "bfloat16": 2}
@@ -83,96 +85,8 @@ class Shape:
 
 
 SHAPES = {
-    shape.name: shape
-    for shape in (
-        # For tests of the benchmarks.
-        Shape(
-            name="tiny",
-            model_type="llama",
-            vocab_size=1000,
-            hidden_size=64,
-            intermediate_size=96,
-            num_layers=2,
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            max_position_embeddings=2048,
-            tied=False,
-            scale=1 / 32,
-        ),
-        Shape(
-            name="llama-160m",
-            model_type="llama",
-            vocab_size=32_000,
-            hidden_size=768,
-            intermediate_size=3072,
-            num_layers=12,
-            num_heads=12,
-            num_kv_heads=4,
-            head_dim=64,
-            max_position_embeddings=2048,
-            tied=False,
-            scale=1 / 2,
-        ),
-        Shape(
-            name="smollm2-135m",
-            model_type="llama",
-            vocab_size=49_152,
-            hidden_size=576,
-            intermediate_size=1536,
-            num_layers=30,
-            num_heads=9,
-            num_kv_heads=3,
-            head_dim=64,
-            max_position_embeddings=8192,
-            tied=True,
-            scale=1 / 2,
-            extra={"rms_norm_eps": 1e-5, "rope_theta": 100_000.0},
-        ),
-        Shape(
-            name="qwen3-0.6b",
-            model_type="qwen3",
-            vocab_size=151_936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_layers=28,
-            num_heads=16,
-            num_kv_heads=8,
-            head_dim=128,
-            max_position_embeddings=40_960,
-            tied=True,
-            scale=1 / 4,
-            extra={"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0},
-        ),
-        Shape(
-            name="qwen3-8b",
-            model_type="qwen3",
-            vocab_size=151_936,
-            hidden_size=4096,
-            intermediate_size=12_288,
-            num_layers=36,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            max_position_embeddings=40_960,
-            tied=False,
-            scale=1 / 8,
-            extra={"rms_norm_eps": 1e-6, "rope_theta": 1_000_000.0},
-        ),
-        Shape(
-            name="llama-8b",
-            model_type="llama",
-            vocab_size=128_256,
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_layers=32,
-            num_heads=32,
-            num_kv_heads=8,
-            head_dim=128,
-            max_position_embeddings=8192,
-            tied=False,
-            scale=1 / 8,
-            extra={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
-        ),
-    )
+    name: Shape(name=name, **fields)
+    for name, fields in tomllib.loads(
+        Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+    ).items()
 }

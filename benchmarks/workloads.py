@@ -31,7 +31,6 @@ class Workload:
     """A named set of requests."""
 
     name: str
-    what: str
     num_requests: int
     lengths: Callable[[np.random.Generator], Lengths]
     shared: int = 0
@@ -78,51 +77,22 @@ def _between(
     return draw_lengths
 
 
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            name="mixed",
-            what="prompts of 32 to 512 tokens, outputs of 32 to 128",
-            num_requests=64,
-            lengths=_between((32, 512), (32, 128)),
-        ),
-        Workload(
-            name="single",
-            what="one request at a time, 128 tokens in and 128 out",
-            num_requests=1,
-            lengths=_fixed(128, 128),
-        ),
-        Workload(
-            name="streams",
-            what="16 requests, 128 tokens in and 128 out",
-            num_requests=16,
-            lengths=_fixed(128, 128),
-            scales=False,
-        ),
-        Workload(
-            name="prefill",
-            what="prompts of 1,024 tokens, one out; prompt tokens count",
-            num_requests=8,
-            lengths=_fixed(1024, 1),
-            counts_prompt_tokens=True,
-        ),
-        Workload(
-            name="prefix",
-            what="prompts that share 512 tokens and have 32 of their own, 32 out",
-            num_requests=32,
-            lengths=_fixed(32, 32),
-            shared=512,
-        ),
-        Workload(
-            name="nano-vllm",
-            what="nano-vllm's own: 256 requests of 100 to 1,024 tokens in and out",
-            num_requests=256,
-            lengths=_between((100, 1024), (100, 1024)),
-            scales=False,
-        ),
-    )
-}
+_ALL = (
+    # Sizes are of requests on a GPU; slow machines run a share of those that scale.
+    Workload(name="mixed", num_requests=64, lengths=_between((32, 512), (32, 128))),
+    Workload(name="single", num_requests=1, lengths=_fixed(128, 128)),
+    Workload(name="streams", num_requests=16, lengths=_fixed(128, 128), scales=False),
+    Workload(name="prefill", num_requests=8, lengths=_fixed(1024, 1), counts_prompt_tokens=True),
+    Workload(name="prefix", num_requests=32, lengths=_fixed(32, 32), shared=512),
+    # nano-vllm's own.
+    Workload(
+        name="nano-vllm",
+        num_requests=256,
+        lengths=_between((100, 1024), (100, 1024)),
+        scales=False,
+    ),
+)
+WORKLOADS = {workload.name: workload for workload in _ALL}
 FOUR = ("mixed", "single", "prefill", "prefix")
 """The workloads of machines without a GPU."""
 
