@@ -10,6 +10,8 @@ from typing import Any, Literal, TypeVar
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from pagewire.loading import describe_load
+
 WorkerState = Literal["unspecified", "starting", "ready", "draining", "lost", "hung"]
 RequestState = Literal[
     "unspecified",
@@ -152,10 +154,7 @@ class WorkerLoading:
     @property
     def summary(self) -> str:
         """The phase, with its share and the time left as far as they are known."""
-        text = self.phase
-        if self.total_bytes:
-            text += f" {100 * self.done_bytes // self.total_bytes} %"
-        return text if self.remaining_s is None else f"{text}, about {self.remaining_s:.0f} s left"
+        return describe_load(self.phase, self.done_bytes, self.total_bytes, self.remaining_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pagewire.loading import describe_load
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1.sampling_pb2 import SamplingParams
 from pagewire.validation import generation_defaults, limits_of
@@ -177,14 +178,9 @@ def may_use(tenant: Principal, info: model_pb2.ModelInfo) -> bool:
     return any(map(tenant.may_use, (info.name, *info.aliases)))
 
 
-def describe_load(load: status_pb2.WorkerLoading) -> str:
-    """How far a worker has loaded its model, for people."""
-    text = load.phase
-    if load.total_bytes:
-        text += f" {100 * load.done_bytes // load.total_bytes} %"
-    if load.HasField("remaining_s"):
-        text += f", about {load.remaining_s:.0f} s left"
-    return text
+def _load_text(load: status_pb2.WorkerLoading) -> str:
+    remaining_s = load.remaining_s if load.HasField("remaining_s") else None
+    return describe_load(load.phase, load.done_bytes, load.total_bytes, remaining_s)
 
 
 class ModelDirectory:
@@ -277,7 +273,7 @@ class ModelDirectory:
 
     def unavailable(self, what: str) -> Unavailable:
         """The error of a model that is not served, with how far workers have loaded theirs."""
-        loads = "; ".join(map(describe_load, self._workers_loading))
+        loads = "; ".join(map(_load_text, self._workers_loading))
         return Unavailable(f"{what}: {loads}" if loads else what, reason="NO_MODEL_SERVED")
 
     async def close(self) -> None:

@@ -13,7 +13,8 @@ from tests.support.fake_frontend import FakeFrontend
 MESSAGES = [
     model_pb2.ModelInfo,
     *(status_pb2.LatencyHistogram, status_pb2.BlockMap, status_pb2.WorkerGroupStatus),
-    *(status_pb2.WorkerLoss, status_pb2.RequestStatus, status_pb2.EngineStatus),
+    *(status_pb2.WorkerLoss, status_pb2.WorkerLoading),
+    *(status_pb2.RequestStatus, status_pb2.EngineStatus),
 ]
 
 
