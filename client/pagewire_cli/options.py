@@ -137,7 +137,8 @@ class Connection:
     address: list[str] = field(default_factory=lambda: [DEFAULT_ADDRESS])
     """HOST:PORT or unix:PATH of a frontend; repeat it for others to fail over to."""
     api_key: str | None = None
-    """Sent with each call. Other users of this machine cannot read the variable."""
+    """Sent with each call; of several, separated by spaces, the first. Other users of this machine
+    cannot read the variable."""
     tls: bool = False
     """Use TLS."""
     tls_ca: Path | None = None

@@ -114,10 +114,11 @@ def connection_options(
     address: Address | Sequence[Address], tls: TlsOptions | None, api_key: str | None
 ) -> ConnectionOptions:
     """The options for the arguments of a client's constructor; one text may hold several addresses,
-    separated by commas."""
+    separated by commas. Of several keys, separated by spaces, the first is sent."""
     texts = (address,) if isinstance(address, str) else address
     addresses = tuple(each for text in texts for each in text.split(","))
-    return ConnectionOptions(addresses=addresses, tls=tls, api_key=api_key)
+    key = next(iter((api_key or "").split()), None)
+    return ConnectionOptions(addresses=addresses, tls=tls, api_key=key)
 
 
 ChannelT = TypeVar("ChannelT")

@@ -402,6 +402,16 @@ def test_address_and_key_come_from_the_environment(
     assert sent == ["Bearer secret", "Bearer other", None]
 
 
+def test_of_several_keys_the_first_is_sent(
+    make_client: Any, frontend: FakeFrontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEWIRE_API_KEY", "first second")
+    make_client(frontend.address).generate("Hello", TEN)
+    make_client(frontend.address, api_key=" third\tfourth").generate("Hello", TEN)
+    sent = [metadata.get("authorization") for metadata in frontend.metadata]
+    assert sent == ["Bearer first", "Bearer third"]
+
+
 def test_a_stream_yields_its_text_and_its_whole_answer(client: Any) -> None:
     params = SamplingParams(max_tokens=10, n=2)
     assert "".join(client.stream("Hello", params).text_deltas()) == expected_text("Hello", 10)
