@@ -1,7 +1,7 @@
 """Conversations: turns, tools and calls as in OpenAI's API, and the message built from them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -55,7 +55,7 @@ class Function(TypedDict):
     parameters: NotRequired[Mapping[str, object] | None]
     """JSON schema of its arguments."""
     strict: NotRequired[bool | None]
-    """Ignored."""
+    """False: a required call may have arguments that the schema does not name."""
 
 
 class Tool(TypedDict):
@@ -71,25 +71,31 @@ Messages: TypeAlias = Sequence[ChatMessage] | Sequence[Mapping[str, object]]
 Tools: TypeAlias = Sequence[Tool] | Sequence[Mapping[str, object]]
 
 
-class ChatPrompt(TypedDict):
-    """A conversation as a prompt, with what the model's chat template needs besides messages."""
+class ChatOptions(TypedDict, total=False):
+    """What a conversation may have besides its messages."""
 
-    messages: Messages
-    tools: NotRequired[Tools | None]
+    tools: Tools | None
     """Functions that the model may request to call."""
-    chat_template_kwargs: NotRequired[Mapping[str, object] | None]
+    chat_template_kwargs: Mapping[str, object] | None
     """Additional variables for the template."""
-    add_generation_prompt: NotRequired[bool | None]
+    add_generation_prompt: bool | None
     """Whether the prompt ends with the beginning of the assistant's turn. None: unless
     `continue_final_message`."""
-    continue_final_message: NotRequired[bool]
+    continue_final_message: bool
     """Whether to continue the last message, which must be an assistant's."""
-    tool_choice: NotRequired[ToolChoice | None]
+    tool_choice: ToolChoice | None
     """Whether the model must call a tool. None: it decides."""
-    parallel_tool_calls: NotRequired[bool | None]
+    parallel_tool_calls: bool | None
     """False: one call at most."""
-    include_reasoning: NotRequired[bool]
-    """Whether the answer contains the model's reasoning, which is generated in any case."""
+    include_reasoning: bool
+    """Whether the answer contains the model's reasoning, which is generated in any case. True if it
+    is left out."""
+
+
+class ChatPrompt(ChatOptions):
+    """A conversation as a prompt."""
+
+    messages: Messages
 
 
 def chat_proto(
@@ -148,26 +154,32 @@ def encodable(text: str) -> str:
     return text
 
 
+_MESSAGE = (
+    '{"role": text, "content": text or parts}, with or without "name", "tool_calls" (then content '
+    'may be absent), "tool_call_id" and "reasoning_content"'
+)
+_PART = '{"type": "text", "text": text}'
+_CALL = (
+    '{"id": text, "type": "function", "function": {"name": text, "arguments": JSON text or object}}'
+)
+_TOOL = (
+    '{"type": "function", "function": {"name": text, "description": text, "parameters": JSON '
+    'schema, "strict": bool}}'
+)
+
+
 def _message(path: str, message: Any) -> pb.ChatMessage:
     values = _given(message)
     calls = values.pop("tool_calls", ())
     if (reasoning := values.pop("reasoning", None)) is not None:
         values.setdefault("reasoning_content", reasoning)
     content = values.setdefault("content", "" if calls else None)
-    parts = values.pop("content") if isinstance(content, list | tuple) else ()
-    names = {"role", "content", "name", "tool_call_id", "reasoning_content"}
-    if (
-        "role" not in values
-        or content is None
-        or not all(isinstance(value, str) for value in values.values())
-        or not names >= set(values)
-    ):
-        raise ValueError(
-            f'{path} must be {{"role": text, "content": text or parts}}, with or without "name", '
-            '"tool_calls" (then content may be absent), "tool_call_id" and "reasoning_content"'
-        )
+    parts = content if isinstance(content, list | tuple) else ()
+    if content is parts:
+        values["content"] = ""
+    optional = {"name", "tool_call_id", "reasoning_content"}
     return pb.ChatMessage(
-        **{name: encodable(value) for name, value in values.items()},
+        **_texts(path, _MESSAGE, values, {"role", "content"}, optional),
         content_parts=[_part(f"{path}.content[{i}]", part) for i, part in enumerate(parts)],
         tool_calls=[_call(f"{path}.tool_calls[{i}]", call) for i, call in enumerate(calls)],
     )
@@ -175,46 +187,43 @@ def _message(path: str, message: Any) -> pb.ChatMessage:
 
 def _part(path: str, part: Any) -> pb.ContentPart:
     values = _given(part)
-    if values.get("type") != "text" or not isinstance(values.get("text"), str):
-        raise ValueError(f'{path} must be {{"type": "text", "text": text}}')
-    return pb.ContentPart(text=encodable(values["text"]))
+    text = values.get("text") if values.get("type") == "text" else None
+    return pb.ContentPart(**_texts(path, _PART, {"text": text}, {"text"}))
 
 
 def _call(path: str, call: Any) -> pb.ToolCall:
     values = _given(call)
     function = _given(values.get("function"))
     arguments = function.get("arguments")
-    if not (
-        isinstance(values.get("id"), str)
-        and isinstance(function.get("name"), str)
-        and isinstance(arguments, str | Mapping)
-    ):
-        raise ValueError(
-            f'{path} must be {{"id": text, "type": "function", "function": '
-            '{"name": text, "arguments": JSON text or object}}'
-        )
     if isinstance(arguments, Mapping):
         arguments = _json(f"{path}.function.arguments", arguments)
-    return pb.ToolCall(id=values["id"], name=function["name"], arguments_json=arguments)
+    texts = {"id": values.get("id"), "name": function.get("name"), "arguments_json": arguments}
+    return pb.ToolCall(**_texts(path, _CALL, texts, texts.keys()))
 
 
 def _tool(path: str, tool: Any) -> pb.Tool:
     function = _given(_given(tool).get("function"))
-    parameters = function.pop("parameters", None)
-    function.pop("strict", None)
-    if (
-        "name" not in function
-        or not {"name", "description"} >= set(function)
-        or not all(isinstance(value, str) for value in function.values())
-        or not isinstance(parameters, Mapping | None)
-    ):
-        raise ValueError(
-            f'{path} must be {{"type": "function", "function": {{"name": text, "description": '
-            'text, "parameters": JSON schema}}'
-        )
+    strict, parameters = function.pop("strict", None), function.pop("parameters", None)
+    if not isinstance(strict, bool | None):
+        raise ValueError(f"{path} must be {_TOOL}")
+    texts = _texts(path, _TOOL, function, {"name"}, {"description"})
     if parameters is not None:
-        function["parameters_json"] = _json(f"{path}.function.parameters", parameters)
-    return pb.Tool(**function)
+        texts["parameters_json"] = _json(f"{path}.function.parameters", parameters)
+    return pb.Tool(**texts, strict=strict)
+
+
+def _texts(
+    path: str,
+    form: str,
+    values: Mapping[str, Any],
+    required: Set[str],
+    optional: Set[str] = frozenset(),
+) -> dict[str, Any]:
+    """Values that must be texts, of which none may be missing and there may be no others."""
+    is_complete = required <= values.keys() <= required | optional
+    if not (is_complete and all(isinstance(value, str) for value in values.values())):
+        raise ValueError(f"{path} must be {form}")
+    return {name: encodable(value) for name, value in values.items()}
 
 
 def _given(value: Any) -> dict[str, Any]:
@@ -223,8 +232,10 @@ def _given(value: Any) -> dict[str, Any]:
     return {name: each for name, each in entries if each is not None}
 
 
-def _json(path: str, value: Mapping[str, object]) -> str:
+def _json(path: str, value: object) -> str:
     try:
+        if not isinstance(value, Mapping):
+            raise TypeError(f"got {type(value).__name__}")
         return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} must be a JSON object: {error}") from None

@@ -3,7 +3,7 @@
 
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
@@ -11,7 +11,7 @@ from pagewire.v1.status_pb2 import StatusDetail
 from pagewire_client import requests
 from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.calls import Caller, OutputStream
-from pagewire_client.chat import ChatPrompt, Messages, ToolChoice, Tools
+from pagewire_client.chat import ChatPrompt, Messages
 from pagewire_client.connection import (
     DEFAULT_ADDRESS,
     Address,
@@ -23,7 +23,14 @@ from pagewire_client.connection import (
 from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput, Score, score_of
-from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
+from pagewire_client.requests import (
+    BatchOptions,
+    ChatCallOptions,
+    GenerateOptions,
+    Prompt,
+    StatusOptions,
+    Text,
+)
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 
@@ -53,7 +60,8 @@ class Client:
 
         `address`: `HOST:PORT` or `unix:PATH`, or several of them to fail over between, as a list or
         separated by commas; None: the variable PAGEWIRE_ADDRESS, or port 7600 of this machine.
-        `api_key`: sent as `authorization: Bearer KEY`; None: the variable PAGEWIRE_API_KEY.
+        `api_key`: sent as `authorization: Bearer KEY`; None: the first of the variable
+        PAGEWIRE_API_KEY, which may hold several for a server, separated by spaces.
         `timeout`: of calls without one of their own.
         `max_connections`: to one address, opened as needed. Each carries up to 1,000 open requests;
         further requests wait in the client, in order, until one ends.
@@ -117,32 +125,15 @@ class Client:
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
-        *,
-        tools: Tools | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool | None = None,
-        include_reasoning: bool = True,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[ChatCallOptions],
     ) -> RequestOutput:
-        """The model's turn in a conversation; `ChatPrompt` describes the arguments.
+        """The model's turn in a conversation; `ChatOptions` describes its own arguments.
 
         `stream(messages)` streams it, and `stream({"messages": messages, "tools": tools})`. The
         outputs have the model's `reasoning` and its `tool_calls` apart from their `text`.
         """
-        prompt = ChatPrompt(
-            messages=messages,
-            tools=tools,
-            chat_template_kwargs=chat_template_kwargs,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            include_reasoning=include_reasoning,
-        )
-        return self.generate(prompt, sampling_params, **options)
+        chat, others = requests.without_chat_options(options)
+        return self.generate(ChatPrompt(messages=messages, **chat), sampling_params, **others)
 
     def generate_many(
         self,

@@ -14,12 +14,19 @@ from pagewire_cli.local import LocalServices
 from pagewire_client.async_client import AsyncClient
 from pagewire_client.batch import BatchProgress, OnProgress
 from pagewire_client.calls import OutputStream
-from pagewire_client.chat import ChatPrompt, Messages, ToolChoice, Tools
+from pagewire_client.chat import ChatPrompt, Messages
 from pagewire_client.client import Client
 from pagewire_client.deployment import ModelInfo
 from pagewire_client.errors import Unavailable
 from pagewire_client.outputs import RequestOutput, Score
-from pagewire_client.requests import GenerateOptions, Prompt, Text, prompt_list
+from pagewire_client.requests import (
+    ChatBatchOptions,
+    GenerateOptions,
+    Prompt,
+    Text,
+    prompt_list,
+    without_chat_options,
+)
 from pagewire_client.retry import RetryPolicy
 from pagewire_client.sampling_params import SamplingOptions, SamplingParams
 
@@ -172,31 +179,13 @@ class LLM:
         messages: Messages | Sequence[Messages],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Tools | None = None,
-        chat_template_kwargs: Mapping[str, object] | None = None,
-        add_generation_prompt: bool | None = None,
-        continue_final_message: bool = False,
-        tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool | None = None,
-        include_reasoning: bool = True,
         use_tqdm: bool = True,
-        **sampling: Unpack[SamplingOptions],
+        **options: Unpack[ChatBatchOptions],
     ) -> list[RequestOutput]:
-        """The model's turn in one conversation or several, in their order; `ChatPrompt` describes
-        the arguments. Outputs have `reasoning` and `tool_calls` apart from their `text`."""
-        prompts = [
-            ChatPrompt(
-                messages=conversation,
-                tools=tools,
-                chat_template_kwargs=chat_template_kwargs,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tool_choice=tool_choice,
-                parallel_tool_calls=parallel_tool_calls,
-                include_reasoning=include_reasoning,
-            )
-            for conversation in prompt_list(messages)
-        ]
+        """The model's turn in one conversation or several, in their order; `ChatOptions` describes
+        the arguments for all. Outputs have `reasoning` and `tool_calls` apart from their `text`."""
+        chat, sampling = without_chat_options(options)
+        prompts = [ChatPrompt(messages=turns, **chat) for turns in prompt_list(messages)]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **sampling)
 
     def tokenize(

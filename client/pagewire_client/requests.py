@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire_client.batch import OnProgress
-from pagewire_client.chat import ChatPrompt, Messages, chat_proto, encodable
+from pagewire_client.chat import ChatOptions, ChatPrompt, Messages, chat_proto, encodable
 from pagewire_client.sampling_params import SamplingOptions, SamplingParams
 
 
@@ -47,6 +47,14 @@ class GenerateOptions(CallOptions, total=False):
 
     request_id: str | None
     """The id that `abort` takes. None: a random one."""
+
+
+class ChatCallOptions(ChatOptions, GenerateOptions, total=False):
+    """Options of methods for one conversation."""
+
+
+class ChatBatchOptions(ChatOptions, SamplingOptions, total=False):
+    """Options of methods for several conversations."""
 
 
 class BatchOptions(CallOptions, total=False):
@@ -93,6 +101,13 @@ def fill_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
         request.chat.CopyFrom(chat_proto(prompt))  # type: ignore[arg-type]
     else:
         _fill_token_ids(request, prompt)
+
+
+def without_chat_options(options: Mapping[str, Any]) -> tuple[ChatOptions, dict[str, Any]]:
+    """The options of a conversation itself, and all others."""
+    names = options.keys() & ChatOptions.__annotations__.keys()
+    chat: Any = {name: options[name] for name in names}
+    return chat, {name: value for name, value in options.items() if name not in names}
 
 
 def prompt_list(prompts: Any) -> list[Any]:

@@ -112,7 +112,7 @@ def test_a_chat_with_tools_and_variables_is_a_prompt() -> None:
             {"role": "assistant", "tool_calls": [as_object], "reasoning_content": "Hm."},
             {"role": "tool", "content": "3", "tool_call_id": "call_1"},
         ],
-        "tools": [TOOL, {"function": {"name": "stop"}}],
+        "tools": [TOOL, {"function": {"name": "stop", "strict": False}}],
         "chat_template_kwargs": {"enable_thinking": False},
         "add_generation_prompt": False,
     }
@@ -126,7 +126,7 @@ def test_a_chat_with_tools_and_variables_is_a_prompt() -> None:
         ],
         tools=[
             pb.Tool(name="add", description="Adds.", parameters_json='{"type": "object"}'),
-            pb.Tool(name="stop"),
+            pb.Tool(name="stop", strict=False),
         ],
         template_arguments_json='{"enable_thinking": false}',
         add_generation_prompt=False,
@@ -150,6 +150,11 @@ def test_a_chat_leaves_the_generation_prompt_to_the_server_unless_it_is_given() 
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\] must be"),
         ({"messages": [{"role": "a", "tool_calls": [{}]}]}, r"messages\[0\].tool_calls\[0\] must"),
         ({"messages": CHAT, "tools": [TOOL, {"name": "x"}]}, r"tools\[1\] must be .*function"),
+        ({"messages": CHAT, "tools": [{"function": {"name": "x", "strict": 1}}]}, "tools.0. must"),
+        (
+            {"messages": CHAT, "tools": [{"function": {"name": "x", "parameters": "{}"}}]},
+            r"tools\[0\].function.parameters must be a JSON object: got str",
+        ),
         ({"messages": CHAT, "chat_template_kwargs": {"x": {1}}}, "chat_template_kwargs must be a"),
         ({"messages": CHAT, "tool": []}, "prompt must be .* not a mapping of"),
     ],
