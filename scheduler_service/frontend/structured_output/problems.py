@@ -297,8 +297,7 @@ def _find_in_choice(choices: Sequence[str]) -> str | None:
 
 def _compile(grammar: str) -> str | None:
     """The error message of the compiler, or of the parser about a text's first bytes, or None."""
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=lark.LIMITS)
+    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=lark.LIMITS)
     if not matcher.is_error() and any(matcher.compute_bitmask()) and not matcher.is_error():
         return _parse_start(matcher)
     message = str(matcher.get_error())

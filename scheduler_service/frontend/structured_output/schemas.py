@@ -1,6 +1,6 @@
 """Clients' JSON schemas before they become constraints: closed, and moved into other schemas."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote, urldefrag, urljoin
@@ -92,7 +92,7 @@ def closed(schema: Any) -> Any:
     """
     try:
         schema = moved(schema)
-        return _Closing(schema).close(schema)
+        return _Closing(schema).result()
     except RecursionError:
         return schema  # the check of constraints says that it is too deep
 
@@ -106,13 +106,20 @@ _DECIDING = frozenset(
 """Keywords that say which other properties there are, or that may require some."""
 _INNER = ("items", "prefixItems", "additionalItems", "additionalProperties")
 _CHOICES = ("anyOf", "oneOf")
+_OPEN = "x-pagewire-open"
+"""The place of open copies of schemas that are parts of others; the originals, which may describe
+values alone too, are closed."""
 
 
 class _Description(NamedTuple):
     """What a schema says of an object's properties, with all that it combines."""
 
+    shared: frozenset[str] = frozenset()
+    """Properties that are described or required whichever of its choices applies."""
     names: frozenset[str] = frozenset()
-    """Properties that are described or required."""
+    """These, and those of choices."""
+    num_parts: int = 0
+    """How many schemas describe properties of the object at a time."""
     is_decided: bool = False
     """Whether it says which others there may be, or refers to what is not there."""
 
@@ -123,87 +130,95 @@ class _Closing:
     def __init__(self, root: Any) -> None:
         self._root = root
         self._descriptions: dict[int, _Description] = {}
-        self._open_ids: set[int] = set()
-        """Schemas that are referred to as parts of others, and are closed there."""
-        for _, _, schema in _places(root):
-            if self._num_parts(schema) > 1:
-                self._keep_targets_open(schema)
+        self._values: dict[int, Any] = {}
+        """Closed schemas by the original's id."""
+        self._open: dict[str, Any] = {}
+        """Open copies by the original's reference."""
 
-    def close(
-        self, schema: Any, outer: frozenset[str] = frozenset(), *, stays_open: bool = False
-    ) -> Any:
+    def result(self) -> Any:
+        """The closed schema."""
+        schema = self._value(self._root)
+        return schema | {_OPEN: self._open} if self._open else schema
+
+    def _value(self, schema: Any) -> Any:
+        """The schema of a value, closed."""
+        if id(schema) not in self._values:
+            self._values[id(schema)] = self._close(schema)
+        return self._values[id(schema)]
+
+    def _close(self, schema: Any, outer: frozenset[str] = frozenset()) -> Any:
         """outer: properties of the same object that surrounding schemas describe."""
         if not isinstance(schema, dict):
             return schema
-        stays_open |= id(schema) in self._open_ids
-        found, is_combined = self._describe(schema), self._num_parts(schema) + bool(outer) > 1
+        found = self._describe(schema)
+        is_combined = found.num_parts + bool(outer) > 1
+        closed = self._copy(schema, self._part if is_combined else self._value)
         choices = [key for key in _CHOICES if self._names(schema, key)]
-        is_valid = isinstance(schema.get("properties", {}), dict)
-        can_close = is_valid and not (stays_open or found.is_decided or len(choices) > 1)
-        closes_choices = can_close and is_combined and bool(choices)
-        closed = dict(schema)
-        for key, inner in schema.items():
-            if key in SCHEMAS_BY_NAME and isinstance(inner, dict):
-                closed[key] = {name: self.close(entry) for name, entry in inner.items()}
-            elif key in _INNER:
-                is_list = isinstance(inner, list)
-                closed[key] = list(map(self.close, inner)) if is_list else self.close(inner)
-            elif closes_choices and key in choices:
-                shared = outer | self._shared_names(schema)
-                closed[key] = [self.close(part, shared) for part in inner]
-            elif key == "allOf" or key in _CHOICES:
-                is_open = stays_open or is_combined
-                parts = _list(schema, key)
-                closed[key] = [self.close(part, stays_open=is_open) for part in parts]
-        is_described = is_combined or outer or "properties" in schema
-        if can_close and is_described and not closes_choices:
+        if found.is_decided or len(choices) > 1:
+            return closed
+        if is_combined and choices:
+            shared = outer | found.shared
+            closed[choices[0]] = [self._close(part, shared) for part in schema[choices[0]]]
+        elif is_combined or outer or "properties" in schema:
             others = (found.names | outer) - _properties(schema).keys()
             closed["properties"] = _properties(closed) | {name: {} for name in sorted(others)}
             closed["additionalProperties"] = False
         return closed
 
+    def _part(self, schema: Any) -> Any:
+        """A schema that others complete: open, with the values in it closed."""
+        return self._copy(schema, self._part) if isinstance(schema, dict) else schema
+
+    def _copy(self, schema: dict[str, Any], part: Callable[[Any], Any]) -> dict[str, Any]:
+        """A copy of a schema. part: what becomes of the schemas that it combines."""
+        copy = dict(schema)
+        for key, inner in schema.items():
+            if key in SCHEMAS_BY_NAME and isinstance(inner, dict):
+                copy[key] = {name: self._value(entry) for name, entry in inner.items()}
+            elif key in _INNER:
+                is_list = isinstance(inner, list)
+                copy[key] = list(map(self._value, inner)) if is_list else self._value(inner)
+            elif key in ("allOf", *_CHOICES) and isinstance(inner, list):
+                copy[key] = list(map(part, inner))
+            elif key == "$ref" and part == self._part:
+                copy[key] = self._open_reference(inner)
+        return copy
+
+    def _open_reference(self, reference: Any) -> Any:
+        """The reference to an open copy of what `reference` leads to."""
+        target = self._target(reference)
+        if target is None:
+            return reference
+        if reference not in self._open:
+            self._open[reference] = True  # for a schema that contains itself
+            self._open[reference] = self._part(target)
+        return f"#/{_OPEN}/{_encode(reference)}"
+
     def _describe(self, schema: Any) -> _Description:
-        found = self._descriptions.get(id(schema))
-        if found is None and isinstance(schema, dict):
-            self._descriptions[id(schema)] = _Description()  # for a schema that contains itself
+        found = self._descriptions.get(id(schema), _Description())
+        if isinstance(schema, dict) and id(schema) not in self._descriptions:
+            self._descriptions[id(schema)] = found  # for a schema that contains itself
             parts = self._all_of(schema)
+            shared = [_own_names(schema), *(self._describe(part).names for part in parts)]
+            choices = [self._names(schema, key) for key in _CHOICES]
             found = self._descriptions[id(schema)] = _Description(
-                self._shared_names(schema).union(*(self._names(schema, key) for key in _CHOICES)),
+                frozenset().union(*shared),
+                frozenset().union(*shared, *choices),
+                sum(map(bool, shared + choices)),
                 not _DECIDING.isdisjoint(schema)
+                or not isinstance(schema.get("properties", {}), dict)
                 or any(part is None or self._describe(part).is_decided for part in parts),
             )
-        return found or _Description()
+        return found
 
     def _names(self, schema: dict[str, Any], key: str) -> frozenset[str]:
         """Properties that the schemas of a list describe."""
         return frozenset[str]().union(*(self._describe(part).names for part in _list(schema, key)))
 
-    def _shared_names(self, schema: dict[str, Any]) -> frozenset[str]:
-        """Properties that a schema describes whichever of its choices applies."""
-        parts = (self._describe(part).names for part in self._all_of(schema))
-        return _own_names(schema).union(*parts)
-
-    def _num_parts(self, schema: dict[str, Any]) -> int:
-        """How many schemas describe properties of the same object at a time."""
-        parts = [self._describe(part).names for part in self._all_of(schema)]
-        parts += [_own_names(schema), *(self._names(schema, key) for key in _CHOICES)]
-        return sum(map(bool, parts))
-
     def _all_of(self, schema: dict[str, Any]) -> list[Any]:
-        """The schemas of `allOf`, and that of a reference; None if it leads nowhere."""
+        """The schemas of `allOf`, and that of a reference."""
         refers = isinstance(schema.get("$ref"), str)
         return _list(schema, "allOf") + ([self._target(schema["$ref"])] if refers else [])
-
-    def _keep_targets_open(self, schema: Any) -> None:
-        """Let the schemas that the parts of `schema` refer to be closed with them."""
-        if not isinstance(schema, dict):
-            return
-        for part in _list(schema, "allOf") + _list(schema, "anyOf") + _list(schema, "oneOf"):
-            self._keep_targets_open(part)
-        target = self._target(schema.get("$ref"))
-        if target is not None and id(target) not in self._open_ids:
-            self._open_ids.add(id(target))
-            self._keep_targets_open(target)
 
     def _target(self, reference: Any) -> Any:
         """What a pointer leads to, or None."""

@@ -111,6 +111,23 @@ CLOSED: dict[str, tuple[Schema, list[Any], list[Any]]] = {
         [{"id": 1, "parent": None, "kids": [{"id": 2, "kids": []}]}],
         [{"id": 1, "kids": [{"id": 2, "kids": [], "z": 1}]}],
     ),
+    "a base that is also a value alone": (
+        {
+            "$defs": {"A": A, "S": {"allOf": [REF_A, B]}},
+            "properties": {"base": REF_A, "sub": {"$ref": "#/$defs/S"}},
+            "type": "object",
+        },
+        [{"base": {"a": 1}, "sub": {"a": 1, "b": 1}}],
+        [{"base": {"a": 1, "z": 1}}, {"sub": {"a": 1}}, {"sub": {"a": 1, "b": 1, "z": 1}}],
+    ),
+    "a property that another one extends": (
+        {
+            "properties": {"p": A, "q": {"allOf": [{"$ref": "#/properties/p"}, B]}},
+            "type": "object",
+        },
+        [{"p": {"a": 1}, "q": {"a": 1, "b": 1}}],
+        [{"p": {"a": 1, "b": 1}}, {"q": {"a": 1, "b": 1, "z": 1}}],
+    ),
     "choices that refer to the whole": (
         EXPRESSION,
         [{"op": "-", "of": {"op": "n", "value": 1}}],
