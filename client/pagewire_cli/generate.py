@@ -9,12 +9,7 @@ from typing import Annotated
 import typer
 
 from pagewire_cli import terminal
-from pagewire_cli.options import (
-    CONNECTION,
-    SAMPLING_AND_ANSWERS,
-    Connection,
-    with_options,
-)
+from pagewire_cli.options import CONNECTION, SAMPLING_AND_ANSWERS, Connection, with_options
 from pagewire_client.calls import OutputStream
 from pagewire_client.outputs import RequestOutput
 from pagewire_client.requests import Prompt
@@ -63,7 +58,7 @@ def _write_all(output: RequestOutput) -> None:
     """Print the answers, and their numbers to standard error."""
     for number, answer in enumerate(output.outputs, 1):
         terminal.note(f"answer {number} of {len(output.outputs)}")
-        terminal.write(f"{answer.text}\n")
+        terminal.write_answer([answer])
 
 
 def _write_json(output: RequestOutput) -> None:

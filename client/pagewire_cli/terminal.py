@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -16,9 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pagewire_client.outputs import OutputDelta
+from pagewire_client.outputs import CompletionOutput, OutputDelta
 
 _COLOURS = ("cyan", "green", "magenta", "blue", "yellow")
+_LINE = re.compile(r"(.*?)((?: (?!(?:time|level|event)=)\w+=\S+)*)", re.DOTALL)
+"""Words, and keys with values."""
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?")
 _lock = threading.Lock()
 
@@ -29,8 +31,8 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_answer(deltas: Iterable[OutputDelta]) -> None:
-    """Write an answer as it comes; the model's reasoning goes to standard error, dimmed."""
+def write_answer(deltas: Iterable[OutputDelta | CompletionOutput]) -> None:
+    """Write an answer, as it comes or whole; reasoning goes to standard error, dimmed."""
     thinks = False
     for delta in deltas:
         if delta.reasoning:
@@ -61,11 +63,7 @@ def write_json() -> None:
 
 def note(text: str, style: str = "dim") -> None:
     """Print a line for the user."""
-    if _is_json:
-        _write_object("info", text)
-        return
-    # Made for each line, because standard error may have been replaced, as under pytest.
-    Console(stderr=True, soft_wrap=True, highlight=False).print(Text(text, style=style))
+    _print(Text(text, style=style), {"event": text})
 
 
 @contextmanager
@@ -82,35 +80,33 @@ def note_if_slow(text: str, after_s: float = 3.0) -> Iterator[threading.Timer]:
 
 def error(text: str) -> None:
     """Print why the command failed."""
-    if _is_json:
-        _write_object("error", text)
-        return
     line = Text.assemble(("error: ", "bold red"), text)
-    Console(stderr=True, soft_wrap=True, highlight=False).print(line)
+    _print(line, {"level": "error", "event": text})
 
 
 def log_line(name: str, line: str) -> None:
     """Print a line of a service's log, with the service's name. Thread-safe."""
-    if _is_json:
-        _write_object(**_fields_of(line) | {"service": name})
-        return
     colour = _COLOURS[sum(name.encode()) % len(_COLOURS)]
+    fields = _fields_of(line) | {"service": name} if _is_json else {}
+    _print(Text.assemble((f"{name:<10} | ", colour), line), fields)
+
+
+def _print(line: Text, fields: Mapping[str, Any]) -> None:
+    """Print a line, or its fields as an object."""
     with _lock:
-        text = Text.assemble((f"{name:<10} | ", colour), line)
-        Console(stderr=True, soft_wrap=True, highlight=False).print(text)
+        if _is_json:
+            sys.stderr.write(_object(fields) + "\n")
+            sys.stderr.flush()
+        else:
+            # Made for each line, because standard error may have been replaced, as under pytest.
+            Console(stderr=True, soft_wrap=True, highlight=False).print(line)
 
 
-def _object(level: str = "info", event: str = "", **fields: Any) -> str:
+def _object(fields: Mapping[str, Any]) -> str:
     """A line of this process, as the services write theirs."""
     time = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
-    line = {"time": time, "level": level, "service": "pagewire", "event": event}
-    return json.dumps(line | fields, ensure_ascii=False)
-
-
-def _write_object(*texts: str, **fields: Any) -> None:
-    with _lock:
-        sys.stderr.write(_object(*texts, **fields) + "\n")
-        sys.stderr.flush()
+    line = {"time": time, "level": "info", "service": "pagewire"}
+    return json.dumps({**line, **fields}, ensure_ascii=False)
 
 
 def _fields_of(line: str) -> dict[str, Any]:
@@ -125,10 +121,10 @@ def _fields_of(line: str) -> dict[str, Any]:
 
 
 class _JsonFormatter(logging.Formatter):
-    """Words, then `key=value`, as an object."""
+    """Words, then `key=value`, as an object; other messages are kept as text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        event, *parts = re.split(r"\s*\b(\w+)=", record.getMessage())
-        values = (json.loads(v) if _NUMBER.fullmatch(v) else v for v in map(str.strip, parts[1::2]))
-        fields = dict(zip(parts[::2], values, strict=True))
-        return _object(record.levelname.lower(), event, **fields)
+        event, tail = _LINE.fullmatch(record.getMessage()).groups()  # type: ignore[union-attr]
+        values = {key: value for key, _, value in (pair.partition("=") for pair in tail.split())}
+        fields = {k: json.loads(v) if _NUMBER.fullmatch(v) else v for k, v in values.items()}
+        return _object(fields | {"level": record.levelname.lower(), "event": event})

@@ -1,5 +1,8 @@
 """What commands write where."""
 
+import json
+import logging
+
 import pytest
 
 from pagewire_cli import terminal
@@ -14,3 +17,25 @@ def test_a_thought_goes_to_standard_error_and_the_answer_to_standard_output(
     terminal.write_answer(deltas)
     written = capsys.readouterr()
     assert (written.out, written.err) == ("It is.\n", "I [b]wonder[/b].\n\n")
+
+
+@pytest.mark.parametrize(
+    ("message", "fields"),
+    [
+        (
+            "restarting service=worker-0 exit_code=-9 delay_s=0.2",
+            {"event": "restarting", "service": "worker-0", "exit_code": -9, "delay_s": 0.2},
+        ),
+        ("cannot read x=1: no such file", {"event": "cannot read x=1: no such file"}),
+        ("late event=3 level=warn", {"event": "late event=3 level=warn"}),
+        ("at time=1.5 k=v", {"event": "at time=1.5", "k": "v"}),
+        ("", {"event": ""}),
+    ],
+)
+def test_a_log_line_is_an_object_that_loses_none_of_its_words(
+    message: str, fields: dict[str, object]
+) -> None:
+    record = logging.LogRecord("n", logging.WARNING, "p", 1, message, None, None)
+    line = json.loads(terminal._JsonFormatter().format(record))
+    assert line.pop("time").endswith("Z")
+    assert line == {"level": "warning", "service": "pagewire"} | fields
