@@ -24,21 +24,17 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments; exits with an explanation of each unknown option."""
-        args = self._without_unknown(ctx, args)
-        return super().parse_args(ctx, args)
-
-    def _without_unknown(self, ctx: Any, args: list[str]) -> list[str]:
-        """The arguments without switches that have no effect. Exits if others are unknown."""
-        _, rest = self._parse(ctx, args)
+        values, rest = self._parse(ctx, args)
         unknown = dict.fromkeys(arg for arg in rest if arg.startswith("-") and len(arg) > 1)
         if self.has_vllm_flags:
             always = {arg for arg in unknown if vllm_flags.is_always_on(_name(arg))}
-            args = [arg for arg in args if arg not in always]
             unknown = {arg: None for arg in unknown if arg not in always}
+            num_values = sum(arg not in always for arg in rest) - ("model" not in values)
+            args = _repeat_lists([arg for arg in args if arg not in always], num_values)
         if unknown:
             known = [name for param in self.params for name in (*param.opts, *param.secondary_opts)]
             refuse([_name(arg) for arg in unknown], known, vllm=self.has_vllm_flags)
-        return args
+        return super().parse_args(ctx, args)
 
     def _parse(self, ctx: Any, args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Values by parameter, and the arguments that are none: unknown options, further values."""
@@ -51,16 +47,10 @@ class Command(TyperCommand):
 
 
 class ServeCommand(Command):
-    """`pagewire serve`, which understands the flags of `vllm serve` too."""
+    """`pagewire serve`, which understands the flags of `vllm serve` too: switches without effect,
+    and `--served-model-name A B` as the option given twice."""
 
     has_vllm_flags = True
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments, and `--served-model-name A B` as the option given twice."""
-        args = self._without_unknown(ctx, args)
-        values, rest = self._parse(ctx, args)
-        num_models = 0 if "model" in values else 1
-        return super().parse_args(ctx, _repeat_lists(args, len(rest) - num_models))
 
 
 def _repeat_lists(args: Sequence[str], num_further: int) -> list[str]:
