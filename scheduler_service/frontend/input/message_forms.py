@@ -105,6 +105,9 @@ def text_parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts if text]
 
 
+PromptOf = Callable[[MessageForms, Iterable[Turn]], str]
+"""The prompt of turns in these forms, with tools unless the template refuses them."""
+
 # Words that no template contains.
 _FIRST, _SECOND, _NAME, _KEY, _VALUE = "zqfirst", "zqsecond", "zqname", "zqkey", "zqvalue"
 _SCHEMA = {"type": "object", "properties": {_KEY: {"type": "string", "description": "A key."}}}
@@ -162,31 +165,36 @@ def features_of(messages: Sequence[Mapping[str, Any]], tools: Any) -> set[str]:
 
 def find_forms(render: Render) -> MessageForms:
     """The forms that a template takes. One that refuses all of them gets the usual ones."""
-    forms = _with_content(render, MessageForms(), "user")
-    forms = _with_content(render, forms, "assistant", before=[_USER])
-    forms = _with_content(render, forms, "system", after=[_USER])
-    forms = _with_calls(render, forms)
-    forms = _with_content(render, forms, "tool", before=[_USER, _CALLING])
-    if not any(_shows(render, forms, turns, _SECOND) for turns in _REASONING):
-        in_parts = replace(forms, has_thinking_parts=True)
-        if any(_shows(render, in_parts, turns, _SECOND) for turns in _REASONING):
-            forms = in_parts
+
+    def prompt_of(forms: MessageForms, turns: Iterable[Turn]) -> str:
+        converted = forms.convert(turns)
+        return render(converted, _TOOLS) or render(converted, None)
+
+    forms = _with_content(prompt_of, MessageForms(), "user")
+    forms = _with_content(prompt_of, forms, "assistant", before=[_USER])
+    forms = _with_content(prompt_of, forms, "system", after=[_USER])
+    forms = _with_calls(prompt_of, forms)
+    forms = _with_content(prompt_of, forms, "tool", before=[_USER, _CALLING])
+    for tried in (forms, replace(forms, has_thinking_parts=True)):
+        if any(_shows(prompt_of, tried, turns, _SECOND) for turns in _REASONING):
+            forms = tried
+            break
     drops = set()
     for feature, (word, conversations) in _FEATURES.items():
-        prompts = list(filter(None, (render(forms.convert(c), _TOOLS) for c in conversations)))
-        if prompts and not any(word in prompt for prompt in prompts):
+        prompts = [render(forms.convert(turns), _TOOLS) for turns in conversations]
+        if any(prompts) and not any(word in prompt for prompt in prompts):
             drops.add(feature)
     return replace(forms, drops=frozenset(drops))
 
 
-def _shows(render: Render, forms: MessageForms, turns: Iterable[Turn], *words: str) -> bool:
+def _shows(prompt_of: PromptOf, forms: MessageForms, turns: Iterable[Turn], *words: str) -> bool:
     """Whether words are in a prompt, but not in lists of parts that are written out."""
-    prompt = render(forms.convert(turns), _TOOLS)
+    prompt = prompt_of(forms, turns)
     return all(word in prompt for word in words) and not _QUOTED.search(prompt)
 
 
 def _with_content(
-    render: Render,
+    prompt_of: PromptOf,
     forms: MessageForms,
     role: str,
     before: Sequence[Turn] = (),
@@ -197,7 +205,7 @@ def _with_content(
     def shows(content: Content, form: ContentForm, *words: str) -> bool:
         tried = replace(forms, contents={**forms.contents, role: form})
         turn = {**(_RESULT if role == "tool" else {}), "role": role, "content": content}
-        return _shows(render, tried, [*before, turn, *after], *words)
+        return _shows(prompt_of, tried, [*before, turn, *after], *words)
 
     takes_text = shows(_FIRST, ContentForm(), _FIRST)
     max_parts = 1 if shows(text_parts(_FIRST), ContentForm(max_parts=1), _FIRST) else 0
@@ -215,19 +223,19 @@ _CALL_FORMS: list[Turn] = [
 ]
 
 
-def _with_calls(render: Render, forms: MessageForms) -> MessageForms:
+def _with_calls(prompt_of: PromptOf, forms: MessageForms) -> MessageForms:
     """The forms with that of calls: one that keeps the arguments as they are, one that keeps them,
     or one that is not refused. Some templates refuse the results of calls."""
     tried = [
         (candidate, text)
         for after in ([_RESULT], [])
         for candidate in (replace(forms, **form) for form in _CALL_FORMS)
-        if (text := render(candidate.convert([_USER, _CALLING, *after]), _TOOLS))
+        if (text := prompt_of(candidate, [_USER, _CALLING, *after]))
     ]
     shown = [(form, text) for form, text in tried if _VALUE in text]
     intact = [(form, text) for form, text in shown if not _ESCAPED.search(text)]
     found, _ = (intact or shown or tried or [(forms, "")])[0]
     both, split = [_USER, _CALLING | _ANSWER], replace(found, splits_calls=True)
-    if not _shows(render, found, both, _VALUE) and _shows(render, split, both, _VALUE):
+    if not _shows(prompt_of, found, both, _VALUE) and _shows(prompt_of, split, both, _VALUE):
         return split
     return found

@@ -32,19 +32,19 @@ from scheduler_service.frontend.structured_output.constraint import constraint_o
 
 FINGERPRINT_BYTES = 16
 
+_NOT_HASHED: tuple[Any, ...] = (
+    *("request_id", "attempt", "resume", "priority", "max_hold_ms", "num_speculative_tokens"),
+    "model",  # may be absent; the core compares the models
+)
+
 
 def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
     """A hash of the prompt and of all parameters that tokens depend on, except the seed, which a
     client may learn only from the first response."""
     reduced = inference_pb.GenerateRequest()
     reduced.CopyFrom(request)
-    reduced.ClearField("request_id")
-    reduced.ClearField("attempt")
-    reduced.ClearField("resume")
-    reduced.ClearField("priority")
-    reduced.ClearField("max_hold_ms")
-    reduced.ClearField("num_speculative_tokens")
-    reduced.ClearField("model")  # may be absent; the core compares the models
+    for field in _NOT_HASHED:
+        reduced.ClearField(field)
     reduced.sampling_params.ClearField("seed")
     if not reduced.sampling_params.ByteSize():  # present only for the seed, if at all
         reduced.ClearField("sampling_params")
@@ -239,17 +239,13 @@ def resolve_prompt(
         keep = params.truncate_prompt_tokens or _fitting(params, model)
     kind = request.WhichOneof("prompt")
     if kind == "token_ids":
-        return "", _given_tokens(request.token_ids.ids, model, keep)
-    if kind == "text":
-        adds = value_or(request, "add_special_tokens", True)
-        tokenizer = model.require_tokenizer("text prompt")
-        text = request.text
-        tokens = _encode(tokenizer, text, model, keep, add_special_tokens=adds)
-    else:
-        text = chat_text(request.chat, model)
-        tokenizer = model.require_tokenizer("chat prompt")
-        tokens = _encode(tokenizer, text, model, keep, add_special_tokens=False)
-    field = "text" if kind == "text" else "chat.messages"
+        ids = request.token_ids.ids
+        if keep is None:
+            check_prompt_length(len(ids), model)
+        return "", list(ids if keep is None else ids[-keep:])
+    tokenizer = model.require_tokenizer(f"{kind} prompt")
+    text, field, adds_special_tokens = _text_of(request, model)
+    tokens = _encode(tokenizer, text, model, keep, add_special_tokens=adds_special_tokens)
     if not tokens:
         raise InvalidArgument(field, "expected a prompt of at least one token; this one has none")
     if (token_id := max(tokens)) >= model.info.vocab_size:
@@ -258,11 +254,13 @@ def resolve_prompt(
     return text, tokens
 
 
-def _given_tokens(ids: Sequence[int], model: FrontendModel, keep: int | None) -> list[int]:
-    if keep is not None:
-        return list(ids[-keep:])
-    check_prompt_length(len(ids), model)
-    return list(ids)
+def _text_of(
+    request: inference_pb.GenerateRequest | inference_pb.TokenizeRequest, model: FrontendModel
+) -> tuple[str, str, bool]:
+    """The text of a text or of a checked chat, its field, and whether special tokens are added."""
+    if request.HasField("chat"):
+        return chat_text(request.chat, model), "chat.messages", False
+    return request.text, "text", value_or(request, "add_special_tokens", True)
 
 
 def _encode(
@@ -379,7 +377,9 @@ def _sampler_params(
     if not params.HasField("logprobs") and params.best_of > value_or(params, "n", 1):
         sampler.logprobs = 0  # candidates are ranked by the log probabilities of their tokens
     if _searches(params):
-        num_candidates = _num_candidates(params, len(stop_token_ids))
+        # The best `width` continuations may all be of one beam, and all of its stop tokens may be
+        # more probable than they are.
+        num_candidates = max(params.beam_search.width + len(stop_token_ids), params.logprobs)
         sampler.num_candidates = min(num_candidates, model.info.vocab_size)
     return sampler
 
@@ -387,15 +387,6 @@ def _sampler_params(
 def _searches(params: sampling_pb2.SamplingParams) -> bool:
     """Whether there are several beams; a single one is greedy decoding, as in transformers."""
     return params.beam_search.width > 1
-
-
-def _num_candidates(params: sampling_pb2.SamplingParams, num_stop_tokens: int) -> int:
-    """Number of candidates that the worker reports for each beam.
-
-    The best `width` continuations may all be of one beam, and all of its stop tokens may be more
-    probable than they are.
-    """
-    return max(params.beam_search.width + num_stop_tokens, params.logprobs)
 
 
 def _beam_search(params: sampling_pb2.SamplingParams) -> sampling_pb2.BeamSearch | None:
@@ -459,17 +450,13 @@ def _tokenize(
 ) -> inference_pb.TokenizeResponse:
     tokenizer = model.require_tokenizer("Tokenize")
     most = _most_tokens(model)
+    if request.HasField("chat"):
+        validation.check_limits(request)
+        check_chat(request.chat)
+    text, field, special = _text_of(request, model)
     try:
-        if request.HasField("chat"):
-            validation.check_limits(request)
-            check_chat(request.chat)
-            text = chat_text(request.chat, model)
-            token_ids = tokenizer.encode(text, add_special_tokens=False, max_tokens=most)
-        else:
-            special = value_or(request, "add_special_tokens", True)
-            token_ids = tokenizer.encode(request.text, add_special_tokens=special, max_tokens=most)
+        token_ids = tokenizer.encode(text, add_special_tokens=special, max_tokens=most)
     except TooManyTokens:
-        field = "chat.messages" if request.HasField("chat") else "text"
         raise InvalidArgument(field, f"expected at most {most} tokens") from None
     return inference_pb.TokenizeResponse(
         token_ids=token_ids,

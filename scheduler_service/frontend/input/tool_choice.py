@@ -46,10 +46,8 @@ def answer_format(
     functions = {tool.name: _parameters(tool) for tool in chat.tools}
     required = _required(chat)
     if not functions or required is not None:
-        found = replace(
-            found, calls=None
-        )  # whose marks then are text, if they are no special tokens
-
+        # The marks of calls then are text, if they are no special tokens.
+        found = replace(found, calls=None)
     start, ends = found.thought(prompt) or ("", ())
 
     def make_parser() -> MessageParser:

@@ -144,13 +144,11 @@ def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> No
         f"expected to be absent, 0 or 1 with beam_search, got {params.temperature:g}",
     )
     for field, neutral in SAMPLING_ONLY.items():
-        is_absent = not params.HasField(field)  # type: ignore[arg-type]
-        is_neutral = is_absent or getattr(params, field) == neutral
+        value = getattr(params, field)
         _expect(
-            is_neutral,
+            value == neutral or not params.HasField(field),  # type: ignore[arg-type]
             f"{prefix}{field}",
-            f"expected to be absent or {neutral:g} with beam_search, got "
-            f"{getattr(params, field):g}",
+            f"expected to be absent or {neutral:g} with beam_search, got {value:g}",
         )
     _expect(
         not params.HasField("best_of"),

@@ -59,6 +59,11 @@ def test_content_has_the_form_that_the_template_takes(
     assert prompt_of(model_with(template), [user(content)]) == prompt
 
 
+def test_a_template_that_refuses_tools_gets_its_form_too() -> None:
+    refusing = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + PARTS
+    assert prompt_of(model_with(refusing), [user("a")]) == "<user>a"
+
+
 def test_roles_may_take_different_forms() -> None:
     messages = [{"role": "system", "content": TWO_PARTS}, user("c"), user(TWO_PARTS)]
     assert prompt_of(model_with(PER_ROLE), messages) == "a\nb|c|ab|"
