@@ -186,11 +186,7 @@ def quantized_weight(data: Bytes, kind: str, shape: Sequence[int]) -> QuantizedW
 
 
 _DENSE_TYPES = ("F32", "F16", "BF16")
-KNOWN_TYPES = (
-    *_DENSE_TYPES,
-    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
-)
+KNOWN_TYPES = (*_DENSE_TYPES, *_FORMATS)
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9

@@ -31,6 +31,7 @@ _CLASSES = {
 _MISTRAL = ("MistralForCausalLM", "mistral")
 _MIXTRAL = ("MixtralForCausalLM", "mixtral")
 """The models with a sliding window, and with experts, whose architecture is `llama`, too."""
+_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -259,42 +260,22 @@ class _Config:
 
     def read(self) -> dict[str, Any]:
         """Return the equivalent of `config.json`."""
-        tensors, architecture = self._gguf.tensors, self._architecture
-        hidden_size = self._int("embedding_length")
-        num_heads = self._int("attention.head_count")
-        head_dim = self._int("attention.key_length", hidden_size // num_heads)
-        rotary_dim = self._int("rope.dimension_count", head_dim)
-        size = f"{head_dim}, the size of a head"
-        self._require("attention.value_length", head_dim, size)
-        if architecture != "phi3" or rotary_dim > head_dim:
-            self._require("rope.dimension_count", head_dim, size)
-        self._require("attention.causal", True, "true, since only decoders are supported")
+        tensors = self._gguf.tensors
         if "token_embd.weight" not in tensors:
             raise BadCheckpoint(f"{self._path}: missing tensor token_embd.weight")
-        num_layers = self._int("block_count")
-        if num_layers > len(tensors):
-            raise BadCheckpoint(
-                f"{self._path}: {architecture}.block_count: expected at most the number of tensors,"
-                f" {len(tensors)}, got {num_layers}"
-            )
+        hidden_size = self._int("embedding_length")
+        num_heads = self._int("attention.head_count")
+        head_dim, rotary_dim = self._head_dims(hidden_size // num_heads)
         window = self._get("attention.sliding_window") and self._int("attention.sliding_window")
-        num_experts = self._get("expert_count", 0)
-        name, kind = _CLASSES[architecture]
-        if architecture == "llama" and (window or num_experts):
-            name, kind = _MIXTRAL if num_experts else _MISTRAL
-        elif window and architecture not in ("gemma2", "gemma3", "phi3"):
-            self._require("attention.sliding_window", None, "none")
-        if num_experts and kind not in ("mixtral", "qwen2_moe", "qwen3_moe"):
-            self._require("expert_count", 0, "none")
-        types = {tensor.type for tensor in tensors.values() if len(tensor.shape) > 1}
+        name, kind = self._class(window)
         config: dict[str, Any] = {
             "architectures": [name],
             "model_type": kind,
-            "dtype": _SAVED.get(next(iter(types)), "bfloat16") if len(types) == 1 else "bfloat16",
+            "dtype": self._dtype(),
             "vocab_size": tensors["token_embd.weight"].shape[0],
             "hidden_size": hidden_size,
             "intermediate_size": self._int("feed_forward_length"),
-            "num_hidden_layers": num_layers,
+            "num_hidden_layers": self._num_layers(),
             "num_attention_heads": num_heads,
             "num_key_value_heads": self._int("attention.head_count_kv", num_heads),
             "head_dim": head_dim,
@@ -313,9 +294,46 @@ class _Config:
             config |= self._gemma(config)
         elif kind == "phi3":
             config |= self._phi3(config["rope_parameters"], rotary_dim / head_dim, rotary_dim // 2)
-        elif kind in ("mixtral", "qwen2_moe", "qwen3_moe"):
+        elif kind in _WITH_EXPERTS:
             config |= self._experts(config["intermediate_size"], kind)
         return config
+
+    def _head_dims(self, default: int) -> tuple[int, int]:
+        """Elements of a head, and those of them that RoPE rotates."""
+        head_dim = self._int("attention.key_length", default)
+        rotary_dim = self._int("rope.dimension_count", head_dim)
+        size = f"{head_dim}, the size of a head"
+        self._require("attention.value_length", head_dim, size)
+        if self._architecture != "phi3" or rotary_dim > head_dim:
+            self._require("rope.dimension_count", head_dim, size)
+        self._require("attention.causal", True, "true, since only decoders are supported")
+        return head_dim, rotary_dim
+
+    def _num_layers(self) -> int:
+        num_layers, num_tensors = self._int("block_count"), len(self._gguf.tensors)
+        if num_layers > num_tensors:
+            raise BadCheckpoint(
+                f"{self._path}: {self._architecture}.block_count: expected at most the number of"
+                f" tensors, {num_tensors}, got {num_layers}"
+            )
+        return num_layers
+
+    def _class(self, window: int | None) -> tuple[str, str]:
+        """Class and `model_type`."""
+        num_experts = self._get("expert_count", 0)
+        name, kind = _CLASSES[self._architecture]
+        if self._architecture == "llama" and (window or num_experts):
+            name, kind = _MIXTRAL if num_experts else _MISTRAL
+        elif window and self._architecture not in ("gemma2", "gemma3", "phi3"):
+            self._require("attention.sliding_window", None, "none")
+        if num_experts and kind not in _WITH_EXPERTS:
+            self._require("expert_count", 0, "none")
+        return name, kind
+
+    def _dtype(self) -> str:
+        """The dtype of all matrices; bfloat16 if they have several, or are quantized."""
+        types = {tensor.type for tensor in self._gguf.tensors.values() if len(tensor.shape) > 1}
+        return _SAVED.get(types.pop(), "bfloat16") if len(types) == 1 else "bfloat16"
 
     def _gemma(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The fields that only Gemma has."""

@@ -1,4 +1,4 @@
-"""`load_model`: finds the model, selects kernels, builds it, fills it, and tries it.
+"""`load_model`: finds the model, selects kernels, builds it, and tries it.
 
 The attention features that a model needs are read from its configuration, by the same keys that
 native models read when they are built. Some features of models that run through transformers appear
@@ -8,7 +8,6 @@ only at run time; the trial run then fails with the backend's error.
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, UnsupportedModel, WorkerError
 from worker_service.kv_cache.memory_budget import require_host_memory
 from worker_service.load_progress import LoadProgress
+from worker_service.loader.build import ModelBuilder, refuse_ranks
 from worker_service.loader.device import (
     freed_memory_returns,
     initialize_vector_math,
@@ -49,31 +49,16 @@ from worker_service.loader.model_files import (
     special_tokens,
 )
 from worker_service.loader.quantized_checkpoint import (
+    Schemes,
     quantization_method,
     read_schemes,
 )
-from worker_service.loader.rounded_cache import with_rounded_weights
 from worker_service.loader.trial import try_model
-from worker_service.loader.weights import (
-    Checkpoint,
-    EagerPacking,
-    fill_dummy_weights,
-    has_own_head,
-    load_kv_scales,
-    load_weights,
-    open_checkpoint,
-    warn_of_unused,
-)
+from worker_service.loader.weights import Checkpoint, open_checkpoint, warn_of_unused
 from worker_service.models.interface import Model, ModelContext
 from worker_service.models.linear import cpu_arithmetic, has_quantized_products
 from worker_service.models.native import NativeModel
-from worker_service.models.registry import (
-    NATIVE_MODELS,
-    build_native_model,
-    ignored_settings,
-    limit_model_len,
-    native_settings,
-)
+from worker_service.models.registry import limit_model_len, native_settings
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +239,16 @@ def _without_stored_method(
     )
 
 
+def _read_settings(
+    config: ModelConfig, model_dir: Path
+) -> tuple[ModelConfig, dict[str, Any], Schemes]:
+    """The options for this checkpoint, the content of `config.json`, and how the checkpoint is
+    quantized."""
+    hf_config = read_config(model_dir)
+    config = _without_stored_method(config, model_dir, hf_config)
+    return config, hf_config, read_schemes(model_dir / "config.json", hf_config)
+
+
 def check_model(config: ModelConfig, cache: CacheConfig) -> None:
     """Raise the error of `load_model` if options, `config.json` or headers of weights show it, and
     OutOfMemory if its cache is larger than the memory.
@@ -266,12 +261,10 @@ def check_model(config: ModelConfig, cache: CacheConfig) -> None:
     model_dir = resolve_config(config.model, config.revision)
     if model_dir is None:
         return
-    hf_config = read_config(model_dir)
-    config = _without_stored_method(config, model_dir, hf_config)
-    schemes = read_schemes(model_dir / "config.json", hf_config)
+    config, hf_config, schemes = _read_settings(config, model_dir)
     settings = native_settings(hf_config)
     if settings is None:
-        _refuse_ranks(config.layout, hf_config)
+        refuse_ranks(config.layout, hf_config)
     else:
         settings.require_shards(config.layout)
         limit_model_len(config.max_model_len, settings.max_model_len)
@@ -298,27 +291,89 @@ def load_model(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton launches there, whatever device its tensors are on
     initialize_vector_math()
-    dummy = config.load_format == "dummy"
-    model_dir = resolve_model(config.model, config.revision, weights=not dummy, progress=progress)
-    hf_config = read_config(model_dir)
-    config = _without_stored_method(config, model_dir, hf_config)
-    schemes = read_schemes(model_dir / "config.json", hf_config)
+    has_weights = config.load_format != "dummy"
+    model_dir = resolve_model(config.model, config.revision, weights=has_weights, progress=progress)
+    config, hf_config, schemes = _read_settings(config, model_dir)
     dtype = resolve_dtype(config.dtype, hf_config, device)
-    if device.type == "cpu" and config.cpus is not None:
+    if device.type == "cpu":
+        _choose_cores(config)
+    kernels = _choose_kernels(config, cache, hf_config, dtype, device)
+    context = _context(config, cache, model_dir, schemes, dtype, device, kernels)
+    checkpoint = Checkpoint((), {}, stored_as="none")
+    if has_weights:  # report damaged files before anything is built
+        checkpoint = open_checkpoint(model_dir, schemes)
+        _warn_of_unused(config, hf_config, checkpoint)
+    builder = ModelBuilder(config, hf_config, model_dir, checkpoint, context, kernels, progress)
+    with freed_memory_returns():
+        model = builder.build()
+    warn_of_rounding(config.dtype, dtype, device, model.num_parameters)
+    if device.type == "cpu":
+        num_parameters = model.num_parameters // config.layout.world_size
+        set_threads(config.threads, num_parameters, config.cpu_share)
+    block_size = cache.block_size or kernels.attention.abilities.default_block_size
+    eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
+    loaded = LoadedModel(
+        model=model,
+        config=replace(
+            config,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+            max_model_len=model.max_model_len,
+            attention_backend=kernels.attention.name,
+        ),
+        block_size=block_size,
+        model_dir=model_dir,
+        hf_config=hf_config,
+        eos_token_ids=eos_token_ids,
+        bos_token_id=bos_token_id,
+        fingerprint=fingerprint(model_dir, config.load_format, config.quantization),
+        weights=checkpoint.stored_as,
+        communicator=context.communicator,
+        attention_abilities=kernels.attention.abilities,
+        batch_invariant=_is_batch_invariant(config, model, device, block_size),
+    )
+    _log(loaded, time.monotonic() - started)
+    return loaded
+
+
+def _choose_cores(config: ModelConfig) -> None:
+    """Restrict this process to its CPUs, as far as the options name them or other workers of this
+    machine use the rest."""
+    if config.cpus is not None:
         pin_threads(config.cpus)
-    elif device.type == "cpu" and config.cpu_share.count > 1 and config.threads is None:
+    elif config.cpu_share.count > 1 and config.threads is None:
         restrict_to(config.cpu_share)
-    cache_dtype = CACHE_DTYPES[cache.kv_cache_dtype]
+
+
+def _choose_kernels(
+    config: ModelConfig,
+    cache: CacheConfig,
+    hf_config: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Kernels:
     needs = attention_needs(
         hf_config,
         dtype,
-        cache_dtype=cache_dtype,
+        cache_dtype=CACHE_DTYPES[cache.kv_cache_dtype],
         block_size=cache.block_size,
         batch_invariant=config.batch_invariant,
     )
     if config.symmetric_memory:
         require_symmetric_memory(device, torch.__version__)
-    kernels = choose_kernels(device, needs, config.attention_backend)
+    return choose_kernels(device, needs, config.attention_backend)
+
+
+def _context(
+    config: ModelConfig,
+    cache: CacheConfig,
+    model_dir: Path,
+    schemes: Schemes,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+) -> ModelContext:
+    """Raises UnsupportedModel for quantized activations without a kernel for them."""
     if any(scheme.activations for _, scheme in schemes) and not has_quantized_products(
         dtype, device
     ):
@@ -328,10 +383,10 @@ def load_model(
             f" {str(dtype).removeprefix('torch.')} on {device}"
         )
     is_quantized = bool(schemes) or is_gguf(model_dir) or config.quantization is not None
-    context = ModelContext(
+    return ModelContext(
         dtype=dtype,
         device=device,
-        cache_dtype=cache_dtype,
+        cache_dtype=CACHE_DTYPES[cache.kv_cache_dtype],
         batch_invariant=config.batch_invariant,
         quantization=config.quantization,
         packs_with_triton=_packs_with_triton(
@@ -343,10 +398,13 @@ def load_model(
             symmetric=config.symmetric_memory,
         ),
     )
-    checkpoint = Checkpoint((), {}, stored_as="none")
-    if not dummy:  # report damaged files before anything is built
-        checkpoint = open_checkpoint(model_dir, schemes)
-        warn_of_unused(checkpoint)
+
+
+def _warn_of_unused(
+    config: ModelConfig, hf_config: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    """Log what is in the checkpoint, or asked for, and has no effect."""
+    warn_of_unused(checkpoint)
     if (whole := hf_config.get(WHOLE_MODEL)) is not None:
         logger.warning("only the text model of %s is served", whole)
     if config.quantization is not None and checkpoint.is_quantized:
@@ -355,55 +413,34 @@ def load_model(
             config.quantization,
             checkpoint.stored_as,
         )
-    with freed_memory_returns():
-        model = _build(config, hf_config, model_dir, checkpoint, context, kernels, progress)
-    warn_of_rounding(config.dtype, dtype, device, model.num_parameters)
-    if device.type == "cpu":
-        num_parameters = model.num_parameters // config.layout.world_size
-        set_threads(config.threads, num_parameters, config.cpu_share)
-    block_size = cache.block_size or kernels.attention.abilities.default_block_size
+
+
+def _is_batch_invariant(
+    config: ModelConfig, model: Model, device: torch.device, block_size: int
+) -> bool:
+    """Try the model. Raises UnsupportedModel if it is not as batch-invariant as requested."""
     same_bits = try_model(model, device, block_size)
-    # Without --batch-invariant, equal results of the trial run on a GPU are a coincidence.
-    is_guaranteed = device.type == "cpu" or config.batch_invariant
     if config.batch_invariant and not same_bits:
         raise UnsupportedModel(
             f"batch_invariant: the logits of {model.architecture} depend on the batch, or are not"
             " finite (then a warning precedes this error)"
         )
-    resolved = replace(
-        config,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=model.max_model_len,
-        attention_backend=kernels.attention.name,
-    )
-    eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
-    loaded = LoadedModel(
-        model=model,
-        config=resolved,
-        block_size=block_size,
-        model_dir=model_dir,
-        hf_config=hf_config,
-        eos_token_ids=eos_token_ids,
-        bos_token_id=bos_token_id,
-        fingerprint=fingerprint(model_dir, config.load_format, config.quantization),
-        weights=checkpoint.stored_as,
-        communicator=context.communicator,
-        attention_abilities=kernels.attention.abilities,
-        batch_invariant=same_bits and is_guaranteed,
-    )
+    # Without --batch-invariant, equal results of the trial run on a GPU are a coincidence.
+    return same_bits and (device.type == "cpu" or config.batch_invariant)
+
+
+def _log(loaded: LoadedModel, seconds: float) -> None:
     logger.info(
         "model loaded architecture=%s parameters=%d weights=%s dtype=%s device=%s"
         " batch_invariant=%s seconds=%.1f",
-        model.architecture,
-        model.num_parameters,
+        loaded.model.architecture,
+        loaded.model.num_parameters,
         loaded.weights,
-        resolved.dtype,
-        device,
+        loaded.config.dtype,
+        loaded.config.device,
         loaded.batch_invariant,
-        time.monotonic() - started,
+        seconds,
     )
-    return loaded
 
 
 def load_draft_model(name: str, target: LoadedModel, cache: CacheConfig) -> Model:
@@ -452,138 +489,3 @@ def choose_kernels(device: torch.device, needs: AttentionNeeds, attention: str |
         return select_kernels(device, needs, attention)
     except ValueError as error:
         raise InvalidOption(str(error)) from error
-
-
-def _build(
-    config: ModelConfig,
-    hf_config: Mapping[str, Any],
-    model_dir: Path,
-    checkpoint: Checkpoint,
-    context: ModelContext,
-    kernels: Kernels,
-    progress: LoadProgress,
-) -> Model:
-    hf_config = _with_own_head(hf_config, checkpoint)
-    model = build_native_model(hf_config, config.max_model_len, context, kernels)
-    if model is None:
-        _refuse_ranks(config.layout, hf_config)
-        if config.quantization is not None and context.device.type != "cpu":
-            raise InvalidOption(
-                f"quantization: {hf_config['architectures'][0]} can be quantized on a CPU only, got"
-                f" {context.device}; models that can be on a GPU: {', '.join(NATIVE_MODELS)}"
-            )
-        return _build_through_transformers(
-            config, hf_config, model_dir, checkpoint, context, kernels, progress
-        )
-    for key, value in ignored_settings(hf_config).items():
-        logger.warning("config.json: %s is not used by %s: %s", key, model.architecture, value)
-    whole = model
-    if config.layout.world_size > 1:
-        whole = _outline(config, hf_config, context, kernels)
-    names = {weight.name for weight in whole.weight_targets()}
-    model.num_parameters = sum(weight.target.numel() for weight in whole.weight_targets())
-    packing = EagerPacking(model)
-    if config.load_format == "dummy":
-        fill_dummy_weights(model.weight_targets(), on_filled=packing)
-    else:
-        if config.quantization_cache is not None:
-            sources = checkpoint.sources(model)
-            roundings = {
-                sources[weight.name]: weight.rounding
-                for weight in model.weight_targets()
-                if weight.name in sources and weight.rounding and weight.keep
-            }
-            folder = Path(config.quantization_cache)
-            checkpoint = with_rounded_weights(
-                checkpoint, roundings, context.dtype, folder, progress
-            )
-        load_weights(
-            model,
-            checkpoint,
-            others=names,
-            on_filled=packing,
-            progress=progress,
-        )
-        if context.cache_dtype == FP8:
-            load_kv_scales(model, checkpoint)
-    model.finish_loading()
-    for reason, num_bytes in model.dequantized.items():
-        logger.info("weights dequantized num_bytes=%d reason=%s", num_bytes, reason)
-    return model
-
-
-def _with_own_head(hf_config: Mapping[str, Any], checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The configuration without `tie_word_embeddings` if the LM head that is stored of a native
-    model is not the embedding."""
-    settings = native_settings(hf_config)
-    if settings is None or not settings.tie_word_embeddings:
-        return hf_config
-    _, model = NATIVE_MODELS[settings.architecture]
-    if not has_own_head(model, checkpoint):
-        return hf_config
-    logger.warning(
-        "config.json: tie_word_embeddings is true, but lm_head.weight is not %s: both are used, as"
-        " if it were false",
-        model.embedding_name,
-    )
-    return {**hf_config, "tie_word_embeddings": False}
-
-
-def _outline(
-    config: ModelConfig,
-    hf_config: Mapping[str, Any],
-    context: ModelContext,
-    kernels: Kernels,
-) -> NativeModel:
-    """The model with the weights of all ranks, on the meta device."""
-    outline = ModelContext(dtype=context.dtype, device=torch.device("meta"))
-    model = build_native_model(hf_config, config.max_model_len, outline, kernels)
-    assert model is not None, "a rank's shard of it was built"
-    return model
-
-
-def _refuse_ranks(layout: Layout, hf_config: Mapping[str, Any]) -> None:
-    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
-        if getattr(layout, option) > 1:
-            raise InvalidOption(
-                f"{option}: expected 1 for {hf_config['architectures'][0]}, got"
-                f" {getattr(layout, option)}; models that run on several ranks:"
-                f" {', '.join(NATIVE_MODELS)}"
-            )
-
-
-def _build_through_transformers(
-    config: ModelConfig,
-    hf_config: Mapping[str, Any],
-    model_dir: Path,
-    checkpoint: Checkpoint,
-    context: ModelContext,
-    kernels: Kernels,
-    progress: LoadProgress,
-) -> Model:
-    # Imported here because `transformers` takes seconds to import, and native models do not use it.
-    from worker_service.models.transformers_backend import build_transformers_model
-
-    @contextmanager
-    def reader(roundings: Mapping[str, str]) -> Iterator[Any]:
-        source = checkpoint
-        if config.quantization_cache is not None:
-            folder = Path(config.quantization_cache)
-            source = with_rounded_weights(source, roundings, context.dtype, folder, progress)
-        phase = progress.phase("loading weights", source.num_bytes)
-        with phase as advance, source.reader(advance) as read:
-            yield read
-
-    with ExitStack() as files:
-        return build_transformers_model(
-            model_dir,
-            hf_config,
-            max_model_len=config.max_model_len,
-            context=context,
-            backend=kernels.attention,
-            dummy_weights=config.load_format == "dummy",
-            trust_remote_code=config.trust_remote_code,
-            tensors=checkpoint.tensors(files),
-            source=checkpoint.files[0] if len(checkpoint.files) == 1 else model_dir,
-            reader=reader,
-        )

@@ -14,7 +14,7 @@ and `v_proj`. The default is 1, which suits models whose keys and values stay we
 
 import logging
 import zlib
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from torch import Tensor
 from pagewire_kernels.quantized_weight import QuantizedWeight, assemble
 from worker_service.distributed.layout import Shard
 from worker_service.errors import BadCheckpoint
-from worker_service.load_progress import Advance, LoadProgress
+from worker_service.load_progress import LoadProgress
 from worker_service.loader.gguf_file import is_gguf, split_files
 from worker_service.loader.gguf_model import GgufTensors, gguf_tensors, unread_settings
 from worker_service.loader.model_files import read_json
@@ -67,8 +67,8 @@ _MAX_NAMES = 8
 _MAX_MAPPED_BYTES = 8 << 20
 """Bytes read from a file before it is closed and opened again."""
 
-Wanted = tuple[Path, str, WeightTarget]
-"""The file of a tensor, its name in the file, and the target that it fills."""
+Wanted = tuple[str, WeightTarget]
+"""The name of a tensor in its file, and a target that it fills."""
 
 OnFilled = Callable[[WeightTarget], None]
 
@@ -142,35 +142,55 @@ class Checkpoint:
         return {name: opened[file].get_slice(name) for name, file in self.file_of.items()}
 
     @contextmanager
-    def reader(
-        self, on_read: Callable[[int], None] = lambda num_bytes: None
-    ) -> Iterator[Callable[[str], Tensor | QuantizedWeight]]:
-        """A function that reads a tensor by name, without dequantizing it. on_read: called with
-        the number of bytes of each.
-
-        Pages read from a mapped file count as memory of this process until the file is closed, so
-        it is opened again after `_MAX_MAPPED_BYTES`.
-        """
+    def reader(self, on_read: Callable[[int], None] = lambda num_bytes: None) -> Iterator["Reader"]:
+        """Open for reading. on_read: called with the number of bytes of each tensor."""
         with ExitStack() as files:
-            opened: dict[Path, Any] = {}
-            num_read = 0
+            yield Reader(self, files, on_read)
 
-            def read(name: str) -> Tensor | QuantizedWeight:
-                nonlocal num_read
-                file = self.file_of[name]
-                if file not in opened or num_read > _MAX_MAPPED_BYTES:
-                    files.close()
-                    opened.clear()
-                    opened[file], num_read = files.enter_context(self.open(file)), 0
-                tensor = _read_quantized(opened[file], name)
-                if tensor is None:
-                    tensor = opened[file].get_tensor(name)
-                num_bytes = tensor.nbytes if isinstance(tensor, Tensor) else tensor.codes.nbytes
-                num_read += num_bytes
-                on_read(num_bytes)
-                return tensor
 
-            yield read
+class Reader:
+    """Reads a checkpoint's tensors by name.
+
+    Pages read from a mapped file count as memory of this process until the file is closed, so it is
+    opened again after `_MAX_MAPPED_BYTES`.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, files: ExitStack, on_read: Callable[[int], None]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._files = files
+        self._on_read = on_read
+        self._file: Path | None = None
+        self._tensors: Any = None
+        self._reopen_at = 0
+        self.num_bytes = 0
+        """Bytes read so far."""
+
+    def tensors_of(self, name: str) -> Any:
+        """The open file of a tensor, valid until the next call; see `Checkpoint.open`."""
+        file = self._checkpoint.file_of[name]
+        if file != self._file or self.num_bytes >= self._reopen_at:
+            self._tensors = None
+            self._files.close()
+            self._tensors = self._files.enter_context(self._checkpoint.open(file))
+            self._file, self._reopen_at = file, self.num_bytes + _MAX_MAPPED_BYTES
+        return self._tensors
+
+    def count(self, num_bytes: int) -> None:
+        """Add bytes that were read from an open file."""
+        self.num_bytes += num_bytes
+        self._on_read(num_bytes)
+
+    def __call__(self, name: str) -> Tensor | QuantizedWeight:
+        """Read a tensor, without dequantizing it."""
+        tensor = _read_quantized(self.tensors_of(name), name)
+        if tensor is None:
+            dense: Tensor = self._tensors.get_tensor(name)
+            self.count(dense.nbytes)
+            return dense
+        self.count(tensor.codes.nbytes)
+        return tensor
 
 
 def _read_quantized(tensors: Any, name: str) -> QuantizedWeight | None:
@@ -363,22 +383,20 @@ def load_weights(
         targets.setdefault(weight.name, []).append(weight)
     sources = checkpoint.sources(model)
     _check_names(model, checkpoint, targets, sources, others)
-    wanted = deque(
-        (checkpoint.file_of[sources[name]], sources[name], weight)
-        for name, same_named in targets.items()
-        for weight in same_named
-    )
+    wanted = [(sources[name], weight) for name, named in targets.items() for weight in named]
     targets.clear()  # or their memory would be held until the end
     _check_shapes(checkpoint, wanted)
     places = {file: place for place, file in enumerate(checkpoint.files)}
-    wanted = deque(sorted(wanted, key=lambda each: (-_num_layer_bytes(each[2]), places[each[0]])))
-    num_bytes = sum(weight.target.nbytes for _, _, weight in wanted)
-    num_read = 0
+    wanted.sort(key=lambda each: (_num_layer_bytes(each[1]), -places[checkpoint.file_of[each[0]]]))
+    num_bytes = sum(weight.target.nbytes for _, weight in wanted)
     phase = (progress or LoadProgress(show_bar=False)).phase("loading weights", num_bytes)
-    with phase as advance:
+    with phase as advance, checkpoint.reader() as reader:
         while wanted:
-            num_read += _fill_some(checkpoint, wanted, on_filled, advance, model)
-    return num_read
+            name, weight = wanted.pop()
+            _fill(reader, name, weight, model)
+            advance(weight.target.nbytes)
+            on_filled(weight)
+        return reader.num_bytes
 
 
 def _num_layer_bytes(weight: WeightTarget) -> int:
@@ -386,61 +404,36 @@ def _num_layer_bytes(weight: WeightTarget) -> int:
     return weight.target.untyped_storage().nbytes()
 
 
-def _fill_some(
-    checkpoint: Checkpoint,
-    wanted: deque[Wanted],
-    on_filled: OnFilled,
-    advance: Advance,
-    model: LoadableModule,
-) -> int:
-    """Fill the next targets whose tensors are in the same file. Returns the number of bytes read.
+def _fill(reader: Reader, name: str, weight: WeightTarget, model: LoadableModule) -> None:
+    """Fill one target; a large dense tensor some rows at a time, so that little of it is mapped.
 
-    Stops after `_MAX_MAPPED_BYTES`; see `Checkpoint.reader`.
+    If `--quantization` applies, each of these slices is quantized when it is read, so that the
+    whole dense tensor is never in memory.
     """
-    num_read = 0
-    file = wanted[0][0]
-    with checkpoint.open(file) as tensors:
-        while wanted and wanted[0][0] == file and num_read < _MAX_MAPPED_BYTES:
-            _, name, weight = wanted[0]
-            is_large = weight.target.dim() == 2 and weight.target.nbytes > _MAX_MAPPED_BYTES
-            if is_large and _is_mapped(tensors, name):
-                break
-            wanted.popleft()
-            num_read += _fill(tensors, name, weight, model)
-            advance(weight.target.nbytes)
-            on_filled(weight)
-    if num_read == 0:
-        _, name, weight = wanted.popleft()
-        num_read = _fill_by_rows(checkpoint, file, name, weight)
-        advance(weight.target.nbytes)
-        on_filled(weight)
-    return num_read
-
-
-def _is_mapped(tensors: Any, name: str) -> bool:
-    """Whether indexing the tensor's slice reads only the indexed part: it is not dequantized."""
-    return not hasattr(tensors.get_slice(name), "is_quantized")
-
-
-def _fill_by_rows(checkpoint: Checkpoint, file: Path, name: str, weight: WeightTarget) -> int:
-    """As `_fill`, for a large dense tensor: some rows at a time, so that little of it is mapped.
-
-    If `--quantization` applies, each slice is quantized when it is read, so that the whole dense
-    tensor is never in memory.
-    """
-    target = weight.target
-    parts = _read_by_rows(checkpoint, file, name, weight)
-    if weight.rounding is None or weight.keep is None:
-        for rows, part in parts:
+    tensors, target = reader.tensors_of(name), weight.target
+    if weight.keep is not None and (quantized := _read_quantized(tensors, name)) is not None:
+        weight.keep(weight.part_of(quantized))
+        reader.count(quantized.codes.nbytes)
+        return
+    # None: indexing reads only that part.
+    is_quantized = getattr(tensors.get_slice(name), "is_quantized", None)
+    if is_quantized:
+        model.dequantized["the format has no groups of whole numbers"] += target.nbytes
+    if is_quantized is not None or target.dim() != 2 or target.nbytes <= _MAX_MAPPED_BYTES:
+        part = tensors.get_slice(name)[weight.source_index or ...]
+        target.copy_(part)
+        reader.count(part.nbytes)
+    elif weight.rounding is None or weight.keep is None:
+        for rows, part in _read_by_rows(reader, name, weight):
             target[rows].copy_(part)
     else:
-        rounded = (round_weight(part.to(target.dtype), weight.rounding) for _, part in parts)
+        parts = (part.to(target.dtype) for _, part in _read_by_rows(reader, name, weight))
+        rounded = (round_weight(part, weight.rounding) for part in parts)
         weight.keep(assemble(rounded, target.shape[0]))
-    return int(target.nbytes)
 
 
 def _read_by_rows(
-    checkpoint: Checkpoint, file: Path, name: str, weight: WeightTarget
+    reader: Reader, name: str, weight: WeightTarget
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the target's rows, and the tensor's content for each."""
     num_rows = weight.target.shape[0]
@@ -453,23 +446,9 @@ def _read_by_rows(
             rows_read = slice(shard.start + rows.start, shard.start + rows.stop)
         else:
             rows_read, columns = rows, slice(shard.start, shard.start + shard.size)
-        with checkpoint.open(file) as tensors:
-            yield rows, tensors.get_slice(name)[rows_read, columns]
-
-
-def _fill(tensors: Any, name: str, weight: WeightTarget, model: LoadableModule) -> int:
-    """Fill one target. Returns the number of bytes read."""
-    if weight.keep is not None:
-        quantized = _read_quantized(tensors, name)
-        if quantized is not None:
-            weight.keep(weight.part_of(quantized))
-            return quantized.codes.nbytes
-    tensor = tensors.get_slice(name)
-    if getattr(tensor, "is_quantized", False):
-        model.dequantized["the format has no groups of whole numbers"] += weight.target.nbytes
-    part = tensor[weight.source_index or ...]
-    weight.target.copy_(part)
-    return int(part.nbytes)
+        part = reader.tensors_of(name).get_slice(name)[rows_read, columns]
+        reader.count(part.nbytes)
+        yield rows, part
 
 
 def _check_names(
@@ -502,7 +481,7 @@ def _check_shapes(checkpoint: Checkpoint, wanted: Iterable[Wanted]) -> None:
     wrong = []
     with ExitStack() as files:
         tensors = checkpoint.tensors(files)
-        for _, name, weight in wanted:
+        for name, weight in wanted:
             found, expected = tensors[name].get_shape(), weight.source_shape
             if found != expected:
                 wrong.append(f"{name} is {found}, expected {expected}")
