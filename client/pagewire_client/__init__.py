@@ -33,103 +33,21 @@ If it cannot be continued, it raises one of `errors`; a stream that was cut neve
 Needs neither torch nor numpy nor a model: the server tokenizes.
 """
 
+import ast
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pagewire_client.async_client import AsyncClient
-    from pagewire_client.batch import BatchProgress
-    from pagewire_client.chat import ChatMessage, ChatPrompt, Tool, ToolCall
-    from pagewire_client.client import Client
-    from pagewire_client.connection import TlsOptions
-    from pagewire_client.deployment import EngineStatus, ModelInfo
-    from pagewire_client.errors import (
-        AlreadyExists,
-        DeadlineExceeded,
-        FailedPrecondition,
-        InvalidArgument,
-        LocalServiceError,
-        NotAuthorized,
-        NotFound,
-        Overloaded,
-        PagewireError,
-        RequestAborted,
-        ServerError,
-        Unavailable,
-    )
-    from pagewire_client.llm import LLM, AsyncLLM
-    from pagewire_client.outputs import (
-        CompletionOutput,
-        Logprob,
-        OutputDelta,
-        OutputToolCall,
-        OutputToolCallDelta,
-        RequestOutput,
-        Score,
-        Timings,
-        Usage,
-    )
-    from pagewire_client.retry import NO_RETRIES, RetryPolicy
-    from pagewire_client.sampling_params import SamplingOptions, SamplingParams
-
-__all__ = [
-    "LLM",
-    "NO_RETRIES",
-    "AlreadyExists",
-    "AsyncClient",
-    "AsyncLLM",
-    "BatchProgress",
-    "ChatMessage",
-    "ChatPrompt",
-    "Client",
-    "CompletionOutput",
-    "DeadlineExceeded",
-    "EngineStatus",
-    "FailedPrecondition",
-    "InvalidArgument",
-    "LocalServiceError",
-    "Logprob",
-    "ModelInfo",
-    "NotAuthorized",
-    "NotFound",
-    "OutputDelta",
-    "OutputToolCall",
-    "OutputToolCallDelta",
-    "Overloaded",
-    "PagewireError",
-    "RequestAborted",
-    "RequestOutput",
-    "RetryPolicy",
-    "SamplingOptions",
-    "SamplingParams",
-    "Score",
-    "ServerError",
-    "Timings",
-    "TlsOptions",
-    "Tool",
-    "ToolCall",
-    "Unavailable",
-    "Usage",
-]
+from pathlib import Path
+from typing import Any
 
 # Imported on first use: most of these modules import grpc, which would delay the command line's
-# start and programs that need other names.
-_NAMES = {
-    "async_client": "AsyncClient",
-    "batch": "BatchProgress",
-    "chat": "ChatMessage ChatPrompt Tool ToolCall",
-    "client": "Client",
-    "connection": "TlsOptions",
-    "deployment": "EngineStatus ModelInfo",
-    "errors": "AlreadyExists DeadlineExceeded FailedPrecondition InvalidArgument LocalServiceError "
-    "NotAuthorized NotFound Overloaded PagewireError RequestAborted ServerError Unavailable",
-    "llm": "AsyncLLM LLM",
-    "outputs": "CompletionOutput Logprob OutputDelta OutputToolCall OutputToolCallDelta "
-    "RequestOutput Score Timings Usage",
-    "retry": "NO_RETRIES RetryPolicy",
-    "sampling_params": "SamplingOptions SamplingParams",
+# start and programs that need other names. Type checkers read the names in `__init__.pyi`, too.
+_STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
+_MODULES = {
+    name.name: str(statement.module)
+    for statement in _STUB.body
+    if isinstance(statement, ast.ImportFrom)
+    for name in statement.names
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)
 
 
 def __dir__() -> list[str]:
@@ -140,4 +58,4 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(_MODULES[name]), name)
