@@ -54,19 +54,7 @@ app.command(cls=ServeCommand)(serve)
 for command in (generate, chat, status, top, drain, bench, demo):
     app.command(cls=Command)(command)
 app.add_typer(key, name="key")
-for role in (
-    services.frontend,
-    services.scheduler,
-    services.worker,
-    services.conformance,
-    services.replay,
-    services.health,
-):
-    app.command(
-        add_help_option=False,
-        context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    )(role)
-
+services.add_to(app)
 
 _NOT_LISTENING = ("connection refused", "no such file or directory")
 

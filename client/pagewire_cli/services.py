@@ -3,48 +3,48 @@ its arguments itself."""
 
 import os
 import sys
-from typing import NoReturn
 
 import typer
 
-from pagewire_cli import health as health_check
-from pagewire_cli import vllm_flags
+from pagewire_cli import health, vllm_flags
 from pagewire_cli.command import refuse
 from pagewire_cli.local import service_commands
 
-
-def worker(context: typer.Context) -> None:
-    """Run a worker, which holds a model and executes steps."""
-    service_commands.require(service_commands.kind_of_worker(simulate="--simulate" in context.args))
-    _become("worker", _without_vllm_flags(context.args))
-
-
-def scheduler(context: typer.Context) -> None:
-    """Run the scheduler core, which decides what runs where."""
-    service_commands.require("scheduler")
-    _become("scheduler", _without_vllm_flags(context.args))
+_PROGRAMS = {
+    "frontend": "Run a frontend, which serves clients over gRPC and HTTP.",
+    "scheduler": "Run the scheduler core, which decides what runs where.",
+    "worker": "Run a worker, which holds a model and executes steps.",
+    "conformance": "Check whether a worker implements the contract.",
+    "replay": "Replay a recorded schedule, without workers.",
+}
+_WITH_VLLM_FLAGS = ("frontend", "scheduler", "worker")
 
 
-def frontend(context: typer.Context) -> None:
-    """Run a frontend, which serves clients over gRPC and HTTP."""
-    service_commands.require("frontend")
-    _become("frontend", _without_vllm_flags(context.args))
+def add_to(app: typer.Typer) -> None:
+    """Add the commands, which leave their arguments to the programs."""
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    for name, text in _PROGRAMS.items():
+        app.command(name, help=text, add_help_option=False, context_settings=settings)(_become)
+    app.command("health", help=health.TEXT, add_help_option=False, context_settings=settings)(
+        _check_health
+    )
 
 
-def conformance(context: typer.Context) -> None:
-    """Check whether a worker implements the contract."""
-    _become("conformance", context.args)
+def _check_health(context: typer.Context) -> None:
+    raise typer.Exit(health.main(context.args))
 
 
-def replay(context: typer.Context) -> None:
-    """Replay a recorded schedule, without workers."""
-    service_commands.require("replay")
-    _become("replay", context.args)
-
-
-def health(context: typer.Context) -> None:
-    """Check whether a service can serve requests: exit code 0 if so, 1 if not."""
-    raise typer.Exit(health_check.main(context.args))
+def _become(context: typer.Context) -> None:
+    """Replace this process, so that the service itself gets signals and sets the exit code."""
+    name, arguments = str(context.info_name), context.args
+    needed = name
+    if name == "worker":
+        needed = service_commands.kind_of_worker(simulate="--simulate" in arguments)
+    service_commands.require(needed)
+    if name in _WITH_VLLM_FLAGS:
+        arguments = _without_vllm_flags(arguments)
+    command = [sys.executable, "-m", *service_commands.COMMANDS[name], *arguments]
+    os.execve(sys.executable, command, service_commands.environment())
 
 
 def _without_vllm_flags(arguments: list[str]) -> list[str]:
@@ -54,9 +54,3 @@ def _without_vllm_flags(arguments: list[str]) -> list[str]:
     if unknown:
         refuse([arg.partition("=")[0] for arg in unknown], vllm=True)
     return [arg for arg in arguments if arg not in foreign]
-
-
-def _become(service: str, arguments: list[str]) -> NoReturn:
-    """Replace this process, so that the service itself gets signals and sets the exit code."""
-    command = [sys.executable, "-m", *service_commands.COMMANDS[service], *arguments]
-    os.execve(sys.executable, command, service_commands.environment())

@@ -17,7 +17,7 @@ _NEEDS = {
     "replay": _SCHEDULER,
 }
 """Requirements by program: the extra of the package, and modules whose presence shows that the
-extra is installed."""
+extra is installed. The others need the package alone."""
 
 _TRUE = ("1", "true", "t", "yes", "y", "on")
 
@@ -48,7 +48,7 @@ def kind_of_worker(*, simulate: bool) -> str:
 
 
 def _is_installed(service: str) -> bool:
-    return all(importlib.util.find_spec(module) for module in _NEEDS[service][1:])
+    return all(importlib.util.find_spec(module) for module in _NEEDS.get(service, ())[1:])
 
 
 def environment() -> dict[str, str]:
