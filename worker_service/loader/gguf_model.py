@@ -151,7 +151,8 @@ class GgufTensors:
     def get_slice(self, name: str) -> LazyTensor:
         """A tensor that is read when it is indexed."""
         tensor = self.tensors[name]
-        return LazyTensor(partial(self.get_tensor, name), list(tensor.shape), tensor.is_quantized)
+        shape = list(tensor.shape)
+        return LazyTensor(partial(self.get_tensor, name), shape, tensor.is_quantized, tensor.type)
 
     def get_tensor(self, name: str) -> Tensor:
         """Read a tensor, dequantized, with its rows in the order of `transformers`."""

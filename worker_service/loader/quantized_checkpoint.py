@@ -384,7 +384,8 @@ class QuantizedTensors:
         """A tensor that is read when it is indexed."""
         if name not in self._weights:
             return self._tensors.get_slice(name)
-        return LazyTensor(partial(self.get_tensor, name), self._weights[name].shape, True)
+        weight = self._weights[name]
+        return LazyTensor(partial(self.get_tensor, name), weight.shape, True, weight.scheme.label)
 
     def get_tensor(self, name: str) -> Tensor:
         """Read a tensor; a quantized one is dequantized to float32. Raises UnsupportedModel if its

@@ -172,10 +172,15 @@ class LazyTensor:
 
     shape: Shape
     is_quantized: bool
+    type: str
 
     def get_shape(self) -> Shape:
         """The shape of the tensor."""
         return self.shape
+
+    def get_dtype(self) -> str:
+        """The format in which it is stored."""
+        return self.type
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.read()[index]

@@ -205,56 +205,38 @@ def open_checkpoint(model_dir: Path, schemes: Schemes = ()) -> Checkpoint:
     naming the file.
     """
     files = list(split_files(model_dir)) if is_gguf(model_dir) else _weight_files(model_dir)
-    file_of: Mapping[str, Path]
     stored: dict[str, StoredTensor] = {}
-    formats: Counter[str] = Counter()
-    file_of, is_multimodal = {}, False
+    is_multimodal = False
     for file in files:
         with _open(file) as tensors:
             is_multimodal |= isinstance(tensors, _TextTensors)
-            for name in tensors.keys():  # noqa: SIM118 (no mapping)
-                if name in file_of:
-                    raise BadCheckpoint(f"{file}: {name} is also in {file_of[name].name}")
-                file_of[name] = file
-            if schemes:
-                stored.update((tensor.name, tensor) for tensor in describe(file, tensors))
-            elif not is_gguf(file):
-                _refuse_codes(file, tensors)
-            formats.update(_formats(tensors))
+            for tensor in describe(file, tensors):
+                if (other := stored.setdefault(tensor.name, tensor)) is not tensor:
+                    raise BadCheckpoint(f"{file}: {tensor.name} is also in {other.file.name}")
+    if not (schemes or is_gguf(model_dir)):
+        _refuse_codes(stored.values())
     weights = find_weights(schemes, stored) if schemes else {}
     unused = [name for weight in weights.values() for name in weight.unused]
-    if schemes:
-        file_of = dense_names(stored, weights)
+    file_of = dense_names(stored, weights)
     if is_multimodal:
-        others = [name for name in file_of if not name.startswith(_TEXT_PARTS)]
-        unused, file_of = unused + others, {n: f for n, f in file_of.items() if n not in others}
-    if weights:
-        formats = Counter(weight.scheme.label for weight in weights.values())
-    [(stored_as, _)] = formats.most_common(1) or [("none", 0)]
+        unused += [name for name in file_of if not name.startswith(_TEXT_PARTS)]
+        file_of = {name: file_of[name] for name in file_of if name.startswith(_TEXT_PARTS)}
+    labels = [weight.scheme.label for weight in weights.values()]
+    types = [tensor.type for tensor in stored.values() if len(tensor.shape) > 1]
+    [(stored_as, _)] = Counter(labels or types).most_common(1) or [("none", 0)]
     is_quantized = stored_as not in (*FLOATS, "F64")
     return Checkpoint(tuple(files), file_of, weights, unused, stored_as, is_quantized)
 
 
-def _formats(tensors: Any) -> Iterator[str]:
-    """The format of each matrix of an open file."""
-    if isinstance(tensors, GgufTensors):
-        yield from (part.type for part in tensors.tensors.values() if len(part.shape) > 1)
-        return
-    for name in tensors.keys():  # noqa: SIM118 (no mapping)
-        tensor = tensors.get_slice(name)
-        if len(tensor.get_shape()) > 1:
-            yield tensor.get_dtype()
-
-
-def _refuse_codes(file: Path, tensors: Any) -> None:
+def _refuse_codes(tensors: Iterable[StoredTensor]) -> None:
     """Raise BadCheckpoint if a tensor is quantized: nothing says what its numbers stand for."""
-    for name in tensors.keys():  # noqa: SIM118 (no mapping)
-        kind = tensors.get_slice(name).get_dtype()
-        is_code = kind.startswith(_CODE_TYPES) or name.endswith("weight")
-        if is_code and kind not in (*FLOATS, "F64"):
+    for tensor in tensors:
+        is_code = tensor.type.startswith(_CODE_TYPES) or tensor.name.endswith("weight")
+        if is_code and tensor.type not in (*FLOATS, "F64"):
             raise BadCheckpoint(
-                f"{file}: {name} is stored as {kind}, which looks quantized, but config.json has no"
-                " quantization_config that says how; expected F16, BF16 or F32"
+                f"{tensor.file}: {tensor.name} is stored as {tensor.type}, which looks quantized,"
+                " but config.json has no quantization_config that says how; expected F16, BF16 or"
+                " F32"
             )
 
 
