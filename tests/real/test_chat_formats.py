@@ -38,8 +38,8 @@ FORMATS = {name: formats for formats, names in EXPECTED.items() for name in name
 OTHERS = {"qwen3_5.jinja": ("qwen3", "hermes")}
 """By file, where one package's template of that name differs from the other's."""
 
-UNREADABLE = {"muse_glimmer", "muse_glimmer_training", "llama4"}
-"""muse_glimmer has a format of its own; llama4 writes text before a call as a Python call."""
+UNREADABLE = {"muse_glimmer", "muse_glimmer_training"}
+"""It has a format of its own."""
 
 COUNTS_CALLS = {"command_a"}
 """Reads a turn's calls in order to number results, and writes none."""

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from scheduler_service.frontend.chat_formats.events import CallArguments, CallStart, Event
+from scheduler_service.frontend.chat_formats.events import Part
 from scheduler_service.frontend.chat_formats.parser import FormatParser
 from scheduler_service.frontend.chat_formats.syntax import CallFormat
 from scheduler_service.frontend.structured_output.schemas import moved
@@ -36,7 +36,7 @@ def required_schema(tools: Sequence[tuple[str, dict[str, Any]]], *, one: bool) -
     return json.dumps(schema)
 
 
-_CALLS = CallFormat((), unmarked="[", has_objects=True)
+_CALLS = CallFormat(unmarked="[", has_objects=True)
 
 
 class RequiredParser(FormatParser):
@@ -55,11 +55,12 @@ class NamedParser:
         self._name = name
         self._has_started = False
 
-    def push(self, text: str) -> list[Event]:
+    def push(self, text: str) -> list[Part]:
         """All text is arguments."""
-        started, self._has_started = self._has_started, True
-        return [*([] if started else [CallStart(self._name)]), CallArguments(text)]
+        start = [] if self._has_started else [Part("call", self._name)]
+        self._has_started = True
+        return [*start, Part("arguments", text)]
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[Part]:
         """Nothing is held back."""
         return []

@@ -1,40 +1,25 @@
-"""Events of a parser, and its interface."""
+"""Parts of a message, which parsers return, and their interface."""
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+Kind = Literal["reasoning", "text", "call", "arguments"]
+
+Functions = Mapping[str, Mapping[str, Any] | None]
+"""The functions that may be called: the JSON schema of the parameters of each, by name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text for the reader."""
+class Part(NamedTuple):
+    """The next piece of a message."""
 
+    kind: Kind
+    """`reasoning`, `text` for the reader, the start of a `call`, or a call's `arguments`."""
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reasoning:
-    """Text of the model's thought."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallStart:
-    """A call of this function begins; its arguments follow."""
-
-    name: str
-    call_id: str | None = None
-    """The id that the model wrote, in the formats that have one."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """The next piece of the present call's arguments, as JSON text."""
-
-    text: str
-
-
-Event = Content | Reasoning | CallStart | CallArguments
+    """The text to append: arguments are JSON text. The name of the function where a call begins."""
+    call: int = 0
+    """Number of the call, of its parts."""
+    call_id: str = ""
+    """The id that the model wrote, where a call begins, in the formats that have one."""
 
 
 class MessageParser(Protocol):
@@ -44,16 +29,8 @@ class MessageParser(Protocol):
     def in_reasoning(self) -> bool:
         """Whether the text so far ends inside a thought."""
 
-    def push(self, text: str) -> list[Event]:
-        """The events in the next piece of text."""
+    def push(self, text: str) -> list[Part]:
+        """The parts in the next piece of text."""
 
-    def finish(self) -> list[Event]:
-        """The events of the text that was held back, at its end."""
-
-
-def partial_marker(text: str, marker: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `marker`."""
-    for length in range(min(len(text), len(marker) - 1), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0
+    def finish(self) -> list[Part]:
+        """The parts of the text that was held back, at its end."""

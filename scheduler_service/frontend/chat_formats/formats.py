@@ -9,10 +9,9 @@ library would parse tokens, where everything here is text.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from scheduler_service.frontend.chat_formats.calls import Functions
-from scheduler_service.frontend.chat_formats.events import Content, Event, MessageParser
+from scheduler_service.frontend.chat_formats.events import Functions, MessageParser
 from scheduler_service.frontend.chat_formats.parser import FormatParser
 from scheduler_service.frontend.chat_formats.source import Texts
 from scheduler_service.frontend.chat_formats.syntax import (
@@ -24,72 +23,103 @@ from scheduler_service.frontend.chat_formats.syntax import (
     tokens_in,
 )
 
+
+def _texts(texts: str) -> Texts:
+    """The texts in `first or second`."""
+    return tuple(filter(None, texts.split(" or ")))
+
+
+def _around(marks: str) -> tuple[Texts, Texts]:
+    """The openings and the closings in `opening…closing`, of which there may be several."""
+    opening, _, closing = marks.partition("…")
+    return _texts(opening), _texts(closing)
+
+
+def _thoughts(names: str, marks: str, **fields: Any) -> ReasoningFormat:
+    """A format of thoughts between marks."""
+    return ReasoningFormat(tuple(names.split()), *_around(marks), **fields)
+
+
+def _calls(names: str, section: str = "…", call: str = "…", **fields: Any) -> CallFormat:
+    """A format of calls between marks, in sections between marks."""
+    return CallFormat(tuple(names.split()), *_around(section), *_around(call), **fields)
+
+
+def _tagged(names: str, section: str, call: str, parameter: str, **fields: Any) -> CallFormat:
+    """A format of calls and of their parameters between tags such as `<invoke name=` and
+    `</invoke>`."""
+    head = r'\s*"?(?P<name>[^\s"<>]+)"?\s*>'
+    key = r'\s*"?(?P<key>[^"<>]+?)"?(?:\s+string="\w+")?\s*>'
+    end_call, end_parameter = (
+        f"</{tag[1:].replace(' ', '=').split('=')[0]}>" for tag in (call, parameter)
+    )
+    parameters = Parameters(parameter, key, end_parameter)
+    return _calls(names, section, f"{call}…{end_call}", head=head, parameters=parameters, **fields)
+
+
+def _pythonic(names: str, section: str, **fields: Any) -> CallFormat:
+    """A format of calls as in Python."""
+    name = r"(?P<name>[A-Za-z_][\w.]*)"
+    return _calls(names, section, head=rf"{name}(?=\()", head_so_far=name, dialect=PYTHON, **fields)
+
+
+def _gemma(names: str, call: str, quote: str) -> CallFormat:
+    """A format of Gemma's calls, with a mark of their own for quotes."""
+    head = r"\s*call:(?P<name>[^\s{}:]+)\s*(?=\{)"
+    dialect = Dialect((quote,), has_escapes=False, has_bare_keys=True)
+    return _calls(names, call=call, head=head, dialect=dialect)
+
+
+_FINAL = _texts("<|channel|>final<|message|> or <|channel|>final <|constrain|>json<|message|>")
+_COHERE = _texts("<|START_RESPONSE|> or <|END_RESPONSE|> or <|START_TEXT|> or <|END_TEXT|>")
+
 REASONING_FORMATS = (
-    ReasoningFormat(
-        ("openai_gptoss",),
-        ("<|channel|>analysis<|message|>",),
-        ("<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
+    _thoughts(
+        "openai_gptoss",
+        "<|channel|>analysis<|message|>…"
+        "<|end|> or <|start|>assistant or <|channel|>final<|message|>",
         shown_by=(("<|channel|>",),),
-        answer_opening="<|channel|>final<|message|>",
-        other_answer_openings=("<|channel|>final <|constrain|>json<|message|>",),
+        answer_openings=_FINAL,
         framing=(
-            *("<|start|>assistant", "<|end|>", "<|return|>", "<|call|>"),
-            *("<|channel|>final<|message|>", "<|channel|>commentary<|message|>"),
-            "<|channel|>final <|constrain|>json<|message|>",
+            *_texts("<|start|>assistant or <|end|> or <|return|> or <|call|>"),
+            *(*_FINAL, "<|channel|>commentary<|message|>"),
         ),
     ),
-    ReasoningFormat(("mistral",), ("[THINK]",), ("[/THINK]",)),
-    ReasoningFormat(
-        ("cohere_command3", "cohere_command4"),
-        ("<|START_THINKING|>",),
-        ("<|END_THINKING|>",),
-        answer_opening="<|START_RESPONSE|>",
-        framing=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+    _thoughts("mistral", "[THINK]…[/THINK]"),
+    _thoughts(
+        "cohere_command3 cohere_command4",
+        "<|START_THINKING|>…<|END_THINKING|>",
+        answer_openings=_COHERE[:1],
+        framing=_COHERE,
     ),
-    ReasoningFormat(
-        ("gemma4",), ("<|channel>thought",), ("<channel|>",), shown_by=(("<|channel>",),)
+    _thoughts("gemma4", "<|channel>thought…<channel|>", shown_by=(("<|channel>",),)),
+    _thoughts("seed_oss", "<seed:think>…</seed:think>"),
+    _thoughts(
+        "granite",
+        "Here is my thought process: or Here's my thought process:…"
+        "Here is my response: or Here's my response:",
+        shown_by=(("Here is my thought process",),),
     ),
-    ReasoningFormat(("seed_oss",), ("<seed:think>",), ("</seed:think>",)),
-    ReasoningFormat(
-        ("granite", "ernie45"),
-        ("Here is my thought process:", "Here's my thought process:", "<think>"),
-        ("Here is my response:", "Here's my response:", "</think>"),
-        shown_by=(("Here is my thought process",), ("<think>", "<response>")),
+    _thoughts(
+        "ernie45",  # and Granite 3.3
+        "<think>…</think>",
+        shown_by=(("<think>", "<response>"),),
         answer=("<response>", "</response>"),
     ),
-    ReasoningFormat(
-        ("hunyuan_a13b",),
-        ("<think>",),
-        ("</think>",),
-        shown_by=(("<think>", "<answer>"),),
-        answer=("<answer>", "</answer>"),
-    ),
-    ReasoningFormat(
-        (
-            *("qwen3", "deepseek_v3", "glm45", "glm47", "minimax_m2", "kimi_k2", "nemotron_v3"),
-            *("holo2", "mimo", "olmo3", "step3p5"),
-        ),
-        ("<think>",),
-        ("</think>",),
+    _thoughts(
+        "qwen3 deepseek_v3 glm45 glm47 minimax_m2 kimi_k2 nemotron_v3 holo2 mimo olmo3 step3p5",
+        "<think>…</think>",
         shown_by=(("<think>",), ("</think>",)),
     ),
-    ReasoningFormat(("deepseek_r1", "step3"), ("<think>",), ("</think>",), starts_unmarked=True),
+    _thoughts("deepseek_r1 step3", "<think>…</think>", starts_unmarked=True),
 )
 """The first that a template shows is used."""
 
-_GEMMA_HEAD = r"\s*call:(?P<name>[^\s{}:]+)\s*(?=\{)"
-_PYTHON_HEAD, _PYTHON_NAME = r"(?P<name>[A-Za-z_][\w.]*)(?=\()", r"[A-Za-z_][\w.]*"
-_TAGGED_HEAD = r'\s*"?(?P<name>[^\s"<>]+)"?\s*>'
-_QWEN_PARAMETERS = Parameters("<parameter=", r"(?P<key>[^<>]+)>", "</parameter>")
-
 CALL_FORMATS = (
-    CallFormat(
-        ("openai",),
-        call_openings=(
-            *("<|channel|>commentary to=", "<|channel|>analysis to="),
-            "<|start|>assistant to=",
-        ),
-        call_closings=("<|call|>",),
+    _calls(
+        "openai",
+        call="<|channel|>commentary to= or <|channel|>analysis to= or <|start|>assistant to=…"
+        "<|call|>",
         shown_by=(("<|channel|>",),),
         head=(
             r"functions\.(?P<name>[^\s<{]+)"
@@ -97,68 +127,52 @@ CALL_FORMATS = (
             r"<\|message\|>\s*(?=\{|<\|call\|>)"
         ),
     ),
-    CallFormat(
-        ("seed_oss",),
-        *(("<seed:tool_call>",), ("</seed:tool_call>",), ("<function=",), ("</function>",)),
-        head=_TAGGED_HEAD,
-        parameters=_QWEN_PARAMETERS,
-    ),
-    CallFormat(
-        ("qwen3_xml", "qwen3_coder", "mimo", "step3p5"),
-        *(("<tool_call>",), ("</tool_call>",), ("<function=",), ("</function>",)),
+    _tagged("seed_oss", "<seed:tool_call>…</seed:tool_call>", "<function=", "<parameter="),
+    _tagged(
+        "qwen3_xml qwen3_coder mimo step3p5",
+        *("<tool_call>…</tool_call>", "<function=", "<parameter="),
         shown_by=(("<function=", "<parameter="),),
-        head=_TAGGED_HEAD,
-        parameters=_QWEN_PARAMETERS,
     ),
-    CallFormat(
-        ("glm45", "glm47"),
-        call_openings=("<tool_call>",),
-        call_closings=("</tool_call>",),
+    _tagged(
+        "minimax_m2",
+        *("<minimax:tool_call>…</minimax:tool_call>", "<invoke name=", "<parameter name="),
+    ),
+    _tagged(
+        "deepseek_v32",
+        "<｜DSML｜function_calls>…</｜DSML｜function_calls>",
+        *("<｜DSML｜invoke name=", "<｜DSML｜parameter name="),
+        shown_by=(("｜DSML｜",),),
+    ),
+    _calls(
+        "glm45 glm47",
+        call="<tool_call>…</tool_call>",
         shown_by=(("<arg_key>",),),
         head=r"\s*(?P<name>[^\s<>{}]+)\s*(?=<arg_key>|</tool_call>)",
         parameters=Parameters(
             "<arg_key>", r"\s*(?P<key>[^<]*?)\s*</arg_key>\s*<arg_value>", "</arg_value>"
         ),
     ),
-    CallFormat(
-        ("minimax_m2",),
-        *(("<minimax:tool_call>",), ("</minimax:tool_call>",), ("<invoke name=",), ("</invoke>",)),
-        head=_TAGGED_HEAD,
-        parameters=Parameters("<parameter name=", r'"?(?P<key>[^"<>]+)"?\s*>', "</parameter>"),
-    ),
-    CallFormat(
-        ("deepseek_v32",),
-        *(("<｜DSML｜function_calls>",), ("</｜DSML｜function_calls>",)),
-        *(("<｜DSML｜invoke name=",), ("</｜DSML｜invoke>",)),
-        shown_by=(("｜DSML｜",),),
-        head=_TAGGED_HEAD,
-        parameters=Parameters(
-            "<｜DSML｜parameter name=",
-            r'"(?P<key>[^"<>]+)"(?:\s+string="\w+")?\s*>',
-            "</｜DSML｜parameter>",
-        ),
-    ),
-    CallFormat(
-        ("deepseek_v3", "deepseek_v31"),
-        *(("<｜tool▁calls▁begin｜>",), ("<｜tool▁calls▁end｜>",), ("<｜tool▁call▁begin｜>",)),
-        ("<｜tool▁call▁end｜>", "```<｜tool▁call▁end｜>"),
+    _calls(
+        "deepseek_v3 deepseek_v31",
+        "<｜tool▁calls▁begin｜>…<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>…<｜tool▁call▁end｜> or ```<｜tool▁call▁end｜>",
         head=(
             r"\s*(?:function<｜tool▁sep｜>)?(?P<name>[^\s<{`]+)"
             r"(?:<｜tool▁sep｜>|\s*```(?:json)?)\s*(?=\{|```|<｜tool▁call▁end｜>)"
         ),
     ),
-    CallFormat(
-        ("kimi_k2",),
-        *(("<|tool_calls_section_begin|>",), ("<|tool_calls_section_end|>",)),
-        *(("<|tool_call_begin|>",), ("<|tool_call_end|>",)),
+    _calls(
+        "kimi_k2",
+        "<|tool_calls_section_begin|>…<|tool_calls_section_end|>",
+        "<|tool_call_begin|>…<|tool_call_end|>",
         head=(
             r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s:<{]+)(?::\d+)?)"
             r"\s*<\|tool_call_argument_begin\|>\s*(?=\{|<\|tool_call_end\|>)"
         ),
     ),
-    CallFormat(
-        ("mistral",),
-        ("[TOOL_CALLS]",),
+    _calls(
+        "mistral",
+        "[TOOL_CALLS]…",
         has_objects=True,
         head=(
             r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\s*(?P<id>[^\s\[\]{}]+)\s*)?"
@@ -166,77 +180,41 @@ CALL_FORMATS = (
         ),
         head_so_far=r"\s*[^\s\[\]{}]*\s*(?:\[[^{}]*)?",
     ),
-    CallFormat(
-        ("lfm2",),
-        *(("<|tool_call_start|>",), ("<|tool_call_end|>",)),
+    _pythonic(
+        "lfm2",
+        "<|tool_call_start|>…<|tool_call_end|>",
         shown_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
         has_objects=True,
-        head=_PYTHON_HEAD,
-        head_so_far=_PYTHON_NAME,
-        dialect=PYTHON,
     ),
-    CallFormat(
-        ("olmo3",),
-        *(("<function_calls>",), ("</function_calls>",)),
-        head=_PYTHON_HEAD,
-        head_so_far=_PYTHON_NAME,
-        dialect=PYTHON,
-    ),
-    CallFormat(
-        ("pythonic", "llama4_pythonic"),
-        *(("<|python_start|>",), ("<|python_end|>",)),
+    _pythonic("olmo3", "<function_calls>…</function_calls>"),
+    _pythonic(
+        "pythonic llama4_pythonic",
+        "<|python_start|>…<|python_end|>",
         shown_by=(("[func_name1(",),),
         unmarked="[",
-        head=_PYTHON_HEAD,
-        head_so_far=_PYTHON_NAME,
-        dialect=PYTHON,
     ),
-    CallFormat(
-        ("llama3_json", "llama4_json"),
-        *(("<|python_tag|>", "<|python_start|>"), ("<|python_end|>",)),
+    _calls(
+        "llama3_json llama4_json",
+        "<|python_tag|>…",
         shown_by=(("<|python_tag|>",), ("ipython", '"parameters"')),
         unmarked="{",
         has_objects=True,
+        framing=("<|python_start|>", "<|python_end|>"),
     ),
-    CallFormat(
-        ("phi4_mini_json",),
-        *(("<|tool_call|>", "functools"), ("<|/tool_call|>",)),
+    _calls(
+        "phi4_mini_json",
+        "<|tool_call|> or functools…<|/tool_call|>",
         shown_by=(("functools",), ("<|tool|>",)),
         has_objects=True,
     ),
-    CallFormat(("granite",), ("<|tool_call|>", "<tool_call>"), ("</tool_call>",), has_objects=True),
-    CallFormat(
-        ("cohere_command3", "cohere_command4"),
-        *(("<|START_ACTION|>",), ("<|END_ACTION|>",)),
-        has_objects=True,
-    ),
-    CallFormat(
-        ("gemma4",),
-        call_openings=("<|tool_call>",),
-        call_closings=("<tool_call|>",),
-        head=_GEMMA_HEAD,
-        dialect=Dialect(('<|"|>',), has_escapes=False, has_bare_keys=True),
-    ),
-    CallFormat(
-        ("functiongemma",),
-        call_openings=("<start_function_call>",),
-        call_closings=("<end_function_call>",),
-        head=_GEMMA_HEAD,
-        dialect=Dialect(("<escape>",), has_escapes=False, has_bare_keys=True),
-    ),
-    CallFormat(("jamba", "hunyuan_a13b"), ("<tool_calls>",), ("</tool_calls>",), has_objects=True),
-    CallFormat(
-        ("internlm",),
-        ("<|action_start|><|plugin|>", "<|action_start|> <|plugin|>"),
-        ("<|action_end|>",),
-        shown_by=(("<|action_start|>",),),
-        has_objects=True,
-    ),
-    CallFormat(("longcat",), ("<longcat_tool_call>",), ("</longcat_tool_call>",), has_objects=True),
-    CallFormat(("granite-20b-fc",), ("<function_call>",), has_objects=True),
-    CallFormat(
-        ("hermes", "granite4", "ernie45"), ("<tool_call>",), ("</tool_call>",), has_objects=True
-    ),
+    _calls("granite", "<|tool_call|> or <tool_call>…</tool_call>", has_objects=True),
+    _calls("cohere_command3 cohere_command4", "<|START_ACTION|>…<|END_ACTION|>", has_objects=True),
+    _gemma("gemma4", "<|tool_call>…<tool_call|>", '<|"|>'),
+    _gemma("functiongemma", "<start_function_call>…<end_function_call>", "<escape>"),
+    _calls("jamba", "<tool_calls>…</tool_calls>", has_objects=True),
+    _calls("longcat", "<longcat_tool_call>…</longcat_tool_call>", has_objects=True),
+    _calls("granite-20b-fc", "<function_call>…", has_objects=True),
+    _calls("hermes granite4 ernie45", "<tool_call>…</tool_call>", has_objects=True),
 )
 """The first that a template shows is used; without one, the first of which the vocabulary has the
 opening; otherwise the last, which no ordinary text resembles."""
@@ -261,7 +239,8 @@ class ChatFormat:
     @property
     def special_tokens(self) -> frozenset[str]:
         """Marks that may be special tokens and that the parser needs to see in the text."""
-        return frozenset(tokens_in((self.reasoning, self.calls)))
+        parts = [part for part in (self.reasoning, self.calls) if part is not None]
+        return frozenset(tokens_in(mark for part in parts for mark in part.marks))
 
     def thought(self, prompt: str) -> tuple[str, Texts] | None:
         """What begins the thought of an answer that follows `prompt`, empty where it has begun, and
@@ -271,15 +250,13 @@ class ChatFormat:
         thought, has_thought = self._thought(prompt)
         if has_thought:
             return None
-        opening, closings = self.reasoning.openings[0], self.reasoning.closings
-        if answer_opening := self.reasoning.answer_opening:  # comes also without a thought
-            equal = takewhile(
-                lambda pair: pair[0] == pair[1], zip(opening, answer_opening, strict=False)
-            )
-            opening = "".join(char for char, _ in equal)
-            closings = (answer_opening, *self.reasoning.other_answer_openings)
-        is_open = thought is not None or self.reasoning.starts_unmarked
-        return "" if is_open else opening, closings
+        closings = self.reasoning.answer_openings or self.reasoning.closings
+        if thought is not None or self.reasoning.starts_unmarked:
+            return "", closings
+        # What announces the answer comes without a thought as well.
+        openings = zip(*self.reasoning.openings, *self.reasoning.answer_openings, strict=False)
+        prefix = takewhile(lambda characters: len(set(characters)) == 1, openings)
+        return "".join(characters[0] for characters in prefix), closings
 
     def parser(
         self, functions: Functions, *, prompt: str = "", answer: MessageParser | None = None
@@ -289,9 +266,9 @@ class ChatFormat:
         Without functions calls are not looked for. `answer`, where given, reads all text after the
         thoughts, because the request constrains it (`constrained`).
         """
+        if self.reasoning is None and answer is not None:
+            return answer
         calls = self.calls if functions and answer is None else None
-        if self.reasoning is None and calls is None:
-            return answer or PlainParser()
         thought, has_thought = self._thought(prompt)
         return FormatParser(
             *(self.reasoning, calls, functions),
@@ -318,20 +295,6 @@ class ChatFormat:
 def _last_end(marks: Texts, text: str) -> int:
     """Where the last of the marks ends; 0 without any."""
     return max((text.rfind(mark) + len(mark) for mark in marks if mark in text), default=0)
-
-
-class PlainParser:
-    """All text is content; see `MessageParser`."""
-
-    in_reasoning = False
-
-    def push(self, text: str) -> list[Event]:
-        """The text."""
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Event]:
-        """Nothing is held back."""
-        return []
 
 
 Format = TypeVar("Format", ReasoningFormat, CallFormat)
@@ -371,7 +334,7 @@ def _named(formats: tuple[Format, ...], name: str, field: str) -> Format | None:
 
 def _shown(formats: tuple[Format, ...], template: str) -> Format | None:
     for found in formats:
-        shown_by = found.shown_by or ((_opening(found),),)
+        shown_by = found.shown_by or ((found.marks[0],),)
         if any(all(text in template for text in texts) for texts in shown_by):
             return found
     return None
@@ -380,11 +343,7 @@ def _shown(formats: tuple[Format, ...], template: str) -> Format | None:
 def _in_vocabulary(has_token: Callable[[str], bool]) -> CallFormat:
     """The first format with an opening in the vocabulary that is not one of several formats."""
     for found in CALL_FORMATS:
-        opening = _opening(found)
+        opening = found.marks[0]
         if opening not in HERMES.openings and has_token(opening):
             return found
     return HERMES
-
-
-def _opening(form: ReasoningFormat | CallFormat) -> str:
-    return form.openings[0] if isinstance(form, ReasoningFormat) else form.all_openings[0]

@@ -1,25 +1,12 @@
 """The incremental parser: text, thoughts and sections of calls, in any format.
 
-A state is a method that reads the text from where it is and returns whether it could go on. What
-may turn out not to be a call is kept, and is read again as text if it is none.
+Generators read the text from where it is and yield where they need more. What may turn out not to
+be a call is kept, and is read again as text if it is none.
 """
 
-from collections.abc import Callable
-
-from scheduler_service.frontend.chat_formats.calls import (
-    CallReader,
-    Functions,
-    HeadedCall,
-    ObjectCall,
-    Step,
-)
-from scheduler_service.frontend.chat_formats.events import (
-    Content,
-    Event,
-    MessageParser,
-    Reasoning,
-)
-from scheduler_service.frontend.chat_formats.source import Source
+from scheduler_service.frontend.chat_formats.calls import CallReader
+from scheduler_service.frontend.chat_formats.events import Functions, Kind, MessageParser, Part
+from scheduler_service.frontend.chat_formats.source import Reading, Source, Texts, marks_of
 from scheduler_service.frontend.chat_formats.syntax import (
     NO_CALLS,
     NO_REASONING,
@@ -27,22 +14,21 @@ from scheduler_service.frontend.chat_formats.syntax import (
     ReasoningFormat,
 )
 
-MAX_READS = 8
-"""How often, on average, a text may be read again because it was no call."""
+MAX_READ_AGAIN = 2**20
+"""Characters of a message that may be read again because they were no call."""
 
 
 class _Text:
     """The text of one kind. White space beside a thought or a call is no part of it, but separates
     what is before from what follows."""
 
-    def __init__(
-        self, kind: type[Content] | type[Reasoning], events: list[Event], *, trims: bool
-    ) -> None:
+    def __init__(self, kind: Kind, parts: list[Part], *, trims: bool) -> None:
         self._kind = kind
-        self._events = events
+        self._parts = parts
         self._trims = trims
         """Whether no text has come since the last thought or call."""
-        self._spaces: list[str] = []
+        self._spaces = ""
+        """The last of the text, which waits for more."""
         self._separator = ""
         """The space before that thought or call."""
         self._joiner = ""
@@ -53,29 +39,29 @@ class _Text:
         """Add the next piece; space at its end waits for more."""
         body = text.rstrip()
         if not body:
-            self._spaces.append(text)
+            self._spaces += text
             return
-        joined = "".join(self._spaces) + body
+        joined = self._spaces + body
         if self._trims:
             trimmed = joined.lstrip()
             space = self._separator or joined[: len(joined) - len(trimmed)] or self._joiner
             joined = (space if self._has_text else "") + trimmed
-        self._events.append(self._kind(joined))
-        self._spaces = [text[len(body) :]]
-        self._has_text, self._trims = True, False
+            self._trims = False
+        self._has_text = True
+        self._parts.append(Part(self._kind, joined))
+        self._spaces = text[len(body) :]
 
     def interrupt(self, joiner: str = "") -> None:
         """A thought or a call comes, or another message."""
         self._joiner = joiner
         if not self._trims:
-            self._separator = "".join(self._spaces)
-        self._spaces, self._trims = [], True
+            self._separator = self._spaces
+        self._spaces, self._trims = "", True
 
     def finish(self) -> None:
         """Add the space at the end, unless it follows a thought or a call."""
-        space = "".join(self._spaces)
-        if space and not self._trims:
-            self._events.append(self._kind(space))
+        if self._spaces and not self._trims:
+            self._parts.append(Part(self._kind, self._spaces))
 
 
 class FormatParser:
@@ -95,240 +81,209 @@ class FormatParser:
         it. `answer` reads what follows the thoughts instead of this parser."""
         self._reasoning = reasoning or NO_REASONING
         self._calls = calls or NO_CALLS
+        self._framing = (*self._reasoning.framing, *self._calls.framing)
         self._functions = functions
         self._answer = answer
         self._source = Source()
-        self._events: list[Event] = []
-        self._content = _Text(Content, self._events, trims=has_thought)
-        is_new = thought is None or not thought.strip()
-        self._thought = _Text(Reasoning, self._events, trims=is_new)
-        self._num_read_again = 0
-        self._misleading = 0
-        """The length of the mark that is text if what follows is no call."""
+        self._parts: list[Part] = []
+        is_continued = thought is not None and bool(thought.strip())
+        self._content = _Text("text", self._parts, trims=has_thought)
+        self._thought = _Text("reasoning", self._parts, trims=not is_continued)
+        self.in_reasoning = thought is not None or (
+            self._reasoning.starts_unmarked and not has_thought
+        )
         self._answer_mark = ""
         """The mark that begins the answer, or ends it."""
+        self._num_read_again = 0
+        self._num_calls = 0
         self._has_unclosed = False
         """Whether marks that end calls are no text."""
-        self._in_list = self._is_separated = False
-        self._num_calls = 0
-        """Calls in the present section."""
-        self._call: CallReader
-        self._state: Callable[[], bool] = self._read_start
-        if thought is not None:
-            self._state = self._read_thought
-        elif self._reasoning.starts_unmarked and not has_thought:
-            self._state = self._read_first
+        self._open: _Text | None = None
+        """The text that is being read, if none of it is held back, and what may begin its end."""
+        self._reading = self._read_message()
+        next(self._reading)
 
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside a thought."""
-        return self._state in (self._read_thought, self._read_first, self._read_unmarked)
-
-    def push(self, text: str) -> list[Event]:
-        """The events in the next piece of text."""
-        self._source.push(text)
-        while not self._source.is_empty and self._state():
-            pass
+    def push(self, text: str) -> list[Part]:
+        """The parts in the next piece of text."""
+        if self._open is not None and not self._may_end.search(text):
+            self._open.add(text)
+        else:
+            self._open = None
+            self._source.push(text)
+            next(self._reading, None)
         return self._pop()
 
-    def finish(self) -> list[Event]:
-        """The events of the text that was held back, at its end."""
+    def finish(self) -> list[Part]:
+        """The parts of the text that was held back, at its end."""
         self._source.is_last = True
-        while self._state():
-            pass
+        next(self._reading, None)
         self._content.finish()
         return self._pop() + (self._answer.finish() if self._answer is not None else [])
 
-    def _pop(self) -> list[Event]:
-        events = self._events[:]
-        self._events.clear()
-        return events
+    def _pop(self) -> list[Part]:
+        parts = self._parts[:]
+        self._parts.clear()
+        return parts
 
     # Text and thoughts.
 
-    def _read_start(self) -> bool:
-        """What may begin a message, or follow a thought or a call."""
+    def _read_message(self) -> Reading[None]:
+        """Read what may begin a message, or follow a thought or a call; then what comes."""
         source, reasoning = self._source, self._reasoning
-        if space := source.skip_space():
-            self._content.add(space)
-        opening = self._answer_mark if self._answer_mark == reasoning.answer[0] else ""
-        openings = (*reasoning.openings, opening, *self._calls.all_openings)
-        mark = source.peek((*openings, *reasoning.framing))
-        if mark is None or source.is_empty:
-            return False
-        if mark and (mark in reasoning.openings or mark in reasoning.framing or mark == opening):
-            source.at += len(mark)
-            if mark in reasoning.openings:
-                self._state = self._read_thought
-            elif mark == opening:
-                self._answer_mark = reasoning.answer[1]
-        elif self._answer is not None:
-            self._state = self._read_answer
-        elif not mark and source.char == self._calls.unmarked:
-            self._begin_section("")
-        else:
-            self._state = self._read_text
-        return True
+        if self.in_reasoning:
+            self._thought.add((yield from source.skip_space()))
+            source.at += len((yield from source.peek(reasoning.openings)))
+            yield from self._read_thought()
+        while True:
+            self._content.add((yield from source.skip_space()))
+            begin = self._answer_mark if self._answer_mark == reasoning.answer[0] else ""
+            marks = (*reasoning.openings, begin, *self._calls.all_openings, *self._framing)
+            mark = yield from source.peek(marks)
+            if source.is_empty:
+                return
+            if mark and mark in reasoning.openings:
+                source.at += len(mark)
+                yield from self._read_thought()
+            elif mark and (mark in self._framing or mark == begin):
+                source.at += len(mark)
+                self._answer_mark = reasoning.answer[1] if mark == begin else self._answer_mark
+            elif self._answer is not None:
+                yield from self._read_answer(self._answer)
+            else:
+                yield from self._read_text(not mark and source.char == self._calls.unmarked)
 
-    def _read_text(self) -> bool:
-        """Text up to a mark."""
-        calls = self._calls
-        closings = calls.all_closings if self._has_unclosed else ()
-        end = "" if self._answer_mark == self._reasoning.answer[0] else self._answer_mark
-        marks = (*calls.all_openings, *closings, *self._reasoning.framing, end)
-        before, mark = self._source.split(marks)
-        if before:
-            self._content.add(before)
-        if mark in calls.all_openings:
-            self._source.at -= len(mark)
-            self._begin_section(mark)
-        elif mark:
-            if mark in closings:
-                self._has_unclosed = mark not in calls.closings and bool(calls.closings)
-            elif mark == end:
-                self._answer_mark = ""
-            self._content.interrupt("\n" if mark in self._reasoning.framing else "")
-            self._state = self._read_start
-        return bool(mark)
-
-    def _read_thought(self) -> bool:
-        before, mark = self._source.split(self._reasoning.closings)
-        if before:
-            self._thought.add(before)
-        if mark:
-            self._end_thought(mark)
-        return bool(mark)
-
-    def _end_thought(self, mark: str) -> None:
-        if mark in self._reasoning.framing:
+    def _read_thought(self) -> Reading[None]:
+        self.in_reasoning = True
+        mark = yield from self._read_until(self._thought, self._reasoning.closings)
+        if not mark:
+            return
+        self.in_reasoning = False
+        if mark in self._framing:
             self._source.at -= len(mark)
         self._answer_mark = self._reasoning.answer[0]
         self._thought.interrupt("\n")
         self._content.interrupt("\n")
-        self._state = self._read_start
 
-    def _read_first(self) -> bool:
-        """Whether the first thought is marked."""
-        source = self._source
-        source.keep()
-        source.skip_space()
-        mark = source.peek(self._reasoning.openings)
-        source.restore()
-        if mark == "":
-            source.keep()
-        self._state = self._read_start if mark else self._read_unmarked
-        if mark is None:
-            self._state = self._read_first
-        return mark is not None
+    def _read_until(self, text: _Text, marks: Texts) -> Reading[str]:
+        """Read text up to a mark, which is empty if no more comes."""
+        source, self._may_end = self._source, marks_of(marks).first_character
+        while True:
+            before, mark = source.split(marks)
+            if before:
+                text.add(before)
+            if mark or source.is_last:
+                return mark
+            self._open = text if source.is_empty else None
+            yield
 
-    def _read_unmarked(self) -> bool:
-        """What is a thought if its end comes, and otherwise text."""
+    def _read_answer(self, answer: MessageParser) -> Reading[None]:
         source = self._source
-        _, mark = source.split(self._reasoning.closings)
-        if mark:
-            self._thought.add(source.release()[: -len(mark)])
-            self._end_thought(mark)
-        elif source.is_last:
-            source.restore()
-            self._state = self._read_start
-        return bool(mark) or source.is_last
+        while True:
+            if not source.is_empty:
+                self._parts += answer.push(source.text[source.at :])
+                source.at = len(source.text)
+            if source.is_last:
+                return
+            yield
 
-    def _read_answer(self) -> bool:
-        source = self._source
-        if self._answer is not None and not source.is_empty:
-            self._events += self._answer.push(source.text[source.at :])
-            source.at = len(source.text)
-        return False
+    def _read_text(self, begins_unmarked: bool) -> Reading[None]:
+        """Read text up to what follows a call or a mark; it may begin with calls without one."""
+        source, calls = self._source, self._calls
+        if begins_unmarked and (yield from self._read_section("")):
+            return
+        end = "" if self._answer_mark == self._reasoning.answer[0] else self._answer_mark
+        while True:
+            closings = calls.all_closings if self._has_unclosed else ()
+            marks = (*calls.all_openings, *closings, *self._framing, end)
+            mark = yield from self._read_until(self._content, marks)
+            if not mark:
+                return
+            if mark not in calls.all_openings:
+                break
+            source.at -= len(mark)
+            if (yield from self._read_section(mark)):
+                return
+        if mark in closings:
+            self._has_unclosed = mark not in calls.closings and bool(calls.closings)
+        elif mark == end:
+            self._answer_mark = ""
+        self._content.interrupt("\n" if mark in self._framing else "")
 
     # Calls.
 
-    def _begin_section(self, mark: str) -> None:
-        """Read calls after a mark, which is text if there are none."""
-        self._source.keep()
-        self._misleading = len(mark)
-        self._source.at += len(mark) if mark in self._calls.openings else 0
-        self._num_calls = 0
-        self._in_list = self._is_separated = False
-        self._state = self._read_section
-
-    def _read_section(self) -> bool:
-        """What is before, between and after the calls of a section."""
+    def _read_section(self, mark: str) -> Reading[bool]:
+        """Read calls after a mark; what is none is text, and so is the mark without any. Returns
+        whether what follows the calls is no text for certain."""
         source, calls = self._source, self._calls
-        space = source.skip_space()
-        if space and not source.keeps_text:
-            self._content.add(space)
-        mark = source.peek((*calls.all_closings, *calls.call_openings))
-        if mark is None:
+        source.keep()
+        misleading = len(mark)
+        source.at += len(mark) if mark in calls.openings else 0
+        num_calls = 0
+        in_list = is_separated = False
+        while True:
+            follows_call = num_calls > 0 and not is_separated
+            space = yield from source.skip_space()
+            if follows_call:
+                self._content.add(space)
+            mark = yield from source.peek((*calls.all_closings, *calls.call_openings))
+            char = "" if mark else source.char
+            if follows_call and mark and mark in calls.all_closings:
+                source.at += len(mark)
+                if mark in calls.closings or not calls.closings:
+                    self._has_unclosed = False
+                    return True
+            elif char == "[" and not num_calls and not in_list:
+                source.at += 1
+                in_list = True
+            elif char == "]" and in_list and follows_call:
+                source.at += 1
+                in_list = False
+            elif char in (",", ";") and follows_call:
+                source.keep()
+                misleading = 0
+                source.at += 1
+                is_separated = True
+            elif follows_call and not self._may_begin(mark, char, False):
+                return True
+            else:
+                if follows_call:
+                    source.keep()
+                    misleading = len(mark)
+                if not (yield from self._read_call(mark, char, is_separated or not num_calls)):
+                    self._fail(misleading)
+                    return False
+                num_calls += 1
+                is_separated = False
+
+    def _read_call(self, mark: str, char: str, is_first: bool) -> Reading[bool]:
+        """Read a call that begins with a mark or a character, if it does. `is_first`: the first of
+        a section, or after a separator."""
+        if not self._may_begin(mark, char, is_first):
             return False
-        if mark in calls.call_openings:
-            self._begin_call(HeadedCall, mark)
-        elif mark and self._num_calls and not self._is_separated:
-            source.at += len(mark)
-            if mark in calls.closings or not calls.closings:
-                self._has_unclosed = False
-                self._state = self._read_start
-        elif source.char in "[],;" and self._read_list(source.char):
-            source.at += len(source.char)
-        elif source.char == "{" and calls.has_objects:
-            self._begin_call(ObjectCall, "")
-        elif source.char and self._may_have_head():
-            self._begin_call(HeadedCall, "")
-        elif source.keeps_text:
-            self._fail()
-        else:
-            self._state = self._read_start
+        self._source.at += len(mark)
+        call = CallReader(
+            *(self._source, self._calls, self._functions, self._parts, self._num_calls)
+        )
+        is_object = char == "{" and self._calls.has_objects
+        if not (yield from call.read(has_head=not is_object)):
+            return False
+        self._num_calls += 1
+        self._has_unclosed = True
+        self._content.interrupt()
         return True
 
-    def _read_list(self, char: str) -> bool:
-        """Whether a bracket or a separator belongs to the list of calls."""
-        follows_call = bool(self._num_calls) and not self._is_separated
-        if char == "[":
-            fits = not self._num_calls and not self._in_list
-            self._in_list |= fits
-        elif char == "]":
-            fits = self._in_list and follows_call
-            self._in_list &= not fits
-        else:
-            fits = bool(char) and follows_call
-            if fits:
-                self._source.keep()
-                self._misleading = 0
-            self._is_separated |= fits
-        return fits
-
-    def _may_have_head(self) -> bool:
+    def _may_begin(self, mark: str, char: str, is_first: bool) -> bool:
         calls = self._calls
-        in_list = self._is_separated or calls.dialect.in_parentheses
-        return bool(calls.head) and not calls.call_openings and (in_list or not self._num_calls)
+        if calls.call_openings or not char:
+            return mark in calls.call_openings
+        can_follow = is_first or calls.dialect.in_parentheses
+        return (char == "{" and calls.has_objects) or (bool(calls.head) and can_follow)
 
-    def _begin_call(self, reader: type[HeadedCall | ObjectCall], mark: str) -> None:
-        """Read what may be a call; text from here on is kept, unless earlier text is already."""
-        if self._num_calls and not self._is_separated:
-            self._source.keep()
-            self._misleading = len(mark)
-        self._source.at += len(mark)
-        self._call = reader(self._source, self._calls, self._functions, self._events)
-        self._state = self._read_call
-
-    def _read_call(self) -> bool:
-        step = self._call.read()
-        if step is Step.END:
-            self._num_calls += 1
-            self._is_separated = False
-            self._has_unclosed = True
-            self._content.interrupt()
-            self._state = self._read_section
-        elif step is Step.NO_CALL:
-            self._fail()
-        return step is not Step.WAIT
-
-    def _fail(self) -> None:
+    def _fail(self, misleading: int) -> None:
         """Read again as text what is no call, without the mark that was misleading."""
         source = self._source
-        self._num_read_again += source.num_kept
-        too_often = self._num_read_again > MAX_READS * source.num_read
-        length = source.num_kept if too_often else self._misleading
-        source.restore()
+        num_kept = source.restore()
+        self._num_read_again += num_kept
+        length = misleading if self._num_read_again <= MAX_READ_AGAIN else num_kept
         self._content.add(source.text[source.at : source.at + length])
         source.at += length
-        self._state = self._read_text

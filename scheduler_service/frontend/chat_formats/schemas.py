@@ -13,19 +13,21 @@ _MAX_DEPTH = 8
 _TYPES = {"{": "object", "[": "array", '"': "string", "t": "boolean", "f": "boolean", "n": "null"}
 
 
-def parameter_schemas(function: Schema | None, name: str) -> list[Schema]:
-    """The schemas of a function's parameter, of which its value follows at least one."""
-    if function is None:
-        return []
-    found = [
-        properties[name]
-        for schema in _alternatives(function, function)
-        if isinstance(properties := schema.get("properties"), Mapping) and name in properties
-    ]
-    return [part for schema in found for part in _alternatives(schema, function)]
+def parameter_types(function: Schema | None, name: str) -> set[str]:
+    """The JSON types of a function's parameter; empty if its schema does not say."""
+    types = set()
+    for schema in _parts(function, function or {}):
+        properties = schema.get("properties")
+        parameter = properties.get(name) if isinstance(properties, Mapping) else None
+        for part in _parts(parameter, function or {}):
+            kind = part.get("type")
+            types |= {kind} if isinstance(kind, str) else set(kind or ())
+            values = [*part.get("enum", ()), *([part["const"]] if "const" in part else ())]
+            types |= {_type_of(json.dumps(value)) for value in values}
+    return {"number" if kind == "integer" else kind for kind in types}
 
 
-def _alternatives(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
+def _parts(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]:
     """A schema and those that it is made of, with references resolved."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return
@@ -39,29 +41,17 @@ def _alternatives(schema: Any, root: Schema, depth: int = 0) -> Iterator[Schema]
             target = target.get(step) if isinstance(target, Mapping) else None
         parts.append(target)
     for part in parts:
-        yield from _alternatives(part, root, depth + 1)
-
-
-def _types(schemas: list[Schema]) -> set[str]:
-    found = set()
-    for schema in schemas:
-        kind = schema.get("type")
-        found |= {kind} if isinstance(kind, str) else set(kind or ())
-        for value in [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]:
-            found.add(_type_of(json.dumps(value)))
-    return {"number" if kind == "integer" else kind for kind in found}
+        yield from _parts(part, root, depth + 1)
 
 
 def _type_of(value: str) -> str:
     return _TYPES.get(value[0], "number")
 
 
-def typed_value(text: str, schemas: list[Schema]) -> str:
-    """The JSON of a value that was written as `text`: text if the schema says so, otherwise what
-    it is as JSON or Python; text if it is neither."""
-    types = _types(schemas)
-    plain = text.removeprefix("\n").removesuffix("\n")
+def typed_value(text: str, types: set[str]) -> str:
+    """The JSON of a value that was written as `text`: text if its types say so, otherwise what it
+    is as JSON or Python; text if it is neither."""
     value = None if types == {"string"} else converted(text, LITERAL)
     if value is not None and (not types or _type_of(value) in types or "string" not in types):
         return value
-    return json.dumps(plain, ensure_ascii=False)
+    return json.dumps(text.removeprefix("\n").removesuffix("\n"), ensure_ascii=False)

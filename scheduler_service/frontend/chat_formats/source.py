@@ -1,8 +1,13 @@
 """The text of an answer, which comes in pieces, and the marks in it."""
 
 import re
-import sys
+from collections.abc import Generator, Iterable
 from functools import lru_cache
+from typing import TypeVar
+
+T = TypeVar("T")
+Reading = Generator[None, None, T]
+"""Reads a part of a source, and returns the result; yields where it needs more text."""
 
 Texts = tuple[str, ...]
 
@@ -13,27 +18,22 @@ class Marks:
     """A set of marks to look for."""
 
     def __init__(self, marks: Texts) -> None:
-        self._marks = sorted(set(marks) - {""}, key=len, reverse=True)
-        self._pattern = re.compile("|".join(map(re.escape, self._marks)) or "(?!)")
-        self._first = re.compile("|".join(re.escape(mark[0]) for mark in self._marks) or "(?!)")
-        self._max_partial = max(map(len, self._marks), default=1) - 1
+        longest_first = sorted(set(marks) - {""}, key=len, reverse=True)
+        beginnings = {mark[:size] for mark in longest_first for size in range(1, len(mark))}
+        self.pattern = _any_of(longest_first)
+        self.first_character = _any_of({mark[0] for mark in longest_first})
+        self._beginning = _any_of(sorted(beginnings, key=len, reverse=True), r"\Z")
+        self._max_beginning = max(map(len, beginnings), default=0)
 
-    def search(self, text: str, start: int) -> re.Match[str] | None:
-        """The first mark."""
-        return self._pattern.search(text, start)
+    def partial(self, text: str, start: int) -> int:
+        """Where the end of `text[start:]` begins that more text could make a mark; the length of
+        `text` if there is none. Constant time."""
+        found = self._beginning.search(text, max(start, len(text) - self._max_beginning))
+        return found.start() if found else len(text)
 
-    def match(self, text: str, start: int, end: int = sys.maxsize) -> re.Match[str] | None:
-        """The longest mark at `start`."""
-        return self._pattern.match(text, start, end)
 
-    def partial(self, text: str, start: int, end: int) -> int:
-        """Where the last part of `text[start:end]` begins that more text could make a mark; `end`
-        if there is none. Constant time."""
-        for found in self._first.finditer(text, max(start, end - self._max_partial), end):
-            last = text[found.start() : end]
-            if any(len(last) < len(mark) and mark.startswith(last) for mark in self._marks):
-                return found.start()
-        return end
+def _any_of(texts: Iterable[str], end: str = "") -> re.Pattern[str]:
+    return re.compile(f"(?:{'|'.join(map(re.escape, texts)) or '(?!)'}){end}")
 
 
 marks_of = lru_cache(maxsize=256)(Marks)
@@ -51,10 +51,8 @@ class Source:
         self.at = 0
         self.is_last = False
         """Whether no more text comes."""
-        self._mark: int | None = None
-        """Where the text begins that is kept; earlier pieces of it are in `_kept`."""
-        self._kept: list[str] = []
-        self._num_dropped = 0
+        self._kept: int | None = None
+        """Where the text begins to which a reader may return."""
 
     @property
     def is_empty(self) -> bool:
@@ -66,72 +64,63 @@ class Source:
         """The next character; empty without one."""
         return self.text[self.at : self.at + 1]
 
-    @property
-    def num_read(self) -> int:
-        """The length of the text before `at`, from its very start."""
-        return self._num_dropped + self.at
-
-    @property
-    def keeps_text(self) -> bool:
-        """Whether text is kept from some place on."""
-        return self._mark is not None
-
-    @property
-    def num_kept(self) -> int:
-        """The length of the text that is kept."""
-        return 0 if self._mark is None else sum(map(len, self._kept)) + self.at - self._mark
-
     def push(self, text: str) -> None:
         """Add a piece of text."""
-        if self._mark is not None:
-            self._kept.append(self.text[self._mark : self.at])
-            self._mark = 0
-        self._num_dropped += self.at
-        self.text, self.at = self.text[self.at :] + text, 0
+        start = self.at if self._kept is None else self._kept
+        self._kept = None if self._kept is None else 0
+        self.text, self.at = self.text[start:] + text, self.at - start
 
     def keep(self, start: int | None = None) -> None:
         """Keep the text from here on, or from `start` on, so that `restore` can return to it."""
-        self._mark, self._kept = self.at if start is None else start, []
+        self._kept = self.at if start is None else start
 
-    def release(self) -> str:
-        """Keep no text; returns what was kept."""
-        text = ""
-        if self._mark is not None:
-            text = "".join(self._kept) + self.text[self._mark : self.at]
-        self._mark, self._kept = None, []
-        return text
+    def release(self) -> None:
+        """Keep no text."""
+        self._kept = None
 
-    def restore(self) -> None:
-        """Return to the start of the text that is kept, if any is."""
-        if self._kept:
-            kept = "".join(self._kept)
-            self._num_dropped -= len(kept)
-            self.text, self.at = kept + self.text[self._mark :], 0
-        elif self._mark is not None:
-            self.at = self._mark
-        self._mark, self._kept = None, []
+    def restore(self) -> int:
+        """Return to the start of the text that is kept, if any is; its length."""
+        length = 0 if self._kept is None else self.at - self._kept
+        self.at, self._kept = self.at - length, None
+        return length
 
-    def skip_space(self) -> str:
-        """Read the white space that comes next."""
-        found = _SPACE.match(self.text, self.at)
-        assert found is not None
-        self.at = found.end()
-        return found[0]
+    def skip_space(self) -> Reading[str]:
+        """Read white space, until other text comes."""
+        spaces = []
+        while True:
+            found = _SPACE.match(self.text, self.at)
+            assert found is not None
+            spaces.append(found[0])
+            self.at = found.end()
+            if self.is_last or not self.is_empty:
+                return "".join(spaces)
+            yield
 
-    def peek(self, marks: Texts) -> str | None:
-        """The mark that comes next; empty if other text does, None if more text is needed."""
+    def peek(self, marks: Texts) -> Reading[str]:
+        """The mark that comes next; empty if other text does, or none."""
         look = marks_of(marks)
-        if not self.is_last and look.partial(self.text, self.at, len(self.text)) == self.at:
-            return None
-        found = look.match(self.text, self.at)
+        while not self.is_last and (self.is_empty or look.partial(self.text, self.at) == self.at):
+            yield
+        found = look.pattern.match(self.text, self.at)
         return found[0] if found else ""
+
+    def match(self, pattern: str, possible: str, max_chars: int) -> Reading[re.Match[str] | None]:
+        """What comes next, if it has this pattern within `max_chars`; None as soon as the text
+        cannot have it, which it can while `possible` matches all of it."""
+        while True:
+            limit = self.at + max_chars
+            found = re.compile(pattern).match(self.text, self.at, limit)
+            is_over = self.is_last or len(self.text) >= limit
+            if found or is_over or not re.compile(possible).fullmatch(self.text, self.at):
+                return found
+            yield
 
     def split(self, marks: Texts) -> tuple[str, str]:
         """Read the text before the next mark, and the mark; the mark is empty if it is to come."""
         look = marks_of(marks)
         start, end = self.at, len(self.text)
-        end = end if self.is_last else look.partial(self.text, start, end)
-        found = look.search(self.text, start)
+        end = end if self.is_last else look.partial(self.text, start)
+        found = look.pattern.search(self.text, start)
         if found and (found.start() < end or self.is_last):
             self.at = found.end()
             return self.text[start : found.start()], found[0]

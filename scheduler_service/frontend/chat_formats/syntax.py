@@ -1,13 +1,21 @@
 """What a format consists of: the marks around thoughts and calls, as data."""
 
 import re
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from scheduler_service.frontend.chat_formats.source import Texts
 
 _TOKEN = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
 """What a marker may contain that is one token of a vocabulary."""
 _GROUP = re.compile(r"\(\?P<\w+>")
+
+
+def tokens_in(marks: Iterable[str]) -> set[str]:
+    """Everything in marks and patterns that may be a token of the vocabulary."""
+    return {
+        token for mark in marks for token in _TOKEN.findall(_GROUP.sub("", mark).replace("\\", ""))
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +27,7 @@ class Dialect:
     has_escapes: bool = True
     """Whether a backslash escapes the next character of a string."""
     has_bare_keys: bool = False
-    """Whether keys need no quotes."""
+    """Whether keys and strings need no quotes."""
     in_parentheses: bool = False
     """Whether the arguments are `(key=value, …)`; lists may be tuples."""
 
@@ -48,7 +56,7 @@ class CallFormat:
     JSON object with the name and the arguments, or a head with the name and then its arguments.
     """
 
-    names: Texts
+    names: Texts = ()
     """What `--tool-call-parser` calls it."""
     openings: Texts = ()
     closings: Texts = ()
@@ -63,10 +71,12 @@ class CallFormat:
     """Whether a call is `{"name": …, "arguments": {…}}`, alone or in a list."""
     head: str = ""
     """Pattern of what is before the arguments; groups `name` and `id`."""
-    head_so_far: str = ""
+    head_so_far: str = "(?s:.*)"
     """Pattern of the beginnings of a head, where ordinary text could be held back too long."""
     dialect: Dialect = JSON
     parameters: Parameters = Parameters()
+    framing: Texts = ()
+    """Marks around texts before calls that are no text themselves."""
 
     @property
     def all_openings(self) -> Texts:
@@ -78,38 +88,37 @@ class CallFormat:
         """What ends them."""
         return self.closings + self.call_closings
 
+    @property
+    def marks(self) -> Texts:
+        """All marks, the first opening first, and the patterns that contain some."""
+        marks = self.all_openings + self.all_closings + self.framing + self.dialect.quotes
+        tags = self.parameters
+        return (*marks, self.head, tags.opening, tags.key, tags.closing)
+
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
     """How a family of models marks thoughts. They precede the answer."""
 
-    names: Texts
+    names: Texts = ()
     """What `--reasoning-parser` calls it."""
     openings: Texts = ()
     closings: Texts = ()
     shown_by: tuple[Texts, ...] = ()
     """See `CallFormat`."""
     starts_unmarked: bool = False
-    """Whether a thought may begin with the answer, if its end is marked."""
+    """Whether an answer begins within a thought."""
     answer: tuple[str, str] = ("", "")
     """Marks around the answer after a thought."""
-    answer_opening: str = ""
+    answer_openings: Texts = ()
     """What announces the answer, if that is not the end of the thought."""
-    other_answer_openings: Texts = ()
     framing: Texts = ()
     """Marks around texts that are no text themselves."""
 
+    @property
+    def marks(self) -> Texts:
+        """All marks, the first opening first."""
+        return self.openings + self.closings + self.answer + self.framing
 
-NO_REASONING, NO_CALLS = ReasoningFormat(()), CallFormat(())
 
-
-def tokens_in(part: object) -> set[str]:
-    """Everything in the marks of a format that may be a token of the vocabulary."""
-    if isinstance(part, str):
-        return set(_TOKEN.findall(_GROUP.sub("", part).replace("\\", "")))
-    if isinstance(part, tuple):
-        return set().union(*map(tokens_in, part))
-    if is_dataclass(part):
-        names = {field.name for field in fields(part)} - {"names", "shown_by", "head_so_far"}
-        return set().union(*(tokens_in(getattr(part, name)) for name in names))
-    return set()
+NO_REASONING, NO_CALLS = ReasoningFormat(), CallFormat()

@@ -8,260 +8,235 @@ escapes that JSON lacks, a comma after the last element. Anything else ends the 
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from scheduler_service.frontend.chat_formats.source import marks_of
+from scheduler_service.frontend.chat_formats.source import Reading, Source, Texts, marks_of
 from scheduler_service.frontend.chat_formats.syntax import Dialect
 
-_SPACE = re.compile(r"[ \t\r\n]+")
-_WORD = re.compile(r"[\w.+\-]+")
-_PLAIN = {quote: re.compile(rf"[^{quote}\\\x00-\x1f]+") for quote in "\"'"}
+MAX_DEPTH = 64
+"""Levels of objects and lists."""
+MAX_WORD_CHARS = 1024
+"""Of a number or a key without quotes."""
+
+_SPACE = re.compile(r"[ \t\r\n]*")
+_WORD = re.compile(r"[\w.+\-]*")
+_CONTROL = re.compile(r"[\x00-\x1f]")
+_CODE_UNIT = re.compile("[0-9a-fA-F]{0,4}")
 _NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+\-]?\d+)?", re.ASCII)
 _NUMBER_SO_FAR = re.compile(r"-?((0|[1-9]\d*)(\.\d*)?)?((?<=\d)[eE][+\-]?\d*)?", re.ASCII)
-_UNICODE = re.compile(r"\\u[0-9a-fA-F]{0,4}")
-_CONSTANTS = {
-    "true": "true",
-    "false": "false",
-    "null": "null",
-    "True": "true",
-    "False": "false",
-    "None": "null",
-}
+_CONSTANTS = {name: name.lower() for name in ("true", "false", "null", "True", "False")}
+_CONSTANTS["None"] = "null"
 
 
-@dataclass(slots=True)
-class _Level:
-    """An open object or list."""
+class BrokenValue(Exception):
+    """The text is no value from some place on, or it ends within one."""
 
-    end: str
-    """What ends it in the text, and in JSON."""
-    json_end: str
-    separator: str = ""
-    """Between a key and a value; empty in a list."""
-    has_bare_keys: bool = False
+    def __init__(self, rest: str | None = None) -> None:
+        """`rest`: the JSON that was read and not passed on, if the text ends."""
+        super().__init__(rest)
+        self.rest = rest
 
 
 class ValueReader:
-    """Reads one value. `out` collects its JSON; whoever uses it clears it."""
+    """Reads one value.
 
-    def __init__(self, dialect: Dialect) -> None:
+    `send` gets its JSON, when the source is where the text of that ends. A mark in `ends` may be
+    part of a string or end the value. What follows the first is sent only when the value has ended;
+    until then a raw control character in a string shows that the mark has ended it.
+    """
+
+    def __init__(
+        self, source: Source, dialect: Dialect, send: Callable[[str], object], ends: Texts = ()
+    ) -> None:
+        self._source = source
         self._dialect = dialect
-        self._quotes = marks_of(dialect.quotes)
-        self._levels: list[_Level] = []
-        self._expects = "value"
-        """`value`; `key` or `element`, after a comma; `first` (one of them, or the end);
-        `separator`; `next` (a comma or the end)."""
-        self._quote = ""
-        """The quote of the string that is being read."""
-        self._word: list[str] = []
+        self._send = send
+        self._ends = ends
         self._pending: list[str] = []
         """JSON that cannot be passed on before a value follows it."""
-        self._comma = 0
-        """The place of the last comma in it."""
-        self.out: list[str] = []
-        self.is_strict = False
-        """Whether a raw control character in a string is an error."""
-        self.is_done = False
-        self.has_failed = False
-        self.safe_end = -1
-        """Where the text ends that `out` holds; whoever clears that sets it to -1."""
+        self._levels: list[str] = []
+        """What ends the open objects and lists in JSON."""
+        self._in_text = False
+        """Whether a string has begun that is no key."""
+        self.completion: str | None = None
+        """What completes the JSON before the first mark."""
+        self._withheld: list[str] = []
+        """The JSON after it."""
 
-    @property
-    def in_string(self) -> bool:
-        """Whether a string has begun."""
-        return bool(self._quote)
+    def read(self) -> Reading[None]:
+        """Read the value; raises BrokenValue if there is none."""
+        yield from self._read_value((yield from self._next()))
+        self._send("".join(self._withheld))
 
-    def completion(self) -> str:
+    def complete(self) -> str:
         """What completes the JSON that was passed on."""
-        ends = "".join(level.json_end for level in reversed(self._levels))
-        return ('"' if self._quote and self._expects != "separator" else "") + ends
+        ends = ('"' if self._in_text else "") + "".join(reversed(self._levels))
+        return ends if self.completion is None else self.completion
 
-    def rest(self, text: str) -> str | None:
-        """The JSON of what was read but not passed on, and of `text`, where the value was cut;
-        None if they are no beginning of JSON."""
-        word = "".join(self._word)
-        if self._quote:
-            text = text if text.startswith("\\") else _escaped(text)
-        elif (word and self._is_key()) or not word:
-            text = '"' + word if word else text
-        elif constant := next((name for name in _CONSTANTS if name.startswith(word)), None):
-            text = _CONSTANTS[constant][: len(word)]
-        elif _NUMBER_SO_FAR.fullmatch(word) is None:
-            return None
-        else:
-            text = word
-        return "".join(self._pending) + text
+    def _write(self, *texts: str, commits: bool = True) -> None:
+        """Add JSON, and pass on what is pending."""
+        self._pending += texts
+        if commits:
+            text = "".join(self._pending)
+            self._pending.clear()
+            (self._send if self.completion is None else self._withheld.append)(text)
 
-    def read(self, text: str, start: int, end: int) -> int:
-        """Read `text[start:end]`; returns where the value, or what can be read of it, ends."""
-        place = start
-        while place < end and not self.is_done and not self.has_failed:
-            step = self._read_string if self._quote else self._read_structure
-            after = step(text, place, end)
-            if after < 0:
-                break
-            place = after
-        return place
+    def _more(self, rest: str = "") -> Reading[None]:
+        """Wait for more text; `rest` is the JSON of what was read and not written if none comes."""
+        if self._source.is_last:
+            raise BrokenValue("".join(self._pending) + rest)
+        yield
 
-    # Each returns the end of what it has read, or -1 if it needs more text.
+    # A token is a word, a quote or another character; white space before it is passed on.
 
-    def _read_structure(self, text: str, place: int, end: int) -> int:
-        if word := _WORD.match(text, place, end):
-            self._word.append(word[0])
-            return word.end()
-        if self._word:
-            self._end_word(place)
-        elif space := _SPACE.match(text, place, end):
-            self._pending.append(space[0])
-            return space.end()
-        elif self._expects == "separator":
-            return self._punctuate(text, place, self._levels[-1].separator, ":", "value")
-        elif self._levels and text[place] == self._levels[-1].end:
-            return self._end_level(place)
-        elif self._expects == "next":
-            self._comma = len(self._pending)
-            following = "key" if self._levels[-1].separator else "element"
-            return self._punctuate(text, place, ",", ",", following)
-        else:
-            return self._begin(text, place, end)
-        return place
-
-    def _punctuate(self, text: str, place: int, char: str, written: str, following: str) -> int:
-        if text[place] != char:
-            self.has_failed = True
-            return place
-        self._pending.append(written)
-        self._expects = following
-        return place + 1
-
-    def _begin(self, text: str, place: int, end: int) -> int:
-        """Read the start of a string, an object or a list."""
-        is_key = self._is_key()
-        if quote := self._quotes.match(text, place, end):
-            self._quote = quote[0]
-            self._pending.append('"')
-            if is_key:
-                self._expects = "separator"
+    def _next(self, *, is_key: bool = False) -> Reading[str]:
+        """Read the next token."""
+        source, quotes = self._source, self._dialect.quotes
+        while True:
+            self._read_space()
+            if source.is_empty:
+                yield from self._more()
+            elif word := self._word():
+                if source.at + len(word) < len(source.text) or len(word) == MAX_WORD_CHARS:
+                    break
+                yield from self._more(self._beginning(word, is_key))
+            elif marks_of(quotes).partial(source.text, source.at) == source.at:
+                yield from self._more(source.text[source.at :])
             else:
-                self._commit(quote.end())
-            return quote.end()
-        if self._quotes.partial(text, place, end) == place:
-            return -1
-        level = None if is_key else self._level(text[place])
-        if level is None:
-            self.has_failed = True
-            return place
-        self._levels.append(level)
-        self._expects = "first"
-        self._pending.append("{" if level.separator else "[")
-        self._commit(place + 1)
-        return place + 1
+                found = marks_of(quotes).pattern.match(source.text, source.at)
+                word = found[0] if found else source.char
+                break
+        source.at += len(word)
+        return word
 
-    def _level(self, char: str) -> _Level | None:
-        dialect = self._dialect
-        if char == "[":
-            return _Level("]", "]")
-        if char == "(" and dialect.in_parentheses:
-            return _Level(")", "]") if self._levels else _Level(")", "}", "=", has_bare_keys=True)
-        if char == "{" and (self._levels or not dialect.in_parentheses):
-            return _Level("}", "}", ":", dialect.has_bare_keys)
-        return None
+    def _read_space(self) -> None:
+        source = self._source
+        space = _SPACE.match(source.text, source.at)
+        assert space is not None
+        self._pending.append(space[0])
+        source.at = space.end()
 
-    def _end_level(self, place: int) -> int:
-        if self._expects in ("key", "element"):
-            self._pending[self._comma] = ""
-        elif self._expects not in ("first", "next"):
-            self.has_failed = True
-            return place
-        self._pending.append(self._levels.pop().json_end)
-        self._end_value(place + 1)
-        return place + 1
-
-    def _is_key(self) -> bool:
-        in_object = bool(self._levels) and bool(self._levels[-1].separator)
-        return self._expects == "key" or (self._expects == "first" and in_object)
-
-    def _end_word(self, place: int) -> None:
-        word = "".join(self._word)
-        if self._expects in ("next", "separator"):
-            self.has_failed = True
-        elif self._is_key():
-            self.has_failed = not self._levels[-1].has_bare_keys
-            self._pending.append(f'"{word}"')
-            self._expects = "separator"
-        elif word in _CONSTANTS or _NUMBER.fullmatch(word):
-            self._pending.append(_CONSTANTS.get(word, word))
-            self._end_value(place)
-        elif self._dialect.has_bare_keys:
-            self._pending.append(f'"{word}"')
-            self._end_value(place)
-        else:
-            self.has_failed = True
-        if not self.has_failed:
-            self._word.clear()
-
-    def _read_string(self, text: str, place: int, end: int) -> int:
-        if not self._dialect.has_escapes:
-            return self._read_raw_string(text, place, end)
-        char = text[place]
-        if plain := _PLAIN[self._quote].match(text, place, end):
-            chunk, after = plain[0], plain.end()
-            chunk = chunk if self._quote == '"' else _escaped(chunk)
-        elif char == self._quote:
-            return self._end_string(place + 1)
-        elif char != "\\":
-            self.has_failed = self.is_strict
-            chunk, after = _escaped(char), place + 1
-        elif end - place < 2:
-            return -1
-        else:
-            chunk, after = _escape(text, place, end)
-        return self._add(chunk, after) if after > 0 else -1
-
-    def _read_raw_string(self, text: str, place: int, end: int) -> int:
-        if text.startswith(self._quote, place, end):
-            return self._end_string(place + len(self._quote))
-        found = text.find(self._quote, place, end)
-        stop = found if found >= 0 else self._quotes.partial(text, place, end)
-        return self._add(_escaped(text[place:stop]), stop) if stop > place else -1
-
-    def _add(self, chunk: str, end: int) -> int:
-        if not self.has_failed:
-            self._pending.append(chunk)
-            if self._expects != "separator":
-                self._commit(end)
-        return end
-
-    def _end_string(self, end: int) -> int:
-        self._quote = ""
-        self._pending.append('"')
-        if self._expects != "separator":
-            self._end_value(end)
-        return end
-
-    def _end_value(self, end: int) -> None:
-        self._expects = "next"
-        self.is_done = not self._levels
-        self._commit(end)
-
-    def _commit(self, end: int) -> None:
-        self.out += self._pending
-        self._pending.clear()
-        self.safe_end = end
-
-
-def _escape(text: str, place: int, end: int) -> tuple[str, int]:
-    """A string's escape as JSON has it, and its end; -1 if more text is needed."""
-    char = text[place + 1]
-    if char == "u":
-        found = _UNICODE.match(text, place, end)
+    def _word(self) -> str:
+        source = self._source
+        found = _WORD.match(source.text, source.at, source.at + MAX_WORD_CHARS)
         assert found is not None
-        if found.end() == place + 6:
-            return found[0], place + 6
-        return (r"\\u", place + 2) if found.end() < end else ("", -1)
-    if char in '"\\/bfnrt':
-        return text[place : place + 2], place + 2
-    return (char if char == "'" else "\\\\" + _escaped(char)), place + 2
+        return found[0]
+
+    def _beginning(self, word: str, is_key: bool) -> str:
+        """The beginning of the JSON of a word that is cut."""
+        constant = next((name for name in _CONSTANTS if name.startswith(word)), None)
+        if is_key:
+            return f'"{word}'
+        if constant:
+            return _CONSTANTS[constant][: len(word)]
+        if _NUMBER_SO_FAR.fullmatch(word):
+            return word
+        if self._dialect.has_bare_keys:
+            return f'"{word}'
+        raise BrokenValue
+
+    # Values, each after its first token.
+
+    def _read_value(self, token: str) -> Reading[None]:
+        in_call = self._dialect.in_parentheses and not self._levels
+        if token in self._dialect.quotes:
+            yield from self._read_string(token, is_key=False)
+        elif token == "[":
+            yield from self._read_level("]", "[]")
+        elif token == "(" and in_call:
+            yield from self._read_level(")", "{}", "=")
+        elif token == "(" and self._dialect.in_parentheses:
+            yield from self._read_level(")", "[]")
+        elif token == "{" and not in_call:
+            yield from self._read_level("}", "{}", ":")
+        elif token in _CONSTANTS or _NUMBER.fullmatch(token):
+            self._write(_CONSTANTS.get(token, token))
+        elif self._dialect.has_bare_keys and _WORD.fullmatch(token):
+            self._write(f'"{token}"')
+        else:
+            raise BrokenValue
+
+    def _read_level(self, end: str, brackets: str, separator: str = "") -> Reading[None]:
+        """Read an object, in which keys and values have a separator, or a list."""
+        if len(self._levels) == MAX_DEPTH:
+            raise BrokenValue
+        self._write(brackets[0])
+        self._levels.append(brackets[1])
+        comma: int | None = None
+        is_object = bool(separator)
+        while (token := (yield from self._next(is_key=is_object))) != end:
+            if is_object:
+                yield from self._read_key(token, separator)
+                token = yield from self._next()
+            yield from self._read_value(token)
+            comma = None
+            if (token := (yield from self._next())) == ",":
+                comma = len(self._pending)
+                self._write(",", commits=False)
+            elif token == end:
+                break
+            else:
+                raise BrokenValue
+        if comma is not None:
+            self._pending[comma] = ""
+        self._write(self._levels.pop())
+
+    def _read_key(self, token: str, separator: str) -> Reading[None]:
+        if token in self._dialect.quotes:
+            yield from self._read_string(token, is_key=True)
+        elif (self._dialect.has_bare_keys or separator == "=") and _WORD.fullmatch(token):
+            self._write(f'"{token}"', commits=False)
+        else:
+            raise BrokenValue
+        if (yield from self._next()) != separator:
+            raise BrokenValue
+        self._write(":", commits=False)
+
+    def _read_string(self, quote: str, *, is_key: bool) -> Reading[None]:
+        source, escape = self._source, "\\" if self._dialect.has_escapes else ""
+        self._write('"', commits=not is_key)
+        self._in_text = not is_key
+        while True:
+            text, mark = source.split((quote, escape, *self._ends))
+            if self.completion is not None and escape and _CONTROL.search(text):
+                raise BrokenValue
+            source.at -= len(mark)
+            self._write(_escaped(text), commits=not is_key)
+            source.at += len(mark)
+            if mark == quote:
+                break
+            if not mark:
+                yield from self._more()
+                continue
+            if mark == escape:
+                mark = yield from self._read_escape()
+            else:
+                self.completion, self._ends = self.complete(), ()
+                mark = _escaped(mark)
+            self._write(mark, commits=not is_key)
+        self._in_text = False
+        self._write('"', commits=not is_key)
+
+    def _read_escape(self) -> Reading[str]:
+        """An escape as JSON has it, after the backslash."""
+        source = self._source
+        while source.is_empty:
+            yield from self._more("\\")
+        char = source.char
+        source.at += 1
+        if char in '"\\/bfnrt':
+            return f"\\{char}"
+        if char != "u":
+            return char if char == "'" else f"\\\\{_escaped(char)}"
+        while True:
+            digits = _CODE_UNIT.match(source.text, source.at)
+            assert digits is not None
+            if len(digits[0]) == 4:
+                source.at = digits.end()
+                return rf"\u{digits[0]}"
+            if digits.end() < len(source.text):
+                return r"\\u"
+            yield from self._more(rf"\u{digits[0]}")
 
 
 def _escaped(text: str) -> str:
@@ -271,7 +246,12 @@ def _escaped(text: str) -> str:
 
 def converted(text: str, dialect: Dialect) -> str | None:
     """A text that is one value of the dialect, as JSON; None if it is none."""
-    reader = ValueReader(dialect)
-    text = text.strip() + "\n"
-    end = reader.read(text, 0, len(text))
-    return "".join(reader.out) if reader.is_done and not text[end:].strip() else None
+    source, out = Source(), list[str]()
+    source.push(text.strip() + "\n")
+    source.is_last = True
+    try:
+        for _ in ValueReader(source, dialect, out.append).read():
+            pass
+    except BrokenValue:
+        return None
+    return None if source.text[source.at :].strip() else "".join(out)

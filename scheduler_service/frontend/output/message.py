@@ -1,22 +1,14 @@
 """One choice's answer in parts: its reasoning, its content and its tool calls."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
 from hashlib import blake2b
 from itertools import groupby
-from typing import Literal
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.chat_formats.events import (
-    CallArguments,
-    CallStart,
-    Event,
-    MessageParser,
-    Reasoning,
-)
+from scheduler_service.frontend.chat_formats.events import MessageParser, Part
 
-_ORDER = ("reasoning", "text", "tool_calls")
+_FIELDS = ("reasoning", "text", "tool_calls")
 """Fields of a ChoiceDelta in the order in which a reader appends them."""
 
 _RECEIVED = {
@@ -42,25 +34,14 @@ def call_id(request_id: str, choice: int, call: int) -> str:
     return "".join(_ID_ALPHABET[number // base**place % base] for place in range(_ID_LENGTH))
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    kind: Literal["reasoning", "text", "call", "arguments"]
-    text: str
-    """The text to append; the name of the function where a call begins."""
-    call: int = 0
-    """Number of the call, of its parts."""
-    id: str = ""
-    """The call's id, where it begins."""
+def _size(part: Part) -> int:
+    """What `ResumedChoice` counts of a part."""
+    return 1 if part.kind == "call" else len(part.text)
 
-    @property
-    def field(self) -> str:
-        """The field of a ChoiceDelta that contains it."""
-        return self.kind if self.kind in _ORDER else "tool_calls"
 
-    @property
-    def size(self) -> int:
-        """What `ResumedChoice` counts of it."""
-        return 1 if self.kind == "call" else len(self.text)
+def _place(part: Part) -> tuple[int, int]:
+    """The index in `_FIELDS` of the field that contains a part, and its call."""
+    return {"reasoning": 0, "text": 1}.get(part.kind, 2), part.call
 
 
 class MessageStream:
@@ -81,8 +62,7 @@ class MessageStream:
         self._choice = choice
         self._include_reasoning = include_reasoning
         self._max_calls = max_calls
-        self._num_calls = 0
-        self._pending: list[_Piece] = []
+        self._pending: list[Part] = []
 
     @property
     def in_reasoning(self) -> bool:
@@ -97,7 +77,7 @@ class MessageStream:
     def push(self, text: str) -> None:
         """Add the next text of the choice."""
         if self._parser is None:
-            self._pending.append(_Piece("text", text))
+            self._pending.append(Part("text", text))
         else:
             self._add(self._parser.push(text))
 
@@ -113,65 +93,53 @@ class MessageStream:
         A parser's events, joined by kind, do not depend on how the text was cut, so counts of what
         was received determine the rest exactly. Raises InvalidArgument if there is less.
         """
-        left = {kind: getattr(resumed, name) for kind, name in _RECEIVED.items()}
+        remaining = {kind: getattr(resumed, name) for kind, name in _RECEIVED.items()}
         kept = []
-        for piece in self._pending:
-            skipped = min(piece.size, left[piece.kind])
-            left[piece.kind] -= skipped
-            if skipped < piece.size:
-                kept.append(replace(piece, text=piece.text[skipped:]) if skipped else piece)
+        for part in self._pending:
+            skipped = min(_size(part), remaining[part.kind])
+            remaining[part.kind] -= skipped
+            if skipped < _size(part):
+                kept.append(part._replace(text=part.text[skipped:]) if skipped else part)
         for kind, name in _RECEIVED.items():
-            if left[kind]:
-                most = getattr(resumed, name) - left[kind]
-                raise InvalidArgument(f"{field}.{name}", f"expected at most {most}, by its tokens")
+            if remaining[kind]:
+                limit = getattr(resumed, name) - remaining[kind]
+                raise InvalidArgument(f"{field}.{name}", f"expected at most {limit}, by its tokens")
         self._pending = kept
 
     def write(self, delta: inference_pb.ChoiceDelta) -> list[inference_pb.ChoiceDelta]:
         """Move all that is pending to a delta, and to further ones where it is not in the order of
         the fields. Returns all of them."""
         deltas = [delta]
-        place = 0
-        runs = groupby(self._pending, lambda piece: (piece.field, piece.call))
-        for (field, call), pieces in runs:
-            if _ORDER.index(field) < place:
+        last = 0
+        for (place, _), parts in groupby(self._pending, _place):
+            if place < last:
                 deltas.append(inference_pb.ChoiceDelta(index=delta.index))
-            place = _ORDER.index(field)
-            if field == "tool_calls":
-                deltas[-1].tool_calls.append(_call_delta(call, pieces))
+            last = place
+            if _FIELDS[place] == "tool_calls":
+                deltas[-1].tool_calls.append(self._call_delta(parts))
             else:
-                setattr(deltas[-1], field, "".join(piece.text for piece in pieces))
+                setattr(deltas[-1], _FIELDS[place], "".join(part.text for part in parts))
         self._pending = []
         return deltas
 
-    def _add(self, events: Iterable[Event]) -> None:
-        self._pending += self._pieces(events)
+    def _call_delta(self, parts: Iterable[Part]) -> inference_pb.ToolCallDelta:
+        delta = inference_pb.ToolCallDelta()
+        arguments = []
+        for part in parts:
+            delta.index = part.call
+            if part.kind == "call":
+                delta.name = part.text
+                delta.id = part.call_id or call_id(self._request_id, self._choice, part.call)
+            else:
+                arguments.append(part.text)
+        delta.arguments = "".join(arguments)
+        return delta
 
-    def _pieces(self, events: Iterable[Event]) -> Iterator[_Piece]:
-        for event in events:
-            if isinstance(event, CallStart):
-                self._num_calls += 1
-            call = self._num_calls - 1
-            if isinstance(event, CallStart | CallArguments):
-                if self._max_calls is not None and call >= self._max_calls:
-                    continue
-                if isinstance(event, CallArguments):
-                    yield _Piece("arguments", event.text, call)
-                else:
-                    written = event.call_id or call_id(self._request_id, self._choice, call)
-                    yield _Piece("call", event.name, call, written)
-            elif not isinstance(event, Reasoning):
-                yield _Piece("text", event.text)
-            elif self._include_reasoning:
-                yield _Piece("reasoning", event.text)
-
-
-def _call_delta(call: int, pieces: Iterable[_Piece]) -> inference_pb.ToolCallDelta:
-    delta = inference_pb.ToolCallDelta(index=call)
-    arguments = []
-    for piece in pieces:
-        if piece.kind == "call":
-            delta.name, delta.id = piece.text, piece.id
-        else:
-            arguments.append(piece.text)
-    delta.arguments = "".join(arguments)
-    return delta
+    def _add(self, parts: Iterable[Part]) -> None:
+        for part in parts:
+            if part.kind == "reasoning":
+                is_sent = self._include_reasoning
+            else:
+                is_sent = self._max_calls is None or part.call < self._max_calls
+            if is_sent:
+                self._pending.append(part)

@@ -70,7 +70,7 @@ def test_a_named_parser_takes_precedence_and_an_unknown_one_is_an_error_that_lis
     with pytest.raises(ValueError, match=r"reasoning_parser: .*deepseek_r1.*; got 'deepseek'"):
         chat_format(reasoning="deepseek")
     with pytest.raises(
-        ValueError, match=r"tool_call_parser: .*hermes, hunyuan_a13b, internlm.*; got 'llama'"
+        ValueError, match=r"tool_call_parser: .*hermes, jamba, kimi_k2.*; got 'llama'"
     ):
         chat_format("llama")
 
@@ -100,6 +100,8 @@ THOUGHTS = [
     ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
     ("deepseek_r1", "<｜Assistant｜>", ("", ("</think>",))),
     ("openai_gptoss", "<|start|>assistant", ("<|channel|>", FINAL)),
+    ("granite", "<|end_of_role|>", ("Here", ("Here is my response:", "Here's my response:"))),
+    ("cohere_command3", "<|CHATBOT_TOKEN|>", ("<|START_", ("<|START_RESPONSE|>",))),
     ("none", "<|im_start|>assistant\n<think>\n", None),
 ]
 
@@ -135,7 +137,7 @@ def test_the_last_turn_of_a_prompt_shows_whether_it_opens_a_thought(
     form = chat_format(reasoning=reasoning)
     thought = form.thought(prompt)
     assert (thought is not None and not thought[0]) is expected
-    assert form.parser({}, prompt=prompt).in_reasoning is expected or reasoning == "deepseek_r1"
+    assert form.parser({}, prompt=prompt).in_reasoning is expected
 
 
 def answered(form: ChatFormat, text: str, prompt: str = "") -> Outcome:
@@ -154,10 +156,10 @@ def test_a_thought_that_the_prompt_opens_goes_on_in_the_answer() -> None:
     assert answered(form, "Yes.", prompt + "I see.</think>") == ("Yes.", "", [])
 
 
-def test_a_lone_end_ends_a_thought_of_deepseek_r1_alone_and_text_without_one_is_text() -> None:
+def test_an_answer_of_deepseek_r1_begins_within_a_thought() -> None:
     r1, qwen = chat_format(reasoning="deepseek_r1"), chat_format(reasoning="qwen3")
     assert answered(r1, "I see.\n</think>\n\nYes.") == ("Yes.", "I see.", [])
-    assert answered(r1, "I see. Yes.") == ("I see. Yes.", "", [])
+    assert answered(r1, "I see. Yes.") == ("", "I see. Yes.", [])
     assert answered(r1, "<think>I see.</think>Yes.") == ("Yes.", "I see.", [])
     text = "It ends with </think> there."
     assert answered(qwen, text) == (text, "", [])
@@ -177,6 +179,19 @@ def test_without_functions_calls_are_text_and_thoughts_are_apart() -> None:
     text = CALLS["hermes"].one()
     assert answered(chat_format("hermes", "qwen3"), f"<think>a</think>{text}") == (text, "a", [])
     assert answered(chat_format("hermes"), f"  {text}\n") == (f"  {text}\n", "", [])
+
+
+def test_text_of_llama_4_between_marks_before_a_call_is_text() -> None:
+    call = '{"name": "now", "parameters": {}}'
+    text = f"<|python_start|>I look.<|python_end|>{call}"
+    form = chat_format("llama4_json")
+    for length in (1, 3, 1000):
+        result = outcome(form.parser(FUNCTIONS), pieces(text, length))
+        assert result == ("I look.", "", [("now", "{}")])
+    assert outcome(form.parser(FUNCTIONS), [f"<|python_start|>{call}<|python_end|>"]) == (
+        *("", ""),
+        [("now", "{}")],
+    )
 
 
 def test_messages_of_gpt_oss_are_apart_by_channel() -> None:

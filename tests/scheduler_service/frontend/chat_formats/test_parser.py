@@ -15,14 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.chat_formats.events import (
-    CallArguments,
-    CallStart,
-    Content,
-    Event,
-    MessageParser,
-    Reasoning,
-)
+from scheduler_service.frontend.chat_formats.events import MessageParser, Part
 from scheduler_service.frontend.chat_formats.formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
@@ -54,23 +47,22 @@ class Outcome(NamedTuple):
 
 
 def outcome(parser: MessageParser, pieces: Iterable[str]) -> Outcome:
-    events: list[Event] = []
+    parts: list[Part] = []
     for piece in pieces:
-        events += parser.push(piece)
-    events += parser.finish()
-    content, reasoning = "", ""
+        parts += parser.push(piece)
+    parts += parser.finish()
+    texts = {"text": "", "reasoning": ""}
     calls: list[tuple[str, str]] = []
-    for event in events:
-        match event:
-            case Content(text):
-                content += text
-            case Reasoning(text):
-                reasoning += text
-            case CallStart(name):
-                calls.append((name, ""))
-            case CallArguments(text):
-                calls[-1] = calls[-1][0], calls[-1][1] + text
-    return Outcome(content, reasoning, calls)
+    for part in parts:
+        if part.kind == "call":
+            assert part.call == len(calls)
+            calls.append((part.text, ""))
+        elif part.kind == "arguments":
+            assert part.call == len(calls) - 1
+            calls[-1] = calls[-1][0], calls[-1][1] + part.text
+        else:
+            texts[part.kind] += part.text
+    return Outcome(texts["text"], texts["reasoning"], calls)
 
 
 def chat_format(calls: str = "none", reasoning: str = "none") -> ChatFormat:
@@ -107,6 +99,8 @@ def marks(form: ChatFormat) -> list[str]:
     if form.reasoning is not None:
         found += [*form.reasoning.openings, *form.reasoning.closings, *form.reasoning.framing]
         found += form.reasoning.answer
+    if form.calls is not None:
+        found += form.calls.framing
     return sorted({*found, *form.special_tokens} - {""}, key=len, reverse=True)
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import NamedTuple
 
-from scheduler_service.frontend.chat_formats.calls import Functions
+from scheduler_service.frontend.chat_formats.events import Functions
 
 FUNCTIONS: Functions = {
     "get_weather": {
@@ -180,13 +180,6 @@ CALLS: dict[str, Calls] = {
         "",
     ),
     "jamba": Calls("<tool_calls>[\n", _FIRST, ",\n", _SECOND, "\n]</tool_calls>"),
-    "internlm": Calls(
-        "<|action_start|><|plugin|>",
-        _PARAMETERS[0],
-        "<|action_end|>\n<|action_start|> <|plugin|>",
-        _PARAMETERS[1],
-        "<|action_end|>",
-    ),
     "longcat": Calls(
         "<longcat_tool_call>",
         _FIRST,
@@ -203,7 +196,7 @@ THOUGHTS: dict[str, tuple[str, str, str]] = {
     "deepseek_r1": ("<think>\n", "\n</think>\n\n", ""),
     "mistral": ("[THINK]", "[/THINK]", ""),
     "granite": ("Here is my thought process:", "Here is my response:", ""),
-    "granite, tagged": ("<think>", "</think>\n<response>", "</response>"),
+    "ernie45": ("<think>", "</think>\n<response>", "</response>"),
     "cohere_command3": (
         "<|START_THINKING|>",
         "<|END_THINKING|><|START_RESPONSE|>",
@@ -211,7 +204,6 @@ THOUGHTS: dict[str, tuple[str, str, str]] = {
     ),
     "gemma4": ("<|channel>thought\n", "\n<channel|>", ""),
     "seed_oss": ("<seed:think>", "</seed:think>", ""),
-    "hunyuan_a13b": ("<think>\n", "\n</think>\n<answer>\n", "\n</answer>"),
     "openai_gptoss": (
         "<|channel|>analysis<|message|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
