@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.json_lines import LineProcess, take_stdout
 from benchmarks.model_shapes import BYTES_PER_VALUE
 from benchmarks.processes import send_signal
-from worker_service.models.linear import OneDNNWeight, can_pack, pack
+from worker_service.models.linear import can_pack, pack
 
 READ_BYTES = 2**30
 """Much larger than the caches."""
@@ -137,9 +137,6 @@ def _products_of(x: Tensor, weight: Tensor) -> Iterator[Callable[[], Tensor]]:
     if can_pack(x.dtype, x.device):
         packed = pack(weight)
         yield lambda: packed.apply(x)
-    if x.device.type == "cpu" and OneDNNWeight.can_pack(x.dtype):
-        reordered = OneDNNWeight(weight)
-        yield lambda: reordered.apply(x)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:

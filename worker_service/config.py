@@ -129,7 +129,7 @@ class ModelConfig:
     """auto, cpu, cuda or cuda:N."""
 
     dtype: str = "auto"
-    """auto, float32, bfloat16 or float16."""
+    """auto, float32, bfloat16, or on GPUs float16."""
 
     load_format: str = "safetensors"
     """safetensors, or dummy for random weights."""

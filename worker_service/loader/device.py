@@ -1,9 +1,8 @@
 """A model's device, dtype and CPU threads, and the return of freed memory to the system.
 
-`auto` selects the dtype in which the checkpoint was saved, with one exception: on a CPU, float16
-and bfloat16 become float32 unless the CPU multiplies them natively: bfloat16 with AVX512-BF16 or
-AMX, float16 on no CPU. Emulated, they are slower than float32, and results would depend on the
-batch.
+`auto` selects the dtype in which the checkpoint was saved, with one exception: on a CPU, bfloat16
+becomes float32 unless the CPU multiplies it natively (AVX512-BF16 or AMX), because it is slower if
+emulated, and float16, which no CPU kernel of ours computes, always becomes float32.
 
 glibc returns a freed allocation to the system at once only if it was larger than a threshold, and
 this threshold grows with the sizes that a process frees, up to 32 MiB. After the first large
@@ -75,7 +74,14 @@ def gpu_number(asked: int | None, local_rank: int, num_gpus: int, *, is_alone: b
 
 
 def resolve_dtype(name: str, config: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    """Return the dtype called `name`; for `auto` see above. config: content of `config.json`."""
+    """Return the dtype called `name`; for `auto` see above. config: content of `config.json`.
+
+    Raises InvalidOption for float16 on a CPU."""
+    if name == "float16" and device.type == "cpu":
+        raise InvalidOption(
+            "dtype: expected auto, bfloat16 or float32 on a CPU, got float16, which is for GPUs:"
+            " bfloat16 takes as much memory, float32 keeps every digit of a float16 checkpoint"
+        )
     if name != "auto":
         return _DTYPES[name]
     saved = _saved_dtype(config)

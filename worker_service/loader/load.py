@@ -56,7 +56,7 @@ from worker_service.loader.quantized_checkpoint import (
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import Checkpoint, open_checkpoint, warn_of_unused
 from worker_service.models.interface import Model, ModelContext
-from worker_service.models.linear import cpu_arithmetic, has_quantized_products
+from worker_service.models.linear import can_pack, cpu_arithmetic
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import limit_model_len, native_settings
 
@@ -195,11 +195,10 @@ def _packs_with_triton(
     """
     if is_quantized and can_keep_weights_packed(kernels.layers, device, dtype):
         return True
-    if config.quantization is not None and not has_quantized_products(dtype, device):
+    if config.quantization is not None and not can_pack(dtype, device):
         raise InvalidOption(
             f"quantization: expected none, got {config.quantization}: it needs the compiled CPU"
-            " kernels, for bfloat16 or float32, or on a GPU the Triton kernels; this is"
-            f" {str(dtype).removeprefix('torch.')} on {device} with --attention-backend"
+            f" kernels, or on a GPU the Triton kernels; this is {device} with --attention-backend"
             f" {kernels.attention.name}"
         )
     return False
@@ -330,7 +329,7 @@ def load_model(
         weights=checkpoint.stored_as,
         communicator=context.communicator,
         attention_abilities=kernels.attention.abilities,
-        batch_invariant=_is_batch_invariant(config, model, device, block_size),
+        batch_invariant=_is_batch_invariant(config, model, context, block_size),
     )
     _log(loaded, time.monotonic() - started)
     return loaded
@@ -374,13 +373,10 @@ def _context(
     kernels: Kernels,
 ) -> ModelContext:
     """Raises UnsupportedModel for quantized activations without a kernel for them."""
-    if any(scheme.activations for _, scheme in schemes) and not has_quantized_products(
-        dtype, device
-    ):
+    if any(scheme.activations for _, scheme in schemes) and not can_pack(dtype, device):
         raise UnsupportedModel(
             f"{model_dir / 'config.json'}: quantization_config: 8-bit input_activations (W8A8) need"
-            " the compiled CPU kernels, for bfloat16 or float32; this is"
-            f" {str(dtype).removeprefix('torch.')} on {device}"
+            f" the compiled CPU kernels; this is {device}"
         )
     is_quantized = bool(schemes) or is_gguf(model_dir) or config.quantization is not None
     return ModelContext(
@@ -416,17 +412,18 @@ def _warn_of_unused(
 
 
 def _is_batch_invariant(
-    config: ModelConfig, model: Model, device: torch.device, block_size: int
+    config: ModelConfig, model: Model, context: ModelContext, block_size: int
 ) -> bool:
     """Try the model. Raises UnsupportedModel if it is not as batch-invariant as requested."""
-    same_bits = try_model(model, device, block_size)
+    same_bits = try_model(model, context.device, block_size)
     if config.batch_invariant and not same_bits:
         raise UnsupportedModel(
             f"batch_invariant: the logits of {model.architecture} depend on the batch, or are not"
             " finite (then a warning precedes this error)"
         )
-    # Without --batch-invariant, equal results of the trial run on a GPU are a coincidence.
-    return same_bits and (device.type == "cpu" or config.batch_invariant)
+    # Without --batch-invariant on a GPU, and without our kernels on a CPU, equal results of the
+    # trial run are a coincidence.
+    return same_bits and (can_pack(context.dtype, context.device) or config.batch_invariant)
 
 
 def _log(loaded: LoadedModel, seconds: float) -> None:

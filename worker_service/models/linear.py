@@ -4,22 +4,9 @@ A quantized weight stays packed if the device has kernels for it, and is dequant
 Memory for its dense form is allocated on the host but never written to, so that it is not
 committed.
 
-Weights are packed once, after loading. The C++ kernels support float32, and bfloat16 if they were
-built for it; oneDNN is used for all others. With both, the bits of a row do not depend on the other
-rows; with torch's own `linear`, they do.
-
-oneDNN's packed products are two to three times as fast as torch's own for few rows. With vector
-instructions, the result of a row is bitwise the same for any number of rows from two on (measured
-with torch 2.13 from 1 to 4096 rows). A single row uses another code path, so it is computed twice.
-oneDNN compiles a kernel for each number of rows, which takes a few milliseconds, and caches about a
-thousand kernels, of a few hundred kilobytes each; so large numbers of rows are padded to a few
-sizes.
-
-With AMX, this does not hold: oneDNN splits the sum over the inputs differently for different
-numbers of rows, and about one output in 20,000 rounds to another bfloat16. Half-precision products
-are therefore computed in batches of exactly 32 rows, whose bits were the same for every position of
-a row and for 1 to 8 threads. `docs/model-execution.md` compares their speed with that of the C++
-kernels, which are the default on these CPUs, too, because they can be recorded.
+Weights are packed once, after loading, by the C++ kernels, whose products have the same bits for a
+row whatever the other rows are. Where these kernels were not built, torch's own `linear` is used,
+which is slower and does not guarantee that.
 
 Sharded layers: a column-parallel linear layer is an ordinary one with fewer outputs, those of this
 rank's heads or MLP columns. The next layer has these as inputs, and is row-parallel. With one rank,
@@ -46,64 +33,6 @@ from worker_service.models.interface import ModelContext, WeightTarget
 
 HEAD_ROUNDING = "int8"
 """The format of LM heads, and of embeddings tied to them, if other layers are quantized."""
-
-MIN_ROWS = 2
-"""Fewer rows are padded to this number."""
-
-TILED_ROWS = 32
-"""Rows of every half-precision product if oneDNN uses AMX."""
-
-MAX_EXACT_ROWS = 64
-"""More rows are padded to a number with four significant bits, which adds at most an eighth."""
-
-
-def num_padded_rows(num_rows: int) -> int:
-    """The number of rows to which a product of `num_rows` rows is padded."""
-    if num_rows <= MAX_EXACT_ROWS:
-        return max(num_rows, MIN_ROWS)
-    step = 1 << ((num_rows - 1).bit_length() - 4)
-    return -(-num_rows // step) * step
-
-
-class OneDNNWeight:
-    """A packed weight of float32, bfloat16 or float16. Implements `PackedWeight`."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.out_features, self.in_features = weight.shape
-        self._is_tiled = weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported()
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 64)
-
-    @staticmethod
-    def can_pack(dtype: torch.dtype) -> bool:
-        """Whether oneDNN has packed products of this dtype on this machine."""
-        if not torch.backends.mkldnn.is_available():
-            return False
-        if dtype == torch.bfloat16:
-            return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-        if dtype == torch.float16:
-            return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-        return dtype == torch.float32
-
-    def apply(
-        self, rows: Tensor, bias: Tensor | None = None, *, output_dtype: torch.dtype | None = None
-    ) -> Tensor:
-        """rows: [num_rows, in_features]; returns [num_rows, out_features]."""
-        num_rows = rows.shape[0]
-        if self._is_tiled:
-            padded = nn.functional.pad(rows, (0, 0, 0, -num_rows % TILED_ROWS))
-            batches = padded.split(TILED_ROWS)
-            product = torch.cat([self._multiply(batch, bias) for batch in batches])
-        else:
-            num_more = num_padded_rows(num_rows) - num_rows
-            padded = torch.cat([rows, rows[:num_more]]) if num_more else rows
-            product = self._multiply(padded, bias)
-        return product[:num_rows].to(output_dtype or product.dtype)
-
-    def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._packed, bias, "none", [], ""
-        )
-        return product
 
 
 class PackedWeight(Protocol):
@@ -132,14 +61,7 @@ class PackedTable(PackedWeight, Protocol):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has packed products of `dtype`."""
-    if device.type != "cpu":
-        return False
-    return _native_library(dtype) is not None or OneDNNWeight.can_pack(dtype)
-
-
-def has_quantized_products(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this machine has products of rows of `dtype` with quantized weights."""
+    """Whether this machine has products of `dtype` with packed weights, quantized or not."""
     return device.type == "cpu" and _native_library(dtype) is not None
 
 
@@ -149,7 +71,7 @@ def can_pack_codes(weight: QuantizedWeight, context: ModelContext) -> bool:
         from pagewire_kernels import triton  # imported only if it is used
 
         return triton.can_pack_codes(weight)
-    return has_quantized_products(context.dtype, context.device) and native.can_pack_codes(weight)
+    return can_pack(context.dtype, context.device) and native.can_pack_codes(weight)
 
 
 def _obstacle(weight: QuantizedWeight) -> str:
@@ -216,10 +138,8 @@ def pack(
         dtype = weight.dtype
     assert dtype is not None
     native_library = _native_library(dtype)
-    if native_library is not None:
-        return NativeWeight(weight, native_library, _memory(), dtype, consume=consume)
-    assert isinstance(weight, Tensor)
-    return OneDNNWeight(weight)
+    assert native_library is not None, "can_pack"
+    return NativeWeight(weight, native_library, _memory(), dtype, consume=consume)
 
 
 def pack_gated(
@@ -247,9 +167,7 @@ def cpu_arithmetic(dtype: torch.dtype) -> str:
     """The identity of the kernels that compute products and norms of `dtype` on this CPU."""
     if (found := _native_library(dtype)) is not None:
         return found.instruction_set
-    if dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
-        return "onednn-amx"
-    return f"onednn-{torch.backends.cpu.get_cpu_capability().lower()}"
+    return f"torch-{torch.backends.cpu.get_cpu_capability().lower()}"
 
 
 @cache

@@ -49,7 +49,7 @@ FLAGS = (
     Flag("revision", str, "worker", "Branch, tag or commit of a model on the hub."),
     Flag("served_model_name", list[str], "worker", "Name of the model for clients; repeatable."),
     Flag("device", str, "worker", "auto, cpu, cuda or cuda:N."),
-    Flag("dtype", str, "worker", "auto, float32 (float), bfloat16 or float16 (half)."),
+    Flag("dtype", str, "worker", "auto, float32 (float), bfloat16, or on GPUs float16 (half)."),
     Flag("max_model_len", str, "worker", "Most tokens of prompt and output together, as 8k."),
     Flag("block_size", int, "worker", "Tokens per KV block."),
     Flag("kv_cache_memory", str, "worker", "Memory for the KV cache, such as 4GiB."),

@@ -2,7 +2,7 @@
 
 They have a plain C interface and no dependencies, not even a C++ runtime or OpenMP, so that one
 build works with any version of torch. If they were not built, or the processor lacks the
-instructions, `library()` is None, and oneDNN and the torch reference are used instead.
+instructions, `library()` is None, and torch and the reference are used instead.
 
     src/vectors.h   vector arithmetic; avx2.h, avx512.h and neon.h hold one instruction set each
     src/team.h      the signature of a kernel, and how threads share its work

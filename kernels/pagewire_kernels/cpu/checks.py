@@ -5,7 +5,7 @@ from torch import Tensor
 
 from pagewire_kernels.interface import Abilities, stored_head_size
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16)
 ABILITIES = Abilities(dtypes=DTYPES, int8_cache=True, batch_invariant=True, default_block_size=64)
 """Blocks of 64 tokens are read a third faster from memory than blocks of 16, which are scattered;
 larger blocks are no faster."""

@@ -73,7 +73,7 @@ def library() -> Library | None:
     name = next((each for each in sets if library_path(each).exists()), None)
     if name is None:
         logger.warning(
-            "compiled CPU kernels not found, torch and oneDNN are many times slower "
+            "compiled CPU kernels not found, torch's are many times slower "
             "instruction_sets=%s directory=%s",
             ",".join(sets) or "none",
             library_path("").parent,

@@ -13,7 +13,7 @@ from pagewire_kernels.interface import AttentionBackend
 from tests.support.native import native_libraries
 from tests.support.paged_batch import PagedSequences, Shape
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Per dtype: float32 sums differ in order only; the others also in the output's rounding."""
 
 BACKENDS = {each.instruction_set: NativeBackend(each) for each in native_libraries()}

@@ -23,7 +23,6 @@ SHAPES = {
     "one query per key": Shape(num_heads=3, num_kv_heads=3, head_dim=40, block_size=5),
     "bfloat16": Shape(dtype=torch.bfloat16, head_dim=128, block_size=32),
     "bfloat16, odd": Shape(dtype=torch.bfloat16, num_heads=14, head_dim=39, block_size=7),
-    "float16": Shape(dtype=torch.float16),
     "int8": Shape(cache_dtype=torch.int8, head_dim=80),
     "bfloat16 in int8": Shape(
         dtype=torch.bfloat16, cache_dtype=torch.int8, num_heads=14, head_dim=128, block_size=7

@@ -162,8 +162,42 @@ def test_auto_takes_a_half_precision_type_only_on_cpus_that_support_it(
     assert resolve_dtype("bfloat16", {key: saved}, CPU) == torch.bfloat16
 
 
-def test_auto_keeps_the_checkpoints_type_on_gpus() -> None:
-    assert resolve_dtype("auto", {"dtype": "float16"}, torch.device("cuda")) == torch.float16
+def test_gpus_compute_in_float16() -> None:
+    for name in ("auto", "float16"):
+        assert resolve_dtype(name, {"dtype": "float16"}, torch.device("cuda")) == torch.float16
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_float16_on_a_cpu_is_refused_with_what_to_use_instead(family: str) -> None:
+    with pytest.raises(
+        InvalidOption, match="dtype: expected auto, bfloat16 or float32 on a CPU, got float16"
+    ):
+        _load(checkpoint(family), dtype="float16")
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_float16_checkpoint_gives_a_cpu_the_logits_of_its_values_in_float32(
+    family: str, tmp_path: Path
+) -> None:
+    rounded = {
+        name: tensor.half()
+        for name, tensor in load_file(checkpoint(family) / "model.safetensors").items()
+    }
+    logits = []
+    for dtype in (torch.float16, torch.float32):
+        path = Path(shutil.copytree(checkpoint(family), tmp_path / str(dtype)))
+        save_file(
+            {name: tensor.to(dtype) for name, tensor in rounded.items()},
+            path / "model.safetensors",
+            {"format": "pt"},
+        )
+        config = json.loads((path / "config.json").read_text())
+        config["dtype"] = str(dtype).removeprefix("torch.")
+        (path / "config.json").write_text(json.dumps(config))
+        loaded = _load(path, dtype="auto")
+        assert loaded.config.dtype == "float32"
+        logits.append(_logits(loaded))
+    assert torch.equal(*logits)
 
 
 def test_workers_may_share_gpus_and_ranks_of_one_model_may_not() -> None:

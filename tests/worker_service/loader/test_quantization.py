@@ -173,12 +173,22 @@ def test_what_cannot_be_rounded_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path, hidden_size=40)
     with pytest.raises(InvalidOption, match="quantization: expected a multiple of 32 input"):
         _load(path, "int4")
-    with pytest.raises(InvalidOption, match=r"quantization: expected none, got int8.*float16"):
-        _load(checkpoint("llama"), "int8", "float16")
     with pytest.raises(InvalidOption, match=r"expected int8, int4, fp8 to round.*, got .fp4."):
         _load(checkpoint("llama"), "fp4")
     with pytest.raises(InvalidOption, match=r"quantization: expected a multiple of 32 .* 88"):
         _load(checkpoint("gemma2"), "int8")
+
+
+def test_a_cpu_without_the_kernels_rounds_nothing_and_promises_no_batch_invariance(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _load(checkpoint("llama"), None).batch_invariant
+    monkeypatch.setattr("worker_service.models.linear.library", lambda: None)
+    plain = _load(checkpoint("llama"), None)
+    assert not plain.batch_invariant
+    assert arithmetic_of(plain).startswith("cpu/torch-")
+    with pytest.raises(InvalidOption, match=r"quantization: expected none, got int8.*compiled CPU"):
+        _load(checkpoint("llama"), "int8")
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.model_files import read_config
 from worker_service.loader.quantized_checkpoint import read_schemes
 from worker_service.loader.weights import load_weights, open_checkpoint
-from worker_service.models.linear import Linear, has_quantized_products
+from worker_service.models.linear import Linear, can_pack
 
 pytestmark = pytest.mark.skipif(not native_libraries(), reason="the kernels are not compiled")
 
@@ -177,13 +177,14 @@ def test_layers_of_one_product_must_round_alike(family: str, tmp_path: Path) -> 
             _load(path)
 
 
-def test_other_dtypes_and_devices_are_refused(tmp_path: Path) -> None:
+def test_machines_without_the_kernels_refuse_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, _ = _make(tmp_path, INPUTS["dynamic"])
-    with pytest.raises(
-        UnsupportedModel, match=r"\(W8A8\) need the compiled CPU kernels.*float16 on"
-    ):
-        _load(path, dtype="float16")
-    assert not has_quantized_products(torch.bfloat16, torch.device("cuda"))
+    assert not can_pack(torch.bfloat16, torch.device("cuda"))
+    monkeypatch.setattr("worker_service.models.linear.library", lambda: None)
+    with pytest.raises(UnsupportedModel, match=r"\(W8A8\) need the compiled CPU kernels.*cpu"):
+        _load(path)
 
 
 def test_a_layer_that_needs_dense_weights_is_refused(tmp_path: Path) -> None:

@@ -60,9 +60,3 @@ def test_a_recorded_step_gives_the_same_bits_as_an_eager_one(
         assert all(map(torch.equal, logits, eager.run(step)))
         assert "layers run eagerly" not in caplog.text
     assert torch.equal(recorded.kv_cache.nan_to_num(), eager.kv_cache.nan_to_num())
-
-
-def test_a_model_with_layers_of_torch_runs_eagerly() -> None:
-    model = _model("llama", "float16")
-    assert not isinstance(model._run, RecordedModel)
-    assert PagedDriver(model).run([(0, 0, _tokens(5, 0))])[0].isfinite().all()

@@ -125,13 +125,12 @@ def test_any_number_of_decodes_gives_the_same_bits(family: str, num_rows: int) -
     assert all(torch.equal(a, b) for a, b in zip(some, expected, strict=False))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
-def test_half_precision_stays_near_float32(family: str, dtype: str) -> None:
+def test_bfloat16_stays_near_float32(family: str) -> None:
     path = checkpoint(family)
-    model = load_model(ModelConfig(model=str(path), device="cpu", dtype=dtype)).model
+    model = load_model(ModelConfig(model=str(path), device="cpu", dtype="bfloat16")).model
     tokens = _prompts()[-1]
     (logits,) = PagedDriver(model).run([(0, 0, tokens)])
     expected = oracle(path).logits(tokens)
     error = (logits - expected).norm() / expected.norm()
-    assert error < (0.1 if dtype == "bfloat16" else 0.02)
+    assert error < 0.1

@@ -37,7 +37,6 @@ from worker_service.models.linear import (
     can_pack,
     can_pack_codes,
     can_stack,
-    has_quantized_products,
     pack,
     pack_codes,
     refuse_quantized_rows,
@@ -200,7 +199,7 @@ class Packing:
         self.unused = {name for target in unknown for names in sources[target][1] for name in names}
         self._check_experts(tensors, sources, source)
         self._warn_of_untied(tensors, sources)
-        if not has_quantized_products(self._context.dtype, self._context.device):
+        if not can_pack(self._context.dtype, self._context.device):
             sources = {}
         for target, (operations, columns) in sources.items():
             stacks = list(zip(*columns, strict=False))
