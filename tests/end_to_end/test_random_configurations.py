@@ -44,7 +44,6 @@ from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.models.interface import Model
 from worker_service.models.native import NativeModel
 from worker_service.runner.draft_model import DraftModel
-from worker_service.runner.drafter import NgramDrafter
 from worker_service.runner.eagle_drafter import EagleDrafter
 from worker_service.runner.suffix_drafter import SuffixDrafter
 
@@ -236,7 +235,7 @@ def speculation(number: int) -> Counter[str]:
     draw, drawn = Random(number), configuration(number, True)
     worker_type = {
         "knowing": partial(SpeculatingWorker, drafter=KnowingDrafter(outputs)),
-        "ngram": partial(SpeculatingWorker, drafter=NgramDrafter()),
+        "ngram": partial(SpeculatingWorker, drafter=SuffixDrafter(history_tokens=0)),
         "suffix": worker_with_history,
         "draft": worker_with_draft_model,
         "eagle": partial(worker_with_head, drawn.model),
@@ -273,7 +272,7 @@ def worker_with_head(
     transformers has n-grams."""
     options |= {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
     if not isinstance(model, NativeModel):
-        return SpeculatingWorker(model, drafter=NgramDrafter(), **options)
+        return SpeculatingWorker(model, drafter=SuffixDrafter(history_tokens=0), **options)
     target = loaded(name, captures=True)
     stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
     path = head_for(model.hidden_size, model.vocab_size)

@@ -9,7 +9,7 @@
 | `batch.py` | a step's rows, and the flattened inputs of the forward pass |
 | `draft_model.py` | guesses of a second, smaller model |
 | `eagle_drafter.py` | guesses of a head that reads the model's hidden states (EAGLE-3) |
-| `drafter.py` | what drafters have in common, and n-gram drafts |
+| `drafter.py` | what drafters have in common, and the search of a sequence's own tokens |
 | `suffix_drafter.py` | guesses from recent outputs of the same tenant, too |
 | `speculation.py` | drafts: how many a row computes, and which of them are kept |
 | `forward.py` | the forward pass of a step that the host computes |

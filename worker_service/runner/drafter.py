@@ -1,4 +1,5 @@
-"""The interface of drafters, and the n-gram drafter, which needs only a sequence's own tokens."""
+"""The interface of drafters, and the search for drafts in a sequence's own tokens (prompt lookup
+decoding, Saxena 2023)."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -76,24 +77,6 @@ class SequenceDrafter(Drafter):
     @abstractmethod
     def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
         """Propose at most `num_drafts` tokens after `tokens`, the sequence's prompt and output."""
-
-
-class NgramDrafter(SequenceDrafter):
-    """Prompt lookup decoding (Saxena 2023): proposes the tokens that followed an earlier occurrence
-    of the sequence's suffix, the longest one that occurs. Of several occurrences it uses the latest
-    one that continues with the most frequent next token. Where a copy is edited, it proposes how
-    the original continues after the edit."""
-
-    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
-        """Search prompt and output. A continuation that is too short is repeated: its tokens may be
-        a loop."""
-        ends, num_matched = find_continued(tokens)
-        if num_matched == 0:
-            return Draft(tokens[:0])
-        next_tokens = tokens[ends + 1]
-        start = int(ends[next_tokens == most_frequent(next_tokens)][-1]) + 1
-        loop = start + np.arange(num_drafts) % (len(tokens) - start)
-        return Draft(tokens[loop], num_matched)
 
 
 def most_frequent(tokens: Int32Array) -> np.int32:

@@ -32,7 +32,7 @@ from worker_service.runner.device_sampler import sample_padding, step_kernels
 from worker_service.runner.device_state import DeviceState, state_bytes
 from worker_service.runner.device_steps import DeviceSteps
 from worker_service.runner.draft_model import DraftModel
-from worker_service.runner.drafter import Drafter, NgramDrafter
+from worker_service.runner.drafter import Drafter
 from worker_service.runner.eagle_drafter import EagleDrafter
 from worker_service.runner.in_flight_step import CudaEvent, DeviceEvent
 from worker_service.runner.model_runner import ModelRunner
@@ -232,7 +232,7 @@ class ModelExecutor:
         if not self.loaded.communicator.layout.samples:
             return None
         if self._runner.speculative == "ngram":
-            return NgramDrafter()
+            return SuffixDrafter(history_tokens=0)
         if self._runner.speculative == "suffix":
             return SuffixDrafter()
         if self._draft is None:

@@ -7,6 +7,8 @@ compares the 16-bit hashes of all pairs of consecutive tokens in the history wit
 sequence's last pair, which takes about 20 microseconds, and then compares tokens where hashes are
 equal. Tokens are therefore added in constant time, and the oldest ones are dropped by moving
 arrays.
+
+Without a history, this is prompt lookup decoding (`--speculative ngram`).
 """
 
 import numpy as np
@@ -40,6 +42,8 @@ class SuffixDrafter(SequenceDrafter):
     contains the longer suffix of the sequence."""
 
     def __init__(self, history_tokens: int = HISTORY_TOKENS) -> None:
+        """history_tokens: capacity of the history; 0 for none, so that drafts come from the
+        sequence's own tokens only."""
         self.history = OutputHistory(history_tokens)
 
     def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
@@ -56,6 +60,8 @@ class SuffixDrafter(SequenceDrafter):
 
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
         """Add the step's output tokens to the history."""
+        if self.history.capacity == 0:
+            return
         row_ids = np.unique(rows.row_ids[rows.sampling])
         row_ids = row_ids[table.sampling.num_candidates[row_ids] == 0]  # the core chooses a beam's
         ends, starts = table.num_tokens[row_ids], table.drafter_state[row_ids, _LENGTH]
@@ -88,10 +94,10 @@ class OutputHistory:
     """
 
     def __init__(self, capacity: int) -> None:
-        """capacity: maximum number of tokens, at least 2."""
+        """capacity: maximum number of tokens, at least 2; 0 if none are ever added."""
+        self.capacity = capacity
         self.num_added = 0
         """The position of the next token."""
-        self._capacity = capacity
         self._size = 0
         self._hashes = np.zeros(capacity, np.uint16)
         """Hash of tenant, previous token and token."""
@@ -116,12 +122,12 @@ class OutputHistory:
         tenants, previous, tokens: as in the columns of the same names; before: position of the
         previous token of the same output, or _NONE. All are [num_tokens].
         """
-        half = self._capacity // 2
+        half = self.capacity // 2
         if len(tokens) > half:
             for part in (slice(half), slice(half, None)):
                 self.add(tenants[part], previous[part], tokens[part], before[part])
             return
-        if self._size + len(tokens) > self._capacity:
+        if self._size + len(tokens) > self.capacity:
             self._drop_oldest()
         new = slice(self._size, self._size + len(tokens))
         self._hashes[new] = _hash(tenants, previous, tokens)
@@ -136,8 +142,8 @@ class OutputHistory:
         self.num_added += len(tokens)
 
     def _drop_oldest(self) -> None:
-        """Drop all but the last `_capacity // 2` tokens."""
-        kept = self._capacity // 2
+        """Drop all but the last `capacity // 2` tokens."""
+        kept = self.capacity // 2
         columns = self._hashes, self._tenants, self._previous, self._tokens
         for column in (*columns, self._to_before, self._to_after):
             column[:kept] = column[self._size - kept : self._size].copy()
@@ -150,7 +156,7 @@ class OutputHistory:
         Returns the indices of the last tokens of its occurrences, oldest first, and its length: 0,
         or from 2 to MAX_MATCH.
         """
-        if len(tokens) < _PAIR:
+        if len(tokens) < _PAIR or self._size == 0:
             return np.empty(0, np.int64), 0
         wanted = tokens[: -MAX_MATCH - 1 : -1]
         is_alike = self._hashes[: self._size] == _hash(tenant, wanted[1:2], wanted[:1])

@@ -20,9 +20,10 @@ from worker_service.config import RunnerConfig
 from worker_service.errors import InvalidOption, InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
-from worker_service.runner.drafter import Draft, NgramDrafter, SequenceDrafter
+from worker_service.runner.drafter import Draft, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.speculation import Speculation
+from worker_service.runner.suffix_drafter import SuffixDrafter
 from worker_service.service import wire
 
 EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
@@ -52,7 +53,9 @@ def test_ngrams_propose_what_followed_the_longest_match(
     tokens: list[int], drafts: list[int]
 ) -> None:
     for count in (4, 1):
-        found = NgramDrafter().follow(np.array(tokens, np.int32), count, np.uint64(0))
+        found = SuffixDrafter(history_tokens=0).follow(
+            np.array(tokens, np.int32), count, np.uint64(0)
+        )
         assert found.tokens.tolist() == drafts[:count]
 
 

@@ -221,9 +221,10 @@ class Engine(SpeculatingEngine):
     """Drafts from recent outputs."""
 
     num_drafts = 4
+    history_tokens = 1 << 12
 
     def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> SuffixDrafter:
-        self.drafter = SuffixDrafter(1 << 12)
+        self.drafter = SuffixDrafter(self.history_tokens)
         return self.drafter
 
     def answer(self, tenant: str, handle: int, num_choices: int = 1) -> list[list[int]]:
@@ -256,6 +257,24 @@ def test_an_output_helps_its_tenant_and_no_other() -> None:
     assert again > 25, "the second time, the first answer is repeated"
     assert other == num_right[0], "another tenant has what it had without it"
     assert other_again == again
+
+
+class EngineWithoutHistory(Engine):
+    """Drafts from a sequence's own tokens."""
+
+    history_tokens = 0
+
+
+def test_without_a_history_an_output_helps_no_other() -> None:
+    engine = EngineWithoutHistory(checkpoint("llama"))
+    answers, num_right = [], [0]
+    for handle in (1, 2):
+        answers += engine.answer("a", handle)
+        num_right.append(engine.lengths.num_accepted)
+    assert answers[0] == answers[1]
+    first, again = np.diff(num_right).tolist()
+    assert first == again < 25
+    assert engine.drafter.history.num_added == 0
 
 
 def test_choices_help_each_other_and_change_nothing() -> None:
