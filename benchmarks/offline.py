@@ -121,8 +121,7 @@ def _agreed(engines: Sequence[Engine], settings: Settings) -> dict[str, dict[str
     reference = [engine for engine in engines if engine.name == transformers_static.NAME]
     if settings.dtype != "float32" or not reference:
         return None
-    found = agreements(engines, reference[0], settings.shape.vocab_size)
-    return {name: asdict(agreement) for name, agreement in found.items()}
+    return agreements(engines, reference[0], settings.shape.vocab_size)
 
 
 def result_name(shape: str, dtype: str, device: str) -> str:

@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -36,49 +36,35 @@ WARMUP_REQUESTS = 8
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RateSweep:
-    """The same kind of request at rising rates."""
-
-    rates: Sequence[float]
-    """Mean arrivals per second."""
-    seconds: float
-    """Duration of the arrivals at each rate."""
-    input_tokens: Lengths
-    output_tokens: Lengths
-    vocab_size: int
-    limits: Limits
-
-    def workload(self, rate: float) -> Workload:
-        """The requests at one rate."""
-        return Workload(
-            num_requests=math.ceil(rate * self.seconds),
-            rate=rate,
-            input_tokens=self.input_tokens,
-            output_tokens=self.output_tokens,
-            vocab_size=self.vocab_size,
-        )
-
-
 async def measure_rates(
-    servers: Sequence[Server], sweep: RateSweep, repeats: int
+    servers: Sequence[Server],
+    workload: Workload,
+    rates: Sequence[float],
+    *,
+    seconds: float,
+    limits: Limits,
+    repeats: int,
 ) -> tuple[list[Row], float]:
-    """A row for each rate and server, and the number of cores that other processes kept busy."""
+    """A row for each rate and server, and the number of cores that other processes kept busy.
+
+    `workload`: its rate and number of requests are those of arrivals for `seconds` at each rate.
+    """
     _cancel_on_sigterm()
     async with all_of(servers):
         for server in servers:
-            await _in_turn(server, _warm_up(server.target, sweep))
+            await _in_turn(server, _warm_up(server.target, workload))
         load = ForeignLoad()
         rows: list[Row] = []
-        for index, rate in enumerate(sweep.rates):
+        for index, rate in enumerate(rates):
+            at_rate = replace(workload, rate=rate, num_requests=math.ceil(rate * seconds))
             seen: dict[str, list[Summary]] = {server.name: [] for server in servers}
             for repeat in range(repeats):
                 # New prompts in each repeat, so that none is cached; the same for all servers.
-                arrivals = sweep.workload(rate).arrivals(seed=1 + index * repeats + repeat)
+                arrivals = at_rate.arrivals(seed=1 + index * repeats + repeat)
                 for server in servers:
                     run = LoadRun(server.target, arrivals)
                     await _in_turn(server, run.run())
-                    seen[server.name].append(Summary.of(run, sweep.limits))
+                    seen[server.name].append(Summary.of(run, limits))
                     _print_summary(server, rate, seen[server.name][-1])
             rows += [row(server, rate, seen[server.name]) for server in servers]
         return rows, load.cores
@@ -104,16 +90,11 @@ async def _in_turn(server: Server, work: Awaitable[None]) -> None:
         server.pause()
 
 
-async def _warm_up(target: Target, sweep: RateSweep) -> None:
+async def _warm_up(target: Target, workload: Workload) -> None:
     """Warm up, so that everything is compiled and allocated; raises if requests fail."""
-    longest = Workload(
-        num_requests=WARMUP_REQUESTS,
-        rate=math.inf,
-        input_tokens=Lengths(sweep.input_tokens.high, sweep.input_tokens.high),
-        output_tokens=sweep.output_tokens,
-        vocab_size=sweep.vocab_size,
-    )
-    run = LoadRun(target, longest.arrivals(seed=0))
+    longest = Lengths(workload.input_tokens.high, workload.input_tokens.high)
+    few = replace(workload, num_requests=WARMUP_REQUESTS, rate=math.inf, input_tokens=longest)
+    run = LoadRun(target, few.arrivals(seed=0))
     await run.run()
     for record in run.records:
         if record.error is not None:
@@ -196,13 +177,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and write the results."""
     args = _parser().parse_args(arguments)
     limits = Limits(first_token_s=args.ttft_limit_ms / 1000, inter_token_s=args.itl_limit_ms / 1000)
-    sweep = RateSweep(
-        rates=sorted(args.rates),
-        seconds=args.seconds,
+    workload = Workload(
+        num_requests=WARMUP_REQUESTS,
+        rate=math.inf,
         input_tokens=args.input_tokens,
         output_tokens=args.output_tokens,
         vocab_size=SHAPES[args.shape].vocab_size,
-        limits=limits,
     )
     with ExitStack() as stack:
         folder = args.checkpoints or Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -218,7 +198,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
             servers.append(ServedPagewire(settings, "gRPC"))
         if args.vllm_python is not None:
             servers.append(ServedVllm(args.vllm_python, settings))
-        rows, foreign_cores = asyncio.run(measure_rates(servers, sweep, args.repeats))
+        rows, foreign_cores = asyncio.run(
+            measure_rates(
+                servers,
+                workload,
+                sorted(args.rates),
+                seconds=args.seconds,
+                limits=limits,
+                repeats=args.repeats,
+            )
+        )
     best = ", ".join(f"{engine} {rate:g}/s" for engine, rate in best_goodput(rows).items())
     facts = (
         f"{args.shape} in {args.dtype} on {args.device}, prompts of {args.input_tokens} tokens, "

@@ -33,7 +33,7 @@ def test_engines_compete_and_agree(tmp_path: Path) -> None:
     for measured in content["ceilings"].values():  # each by another process, four times
         assert min(measured) > 1e8
     for name, agreement in content["greedy_tokens_equal_transformers"].items():
-        assert agreement["equal_requests"] == agreement["requests"], name
+        assert agreement["equal_tokens"] == agreement["tokens"] > 0, name
 
 
 def test_a_shape_is_one_of_those_known() -> None:

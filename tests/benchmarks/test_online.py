@@ -6,16 +6,15 @@ from typing import Any, Self
 
 import pytest
 
-from benchmarks.online import RateSweep, best_goodput, measure_rates, row
-from pagewire_cli.load import Arrival, Lengths, Limits, Percentiles, Received, Summary
+from benchmarks.online import best_goodput, measure_rates, row
+from pagewire_cli.load import Arrival, Lengths, Limits, Percentiles, Received, Summary, Workload
 
-SWEEP = RateSweep(
-    rates=[50.0, 100.0],
-    seconds=0.1,
+WORKLOAD = Workload(
+    num_requests=1,
+    rate=1.0,
     input_tokens=Lengths(2, 4),
     output_tokens=Lengths(2, 3),
     vocab_size=1000,
-    limits=Limits(),
 )
 
 
@@ -65,7 +64,9 @@ class AloneServer(CountingServer):
 async def test_all_servers_get_the_same_load_and_are_alone_with_it() -> None:
     one, two = AloneServer("one"), AloneServer("two")
     one.others, two.others = [two], [one]
-    rows, _ = await measure_rates([one, two], SWEEP, repeats=3)
+    rows, _ = await measure_rates(
+        [one, two], WORKLOAD, [50.0, 100.0], seconds=0.1, limits=Limits(), repeats=3
+    )
     assert one.seen == two.seen
     assert len({tuple(arrival.prompt) for arrival in one.seen}) > 1
     assert [(line["rate"], line["engine"]) for line in rows] == [
@@ -88,7 +89,7 @@ async def test_a_server_that_cannot_answer_at_all_ends_the_benchmark() -> None:
 
     server = Broken("broken")
     with pytest.raises(RuntimeError, match="warm up failed: ConnectionError: no model"):
-        await measure_rates([server], SWEEP, repeats=1)
+        await measure_rates([server], WORKLOAD, [1.0], seconds=1, limits=Limits(), repeats=1)
     assert server.has_ended
 
 

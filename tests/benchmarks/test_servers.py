@@ -8,10 +8,10 @@ import pytest
 
 from benchmarks.engines.engine import Settings
 from benchmarks.model_shapes import Shape
-from benchmarks.online import RateSweep, measure_rates
+from benchmarks.online import measure_rates
 from benchmarks.processes import tree
 from benchmarks.servers import ServedPagewire, ServedVllm
-from pagewire_cli.load import Arrival, Lengths, Limits
+from pagewire_cli.load import Arrival, Lengths, Limits, Workload
 from tests.support.waiting import until
 
 TINY = Shape(
@@ -90,15 +90,21 @@ def are_stopped(pid: int) -> bool:
 async def test_pagewire_is_loaded_through_its_services(
     settings: Settings, interface: str, name: str
 ) -> None:
-    sweep = RateSweep(
-        rates=[100.0],
-        seconds=0.05,
+    workload = Workload(
+        num_requests=1,
+        rate=1.0,
         input_tokens=Lengths(3, 20),
         output_tokens=Lengths(2, 4),
         vocab_size=TINY.vocab_size,
-        limits=Limits(),
     )
-    [line], _ = await measure_rates([ServedPagewire(settings, interface)], sweep, repeats=1)
+    [line], _ = await measure_rates(
+        [ServedPagewire(settings, interface)],
+        workload,
+        [100.0],
+        seconds=0.05,
+        limits=Limits(),
+        repeats=1,
+    )
     assert (line["engine"], line["interface"]) == (name, interface)
     assert (line["num_complete"], line["num_failed"], line["good_share"]) == (5, 0, 1.0)
     assert line["total_ms_p99"] >= line["first_token_ms_p50"] > 0
