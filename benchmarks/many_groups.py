@@ -16,26 +16,23 @@ steps per second of the core process, since it does nothing else.
 import asyncio
 import os
 import time
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
 
 import grpc
 
 from benchmarks.machine import ForeignLoad
 from benchmarks.processes import processor_seconds
 from benchmarks.tables import publish, script_parser
-from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from service_common.grpc_options import channel_options
+from tests.support.attached_frontend import AttachedFrontend, submission
 from tests.support.cluster import Cluster
 
 MODEL = "simulated"
-FRONTEND_ID = "bare"
 
 OPEN_PER_PLACE = 1.25
 """Open requests per sequence of a batch; some always wait."""
@@ -64,93 +61,55 @@ class Shape:
     output_tokens: int
 
 
-class BareFrontend:
+class BareFrontend(AttachedFrontend):
     """A frontend without clients, text or streams; an asynchronous context manager.
 
-    It keeps a number of greedy requests of one shape open on one `Attach` stream and counts their
-    tokens, column by column, so that it uses much less processor time than the core.
+    It keeps a number of greedy requests of one shape open and counts their tokens, column by
+    column, so that it uses much less processor time than the core.
     """
 
     def __init__(self, core_address: str, shape: Shape) -> None:
+        super().__init__(core_address)
         self.num_tokens = 0
         """Number of output tokens received."""
         self.num_finished = 0
         self._shape = shape
         self._num_submitted = 0
-        self._num_wanted = 0
-        self._has_output = asyncio.Event()
-        self._channel = grpc.aio.insecure_channel(core_address, options=channel_options())
-        self._tasks: list[asyncio.Task[None]] = []
+        self._has_room = asyncio.Event()
 
-    async def __aenter__(self) -> Self:
-        self._call: Any = SchedulerServiceStub(self._channel).Attach(wait_for_ready=True)
-        await self._call.write(
-            pb.AttachRequest(message=pb.FrontendMessage(frontend_id=FRONTEND_ID))
-        )
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._submit())]
-        return self
+    async def run(self, num_open: int, is_over: Callable[[], bool]) -> None:
+        """Keep `num_open` requests open until `is_over`; surplus requests run to completion.
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._channel.close()
-
-    def keep_open(self, num_requests: int) -> None:
-        """Keep `num_requests` requests open from now on; surplus requests run to completion."""
-        self._num_wanted = num_requests
-        self._has_output.set()
-
-    async def run(self, seconds: float) -> None:
-        """Sleep; raises the stream's error, if it has ended."""
-        done, _ = await asyncio.wait(
-            self._tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
-        )
-        for task in done:
-            task.result()
-
-    async def run_until_finished(self, num_requests: int) -> None:
-        """Wait until `num_requests` more requests have ended; raises the stream's error."""
-        num_wanted = self.num_finished + num_requests
-        while self.num_finished < num_wanted:
-            await self.run(_LOOK_S)
-
-    async def _submit(self) -> None:
-        while True:
-            await self._has_output.wait()
-            self._has_output.clear()
-            num_open = self._num_submitted - self.num_finished
-            submits = [self._next() for _ in range(self._num_wanted - num_open)]
-            if submits:
-                await self._call.write(
-                    pb.AttachRequest(message=pb.FrontendMessage(submits=submits))
-                )
+        Raises RuntimeError if one fails, or the core ends the stream.
+        """
+        while not is_over():
+            self._has_room.clear()
+            num_missing = num_open - (self._num_submitted - self.num_finished)
+            if num_missing > 0:
+                submits = [self._next() for _ in range(num_missing)]
+                await self.send(pb.FrontendMessage(submits=submits))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._has_room.wait(), _LOOK_S)
+            if self.failed or self.end:
+                raise RuntimeError(f"the core failed: {self.failed or self.end}")
 
     def _next(self) -> pb.Submit:
         """A request whose prompt shares no prefix with others."""
         self._num_submitted += 1
-        number = self._num_submitted
-        prompt = [number % 30_000, number // 30_000] + [7] * (self._shape.prompt_tokens - 2)
-        return pb.Submit(
-            handle=number,
-            request_id=f"{FRONTEND_ID}-{number}",
-            model=MODEL,
-            prompt_token_ids=array("i", prompt).tobytes(),
-            num_choices=1,
-            max_tokens=self._shape.output_tokens,
-            sampling=sampling_pb2.SamplerParams(temperature=0, top_p=1, repetition_penalty=1),
-        )
+        number, shape = self._num_submitted, self._shape
+        prompt = [number % 30_000, number // 30_000] + [7] * (shape.prompt_tokens - 2)
+        tokens = shape.output_tokens
+        return submission(self.frontend_id, number, prompt, max_tokens=tokens, model=MODEL)
 
-    async def _read(self) -> None:
-        while (response := await self._call.read()) is not grpc.aio.EOF:
-            message = response.message
-            for failed in message.requests_failed:
-                raise RuntimeError(f"a request failed: {failed.reason} {failed.message}")
-            self.num_tokens += len(message.token_ids) // _INT32_BYTES
-            if message.requests_finished:
-                self.num_finished += len(message.requests_finished)
-                self._has_output.set()
-        raise RuntimeError("the core ended the stream")
+    def fold(self, message: pb.SchedulerMessage) -> None:
+        """Count what ended, and tokens."""
+        if message.HasField("models"):
+            self.models = [model.name for model in message.models.models]
+        self.failed |= {failed.handle: failed for failed in message.requests_failed}
+        self.num_tokens += len(message.token_ids) // _INT32_BYTES
+        if message.requests_finished:
+            self.num_finished += len(message.requests_finished)
+            self._has_room.set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,11 +139,11 @@ class Bench:
             self._cluster.start_worker()
         await asyncio.to_thread(self._cluster.wait_num_ready, num_groups, _START_TIMEOUT_S)
         num_open = int(num_groups * self._shape.rows * OPEN_PER_PLACE)
-        self._frontend.keep_open(num_open)
-        for _ in range(_WARM_UP_ANSWERS):  # until ends are spread over steps
-            await self._frontend.run_until_finished(num_open)
+        num_warm = self._frontend.num_finished + _WARM_UP_ANSWERS * num_open
+        # Until ends are spread over steps.
+        await self._frontend.run(num_open, lambda: self._frontend.num_finished >= num_warm)
         before = await self._sample()
-        await self._frontend.run(seconds)
+        await self._frontend.run(num_open, lambda: time.monotonic() >= before.time + seconds)
         after = await self._sample()
         return self._row(num_groups, before, after)
 

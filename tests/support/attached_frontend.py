@@ -126,11 +126,12 @@ class AttachedFrontend:
     async def _read(self) -> None:
         try:
             async for response in self._call:
-                self._fold(response.message)
+                self.fold(response.message)
         except grpc.aio.AioRpcError as error:
             self.end = error
 
-    def _fold(self, message: pb.SchedulerMessage) -> None:
+    def fold(self, message: pb.SchedulerMessage) -> None:
+        """Add a message to all that came."""
         self.num_messages += 1
         if message.HasField("models"):
             self.models = [model.name for model in message.models.models]
