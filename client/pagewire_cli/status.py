@@ -20,9 +20,6 @@ from pagewire_client.connection import ConnectionOptions, sync_channel
 from pagewire_client.deployment import EngineStatus, WorkerGroupStatus, from_proto
 from pagewire_client.errors import from_call
 
-LOSSES_SHOWN_S = 300.0
-"""How long a lost worker is listed, as on the dashboard."""
-
 _ANY_WIDTH = 1_000
 """Columns: lines are neither folded for a narrow terminal nor for a pipe."""
 
@@ -59,13 +56,15 @@ def _render(snapshot: EngineStatus) -> RenderableType:
     facts = Table.grid(padding=(0, 2))
     for name, value in (
         ("version", snapshot.version),
-        ("up", f"{snapshot.uptime_s:.0f} s"),
         ("models", ", ".join(snapshot.models) or "none"),
+        ("frontends", str(snapshot.num_frontends)),
         ("requests", _requests(snapshot)),
+        ("", f"since the core's start {snapshot.uptime_s:.0f} s ago:"),
+        ("finished", f"{snapshot.num_finished} requests"),
         ("tokens", f"{snapshot.num_prefill_tokens} in, {snapshot.num_generated_tokens} out"),
         ("preemptions", str(snapshot.num_preemptions)),
         ("swapped blocks", _swaps(snapshot)),
-        ("frontends", str(snapshot.num_frontends)),
+        ("lost workers", str(snapshot.num_worker_losses)),
     ):
         facts.add_row(name, value)
     rows = [*_workers(snapshot.groups), *_others(snapshot)]
@@ -75,7 +74,7 @@ def _render(snapshot: EngineStatus) -> RenderableType:
 def _requests(snapshot: EngineStatus) -> str:
     return (
         f"{snapshot.num_waiting} waiting, {snapshot.num_running} running, "
-        f"{snapshot.num_swapped} swapped, {snapshot.num_finished} finished"
+        f"{snapshot.num_swapped} swapped"
     )
 
 
@@ -122,11 +121,8 @@ def _others(snapshot: EngineStatus) -> Iterator[tuple[str, ...]]:
     """Workers that load their model, and those that were lost and have not returned."""
     for load in snapshot.loading:
         yield load.group_id, load.summary, load.model
-    present = {group.group_id for group in snapshot.groups}
-    present |= {load.group_id for load in snapshot.loading}
-    for loss in snapshot.worker_losses:
-        if loss.group_id not in present and loss.age_s < LOSSES_SHOWN_S:
-            yield loss.group_id, f"lost {loss.age_s:.0f} s ago", loss.model
+    for loss in snapshot.lost_workers:
+        yield loss.group_id, f"lost {loss.age_s:.0f} s ago", loss.model
 
 
 def _blocks(total: int, free: int) -> str:

@@ -192,11 +192,10 @@ class Screen:
         return Group(*lines, self._requests(status, num_left))
 
     def _groups(self, status: EngineStatus, rates: Rates) -> Iterable[Text]:
-        for loss in status.worker_losses:
-            if all(loss.group_id != group.group_id for group in status.groups):
-                yield Text.assemble(
-                    (loss.group_id, "bold"), " ", ("lost", "red"), f" {_duration(loss.age_s)} ago"
-                )
+        for loss in status.lost_workers:
+            yield Text.assemble(
+                (loss.group_id, "bold"), " ", ("lost", "red"), f" {_duration(loss.age_s)} ago"
+            )
         for load in status.loading:
             yield Text.assemble((load.group_id, "bold"), " ", (load.summary, "yellow"))
         if not status.groups and not status.loading:
@@ -230,7 +229,7 @@ class Screen:
         table.add_column("request", no_wrap=True, overflow="ellipsis", ratio=1)
         for name in ("state", "worker"):
             table.add_column(name, no_wrap=True, min_width=10)
-        for name in ("prompt", "output", "blocks", "age"):
+        for name in ("prompt", "output", "blocks", "duration"):
             table.add_column(name, justify="right", no_wrap=True, min_width=6)
         shown = [*status.requests, *reversed(status.ended_requests)][: max(0, num_lines - 1)]
         for request in shown:
@@ -242,9 +241,9 @@ def _header(status: EngineStatus, rates: Rates) -> list[Text]:
     output = rates.per_second(lambda s: s.num_generated_tokens)
     prompt = rates.per_second(lambda s: s.num_prefill_tokens)
     models = ", ".join(status.models) or "no model"
-    title = f" {status.version}  {models}  up {_duration(status.uptime_s)}"
+    title = f" {status.version}  totals since the core's start {_duration(status.uptime_s)} ago"
     return [
-        Text.assemble(("Pagewire", "bold"), (title, "dim")),
+        Text.assemble(("Pagewire", "bold"), (title, "dim"), f"  {models}"),
         _facts(
             ("tokens/s", f"{_number(output)} out, {_number(prompt)} in"),
             ("ttft", _latencies(rates, "time_to_first_token")),

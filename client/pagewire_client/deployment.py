@@ -12,6 +12,9 @@ from google.protobuf.message import Message
 
 from pagewire.loading import describe_load
 
+LOSSES_SHOWN_S = 300.0
+"""How long a lost worker is listed, as on the dashboard."""
+
 WorkerState = Literal["unspecified", "starting", "ready", "draining", "lost", "hung"]
 RequestState = Literal[
     "unspecified",
@@ -216,6 +219,15 @@ class EngineStatus:
     inter_token_latency: LatencyHistogram
     worker_losses: list[WorkerLoss]
     loading: list[WorkerLoading]
+
+    @property
+    def lost_workers(self) -> list[WorkerLoss]:
+        """The last loss of each group that was lost within five minutes and has not returned."""
+        present = {group.group_id for group in self.groups}
+        present |= {load.group_id for load in self.loading}
+        recent = [loss for loss in self.worker_losses if loss.age_s < LOSSES_SHOWN_S]
+        last = {loss.group_id: loss for loss in recent if loss.group_id not in present}
+        return list(last.values())
 
 
 _PARTS = {

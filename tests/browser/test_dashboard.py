@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect
 
+from pagewire_client import Client, SamplingParams
 from scheduler_service.columns import from_column
 from tests.browser.chromium import AXE
 from tests.browser.conftest import SHARED, OpenPage
@@ -28,6 +29,13 @@ COLOURS = """async (blocks) => {
     return Array.from(all.data.slice(at, at + 4));
   });
 }"""
+HEIGHTS = """(text) => {
+  const nodes = (selector) => [...document.querySelectorAll(selector)];
+  const heights = (selector) => nodes(selector).map((node) => node.offsetHeight);
+  for (const value of nodes(".chart .legend b")) value.textContent = text ?? value.textContent;
+  return { charts: heights(".chart"), legends: heights(".chart .legend") };
+}"""
+"""Heights of the charts, with this text as each value; null: with the present ones."""
 BLOCK_SIZE = 16
 
 
@@ -104,6 +112,68 @@ def test_a_request_has_a_timeline(open_page: OpenPage, deployment: Deployment) -
     expect(detail).to_contain_text("Choose a request")
 
 
+def test_a_click_anywhere_in_a_request_s_row_opens_its_timeline(open_page: OpenPage) -> None:
+    page = open_page()
+    row = page.locator("#requests tbody tr").first
+    detail = page.locator("#detail")
+    for cell in row.locator("th, td").all():
+        cell.click()
+        expect(row).to_have_attribute("data-chosen", "")
+        expect(detail).to_contain_text("queued with")
+        cell.click()
+        expect(detail).to_contain_text("Choose a request")
+    for key in ("Enter", "Space"):
+        row.get_by_role("button").press(key)
+        expect(detail).to_contain_text("queued with")
+        row.get_by_role("button").press(key)
+        expect(detail).to_contain_text("Choose a request")
+    phone = open_page(390, 700, has_touch=True)
+    phone.locator("#requests tbody tr").first.locator("td").first.tap()
+    expect(phone.locator("#detail")).to_contain_text("queued with")
+
+
+def test_an_ended_request_has_a_duration_and_its_colour_in_the_list_as_in_the_title(
+    open_page: OpenPage, deployment: Deployment
+) -> None:
+    with Client(deployment.cluster.frontend_address()) as client:
+        client.generate([7, 8, 9], SamplingParams(max_tokens=2), request_id="short")
+    page = open_page()
+    expect(page.locator("#requests thead th").last).to_have_text("Duration")
+    expect(page.locator("#requests-count")).to_contain_text(
+        re.compile(r"7 live; since the core.s start .* ago: [1-9]\d* requests? ended")
+    )
+    row = page.locator("#requests tbody tr", has_text="short")
+    duration = row.locator("td").last.inner_text()
+    row.click()
+    expect(row).to_have_class("ended")
+    expect(page.locator(".numbers div", has_text="duration").locator("dd")).to_have_text(duration)
+    colour = "swatch => getComputedStyle(swatch).backgroundColor"
+    in_list = row.locator(".swatch").evaluate(colour)
+    assert in_list == page.locator("#detail-title .swatch").evaluate(colour)
+
+
+@pytest.mark.parametrize("width", [390, 1100, 1440])
+def test_charts_stay_equally_high_however_long_their_values_are(
+    open_page: OpenPage, width: int
+) -> None:
+    page = open_page(width)
+    measured = page.evaluate(HEIGHTS, None)
+    assert len(set(measured["charts"])) == 1
+    assert page.evaluate(HEIGHTS, "59 min 59 s") == measured
+
+
+def test_columns_outside_the_view_are_announced_where_there_are_any(open_page: OpenPage) -> None:
+    page = open_page()
+    table, hint = page.locator(".scroll:has(#requests)"), page.locator("#more-columns")
+    seen = set()
+    for width in (320, 390, 585, 590, 600, 621, 768, 1090, 1440):
+        page.set_viewport_size({"width": width, "height": 800})
+        is_wider = table.evaluate("table => table.scrollWidth > table.clientWidth")
+        expect(hint).to_be_visible(visible=is_wider)
+        seen.add(is_wider)
+    assert seen == {True, False}
+
+
 def test_the_map_is_worked_by_keys(open_page: OpenPage) -> None:
     page = open_page()
     page.keyboard.press("Tab")
@@ -129,10 +199,10 @@ def test_light_and_dark_follow_the_system_and_the_button(open_page: OpenPage) ->
     assert colours[0] != colours[1]
     for _ in range(2):
         light.locator("#theme").click()
-    expect(light.locator("#theme")).to_have_text("Dark")
+    expect(light.locator("#theme")).to_have_text("Theme: dark")
     assert light.evaluate(background) == colours[1]
     light.reload()
-    expect(light.locator("#theme")).to_have_text("Dark")
+    expect(light.locator("#theme")).to_have_text("Theme: dark")
 
 
 @pytest.mark.parametrize("width", [320, 390, 768])
@@ -168,7 +238,14 @@ def test_a_lost_worker_is_told_of_and_so_is_the_next(
     deployment.cluster.workers[-1].kill()
     group = page.locator(".group")
     expect(group).to_contain_text("lost", timeout=60_000)
-    expect(page.locator("#requests")).to_contain_text("recovering")
+    row = page.locator("#requests tbody tr", has_text="recovering").first
+    row.click()
+    colour = "state => getComputedStyle(state).color"
+    in_title = page.locator("#detail .numbers dd").first
+    expect(in_title).to_have_text("recovering")
+    in_list = row.locator("td").first.evaluate(colour)
+    assert in_title.evaluate(colour) == in_list != row.locator("td").nth(1).evaluate(colour)
+    row.click()
     deployment.start_worker("worker-0")
     expect(group).to_contain_text("ready", timeout=90_000)
     expect(group).to_contain_text("losses1")

@@ -354,7 +354,17 @@ def _engine_status(uptime_s: float, group_id: str) -> engine_status_pb2.EngineSt
         num_free_gpu_blocks=75,
     )
     return engine_status_pb2.EngineStatus(
-        uptime_s=uptime_s, version="1.2.3", models=[MODEL], num_running=2, groups=[group]
+        uptime_s=uptime_s,
+        version="1.2.3",
+        models=[MODEL],
+        num_running=2,
+        num_finished=7,
+        num_worker_losses=4,
+        groups=[group],
+        worker_losses=[
+            engine_status_pb2.WorkerLoss(group_id=name, age_s=age_s, model=MODEL)
+            for name, age_s in (("old", 301), ("gone", 90), ("gone", 12), (group_id, 3))
+        ],
     )
 
 

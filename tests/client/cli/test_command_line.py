@@ -394,6 +394,19 @@ def test_status_shows_queues_and_workers(invoke: Any) -> None:
         assert words in result.stdout
 
 
+def test_status_says_since_when_it_counts_and_lists_lost_workers_for_five_minutes(
+    invoke: Any,
+) -> None:
+    lines = [line.split() for line in invoke("status").stdout.splitlines()]
+    texts = [" ".join(line) for line in lines]
+    since = next(i for i, text in enumerate(texts) if text.startswith("since the core's start "))
+    assert texts[since + 1] == "finished 7 requests"
+    assert "lost workers 4" in texts[since:]
+    assert [text for text in texts if " ago" in text[1:] and "lost" in text] == [
+        f"gone lost 12 s ago {MODEL}"
+    ]
+
+
 @pytest.mark.parametrize("columns", ["40", "80"])
 def test_status_shows_a_line_for_each_worker_on_a_narrow_terminal(
     invoke: Any, monkeypatch: pytest.MonkeyPatch, frontend: FakeFrontend, columns: str

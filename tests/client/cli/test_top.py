@@ -77,7 +77,7 @@ def test_a_picture_has_rates_latencies_memory_and_requests() -> None:
     lines, _ = rendered(100, 40)
     text = "\n".join(lines)
     for words in (
-        "Pagewire 1.2.3  m  up 10.0 s",
+        "Pagewire 1.2.3  totals since the core's start 10.0 s ago  m",
         "tokens/s 500 out",
         "itl 1.41 ms, p99 1.99 ms",
         "3 running",

@@ -54,6 +54,7 @@ export class Detail {
     const ageMs = ((isOver ? request.endedAt : this.view.uptime) - request.startedAt) * 1000;
     const phases = phasesOf(request.events, ageMs);
     fillPairs(this.numbers, numbersOf(request, ageMs));
+    this.numbers.querySelector("dd").dataset.state = request.state;
     const spans = keyed(this.track, phases.map((phase, i) => `${i} ${phase.name}`), (key) => element("span", { class: key.split(" ")[1] }));
     spans.forEach((span, i) => {
       span.style.flex = `${Math.max(phases[i].ms, ageMs / 400)} 0 0`;
@@ -90,7 +91,7 @@ function numbersOf(request, ageMs) {
     ["first token", duration(first)],
     ["between tokens", perSequence > 1 && decodeMs > 0 ? duration(decodeMs / (perSequence - 1)) : "–"],
     ["tokens/s", decodeMs > 0 ? short((request.output / decodeMs) * 1000) : "–"],
-    [request.endedAt == null ? "age" : "total", duration(ageMs)],
+    ["duration", duration(ageMs)],
   ];
   if (request.fromDrafts) pairs.push(["from drafts", count(request.fromDrafts)]);
   if (request.drafts) pairs.push(["drafts", count(request.drafts)]);

@@ -27,7 +27,7 @@ export function choose(number) {
 function draw() {
   isDue = false;
   const { engine = {} } = view.facts;
-  setText($("deployment"), `${(engine.models ?? []).join(", ") || "no model"} · version ${engine.version ?? "?"} · up ${duration(view.uptime * 1000)}`);
+  setText($("deployment"), `${(engine.models ?? []).join(", ") || "no model"} · version ${engine.version ?? "?"} · core up ${duration(view.uptime * 1000)}`);
   charts.draw();
   groups.draw();
   requests.draw();

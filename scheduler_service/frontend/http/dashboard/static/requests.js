@@ -1,4 +1,5 @@
-// Live requests, and below them those that ended last.
+// Live requests, and below them those that ended last. A click anywhere in a row chooses its
+// request; keyboards reach it by the button in its first cell, whose click the row hears as well.
 
 import { $, element, keyed, setText } from "./dom.js";
 import { count, duration, plural } from "./format.js";
@@ -25,7 +26,8 @@ export class Requests {
     }
     $("requests-none").hidden = numbers.length > 0;
     const unlisted = engine.unlisted ?? 0;
-    setText($("requests-count"), `${count(live.length + unlisted)} live, ${plural(engine.finished ?? 0, "request")} ended, ${plural(engine.preemptions ?? 0, "preemption")}`);
+    const totals = `${plural(engine.finished ?? 0, "request")} ended, ${plural(engine.preemptions ?? 0, "preemption")}`;
+    setText($("requests-count"), `${count(live.length + unlisted)} live; since the core’s start ${duration(this.view.uptime * 1000)} ago: ${totals}`);
   }
 
   mark(number) {
@@ -34,19 +36,22 @@ export class Requests {
   }
 
   redraw() {
-    for (const swatch of this.body.querySelectorAll(".swatch")) delete swatch.dataset.done;
+    for (const row of this.body.rows) row.querySelector(".swatch").style.background = colourOfRequest(Number(row.dataset.key));
     this.draw();
   }
 
   #make(number) {
-    const pick = element("button", { class: "pick", type: "button" }, element("span", { class: "swatch" }), element("span"));
-    pick.addEventListener("click", () => this.choose(this.chosen === Number(number) ? null : Number(number)));
+    const swatch = element("span", { class: "swatch" });
+    swatch.style.background = colourOfRequest(Number(number));
+    const pick = element("button", { class: "pick", type: "button" }, swatch, element("span"));
     const cell = () => element("td", { class: "number" });
-    return element("tr", {}, element("th", { scope: "row" }, pick), element("td", { class: "state-name" }), cell(), cell(), cell(), cell());
+    const row = element("tr", {}, element("th", { scope: "row" }, pick), element("td"), cell(), cell(), cell(), cell());
+    row.addEventListener("click", () => this.choose(this.chosen === Number(number) ? null : Number(number)));
+    return row;
   }
 
   #fill(row, number, request, isOver) {
-    const [name, state, prompt, output, blocks, age] = row.cells;
+    const [name, state, prompt, output, blocks, time] = row.cells;
     const pick = name.firstChild;
     setText(pick.lastChild, request.id);
     pick.title = request.id;
@@ -54,19 +59,13 @@ export class Requests {
     pick.setAttribute("aria-pressed", isChosen);
     row.toggleAttribute("data-chosen", isChosen);
     row.classList.toggle("ended", isOver);
-    const swatch = pick.firstChild;
-    const wanted = isOver || !request.group ? "" : "yes";
-    if (swatch.dataset.done !== `${wanted}`) {
-      swatch.style.background = wanted ? colourOfRequest(Number(number)) : "";
-      swatch.dataset.done = `${wanted}`;
-    }
     setText(state, request.state);
     state.dataset.state = request.state;
     const isPrefilling = request.state === "prefilling";
     setText(prompt, isPrefilling ? `${count(request.computed)} / ${count(request.prompt)}` : count(request.prompt));
     setText(output, count(request.output));
     setText(blocks, isOver ? "" : count(this.#numBlocks(number)));
-    setText(age, duration(((isOver ? request.endedAt : this.view.uptime) - request.startedAt) * 1000));
+    setText(time, duration(((isOver ? request.endedAt : this.view.uptime) - request.startedAt) * 1000));
   }
 
   #numBlocks(number) {

@@ -10,6 +10,7 @@ let dark = system.matches;
 
 export function setUpTheme(button, onChange) {
   let choice = localStorage.getItem(KEY) ?? "auto";
+  const next = () => CHOICES[(CHOICES.indexOf(choice) + 1) % CHOICES.length];
   const changed = () => {
     resolved.clear();
     dark = choice === "auto" ? system.matches : choice === "dark";
@@ -18,12 +19,12 @@ export function setUpTheme(button, onChange) {
   const show = () => {
     if (choice === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = choice;
-    button.textContent = { auto: "Auto", light: "Light", dark: "Dark" }[choice];
-    button.setAttribute("aria-label", `Theme: ${choice}. Change`);
+    button.textContent = `Theme: ${choice}`;
+    button.title = `Change to ${next()}`;
     changed();
   };
   button.addEventListener("click", () => {
-    choice = CHOICES[(CHOICES.indexOf(choice) + 1) % CHOICES.length];
+    choice = next();
     localStorage.setItem(KEY, choice);
     show();
   });
