@@ -31,6 +31,7 @@ class Thought(NamedTuple):
     start: str
     """Empty: every output begins inside a thought."""
     ends: tuple[str, ...]
+    other_starts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import anthropic
 import openai
@@ -99,6 +99,17 @@ def test_a_streamed_chat_completion_adds_up_to_the_whole_one(client: openai.Open
     assert parts == {"reasoning": THOUGHT, "reasoning_content": THOUGHT, "content": TEXT}
     assert order.index("content") > max(n for n, name in enumerate(order) if name == "reasoning")
     assert (arguments, finish) == (ARGUMENTS, "tool_calls")
+
+
+def test_the_usage_of_every_chunk_counts_the_reasoning_so_far(client: openai.OpenAI) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = client.chat.completions.create(**WISH, stream=True, stream_options=cast(Any, options))
+    usages = [chunk.usage for chunk in chunks if chunk.usage]
+    details = [usage.completion_tokens_details for usage in usages]
+    numbers = [entry.reasoning_tokens or 0 for entry in details if entry]
+    assert numbers == sorted(numbers)
+    assert len(set(numbers[:-2])) > 2, "before the end"
+    assert numbers[-2:] == [NUM_REASONING_TOKENS] * 2
 
 
 @pytest.mark.parametrize("stream", [False, True])

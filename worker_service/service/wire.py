@@ -188,10 +188,12 @@ def _decode_constraint(message: sampling_pb2.SamplerParams, path: str) -> Constr
         texts=tuple(texts),
         end_token_ids=_column(constraint.end_token_ids, f"{path}.end_token_ids"),
         last_token_ids=_column(constraint.last_token_ids, f"{path}.last_token_ids"),
-        thought=Thought(constraint.thought.start, tuple(constraint.thought.ends))
-        if constraint.HasField("thought")
-        else None,
+        thought=_decode_thought(constraint.thought) if constraint.HasField("thought") else None,
     )
+
+
+def _decode_thought(message: sampling_pb2.Thought) -> Thought:
+    return Thought(message.start, tuple(message.ends), tuple(message.other_starts))
 
 
 def _decode_num_tokens(data: bytes, num_rows: int) -> Int32Array:

@@ -21,7 +21,7 @@ class Stage(Enum):
     """Where an output is."""
 
     POSSIBLE = auto()
-    """It is a proper prefix of the thought's start."""
+    """It is a proper prefix of one of the thought's starts."""
     ABSENT = auto()
     INSIDE = auto()
     AFTER = auto()
@@ -42,21 +42,22 @@ class ThoughtTexts:
     def __init__(self, texts: Sequence[bytes], thought: Thought) -> None:
         """texts: by token id, also those of special tokens; empty for a token without."""
         self._texts = texts
-        self._start = thought.start.encode()
+        self._starts = [start.encode() for start in (thought.start, *thought.other_starts)]
         self._ends = [end.encode() for end in thought.ends]
         self._by_first_byte = defaultdict[int, list[int]](list)
         for token, text in enumerate(texts):
             if text:
                 self._by_first_byte[text[0]].append(token)
         self._beyond = [token for token, text in enumerate(texts) if self._rest(text)]
-        self.begin = Progress(Stage.POSSIBLE if self._start else Stage.INSIDE)
+        self.begin = Progress(Stage.POSSIBLE if thought.start else Stage.INSIDE)
         self.allowed = cache(self._allowed)
 
     def advance(self, progress: Progress, token: int) -> Progress:
         """Add a token to an output that is, or may be, inside a thought."""
         text = progress.text + self._texts[token]
-        if progress.stage is Stage.POSSIBLE and not text.startswith(self._start):
-            return Progress(Stage.POSSIBLE if self._start.startswith(text) else Stage.ABSENT, text)
+        if progress.stage is Stage.POSSIBLE and not text.startswith(tuple(self._starts)):
+            is_possible = any(start.startswith(text) for start in self._starts)
+            return Progress(Stage.POSSIBLE if is_possible else Stage.ABSENT, text)
         rest = self._rest(text)
         if rest is not None:
             return Progress(Stage.AFTER, rest)
@@ -79,10 +80,13 @@ class ThoughtTexts:
 
     def _exceptions(self, progress: Progress) -> list[int]:
         """The tokens that may be forbidden inside a thought, or allowed before one."""
+        text = progress.text
         if progress.stage is Stage.POSSIBLE:
-            return self._by_first_byte[self._start[len(progress.text)]]
-        next_bytes = {end[size] for size, end in self._begun_ends(progress.text)}
-        return self._beyond + [token for byte in next_bytes for token in self._by_first_byte[byte]]
+            next_bytes = {start[len(text)] for start in self._starts if start.startswith(text)}
+        else:
+            next_bytes = {end[size] for size, end in self._begun_ends(text)}
+        tokens = [token for byte in next_bytes for token in self._by_first_byte[byte]]
+        return tokens if progress.stage is Stage.POSSIBLE else self._beyond + tokens
 
     def _rest(self, text: bytes) -> bytes | None:
         """What follows the first end in a text; None if there is none."""

@@ -372,9 +372,10 @@ class Thought(_message.Message):
 
     START_FIELD_NUMBER: _builtins.int
     ENDS_FIELD_NUMBER: _builtins.int
+    OTHER_STARTS_FIELD_NUMBER: _builtins.int
     start: _builtins.str
-    """The text that the thought begins with. An output that does not begin with it has no
-    thought and is constrained from its first token. Empty: every output begins inside
+    """The text that the thought begins with. An output that does not begin with it (or with
+    one of other_starts, of which the same is true) has no thought and is constrained from its first token. Empty: every output begins inside
     a thought, whose first text is in the prompt. At most 256 characters.
     """
     @_builtins.property
@@ -383,15 +384,22 @@ class Thought(_message.Message):
         of one of them. One to 16, none empty, each at most 256 characters.
         """
 
+    @_builtins.property
+    def other_starts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Other texts that the thought may begin with, such as `start` after a line break. Empty
+        without a start. At most 16, none empty, each at most 256 characters.
+        """
+
     def __init__(
         self,
         *,
         start: _builtins.str = ...,
         ends: _abc.Iterable[_builtins.str] | None = ...,
+        other_starts: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "start", b"start"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "other_starts", b"other_starts", "start", b"start"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,7 @@ library would parse tokens, where everything here is text.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from scheduler_service.frontend.chat_formats.events import Functions, MessageParser
 from scheduler_service.frontend.chat_formats.parser import FormatParser
@@ -229,6 +229,14 @@ TURN_MARKS = (
 """What begins a turn in a prompt; a thought that is open is open in the last one."""
 
 
+class Thought(NamedTuple):
+    """See `Thought` in `sampling.proto`."""
+
+    start: str
+    ends: Texts
+    other_starts: Texts = ()
+
+
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     """How a model marks the parts of its answers."""
@@ -242,9 +250,8 @@ class ChatFormat:
         parts = [part for part in (self.reasoning, self.calls) if part is not None]
         return frozenset(tokens_in(mark for part in parts for mark in part.marks))
 
-    def thought(self, prompt: str) -> tuple[str, Texts] | None:
-        """What begins the thought of an answer that follows `prompt`, empty where it has begun, and
-        what ends it; None if there is none."""
+    def thought(self, prompt: str) -> Thought | None:
+        """The thought of an answer that follows `prompt`; None if there is none."""
         if self.reasoning is None:
             return None
         thought, has_thought = self._thought(prompt)
@@ -252,11 +259,13 @@ class ChatFormat:
             return None
         closings = self.reasoning.answer_openings or self.reasoning.closings
         if thought is not None or self.reasoning.starts_unmarked:
-            return "", closings
+            return Thought("", closings)
         # What announces the answer comes without a thought as well.
-        openings = zip(*self.reasoning.openings, *self.reasoning.answer_openings, strict=False)
-        prefix = takewhile(lambda characters: len(set(characters)) == 1, openings)
-        return "".join(characters[0] for characters in prefix), closings
+        openings = (*self.reasoning.openings, *self.reasoning.answer_openings)
+        if len(openings) == 1:
+            return Thought(openings[0], closings, (f"\n{openings[0]}", f"\n\n{openings[0]}"))
+        prefix = takewhile(lambda chars: len(set(chars)) == 1, zip(*openings, strict=False))
+        return Thought("".join(chars[0] for chars in prefix), closings)
 
     def parser(
         self, functions: Functions, *, prompt: str = "", answer: MessageParser | None = None

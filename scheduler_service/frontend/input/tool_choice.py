@@ -48,7 +48,7 @@ def answer_format(
     if not functions or required is not None:
         # The marks of calls then are text, if they are no special tokens.
         found = replace(found, calls=None)
-    start, ends = found.thought(prompt) or ("", ())
+    thought = found.thought(prompt)
 
     def make_parser() -> MessageParser:
         constrained: MessageParser | None = None
@@ -61,7 +61,7 @@ def answer_format(
         kept_tokens=found.special_tokens,
         include_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
         max_calls=1 if _allows_one(chat) else None,
-        thought=sampling_pb2.Thought(start=start, ends=ends) if ends else None,
+        thought=sampling_pb2.Thought(**thought._asdict()) if thought is not None else None,
     )
 
 

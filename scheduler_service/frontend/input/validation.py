@@ -108,8 +108,14 @@ def check_structured_output(params: sampling_pb2.SamplingParams, field: str) -> 
         )
         return
     thought = params.thought
-    is_within = any(end in thought.start for end in thought.ends)
-    _expect(not is_within, "sampling_params.thought.ends", "expected none within thought.start")
+    starts = (thought.start, *thought.other_starts)
+    _expect(
+        bool(thought.start or not thought.other_starts),
+        "sampling_params.thought.other_starts",
+        "requires thought.start",
+    )
+    is_within = any(end in start for end in thought.ends for start in starts)
+    _expect(not is_within, "sampling_params.thought.ends", "expected none within a start")
     if kind != "choice":
         _expect(bool(getattr(params, kind)), field, "expected a text")
     size = sum(len(text.encode()) for text in texts_of(params))

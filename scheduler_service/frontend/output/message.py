@@ -8,8 +8,8 @@ from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.chat_formats.events import MessageParser, Part
 
-_FIELDS = ("reasoning", "text", "tool_calls")
-"""Fields of a ChoiceDelta in the order in which a reader appends them."""
+_PLACES = {"reasoning": 0, "text": 1, "call": 2, "arguments": 2}
+"""The order in which a reader appends the fields of a ChoiceDelta that contain parts."""
 
 _RECEIVED = {
     "text": "num_chars",
@@ -39,9 +39,8 @@ def _size(part: Part) -> int:
     return 1 if part.kind == "call" else len(part.text)
 
 
-def _place(part: Part) -> tuple[int, int]:
-    """The index in `_FIELDS` of the field that contains a part, and its call."""
-    return {"reasoning": 0, "text": 1}.get(part.kind, 2), part.call
+def _field(part: Part) -> tuple[int, int]:
+    return _PLACES[part.kind], part.call
 
 
 class MessageStream:
@@ -111,28 +110,24 @@ class MessageStream:
         the fields. Returns all of them."""
         deltas = [delta]
         last = 0
-        for (place, _), parts in groupby(self._pending, _place):
+        for (place, _), group in groupby(self._pending, _field):
             if place < last:
                 deltas.append(inference_pb.ChoiceDelta(index=delta.index))
             last = place
-            if _FIELDS[place] == "tool_calls":
+            parts = list(group)
+            if place == _PLACES["call"]:
                 deltas[-1].tool_calls.append(self._call_delta(parts))
             else:
-                setattr(deltas[-1], _FIELDS[place], "".join(part.text for part in parts))
+                setattr(deltas[-1], parts[0].kind, "".join(part.text for part in parts))
         self._pending = []
         return deltas
 
-    def _call_delta(self, parts: Iterable[Part]) -> inference_pb.ToolCallDelta:
-        delta = inference_pb.ToolCallDelta()
-        arguments = []
-        for part in parts:
-            delta.index = part.call
-            if part.kind == "call":
-                delta.name = part.text
-                delta.id = part.call_id or call_id(self._request_id, self._choice, part.call)
-            else:
-                arguments.append(part.text)
-        delta.arguments = "".join(arguments)
+    def _call_delta(self, parts: list[Part]) -> inference_pb.ToolCallDelta:
+        call, text = parts[0], "".join(part.text for part in parts if part.kind == "arguments")
+        delta = inference_pb.ToolCallDelta(index=call.call, arguments=text)
+        if call.kind == "call":
+            delta.name = call.text
+            delta.id = call.call_id or call_id(self._request_id, self._choice, call.call)
         return delta
 
     def _add(self, parts: Iterable[Part]) -> None:

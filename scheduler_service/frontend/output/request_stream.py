@@ -55,6 +55,7 @@ class ChoiceStream:
         self.cumulative_logprob = 0.0
         self.finish: Finish | None = None
         self.num_reasoning_tokens = 0
+        self._num_reasoning_sent = 0
         self._request = request
         self._detokenizer = request.make_detokenizer()
         self._matcher = (
@@ -124,6 +125,7 @@ class ChoiceStream:
         """Mark the output that the client already has as sent."""
         self._message.skip(resumed, field)
         self._num_sent = len(resumed.token_ids)
+        self._num_reasoning_sent = self.num_reasoning_tokens
 
     def _take_tokens(self, token_ids: Iterable[int]) -> None:
         request = self._request
@@ -216,6 +218,8 @@ class ChoiceStream:
         self._num_sent = until
         if until < len(self.token_ids):
             return [delta]
+        delta.reasoning_tokens = self.num_reasoning_tokens - self._num_reasoning_sent
+        self._num_reasoning_sent = self.num_reasoning_tokens
         deltas = self._message.write(delta)
         if self.finish is not None:
             self._write_finish(deltas[-1], self.finish)

@@ -48,12 +48,16 @@ def has_failed(asked: Constraint, output: Sequence[int]) -> bool:
     return bool(masks.compute([ConstrainedRow(0, 0, np.array(output, np.int32))]).failed[0])
 
 
+def starts(thought: Thought) -> tuple[bytes, ...]:
+    return tuple(start.encode() for start in (thought.start, *thought.other_starts))
+
+
 def rest(thought: Thought, output: Sequence[int]) -> tuple[bytes, list[int]] | None:
     """The text after an output's first end, and the tokens after it; None if there is none."""
     text = b""
     for count, token in enumerate(output, 1):
         text += IN_THOUGHTS[token]
-        if not text.startswith(thought.start.encode()):
+        if not text.startswith(starts(thought)):
             continue
         ends = [text.find(end.encode()) + len(end) for end in thought.ends if end.encode() in text]
         if ends:
@@ -64,22 +68,26 @@ def rest(thought: Thought, output: Sequence[int]) -> tuple[bytes, list[int]] | N
 def expected(asked: Constraint, thought: Thought, output: Sequence[int]) -> set[int]:
     """The contract's words as a loop over all tokens."""
     plain = constraint(asked.kind.value, *asked.texts)
-    start, text = thought.start.encode(), b"".join(IN_THOUGHTS[token] for token in output)
+    text = b"".join(IN_THOUGHTS[token] for token in output)
+
+    def may_begin(text: bytes) -> bool:
+        return any(start.startswith(text) for start in starts(thought))
+
     if found := rest(thought, output):
         return allowed(plain, found[1])
-    if not (text.startswith(start) or start.startswith(text)):
+    if not (text.startswith(starts(thought)) or may_begin(text)):
         return allowed(plain, output)
 
     def stays_in_thought(token: int) -> bool:
         found, after = rest(thought, [*output, token]), text + IN_THOUGHTS[token]
         if found and found[0]:
             return False
-        if text.startswith(start):
+        if text.startswith(starts(thought)):
             return True
-        return bool(IN_THOUGHTS[token]) and (after.startswith(start) or start.startswith(after))
+        return bool(IN_THOUGHTS[token]) and (after.startswith(starts(thought)) or may_begin(after))
 
     tokens = {token for token in range(len(TEXTS)) if token != END and stays_in_thought(token)}
-    if not text.startswith(start) and not has_failed(plain, output):
+    if not text.startswith(starts(thought)) and not has_failed(plain, output):
         tokens |= allowed(plain, output)
     return tokens
 
@@ -88,7 +96,15 @@ thoughts = st.builds(
     Thought,
     st.sampled_from(["", "<t>", "<t>x", "ab", "<"]),
     st.sampled_from([("</t>",), ("t>",), ("</t>", "/t"), ("xx",), ("</t>\n", "</t>x"), ("tt>",)]),
-).filter(lambda thought: not any(end in thought.start for end in thought.ends))
+    st.sampled_from([(), ("\n<t>", "x<t"), ("a", "<t"), ("<t>xx",)]),
+).filter(
+    lambda thought: (
+        (thought.start or not thought.other_starts)
+        and not any(
+            end in start for end in thought.ends for start in (thought.start, *thought.other_starts)
+        )
+    )
+)
 
 
 @settings(deadline=None, max_examples=150)
@@ -150,6 +166,13 @@ def test_an_output_that_does_not_think_is_constrained_from_its_first_token() -> 
     assert allowed(asked, []) == set(ids("a", "ab", "<t>", "<", "<t>x"))
     assert allowed(asked, ids("a")) == set(ids("b"))
     assert allowed(asked, ids("ab")) == {END}
+
+
+def test_a_thought_may_begin_with_any_of_its_starts() -> None:
+    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",), ("x<t>",)))
+    assert allowed(asked, []) == set(ids("a", "ab", "<t>", "<", "<t>x", "x"))
+    assert allowed(asked, ids("x")) == set(ids("<t>", "<", "<t>x"))
+    assert allowed(asked, ids("x", "<t>", "x", "</t>")) == set(ids("a", "ab"))
 
 
 def test_an_output_that_neither_matches_nor_thinks_fails() -> None:

@@ -108,9 +108,7 @@ class CompletionTokensDetails(TypedDict, total=False):
     """Details of the output's tokens: the reasoning in chats, and the drafts of speculative
     decoding that were computed, if there were any."""
 
-    reasoning_tokens: Annotated[
-        int, Field(description="The model's reasoning; of a stream, counted at its end.")
-    ]
+    reasoning_tokens: Annotated[int, Field(description="The model's reasoning.")]
     accepted_prediction_tokens: Annotated[int, Field(description="Drafts that became output.")]
     rejected_prediction_tokens: Annotated[
         int, Field(description="The other drafts, which `completion_tokens` does not count.")

@@ -229,6 +229,7 @@ class Envelope:
             self.head["model"] = response.started.model
             usage.prompt_tokens = len(response.started.prompt_token_ids)
         usage.completion_tokens += sum(len(delta.token_ids) for delta in response.choices)
+        usage.reasoning_tokens += sum(delta.reasoning_tokens for delta in response.choices)
         if response.HasField("usage"):
             usage.CopyFrom(response.usage)
         if response.HasField("timings"):

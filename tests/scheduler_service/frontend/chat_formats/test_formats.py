@@ -95,13 +95,13 @@ def test_the_tokens_that_stay_in_the_text_are_those_of_the_marks() -> None:
 
 FINAL = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
 THOUGHTS = [
-    ("qwen3", "<|im_start|>assistant\n", ("<think>", ("</think>",))),
-    ("qwen3", "<|im_start|>assistant\n<think>\n", ("", ("</think>",))),
+    ("qwen3", "<|im_start|>assistant\n", ("<think>", ("</think>",), ("\n<think>", "\n\n<think>"))),
+    ("qwen3", "<|im_start|>assistant\n<think>\n", ("", ("</think>",), ())),
     ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
-    ("deepseek_r1", "<｜Assistant｜>", ("", ("</think>",))),
-    ("openai_gptoss", "<|start|>assistant", ("<|channel|>", FINAL)),
-    ("granite", "<|end_of_role|>", ("Here", ("Here is my response:", "Here's my response:"))),
-    ("cohere_command3", "<|CHATBOT_TOKEN|>", ("<|START_", ("<|START_RESPONSE|>",))),
+    ("deepseek_r1", "<｜Assistant｜>", ("", ("</think>",), ())),
+    ("openai_gptoss", "<|start|>assistant", ("<|channel|>", FINAL, ())),
+    ("granite", "<|end_of_role|>", ("Here", ("Here is my response:", "Here's my response:"), ())),
+    ("cohere_command3", "<|CHATBOT_TOKEN|>", ("<|START_", ("<|START_RESPONSE|>",), ())),
     ("none", "<|im_start|>assistant\n<think>\n", None),
 ]
 

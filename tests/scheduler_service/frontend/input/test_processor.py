@@ -204,7 +204,7 @@ def test_a_worker_is_told_what_the_output_must_match_and_what_may_end_it() -> No
     assert [allows(gbnf.grammar, text) for text in ("abcd", "a", "b")] == [True, False, False]
     assert constraint_of(choice={"choices": ["a", "b"]}).choice.choices == ["a", "b"]
     assert not constraint_of(regex="a").HasField("thought")
-    thought = {"start": "<think>", "ends": ["</think>", "<answer>"]}
+    thought = {"start": "<think>", "ends": ["</think>", "<answer>"], "other_starts": ["<t>"]}
     assert constraint_of(regex="a", thought=thought).thought == sampling_pb2.Thought(**thought)
 
 
@@ -221,7 +221,10 @@ def test_a_constraint_of_a_chat_applies_after_the_models_thought() -> None:
     def thought() -> sampling_pb2.Thought:
         return resolve_request(request, "r", thinking).submit.sampling.constraint.thought
 
-    assert thought() == sampling_pb2.Thought(start="<think>", ends=["</think>"])
+    other_starts = ["\n<think>", "\n\n<think>"]
+    assert thought() == sampling_pb2.Thought(
+        start="<think>", ends=["</think>"], other_starts=other_starts
+    )
     request.sampling_params.thought.ends.append("so:")
     assert thought() == sampling_pb2.Thought(ends=["so:"]), "the request's own"
     assert not constraint_of(thinking, regex="a").HasField("thought"), "it is no chat"

@@ -150,6 +150,11 @@ BAD_SAMPLING = [
     ({"regex": "a", "thought": {"ends": ["x" * 257]}}, "thought.ends[0]"),
     ({"regex": "a", "thought": {"start": "x" * 257, "ends": ["y"]}}, "thought.start"),
     ({"regex": "a", "thought": {"start": "<think>", "ends": ["k>"]}}, "thought.ends"),
+    (
+        {"regex": "a", "thought": {"start": "a", "other_starts": ["k>"], "ends": ["k>"]}},
+        "thought.ends",
+    ),
+    ({"regex": "a", "thought": {"other_starts": ["a"], "ends": ["b"]}}, "thought.other_starts"),
 ]
 
 

@@ -115,6 +115,18 @@ def test_tokens_of_a_thought_are_counted_also_where_it_is_left_out() -> None:
     assert numbers[0] == numbers[1] == len(">Hm.</think")
 
 
+def test_deltas_count_the_tokens_of_the_reasoning_as_they_come() -> None:
+    token_ids = letters(THOUGHT)
+    deltas = play(new_choice(), token_ids)
+    num_before = token_ids.index(letters("F")[0])
+    numbers = [delta.reasoning_tokens for delta in deltas]
+    assert sum(numbers) == sum(numbers[:num_before]) == len(">Hm.</think")
+    choice = new_choice()
+    choice.restore(pb.ResumedChoice(token_ids=token_ids[:9], num_reasoning_chars=2), "resume[0]")
+    rest = play(choice, token_ids[9:])
+    assert sum(delta.reasoning_tokens for delta in rest) == sum(numbers[9:])
+
+
 def test_a_resumed_thought_counts_all_of_its_tokens() -> None:
     token_ids = letters(THOUGHT)
     choice = new_choice()
