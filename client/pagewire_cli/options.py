@@ -189,12 +189,9 @@ class Membership:
                 private_key=self.cluster_key,
                 server_name=MEMBER_NAME,
             )
-        return connection_options(core, tls, self._token())
-
-    def _token(self) -> str | None:
-        """The first token of the file, which is the one to send."""
-        tokens = self.cluster_token_file.read_text().split() if self.cluster_token_file else []
-        return tokens[0] if tokens else None
+        # Of several tokens in the file, the first is the one to send.
+        tokens = self.cluster_token_file.read_text() if self.cluster_token_file else ""
+        return connection_options(core, tls, tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

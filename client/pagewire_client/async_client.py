@@ -1,35 +1,20 @@
 """The client: its methods are calls for asyncio."""
 
 import copy
-import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self, Unpack
 
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.status_pb2 import StatusDetail
-from pagewire_client import requests
+from pagewire_client import connection, requests
 from pagewire_client.async_calls import AsyncCaller, AsyncOutputStream
 from pagewire_client.batch import Batch, OnProgress
 from pagewire_client.chat import ChatPrompt, Messages
-from pagewire_client.connection import (
-    DEFAULT_ADDRESS,
-    Address,
-    Connections,
-    TlsOptions,
-    async_channel,
-    connection_options,
-)
+from pagewire_client.connection import Address, TlsOptions
 from pagewire_client.deployment import EngineStatus, ModelInfo, from_proto
 from pagewire_client.errors import PagewireError
 from pagewire_client.outputs import RequestOutput, Score, score_of
-from pagewire_client.requests import (
-    BatchOptions,
-    ChatCallOptions,
-    GenerateOptions,
-    Prompt,
-    StatusOptions,
-    Text,
-)
+from pagewire_client.requests import BatchOptions, GenerateOptions, Prompt, StatusOptions, Text
 from pagewire_client.retry import Deadline, RetryPolicy
 from pagewire_client.sampling_params import SamplingParams
 
@@ -65,11 +50,8 @@ class AsyncClient:
         `max_connections`: to one address, opened as needed. Each carries up to 1,000 open requests;
         further requests wait in the client, in order, until one ends.
         """
-        if address is None:
-            address = os.environ.get("PAGEWIRE_ADDRESS", "").split() or DEFAULT_ADDRESS
-        if api_key is None:
-            api_key = os.environ.get("PAGEWIRE_API_KEY")
-        connections = Connections(connection_options(address, tls, api_key), async_channel)
+        options = connection.connection_options(address, tls, api_key)
+        connections = connection.Connections(options, connection.async_channel)
         self._caller = AsyncCaller(connections, retry or RetryPolicy(), max_connections)
         self._timeout = timeout
 
@@ -124,7 +106,7 @@ class AsyncClient:
         self,
         messages: Messages,
         sampling_params: SamplingParams | None = None,
-        **options: Unpack[ChatCallOptions],
+        **options: Unpack[requests.ChatCallOptions],
     ) -> RequestOutput:
         """The model's turn in a conversation; `ChatOptions` describes its own arguments.
 
@@ -195,9 +177,7 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> list[int]:
         """Token ids of a text, or of a conversation in the model's chat template."""
-        request = requests.tokenize_request(
-            text, model=model, add_special_tokens=add_special_tokens
-        )
+        request = requests.tokenize_request(text, model, add_special_tokens)
         return list((await self._unary("Tokenize", request, timeout)).token_ids)
 
     async def detokenize(
@@ -209,8 +189,8 @@ class AsyncClient:
         timeout: float | None = None,
     ) -> str:
         """Text of token ids."""
-        request = requests.detokenize_request(
-            token_ids, model=model, skip_special_tokens=skip_special_tokens
+        request = pb.DetokenizeRequest(
+            model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
         )
         text: str = (await self._unary("Detokenize", request, timeout)).text
         return text

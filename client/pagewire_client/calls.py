@@ -14,12 +14,7 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire_client import errors
 from pagewire_client.batch import Batch, OnProgress, Send
-from pagewire_client.connection import (
-    MAX_OPEN_REQUESTS,
-    Connections,
-    OpenRequests,
-    trace_metadata,
-)
+from pagewire_client.connection import Connections, OpenRequests, trace_metadata
 from pagewire_client.outputs import OutputDelta, RequestOutput
 from pagewire_client.retry import Attempts, Deadline, RetryPolicy
 from pagewire_client.stream_state import StreamState
@@ -39,7 +34,7 @@ class Caller:
     ) -> None:
         self.connections = connections
         self.policy = policy
-        self.open_requests = OpenRequests(max_connections, MAX_OPEN_REQUESTS)
+        self.open_requests = OpenRequests(max_connections)
 
     def unary(self, method: str, request: Any, timeout: float | None) -> Any:
         """The answer to a call of `method`."""

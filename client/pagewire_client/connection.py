@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -26,10 +27,6 @@ Address: TypeAlias = str
 Metadata: TypeAlias = tuple[tuple[str, str], ...]
 
 DEFAULT_ADDRESS: Address = "127.0.0.1:7600"
-
-MAX_OPEN_REQUESTS = 1000
-"""Most open requests of one connection. A frontend allows 1,024 calls; the others are for calls
-that do not generate."""
 
 _MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 _CHANNEL_OPTIONS = (
@@ -111,13 +108,20 @@ class ConnectionOptions:
 
 
 def connection_options(
-    address: Address | Sequence[Address], tls: TlsOptions | None, api_key: str | None
+    address: Address | Sequence[Address] | None, tls: TlsOptions | None, api_key: str | None
 ) -> ConnectionOptions:
-    """The options for the arguments of a client's constructor; one text may hold several addresses,
-    separated by commas. Of several keys, separated by spaces, the first is sent."""
+    """The options for the arguments of a client's constructor.
+
+    One text may hold several addresses, separated by commas. None: what the environment says. Of
+    several keys, separated by spaces, the first is sent.
+    """
+    if address is None:
+        address = os.environ.get("PAGEWIRE_ADDRESS", "").split() or DEFAULT_ADDRESS
+    if api_key is None:
+        api_key = os.environ.get("PAGEWIRE_API_KEY", "")
     texts = (address,) if isinstance(address, str) else address
     addresses = tuple(each for text in texts for each in text.split(","))
-    key = next(iter((api_key or "").split()), None)
+    key = next(iter(api_key.split()), None)
     return ConnectionOptions(addresses=addresses, tls=tls, api_key=key)
 
 
@@ -190,10 +194,14 @@ class Connections(Generic[ChannelT]):
 class OpenRequests:
     """Spreads requests over connections, one after the other; when all are full, requests wait."""
 
-    def __init__(self, max_connections: int, per_connection: int) -> None:
+    per_connection = 1000
+    """Most open requests of one connection. A frontend allows 1,024 calls; the others are for calls
+    that do not generate."""
+
+    def __init__(self, max_connections: int) -> None:
         if max_connections < 1:
             raise ValueError(f"max_connections must be at least 1, not {max_connections}")
-        self._free = [per_connection] * max_connections
+        self._free = [self.per_connection] * max_connections
         self._connections: dict[Turn, int] = {}
         self._waiting: OrderedDict[Turn, None] = OrderedDict()
         # Reentrant, because the collection of garbage may end a request at any point.

@@ -230,13 +230,6 @@ class EngineStatus:
         return list(last.values())
 
 
-_PARTS = {
-    kind.__name__: kind
-    for kind in (
-        *(LatencyHistogram, BlockMap, WorkerGroupStatus),
-        *(WorkerLoss, WorkerLoading, RequestStatus),
-    )
-}
 T = TypeVar("T")
 
 
@@ -257,7 +250,7 @@ def from_proto(kind: type[T], message: Message) -> T:
 
 def _value(field: Any, value: Any) -> Any:
     if field.message_type is not None:
-        return from_proto(_PARTS[field.message_type.name], value)
+        return from_proto(globals()[field.message_type.name], value)  # of the message's name
     if field.enum_type is not None:
         names = field.enum_type.values_by_number
         prefix = names[0].name.removesuffix("UNSPECIFIED")

@@ -147,11 +147,11 @@ _NO_ANSWER = (
 )
 """The beginnings of gRPC's messages for failed connections."""
 _TIMEOUT_PASSED = "the timeout passed before the answer was complete"
-_HTTP_1 = "an HTTP server answers there; gRPC has a port of its own, 7600 by default"
+HTTP_1 = "an HTTP server answers there; gRPC has a port of its own, 7600 by default"
 _IN_WORDS = {
     "Method not found!": "this is another service's address: no such call exists there",
-    "http1.x server": _HTTP_1,
-    "Failed parsing HTTP/2": _HTTP_1,
+    "http1.x server": HTTP_1,
+    "Failed parsing HTTP/2": HTTP_1,
     "Socket closed": "the server closes the connection; it may expect TLS",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
     "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",

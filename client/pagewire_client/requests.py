@@ -235,7 +235,7 @@ def _given_params(params: T | None, options: Mapping[str, Any], kind: type) -> T
 
 
 def tokenize_request(
-    text: str | Messages | ChatPrompt, *, model: str | None, add_special_tokens: bool
+    text: str | Messages | ChatPrompt, model: str | None, add_special_tokens: bool
 ) -> pb.TokenizeRequest:
     """The request for the token ids of a text or a conversation."""
     request = pb.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
@@ -246,12 +246,3 @@ def tokenize_request(
     else:
         request.chat.CopyFrom(chat_proto(text))
     return request
-
-
-def detokenize_request(
-    token_ids: Sequence[int], *, model: str | None, skip_special_tokens: bool
-) -> pb.DetokenizeRequest:
-    """The request for the text of token ids."""
-    return pb.DetokenizeRequest(
-        model=model, token_ids=token_ids, skip_special_tokens=skip_special_tokens
-    )

@@ -8,15 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
-from pagewire_client import (
-    AsyncClient,
-    Client,
-    RetryPolicy,
-    SamplingParams,
-    async_calls,
-    calls,
-    errors,
-)
+from pagewire_client import AsyncClient, Client, RetryPolicy, SamplingParams, errors
+from pagewire_client.connection import OpenRequests
 from tests.support.fake_frontend import Break, Failure, FakeFrontend
 from tests.support.waiting import until, wait_until
 
@@ -26,8 +19,7 @@ LIMIT = 2
 
 @pytest.fixture(autouse=True)
 def few_requests_per_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (calls, async_calls):
-        monkeypatch.setattr(module, "MAX_OPEN_REQUESTS", LIMIT)
+    monkeypatch.setattr(OpenRequests, "per_connection", LIMIT)
 
 
 def prompts_of(frontend: FakeFrontend) -> list[str]:

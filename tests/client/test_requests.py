@@ -133,7 +133,7 @@ def test_a_chat_with_tools_and_variables_is_a_prompt() -> None:
     )
     assert generate_request(prompt).chat == expected
     assert generate_requests([prompt])[0].chat == expected
-    assert tokenize_request(prompt, model=None, add_special_tokens=True).chat == expected
+    assert tokenize_request(prompt, None, True).chat == expected
 
 
 def test_a_chat_leaves_the_generation_prompt_to_the_server_unless_it_is_given() -> None:

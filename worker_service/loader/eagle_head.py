@@ -19,12 +19,7 @@ from torch import Tensor
 from worker_service.config import CacheConfig
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel, WorkerError
 from worker_service.load_progress import LoadProgress
-from worker_service.loader.load import (
-    CACHE_DTYPES,
-    LoadedModel,
-    attention_needs,
-    choose_kernels,
-)
+from worker_service.loader.load import CACHE_DTYPES, LoadedModel, choose_kernels
 from worker_service.loader.model_files import read_config, resolve_model
 from worker_service.loader.quantized_checkpoint import read_schemes
 from worker_service.loader.weights import (
@@ -82,22 +77,15 @@ def _load(name: str, target: LoadedModel, cache: CacheConfig) -> EagleHead | Non
     if not model.communicator.layout.samples:
         return None
     dtype, device = getattr(torch, target.config.dtype), torch.device(target.config.device)
-    cache_dtype = CACHE_DTYPES[cache.kv_cache_dtype]
-    needs = attention_needs(
-        config,
-        dtype,
-        cache_dtype=cache_dtype,
-        block_size=target.block_size,
-        batch_invariant=target.config.batch_invariant,
-    )
+    cache = replace(cache, block_size=target.block_size)
+    kernels = choose_kernels(target.config, cache, config, dtype, device)
     context = ModelContext(
         dtype=dtype,
         device=device,
-        cache_dtype=cache_dtype,
+        cache_dtype=CACHE_DTYPES[cache.kv_cache_dtype],
         batch_invariant=target.config.batch_invariant,
         quantization=target.config.quantization,
     )
-    kernels = choose_kernels(device, needs, target.config.attention_backend)
     head = EagleHead(settings, model, context, kernels)
     num_parameters = sum(weight.target.numel() for weight in head.weight_targets())
     load_weights(

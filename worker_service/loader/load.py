@@ -296,7 +296,7 @@ def load_model(
     dtype = resolve_dtype(config.dtype, hf_config, device)
     if device.type == "cpu":
         _choose_cores(config)
-    kernels = _choose_kernels(config, cache, hf_config, dtype, device)
+    kernels = choose_kernels(config, cache, hf_config, dtype, device)
     context = _context(config, cache, model_dir, schemes, dtype, device, kernels)
     checkpoint = Checkpoint((), {}, stored_as="none")
     if has_weights:  # report damaged files before anything is built
@@ -344,13 +344,14 @@ def _choose_cores(config: ModelConfig) -> None:
         restrict_to(config.cpu_share)
 
 
-def _choose_kernels(
+def choose_kernels(
     config: ModelConfig,
     cache: CacheConfig,
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,
     device: torch.device,
 ) -> Kernels:
+    """The kernels of a model with this `config.json`. Raises InvalidOption if there are none."""
     needs = attention_needs(
         hf_config,
         dtype,
@@ -360,7 +361,10 @@ def _choose_kernels(
     )
     if config.symmetric_memory:
         require_symmetric_memory(device, torch.__version__)
-    return choose_kernels(device, needs, config.attention_backend)
+    try:
+        return select_kernels(device, needs, config.attention_backend)
+    except ValueError as error:
+        raise InvalidOption(str(error)) from error
 
 
 def _context(
@@ -478,11 +482,3 @@ def require_cache_dtype(dtype: str, device: torch.device, attention: str | None)
         )
     if dtype == "int8" and device.type != "cpu":
         raise InvalidOption("kv_cache_dtype: expected auto or fp8 on a GPU, got int8")
-
-
-def choose_kernels(device: torch.device, needs: AttentionNeeds, attention: str | None) -> Kernels:
-    """As `select_kernels`, but raises InvalidOption instead of ValueError."""
-    try:
-        return select_kernels(device, needs, attention)
-    except ValueError as error:
-        raise InvalidOption(str(error)) from error

@@ -14,6 +14,18 @@ from pagewire_client.async_client import AsyncClient
 from pagewire_client.sampling_params import SamplingParams
 
 
+class Received(NamedTuple):
+    """A message of an answer."""
+
+    num_tokens: int
+    num_accepted_drafts: int = 0
+    """Of the answer's tokens so far, those that came as drafts, if the server reports it."""
+    num_drafts: int = 0
+    """Drafts computed for them, if the server reports it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache, if the server reports it."""
+
+
 @dataclass(kw_only=True, slots=True)
 class RequestRecord:
     """One request's times, in seconds from the run's start."""
@@ -25,12 +37,8 @@ class RequestRecord:
     """When it was due, or when it was sent if a limit on concurrency delayed it."""
     token_times_s: list[float] = field(default_factory=list)
     """Arrival time of each output token. Tokens of one message have the same time."""
-    num_cached_tokens: int = 0
-    """Prompt tokens that were found in the prefix cache."""
-    num_accepted_drafts: int = 0
-    """Output tokens that came as drafts of speculative decoding."""
-    num_drafts: int = 0
-    """Drafts that were computed for it."""
+    last: Received = field(default_factory=lambda: Received(0))
+    """The last message, which has the counts of the whole answer."""
     ended_s: float | None = None
     """None: unfinished when the run was interrupted."""
     error: str | None = None
@@ -61,18 +69,6 @@ class RequestRecord:
     def total_s(self) -> float:
         """Seconds from the start to the last token."""
         return self.token_times_s[-1] - self.started_s
-
-
-class Received(NamedTuple):
-    """A message of an answer."""
-
-    num_tokens: int
-    num_accepted_drafts: int = 0
-    """Of the answer's tokens so far, those that came as drafts, if the server reports it."""
-    num_drafts: int = 0
-    """Drafts computed for them, if the server reports it."""
-    num_cached_tokens: int = 0
-    """Prompt tokens found in the prefix cache, if the server reports it."""
 
 
 class Target(Protocol):
@@ -181,9 +177,7 @@ class LoadRun:
             async for received in pieces:
                 now = self._now()
                 record.token_times_s.extend([now] * received.num_tokens)
-                record.num_accepted_drafts = received.num_accepted_drafts
-                record.num_drafts = received.num_drafts
-                record.num_cached_tokens = received.num_cached_tokens
+                record.last = received
         if len(record.token_times_s) != arrival.num_output_tokens:
             raise RuntimeError(
                 f"expected {arrival.num_output_tokens} tokens, got {len(record.token_times_s)}"

@@ -105,8 +105,9 @@ class Summary:
         duration = max(run.duration_s, 1e-9)
         outputs = sum(len(record.token_times_s) for record in complete)
         prompts = sum(record.num_prompt_tokens for record in complete)
-        num_accepted = sum(record.num_accepted_drafts for record in complete)
-        num_drafts = sum(record.num_drafts for record in complete)
+        num_accepted = sum(record.last.num_accepted_drafts for record in complete)
+        num_cached = sum(record.last.num_cached_tokens for record in complete)
+        num_drafts = sum(record.last.num_drafts for record in complete)
         num_good = sum(limits.are_kept(record) for record in complete)
         return cls(
             duration_s=round(duration, 3),
@@ -118,9 +119,7 @@ class Summary:
             requests_per_s=round(len(complete) / duration, 3),
             output_tokens_per_s=round(outputs / duration, 1),
             total_tokens_per_s=round((outputs + prompts) / duration, 1),
-            cached_prompt_percent=round(
-                100 * sum(record.num_cached_tokens for record in complete) / max(1, prompts), 1
-            ),
+            cached_prompt_percent=round(100 * num_cached / max(1, prompts), 1),
             accepted_drafts_percent=round(100 * num_accepted / max(1, outputs), 1),
             drafts_accepted_percent=round(100 * num_accepted / max(1, num_drafts), 1),
             first_token_ms=Percentiles.of(record.first_token_s for record in complete),

@@ -6,12 +6,12 @@ from typing import Any
 import grpc
 
 from pagewire_client.connection import TlsOptions
-from pagewire_client.errors import in_words
+from pagewire_client.errors import HTTP_1, in_words
 
 # HealthCheckResponse{status: SERVING}: field 1, varint 1. For two bytes the client need not
 # depend on the protocol's package.
 _SERVING = b"\x08\x01"
-HTTP = "an HTTP server answers there; gRPC has a port of its own, 7600 by default"
+HTTP = HTTP_1
 
 
 def is_serving(address: str, timeout_s: float = 1.0, service: str = "") -> bool:
