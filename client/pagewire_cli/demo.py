@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -17,15 +16,6 @@ from pagewire_client.requests import Prompt
 from pagewire_client.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scene:
-    """A prompt; `shown` is how it is printed."""
-
-    shown: str
-    prompt: Prompt
-    params: SamplingParams
-
-
 class DemoModel(StrEnum):
     """The models that the demo can serve."""
 
@@ -34,23 +24,8 @@ class DemoModel(StrEnum):
 
 
 _GREEDY = SamplingParams(temperature=0, max_tokens=96)
-_EMBEDDED_SCENES = (
-    _Scene(
-        shown="Once upon a time",
-        prompt="Once upon a time",
-        params=SamplingParams(temperature=0.7, seed=1, max_tokens=160),
-    ),
-    _Scene(
-        shown="What is 27 + 45?",
-        prompt=[{"role": "user", "content": "What is 27 + 45?"}],
-        params=_GREEDY,
-    ),
-    _Scene(
-        shown="Count from 3 to 15.",
-        prompt=[{"role": "user", "content": "Count from 3 to 15."}],
-        params=_GREEDY,
-    ),
-)
+_STORY = SamplingParams(temperature=0.7, seed=1, max_tokens=160)
+_TASKS = ("What is 27 + 45?", "Count from 3 to 15.")
 _QUESTIONS = (
     "What is the capital of France?",
     "What is it famous for? Answer in two sentences.",
@@ -90,24 +65,25 @@ def demo(
 
 
 def _play_scenes(client: Client) -> None:
-    for scene in _EMBEDDED_SCENES:
-        _play(client, scene)
+    _play(client, "Once upon a time", "Once upon a time", _STORY)
+    for task in _TASKS:
+        _play(client, task, [{"role": "user", "content": task}])
 
 
 def _play_conversation(client: Client) -> None:
     messages: list[dict[str, str]] = []
     for question in _QUESTIONS:
         messages = [*messages, {"role": "user", "content": question}]
-        answer = _play(client, _Scene(shown=question, prompt=messages, params=_GREEDY))
+        answer = _play(client, question, messages)
         messages = [*messages, {"role": "assistant", "content": answer}]
 
 
-def _play(client: Client, scene: _Scene) -> str:
+def _play(client: Client, shown: str, prompt: Prompt, params: SamplingParams = _GREEDY) -> str:
     """Stream one answer and print its speed; returns its text."""
-    terminal.write(f"> {scene.shown}\n")
+    terminal.write(f"> {shown}\n")
     began = time.monotonic()
     first = None
-    stream = client.stream(scene.prompt, scene.params)
+    stream = client.stream(prompt, params)
     for delta in stream:
         if delta.token_ids and first is None:
             first = time.monotonic()
@@ -115,7 +91,7 @@ def _play(client: Client, scene: _Scene) -> str:
     terminal.write("\n")
     ended = time.monotonic()
     if first is None or not stream.output.text.strip():
-        raise ServerError(f"the model generated nothing for {scene.shown!r}")
+        raise ServerError(f"the model generated nothing for {shown!r}")
     num_tokens = len(stream.output.outputs[0].token_ids)
     terminal.note(
         f"  first token after {1000 * (first - began):.0f} ms, "

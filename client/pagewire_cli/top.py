@@ -8,13 +8,7 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from pagewire_cli.options import (
-    CONNECTION,
-    MEMBERSHIP,
-    Connection,
-    Membership,
-    with_options,
-)
+from pagewire_cli.options import CONNECTION, MEMBERSHIP, Connection, Membership, with_options
 from pagewire_cli.status import watch_core
 from pagewire_cli.top_screen import Rates, Screen
 from pagewire_client.deployment import EngineStatus

@@ -149,19 +149,16 @@ def _hub_errors(model: str) -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> str:
-    """What the first of a chain of errors says."""
+    """What the first of a chain of errors says, on one line."""
     while (earlier := error.__cause__ or error.__context__) is not None:
         error = earlier
-    return getattr(error, "strerror", None) or _first_line(error)
+    text = getattr(error, "strerror", None) or str(error).strip() or type(error).__name__
+    return str(text).splitlines()[0]
 
 
 def _proxy() -> str:
     names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY") if os.environ.get(name)]
     return f" (through the proxy in {names[0]})" if names else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
