@@ -42,15 +42,15 @@ def _row(workload: str, runs: Mapping[str, Sequence[Run]], floor: Floor | None) 
         row |= {"best_peer": best, "ratio": round(ours / rates[best], 3)}
     if ours is not None and IN_PROCESS in rates:
         row["services_over_in_process"] = round(ours / rates[IN_PROCESS], 3)
-    least = [
+    floors = [
         (floor(run.ceilings), run.seconds)
         for run in runs.get(PAGEWIRE, ())
         if floor is not None and run.ceilings is not None
     ]
-    if least:
+    if floors:
         # Over all turns: the bandwidth during one is not exactly the one measured around it.
-        row["share_of_floor"] = round(sum(f for f, _ in least) / sum(s for _, s in least), 3)
-        row["shares_of_floor"] = [round(floor_s / seconds, 3) for floor_s, seconds in least]
+        row["share_of_floor"] = round(sum(f for f, _ in floors) / sum(s for _, s in floors), 3)
+        row["shares_of_floor"] = [round(floor_s / seconds, 3) for floor_s, seconds in floors]
     return row
 
 
@@ -151,7 +151,7 @@ def facts_of(results: Mapping[str, Any], rows: Sequence[Row]) -> str:
     more = f" (more of short workloads, until {least_s:g} s)" if least_s else ""
     facts = [
         f"{results['shape']} in {results['dtype']} on {results['device']}; {engines}.",
-        *_said_of_ceilings(results["ceilings"]),
+        *_ceilings_facts(results["ceilings"]),
         f"Medians of {patience['repeats']} turns{more}, of {patience['slow_repeats']} where an "
         f"engine takes more than {patience['slow_factor']:g} times as long as the fastest; "
         f"{_widest_spread(rows)}.",
@@ -160,12 +160,12 @@ def facts_of(results: Mapping[str, Any], rows: Sequence[Row]) -> str:
         absent = "; ".join(f"{name}: {reason}" for name, reason in results["absent"].items())
         facts.append(f"Absent: {absent}.")
     if agreed := results["greedy_tokens_equal_transformers"]:
-        said = (f"{name} {one['equal_tokens']} of {one['tokens']}" for name, one in agreed.items())
-        facts.append(f"Greedy tokens that equal those of transformers: {', '.join(said)}.")
+        counts = (f"{name} {n['equal_tokens']} of {n['tokens']}" for name, n in agreed.items())
+        facts.append(f"Greedy tokens that equal those of transformers: {', '.join(counts)}.")
     return " ".join(facts)
 
 
-def _said_of_ceilings(ceilings: Mapping[str, Sequence[float]]) -> list[str]:
+def _ceilings_facts(ceilings: Mapping[str, Sequence[float]]) -> list[str]:
     if not ceilings:
         return []
     read, products = ceilings["read_bytes_per_s"], ceilings["flops_per_s"]

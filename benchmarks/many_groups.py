@@ -159,7 +159,7 @@ class Bench:
             num_finished=self._frontend.num_finished,
             num_steps=sum(group.num_steps for group in status.groups),
             core_s=processor_seconds(core.process.pid),
-            workers_s=[processor_seconds(each.process.pid) for each in self._cluster.workers],
+            workers_s=[processor_seconds(worker.process.pid) for worker in self._cluster.workers],
             frontend_s=time.process_time(),
         )
 

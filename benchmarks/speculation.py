@@ -132,8 +132,9 @@ def measure(
     engine: Speculating, workload: Workload, num_streams: int, args: argparse.Namespace
 ) -> dict[str, object]:
     """A line of the table."""
-    own = workload.encode(engine.tokenizer)
-    prompts = [own[number % len(own)] for number in range(max(num_streams, len(own)))]
+    encoded = workload.encode(engine.tokenizer)
+    count = max(num_streams, len(encoded))
+    prompts = [encoded[number % len(encoded)] for number in range(count)]
     batches = [
         prompts[first : first + num_streams] for first in range(0, len(prompts), num_streams)
     ]
@@ -177,7 +178,7 @@ def _row(batches: list[list[list[int]]], pairs: list[list[tuple[Run, Run]]]) -> 
         [sum(pair[which].seconds for pair in turn) for turn in turns] for which in (0, 1)
     )
     last = [with_drafts for _, with_drafts in turns[-1]]
-    num_steps, num_drafts, num_kept = map(int, sum(run.counts for run in last))
+    num_steps, num_drafts, num_accepted = map(int, sum(run.counts for run in last))
     texts = [
         (prompt, output)
         for batch, run in zip(batches, last, strict=True)
@@ -192,7 +193,7 @@ def _row(batches: list[list[list[int]]], pairs: list[list[tuple[Run, Run]]]) -> 
         "tokens_per_s": round(num_tokens / median(seconds), 1),
         "ratio": round(median(ratios), 3),
         "drafts": num_drafts,
-        "accepted": round(num_kept / max(1, num_drafts), 3),
+        "accepted": round(num_accepted / max(1, num_drafts), 3),
         "tokens_per_step": round(num_tokens / num_steps, 2),
     }
 

@@ -39,11 +39,11 @@ def in_order(scripts: Iterable[Script]) -> list[Script]:
     """The scripts by time of arrival, numbered."""
     return [
         replace(
-            each,
+            arrival,
             number=number,
-            request=replace(each.request, handle=number + 1, request_id=f"r{number}"),
+            request=replace(arrival.request, handle=number + 1, request_id=f"r{number}"),
         )
-        for number, each in enumerate(sorted(scripts, key=lambda each: each.submitted))
+        for number, arrival in enumerate(sorted(scripts, key=lambda script: script.submitted))
     ]
 
 
@@ -62,7 +62,7 @@ def shares(policy: PolicyName, until: float = 30.0) -> dict[str, float]:
     """The part of the service that each tenant gets when all send more than can be served."""
     tenants = {name: TenantConfig(weight=weight) for name, weight in WEIGHTS.items()}
     config = replace(GPU_CONFIG, policy=policy, tenants=tenants)
-    scripts = [each for name in WEIGHTS for each in requests(name, bursts_of(20.0), until)]
+    scripts = [sent for name in WEIGHTS for sent in requests(name, bursts_of(20.0), until)]
     histories = serve(SchedulerCore(config), in_order(scripts), until=until)
     services = {name: service(histories, name, until) for name in WEIGHTS}
     return {name: value / sum(services.values()) for name, value in services.items()}
@@ -82,9 +82,9 @@ def first_token_p99(policy: PolicyName, *, flooded: bool, until: float = 60.0) -
     core = SchedulerCore(replace(GPU_CONFIG, policy=policy))
     histories = serve(core, in_order(scripts), until=end)
     waits = [
-        (end if each.first_token is None else each.first_token) - each.submitted
-        for each in histories
-        if each.request.tenant == "calm"
+        (end if history.first_token is None else history.first_token) - history.submitted
+        for history in histories
+        if history.request.tenant == "calm"
     ]
     return float(np.percentile(waits, 99, method="inverted_cdf"))
 
@@ -131,7 +131,7 @@ def greatest_difference(policy: PolicyName, seed: int) -> float:
         for i in range(200)
     ]
     histories = serve(SchedulerCore(config), in_order(scripts), group=group, until=15.0)
-    longest = max(len(each.request.prompt_token_ids) for each in scripts)
+    longest = max(len(sent.request.prompt_token_ids) for sent in scripts)
     bound = 2 * max(longest, 2 * group.num_cache_tokens) / min(weights.values())
     return max(
         abs(served[one] / weights[one] - served[other] / weights[other]) / bound
