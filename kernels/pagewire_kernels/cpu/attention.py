@@ -20,7 +20,7 @@ from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import batch_of, launch, new_rows, recording
 from pagewire_kernels.cpu.tasks import AttentionTask, Batch, CacheWriteTask, address, describe_batch
 
-MAX_ROWS = 128
+MAX_ROWS = 256
 """Maximum number of query rows of one KV head in a work item, unless one token has more."""
 
 _ALIGNMENT = 64
