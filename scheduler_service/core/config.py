@@ -65,11 +65,10 @@ class SchedulerConfig:
 
     max_num_seqs: int = 256
     """Maximum number of sequences in a worker group's batch; a request with n choices takes n
-    places."""
+    places. Each has a token in every step, so there are at most max_num_batched_tokens."""
 
     max_num_batched_tokens: int = 2048
-    """Maximum number of tokens computed in one step. At least max_num_seqs, so that every running
-    sequence gets a token in every step."""
+    """Maximum number of tokens computed in one step."""
 
     max_step_ms: float = 250.0
     """Longest step, in milliseconds, in which prompts are computed with running sequences on a CPU:
@@ -149,7 +148,7 @@ class SchedulerConfig:
         """Raise ValueError, naming the field, if limits contradict each other."""
         at_least = {
             "max_num_seqs": 1,
-            "max_num_batched_tokens": self.max_num_seqs,
+            "max_num_batched_tokens": 1,
             "pipeline_depth": 1,
             "max_steps_together": 1,
             "max_speculative_seqs": 0,
@@ -159,9 +158,9 @@ class SchedulerConfig:
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
-                why = " (max_num_seqs)" if name == "max_num_batched_tokens" else ""
-                got = getattr(self, name)
-                raise ValueError(f"{name} must be at least {least}{why}, is {got}")
+                raise ValueError(f"{name} must be at least {least}, is {getattr(self, name)}")
+        max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
+        object.__setattr__(self, "max_num_seqs", max_num_seqs)
         if self.preemption_mode not in tuple(PreemptionMode):
             expected = ", ".join(PreemptionMode)
             raise ValueError(

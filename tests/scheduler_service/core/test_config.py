@@ -7,7 +7,7 @@ import pytest
 from scheduler_service.core import (
     SchedulerConfig,
 )
-from tests.support.core_driver import make_capacity
+from tests.support.core_driver import make_capacity, make_driver
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 
@@ -16,7 +16,7 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
     ("changes", "message"),
     [
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-        ({"max_num_batched_tokens": 3}, "max_num_batched_tokens must be at least 4"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1"),
         ({"watermark": 1.0}, "watermark must be in"),
         ({"pipeline_depth": 0}, "pipeline_depth must be at least 1"),
         ({"queue_retry_delay_s": 0.0}, "queue_retry_delay_s must be above 0"),
@@ -25,6 +25,17 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
 def test_contradictory_configuration_is_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
+
+
+def test_a_batch_has_no_more_sequences_than_a_step_has_tokens() -> None:
+    assert SchedulerConfig(max_num_batched_tokens=128).max_num_seqs == 128
+    assert SchedulerConfig(max_num_batched_tokens=512).max_num_seqs == 256
+    driver = make_driver(max_num_seqs=4, max_num_batched_tokens=2)
+    for number in range(4):
+        driver.submit(prompt=[number] * 3, max_tokens=5)
+    driver.run_until_idle()
+    driver.check_empty()
+    assert driver.core.snapshot().worker_groups[0].max_num_seqs == 2
 
 
 @pytest.mark.parametrize(
