@@ -13,5 +13,6 @@ def make_work(**fields: Any) -> StepWork:
         "num_moved_blocks": 0,
         "swaps_in": False,
         "num_attended_pairs": 1,
+        "num_prefill_pairs": 0,
     }
     return StepWork(**(work | fields))

@@ -10,7 +10,7 @@ The sampled token is a hash too: of the history, the seed and the choice. `undis
 tokens that a request must get whatever happens to it on the way.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -163,6 +163,10 @@ def grouped(column: Sequence[int], width: int) -> list[tuple[int, ...]]:
     return [tuple(column[i : i + width]) for i in range(0, len(column), width)]
 
 
+def _linear_us(num_prefill_tokens: int, num_prefill_pairs: int) -> int:
+    return 1000 + 100 * num_prefill_tokens
+
+
 @dataclass
 class SymbolicWorker:
     """Executes plans in order; raises PlanError at the first that is wrong."""
@@ -182,6 +186,8 @@ class SymbolicWorker:
     """Blocks that this step swaps in: the worker may do so beside its rows."""
     leaving: dict[int, set[int]] = field(default_factory=dict)
     """Blocks that this step swaps out, and who had them."""
+    step_us: Callable[[int, int], int] = _linear_us
+    """Duration of a step with this many prompt tokens, and pairs of one and one that it sees."""
     num_steps: int = 0
     num_results_taken: int = 0
     """Steps whose results the core has; whoever brings them counts them here."""
@@ -446,13 +452,14 @@ class SymbolicWorker:
         starts: list[int],
         lookahead: list[int],
     ) -> StepResult:
-        num_prefill_tokens = sum(num_tokens for _, num_tokens, _ in rows if num_tokens > 1)
+        counts = [(start, row[1]) for start, row in zip(starts, rows, strict=True) if row[1] > 1]
+        num_pairs = sum(count * start + count * (count + 1) // 2 for start, count in counts)
         result = StepResult(
             step_id=plan.step_id,
             token_ids=[],
             forward_us=900,
             sample_us=60,
-            busy_us=1000 + 100 * num_prefill_tokens,
+            busy_us=self.step_us(sum(count for _, count in counts), num_pairs),
         )
         num_sampled: list[int] = []
         num_drafts: list[int] = []

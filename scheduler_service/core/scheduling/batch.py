@@ -3,8 +3,11 @@
 from scheduler_service.core.kv_cache.block_manager import BlockUpdate
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.stats.throughput import StepWork
+from scheduler_service.core.stats.throughput import PrefillCost, StepWork
 from scheduler_service.core.step_plan import NewSequence, StepPlan
+
+MIN_CHUNK_TOKENS = 16
+"""Prompt tokens that a step has capacity for whatever they cost, so that prompts make progress."""
 
 
 class Batch:
@@ -14,6 +17,8 @@ class Batch:
         self.now_us = now_us
         self.budget = token_budget
         """Tokens that may still be added."""
+        self._cost: PrefillCost | None = None
+        self._budget_us = 0.0
         self.seq_ids: list[int] = []
         self.rows: list[Sequence] = []
         self.swap_out: list[int] = []
@@ -26,6 +31,8 @@ class Batch:
         self.num_prefill_tokens = 0
         """Tokens of all prefill rows."""
         self.num_attended_pairs = 0
+        """See `StepWork`."""
+        self.num_prefill_pairs = 0
         """See `StepWork`."""
         self.outgrown: list[SequenceGroup] = []
         """Groups that have become longer than the whole cache; they end after the plan."""
@@ -87,7 +94,26 @@ class Batch:
         self._prefills.append((seq, seq.num_computed, sample))
         self.num_prefill_tokens += num_tokens
         self.num_attended_pairs += num_tokens * seq.num_computed
+        num_pairs = num_tokens * seq.num_computed - num_tokens * (num_tokens - 1) // 2
+        self.num_prefill_pairs += num_pairs
         self.budget -= num_tokens
+        if self._cost is not None:
+            self._budget_us -= self._cost.cost_us(num_tokens, num_pairs)
+
+    def limit_prefills(self, cost: PrefillCost, budget_us: float) -> None:
+        """Limit the time that prompts may take in this step, by their measured cost. They have at
+        most twice as many tokens as in a recent step: few tokens cost hardly more than none while
+        the step is bound by memory, so they do not predict what many cost."""
+        self.budget = min(self.budget, max(MIN_CHUNK_TOKENS, int(2 * cost.max_tokens)))
+        if cost.max_tokens:
+            self._cost, self._budget_us = cost, budget_us
+
+    def max_chunk(self, num_computed: int) -> int:
+        """Number of tokens of a prompt that may be added after its first `num_computed`."""
+        if self._cost is None:
+            return self.budget
+        num_tokens = self._cost.tokens_within(max(0.0, self._budget_us), num_computed)
+        return int(min(self.budget, max(num_tokens, MIN_CHUNK_TOKENS - self.num_prefill_tokens)))
 
     @property
     def is_empty(self) -> bool:
@@ -137,6 +163,7 @@ class Batch:
             num_moved_blocks=(len(self.swap_out) + len(self.swap_in)) // 2,
             swaps_in=bool(self.swap_in),
             num_attended_pairs=self.num_attended_pairs,
+            num_prefill_pairs=self.num_prefill_pairs,
         )
 
     def _in_batch_order(self) -> list[NewSequence]:

@@ -38,19 +38,23 @@ class PrefillScheduler:
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
         """Add the next chunks of sequences, in order."""
-        in_pieces = self._config.enable_chunked_prefill
         for seq in sequences:
-            if batch.budget < (1 if in_pieces else seq.length - seq.num_computed):
+            if not self._fits(seq.length, seq.num_computed, batch):
                 return
             if not seq.seq_group.is_lockstep or self._beams.may_prefill(seq):
                 self.add_row(seq, batch)
+
+    def _fits(self, length: int, num_computed: int, batch: Batch) -> bool:
+        """Whether the step has capacity for the next chunk of a sequence."""
+        num_needed = 1 if self._config.enable_chunked_prefill else length - num_computed
+        return batch.max_chunk(num_computed) >= num_needed
 
     def add_row(self, seq: Sequence, batch: Batch) -> None:
         """Add a row for a sequence's next tokens; after the last of them it decodes."""
         if self._running.is_unknown(seq):
             self._running.mark_introduced(seq)
             batch.add_new(make_new_sequence(seq, self._blocks.table(seq.seq_id)))
-        num_tokens = min(batch.budget, seq.length - seq.num_computed)
+        num_tokens = min(batch.max_chunk(seq.num_computed), seq.length - seq.num_computed)
         is_last = seq.advance_prefill(num_tokens)
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
@@ -132,7 +136,7 @@ class PrefillScheduler:
             seq, len(found) + len(stored)
         ):
             return AllocStatus.LATER
-        if not self._config.enable_chunked_prefill and seq.length - num_found > batch.budget:
+        if not self._fits(seq.length, num_found, batch):
             return AllocStatus.LATER
         verdict = self._blocks.can_allocate(seq.length, found)
         if verdict is AllocStatus.OK:

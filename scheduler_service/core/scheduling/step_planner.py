@@ -14,9 +14,6 @@ from scheduler_service.core.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-MIN_CHUNK_TOKENS = 16
-"""Prompt tokens that a step has capacity for whatever they cost, so that prompts make progress."""
-
 
 class StepPlanner:
     """Plans steps: one token for each decoding sequence, with drafts of further ones in a small
@@ -100,17 +97,14 @@ class StepPlanner:
             )
         batch.budget -= len(batch.rows) + sum(batch.lookahead)
         if batch.rows:
-            batch.budget = min(batch.budget, self._max_prefill_tokens())
+            self._limit_prefills(batch)
 
-    def _max_prefill_tokens(self) -> int:
-        """Number of prompt tokens that keep a step with decodes within `max_step_ms` on a CPU."""
+    def _limit_prefills(self, batch: Batch) -> None:
+        """Keep a step with decodes within `max_step_ms` on a CPU."""
         config, rates = self._state.config, self._pipeline.rates
-        token_us = rates.us_per_further_token or rates.us_per_prefill_token
-        max_us = config.max_step_ms * 1000
-        is_bounded = max_us > 0 and config.enable_chunked_prefill and self._state.capacity.is_on_cpu
-        if not is_bounded or not token_us:
-            return config.max_num_batched_tokens
-        return max(MIN_CHUNK_TOKENS, int((max_us - (rates.us_per_decode_step or 0)) / token_us))
+        if config.max_step_ms and config.enable_chunked_prefill and self._state.capacity.is_on_cpu:
+            budget_us = config.max_step_ms * 1000 - (rates.us_per_decode_step or 0.0)
+            batch.limit_prefills(rates.prefill_cost, budget_us)
 
     def _num_drafts(self, batch: Batch) -> int:
         """The most drafts of a row in this step: none in a large batch, where more sequences are a

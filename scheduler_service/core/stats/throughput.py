@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf, sqrt
 
 from scheduler_service.core.step_plan import StepResult
 
@@ -62,6 +63,57 @@ class StepWork:
     num_attended_pairs: int
     """Pairs of a computed token and a token that it attends to, rounded up: every token of a chunk
     counts as many as the last one."""
+    num_prefill_pairs: int
+    """Exact number of these pairs of prefills."""
+
+
+class PrefillCost:
+    """Cost in microseconds of a step's prompt tokens beyond a decode step, for tokens and for pairs
+    of one and a token that it attends to: with a long context, attention costs more than the rest.
+
+    Both rates are those that fit recent steps best (least squares, weighted by tokens) and are not
+    negative. A step counts `_KEPT` times as much with every further one.
+    """
+
+    _KEPT = 0.9
+
+    def __init__(self) -> None:
+        self.max_tokens = 0.0
+        """The most tokens of a step recently; 0 before the first one."""
+        self._sums = [0.0] * 5
+
+    def add(self, num_tokens: int, num_pairs: int, cost_us: float) -> None:
+        """Record a step with at least one token."""
+        self.max_tokens = max(num_tokens, self._KEPT * self.max_tokens)
+        context = num_pairs / num_tokens
+        terms = (num_tokens, num_pairs, num_pairs * context, cost_us, cost_us * context)
+        self._sums = [self._KEPT * kept + new for kept, new in zip(self._sums, terms, strict=True)]
+
+    def cost_us(self, num_tokens: int, num_pairs: int) -> float:
+        """Expected cost, once a step has been recorded."""
+        us_per_token, us_per_pair = self._rates()
+        return num_tokens * us_per_token + num_pairs * us_per_pair
+
+    def tokens_within(self, cost_us: float, num_computed: int) -> float:
+        """Number of tokens of this cost that follow `num_computed` tokens of their prompt."""
+        us_per_token, us_per_pair = self._rates()
+        # The root of us_per_pair * n * n / 2 + first_us * n = cost_us.
+        first_us = us_per_token + us_per_pair * num_computed
+        divisor = first_us + sqrt(first_us * first_us + 2 * us_per_pair * cost_us)
+        return 2 * cost_us / divisor if divisor else inf
+
+    def _rates(self) -> tuple[float, float]:
+        tokens, pairs, pairs_contexts, costs, costs_contexts = self._sums
+        determinant = tokens * pairs_contexts - pairs * pairs
+        if determinant <= 1e-6 * pairs * pairs:  # all contexts were of one length
+            return costs / tokens, 0.0
+        us_per_token = (costs * pairs_contexts - costs_contexts * pairs) / determinant
+        us_per_pair = (costs_contexts * tokens - costs * pairs) / determinant
+        if us_per_pair < 0:
+            return costs / tokens, 0.0
+        if us_per_token < 0:
+            return 0.0, costs_contexts / pairs_contexts
+        return us_per_token, us_per_pair
 
 
 class StepRates:
@@ -77,6 +129,7 @@ class StepRates:
         self._decode_step = MovingRatio()
         self._prefill_token = MovingAverage()
         self._prefill = MovingRatio()
+        self.prefill_cost = PrefillCost()
         self._moved_block = MovingAverage()
 
     @property
@@ -126,6 +179,7 @@ class StepRates:
             self._prefill_token.add(beyond_us / work.num_prefill_tokens)
             if self.us_per_decode_step is not None:
                 self._prefill.add(beyond_us, work.num_prefill_tokens)
+                self.prefill_cost.add(work.num_prefill_tokens, work.num_prefill_pairs, beyond_us)
         elif result.token_ids:
             self._decode_step.add(compute_us, 1)
 

@@ -145,8 +145,8 @@ def test_the_core_tells_what_its_plans_take() -> None:
         works.append(driver.core.newest_work("g"))
         driver.deliver("g")
     assert works == [
-        make_work(num_tokens=8, num_prefill_tokens=8, num_attended_pairs=64),
-        make_work(num_tokens=2, num_prefill_tokens=2, num_attended_pairs=20),
+        make_work(num_tokens=8, num_prefill_tokens=8, num_attended_pairs=64, num_prefill_pairs=36),
+        make_work(num_tokens=2, num_prefill_tokens=2, num_attended_pairs=20, num_prefill_pairs=19),
         make_work(num_tokens=1, num_attended_pairs=12),
     ]
 
