@@ -148,7 +148,8 @@ class ServedPagewire(Server):
     """`pagewire serve`: frontend, core and worker as processes, called by OpenAI's interface over
     HTTP or by our own over gRPC."""
 
-    def __init__(self, settings: Settings, interface: str = "HTTP") -> None:
+    def __init__(self, settings: Settings, interface: str = "HTTP", **more: object) -> None:
+        """`more`: further flags of the services."""
         self._model = settings.model()
         grpc, http = (f"{HOST}:{free_port()}" for _ in range(2))
         self._address = http if interface == "HTTP" else grpc
@@ -158,6 +159,7 @@ class ServedPagewire(Server):
             "listen": grpc,
             "http": http if interface == "HTTP" else "off",
             "log_level": "warning",
+            **more,
         }
         super().__init__(
             name,

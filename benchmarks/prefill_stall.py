@@ -1,0 +1,110 @@
+"""Gaps in a stream while a long prompt arrives, and the cost of bounding them.
+
+    python -m benchmarks.prefill_stall
+
+While one request decodes, a second one with a long prompt is sent. Gaps are the times between
+messages of the first one until the second one has its first token, which gives the speed of the
+prefill. Two `pagewire serve` take turns, one with `--max-step-ms` and one without a limit (0). The
+first turns follow the starts, when hardly any step has been measured.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from benchmarks.engines.engine import Settings
+from benchmarks.machine import ForeignLoad, save
+from benchmarks.model_shapes import SHAPES
+from benchmarks.servers import ServedPagewire, all_of
+from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
+from benchmarks.tables import print_table, script_parser
+from pagewire_cli.load import Arrival, Target, percentile
+from scheduler_service.core import SchedulerConfig
+
+STREAM_TOKENS, MESSAGES_BEFORE = 1024, 8
+
+
+async def gaps_of(target: Target, stream: Arrival, prompt: Arrival) -> list[float]:
+    """Gaps of `stream` in seconds, from when `prompt` is sent to its first token: their sum."""
+    times: list[float] = []
+    has_begun = asyncio.Event()
+
+    async def decode() -> None:
+        async with aclosing(target.stream(stream)) as messages:
+            async for _ in messages:
+                times.append(time.perf_counter())
+                if len(times) == MESSAGES_BEFORE:
+                    has_begun.set()
+        raise RuntimeError(f"the stream ended after {len(times)} messages, before the prefill")
+
+    async with asyncio.TaskGroup() as group:
+        decoding = group.create_task(decode())
+        await has_begun.wait()
+        sent = time.perf_counter()
+        async for _ in target.stream(prompt):
+            pass
+        ended = time.perf_counter()
+        decoding.cancel()
+    return [b - a for a, b in pairwise([sent, *(at for at in times if sent < at < ended), ended])]
+
+
+def row(num_prompt_tokens: int, runs: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Figures of some runs of one server."""
+    return {
+        "largest gap, s": round(max(map(max, runs)), 3),
+        "median of the largest, s": round(median(map(max, runs)), 3),
+        "p99, s": round(percentile([gap for gaps in runs for gap in gaps], 99), 3),
+        "prompt tokens/s": round(num_prompt_tokens / median(map(sum, runs)), 1),
+    }
+
+
+async def measure(args: argparse.Namespace, settings: Settings) -> dict[str, dict[str, float]]:
+    """Rows of both servers, by name."""
+    draw, words = np.random.default_rng(0), (FIRST_WORD_ID, settings.shape.vocab_size)
+    names = {f"max_step_ms {limit:g}": limit for limit in (args.max_step_ms, 0.0)}
+    servers = {name: ServedPagewire(settings, max_step_ms=names[name]) for name in names}
+    runs: dict[str, list[list[float]]] = {name: [] for name in names}
+    async with all_of(list(servers.values())):
+        for _ in range(args.repeats):
+            prompt = draw.integers(*words, args.prompt_tokens).tolist()
+            requests = Arrival(0.0, prompt[-16:], STREAM_TOKENS), Arrival(0.0, prompt, 1)
+            for name, server in servers.items():
+                runs[name].append(await gaps_of(server.target, *requests))
+                print(name, row(args.prompt_tokens, runs[name][-1:]), flush=True)
+    return {name: row(args.prompt_tokens, runs[name]) for name in names}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, and write the results."""
+    parser = script_parser(__doc__)
+    parser.add_argument("--shape", default="qwen3-0.6b", choices=list(SHAPES))
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--prompt-tokens", type=int, default=6000)
+    parser.add_argument("--max-step-ms", type=float, default=SchedulerConfig().max_step_ms)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/pagewire-checkpoints"))
+    args = parser.parse_args(arguments)
+    about = {name: getattr(args, name) for name in ("shape", "dtype", "prompt_tokens", "repeats")}
+    load = ForeignLoad()
+    settings = Settings(
+        shape=SHAPES[args.shape],
+        dtype=args.dtype,
+        checkpoints=args.checkpoints,
+        max_model_len=args.prompt_tokens + STREAM_TOKENS,
+    )
+    rows = asyncio.run(measure(args, settings))
+    limited, unlimited = rows.values()
+    rows["ratio"] = {name: round(limited[name] / unlimited[name], 3) for name in limited}
+    print_table([{"": name, **figures} for name, figures in rows.items()], str(about))
+    save("prefill_stall", about | {"rows": rows}, load.cores, args.results)
+
+
+if __name__ == "__main__":
+    main()
