@@ -1,7 +1,7 @@
-"""Parts of a message, which parsers return, and their interface."""
+"""Parts of a message, which a parser returns."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["reasoning", "text", "call", "arguments"]
 
@@ -20,17 +20,3 @@ class Part(NamedTuple):
     """Number of the call, of its parts."""
     call_id: str = ""
     """The id that the model wrote, where a call begins, in the formats that have one."""
-
-
-class MessageParser(Protocol):
-    """Reads the text of one choice."""
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside a thought."""
-
-    def push(self, text: str) -> list[Part]:
-        """The parts in the next piece of text."""
-
-    def finish(self) -> list[Part]:
-        """The parts of the text that was held back, at its end."""

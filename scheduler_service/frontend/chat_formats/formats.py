@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple, TypeVar
 
-from scheduler_service.frontend.chat_formats.events import Functions, MessageParser
+from scheduler_service.frontend.chat_formats.events import Functions
 from scheduler_service.frontend.chat_formats.parser import FormatParser
 from scheduler_service.frontend.chat_formats.source import Texts
 from scheduler_service.frontend.chat_formats.syntax import (
@@ -219,6 +219,7 @@ CALL_FORMATS = (
 """The first that a template shows is used; without one, the first of which the vocabulary has the
 opening; otherwise the last, which no ordinary text resembles."""
 HERMES = CALL_FORMATS[-1]
+_REQUIRED_CALLS = CallFormat(unmarked="[", has_objects=True)
 
 TURN_MARKS = (
     *("<|im_start|>", "<｜Assistant｜>", "<|assistant|>", "<|Assistant|>", "<|im_assistant|>"),
@@ -268,22 +269,21 @@ class ChatFormat:
         return Thought("".join(chars[0] for chars in prefix), closings)
 
     def parser(
-        self, functions: Functions, *, prompt: str = "", answer: MessageParser | None = None
-    ) -> MessageParser:
+        self, functions: Functions, *, prompt: str = "", required: str | None = None
+    ) -> FormatParser:
         """A parser of one choice that follows `prompt`.
 
-        Without functions calls are not looked for. `answer`, where given, reads all text after the
-        thoughts, because the request constrains it (`constrained`).
+        Without functions calls are not looked for. What follows the thoughts is the arguments of
+        the function `required`, or a list of calls if that is empty, because the request constrains
+        it.
         """
-        if self.reasoning is None and answer is not None:
-            return answer
-        calls = self.calls if functions and answer is None else None
+        calls = self.calls if required is None else _REQUIRED_CALLS
         thought, has_thought = self._thought(prompt)
         return FormatParser(
-            *(self.reasoning, calls, functions),
+            *(self.reasoning, calls if functions else None, functions),
             thought=thought,
             has_thought=has_thought,
-            answer=answer,
+            required=required or "",
         )
 
     def _thought(self, prompt: str) -> tuple[str | None, bool]:

@@ -5,7 +5,7 @@ be a call is kept, and is read again as text if it is none.
 """
 
 from scheduler_service.frontend.chat_formats.calls import CallReader
-from scheduler_service.frontend.chat_formats.events import Functions, Kind, MessageParser, Part
+from scheduler_service.frontend.chat_formats.events import Functions, Kind, Part
 from scheduler_service.frontend.chat_formats.source import Reading, Source, Texts, marks_of
 from scheduler_service.frontend.chat_formats.syntax import (
     NO_CALLS,
@@ -65,7 +65,7 @@ class _Text:
 
 
 class FormatParser:
-    """See `MessageParser`."""
+    """Reads the text of one choice."""
 
     def __init__(
         self,
@@ -75,15 +75,16 @@ class FormatParser:
         *,
         thought: str | None = None,
         has_thought: bool = False,
-        answer: MessageParser | None = None,
+        required: str = "",
     ) -> None:
         """`thought` is the thought in which the prompt ends; `has_thought` says that one is over in
-        it. `answer` reads what follows the thoughts instead of this parser."""
+        it. What follows the thoughts is the arguments of the function `required`, if that is
+        not empty."""
         self._reasoning = reasoning or NO_REASONING
         self._calls = calls or NO_CALLS
         self._framing = (*self._reasoning.framing, *self._calls.framing)
         self._functions = functions
-        self._answer = answer
+        self._required = required
         self._source = Source()
         self._parts: list[Part] = []
         is_continued = thought is not None and bool(thought.strip())
@@ -92,6 +93,7 @@ class FormatParser:
         self.in_reasoning = thought is not None or (
             self._reasoning.starts_unmarked and not has_thought
         )
+        """Whether the text so far ends inside a thought."""
         self._answer_mark = ""
         """The mark that begins the answer, or ends it."""
         self._num_read_again = 0
@@ -118,7 +120,7 @@ class FormatParser:
         self._source.is_last = True
         next(self._reading, None)
         self._content.finish()
-        return self._pop() + (self._answer.finish() if self._answer is not None else [])
+        return self._pop()
 
     def _pop(self) -> list[Part]:
         parts = self._parts[:]
@@ -147,8 +149,8 @@ class FormatParser:
             elif mark and (mark in self._framing or mark == begin):
                 source.at += len(mark)
                 self._answer_mark = reasoning.answer[1] if mark == begin else self._answer_mark
-            elif self._answer is not None:
-                yield from self._read_answer(self._answer)
+            elif self._required:
+                yield from self._read_arguments(self._required)
             else:
                 yield from self._read_text(not mark and source.char == self._calls.unmarked)
 
@@ -176,14 +178,14 @@ class FormatParser:
             self._open = text if source.is_empty else None
             yield
 
-    def _read_answer(self, answer: MessageParser) -> Reading[None]:
+    def _read_arguments(self, name: str) -> Reading[None]:
+        """Read all text as the arguments of a call."""
         source = self._source
-        while True:
-            if not source.is_empty:
-                self._parts += answer.push(source.text[source.at :])
-                source.at = len(source.text)
-            if source.is_last:
-                return
+        self._content.interrupt()
+        self._parts.append(Part("call", name))
+        while not (source.is_last and source.is_empty):
+            self._parts.append(Part("arguments", source.text[source.at :]))
+            source.at = len(source.text)
             yield
 
     def _read_text(self, begins_unmarked: bool) -> Reading[None]:

@@ -8,22 +8,22 @@ from typing import Any
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.chat_formats.constrained import (
-    NO_PARAMETERS,
-    NamedParser,
-    RequiredParser,
-    required_schema,
-)
-from scheduler_service.frontend.chat_formats.events import MessageParser
 from scheduler_service.frontend.chat_formats.formats import ChatFormat
+from scheduler_service.frontend.chat_formats.parser import FormatParser
 from scheduler_service.frontend.structured_output.schemas import closed, moved
+
+_NO_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerFormat:
     """How the text of a choice is read; by default all of it is content."""
 
-    make_parser: Callable[[], MessageParser | None] = lambda: None
+    make_parser: Callable[[], FormatParser | None] = lambda: None
     kept_tokens: frozenset[str] = field(default_factory=frozenset)
     """Special tokens that the parser needs to see in the text."""
     include_reasoning: bool = True
@@ -50,14 +50,8 @@ def answer_format(
         found = replace(found, calls=None)
     thought = found.thought(prompt)
 
-    def make_parser() -> MessageParser:
-        constrained: MessageParser | None = None
-        if required is not None:
-            constrained = NamedParser(required) if required else RequiredParser(functions)
-        return found.parser(functions, prompt=prompt, answer=constrained)
-
     return AnswerFormat(
-        make_parser=make_parser,
+        make_parser=lambda: found.parser(functions, prompt=prompt, required=required),
         kept_tokens=found.special_tokens,
         include_reasoning=chat.include_reasoning or not chat.HasField("include_reasoning"),
         max_calls=1 if _allows_one(chat) else None,
@@ -100,9 +94,7 @@ def with_call_schema(request: inference_pb.GenerateRequest) -> inference_pb.Gene
     try:
         tools = {tool.name: _arguments_schema(tool) for tool in chat.tools}
         constrained.sampling_params.json_schema = (
-            json.dumps(tools[required])
-            if required
-            else required_schema(list(tools.items()), one=_allows_one(chat))
+            json.dumps(tools[required]) if required else _calls_schema(tools, one=_allows_one(chat))
         )
     except RecursionError:
         raise InvalidArgument("chat.tools", "expected schemas with fewer levels") from None
@@ -136,9 +128,27 @@ def _arguments_schema(tool: inference_pb.Tool) -> dict[str, Any]:
     """JSON schema of a call's arguments: an object, without properties if the tool names none."""
     parameters = _parameters(tool)
     if not parameters:
-        return NO_PARAMETERS
+        return _NO_PARAMETERS
     is_open = tool.HasField("strict") and not tool.strict
     schema: dict[str, Any] = (moved if is_open else closed)(parameters)
     if not is_open and schema.keys() <= {"type", "title", "description"}:
-        return NO_PARAMETERS
+        return _NO_PARAMETERS
     return schema if "$ref" in schema else {"type": "object"} | schema
+
+
+def _calls_schema(tools: dict[str, dict[str, Any]], *, one: bool) -> str:
+    """JSON schema of a list of calls of these functions (parameters by name), at least one."""
+    call_schemas = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "parameters": moved(parameters, f"/items/anyOf/{index}/properties/parameters"),
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for index, (name, parameters) in enumerate(tools.items())
+    ]
+    schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": call_schemas}}
+    return json.dumps(schema | ({"maxItems": 1} if one else {}))

@@ -6,7 +6,8 @@ from itertools import groupby
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.chat_formats.events import MessageParser, Part
+from scheduler_service.frontend.chat_formats.events import Part
+from scheduler_service.frontend.chat_formats.parser import FormatParser
 
 _PLACES = {"reasoning": 0, "text": 1, "call": 2, "arguments": 2}
 """The order in which a reader appends the fields of a ChoiceDelta that contain parts."""
@@ -48,7 +49,7 @@ class MessageStream:
 
     def __init__(
         self,
-        parser: MessageParser | None,
+        parser: FormatParser | None,
         request_id: str,
         choice: int,
         *,
@@ -89,7 +90,7 @@ class MessageStream:
         """Omit what a client already has; nothing must have been written. `field` names it in
         errors.
 
-        A parser's events, joined by kind, do not depend on how the text was cut, so counts of what
+        A parser's parts, joined by kind, do not depend on how the text was cut, so counts of what
         was received determine the rest exactly. Raises InvalidArgument if there is less.
         """
         remaining = {kind: getattr(resumed, name) for kind, name in _RECEIVED.items()}

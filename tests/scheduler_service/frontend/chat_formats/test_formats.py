@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from scheduler_service.frontend.chat_formats.constrained import NamedParser, RequiredParser
 from scheduler_service.frontend.chat_formats.formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
@@ -211,20 +210,23 @@ def test_a_required_call_follows_the_thought() -> None:
     call = '[{"name": "add", "parameters": {"a": 1}}]'
     for text in (f"<think>a</think>\n{call}", call):
         for length in (1, 3, 1000):
-            parser = form.parser(FUNCTIONS, answer=RequiredParser({"add"}))
+            parser = form.parser(FUNCTIONS, required="")
             result = outcome(parser, pieces(text, length))
             assert result == ("", "a" if "think" in text else "", [("add", '{"a": 1}')])
-    parser = form.parser(FUNCTIONS, answer=NamedParser("add"))
+    parser = form.parser(FUNCTIONS, required="add")
     assert outcome(parser, pieces('<think>a</think>{"a": 1}', 2)).calls == [("add", '{"a": 1}')]
 
 
 def test_required_calls_are_calls_and_incomplete_ones_stay_so() -> None:
+    form = chat_format("hermes")
     text = '[{"name": "add", "parameters": {"a": 1}},\n {"name": "now", "parameters": {}}]'
     for length in (1, 3, 1000):
-        result = outcome(RequiredParser({"add", "now"}), pieces(text, length))
+        result = outcome(form.parser(FUNCTIONS, required=""), pieces(text, length))
         assert result == ("", "", [("add", '{"a": 1}'), ("now", "{}")])
-    assert outcome(RequiredParser({"add"}), [text[:34]]).calls == [("add", '{"a')]
-    assert outcome(NamedParser("add"), ['{"a"', ": 1}"]).calls == [("add", '{"a": 1}')]
+    assert outcome(form.parser(FUNCTIONS, required=""), [text[:34]]).calls == [("add", '{"a')]
+    assert outcome(form.parser(FUNCTIONS, required="add"), ['{"a"', ": 1}"]).calls == [
+        ("add", '{"a": 1}')
+    ]
 
 
 SCHEMA = {

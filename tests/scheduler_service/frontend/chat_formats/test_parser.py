@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.frontend.chat_formats.events import MessageParser, Part
+from scheduler_service.frontend.chat_formats.events import Part
 from scheduler_service.frontend.chat_formats.formats import (
     CALL_FORMATS,
     REASONING_FORMATS,
     ChatFormat,
     find_format,
 )
+from scheduler_service.frontend.chat_formats.parser import FormatParser
 from tests.scheduler_service.frontend.chat_formats.well_formed import (
     ADD,
     CALLS,
@@ -46,7 +47,7 @@ class Outcome(NamedTuple):
     calls: list[tuple[str, str]]
 
 
-def outcome(parser: MessageParser, pieces: Iterable[str]) -> Outcome:
+def outcome(parser: FormatParser, pieces: Iterable[str]) -> Outcome:
     parts: list[Part] = []
     for piece in pieces:
         parts += parser.push(piece)
