@@ -24,6 +24,10 @@ _HALVES = re.compile("[\ud800-\udfff]")
 """Surrogates: an unpaired one cannot be sent as UTF-8."""
 
 
+class _CutArguments(BrokenValue):
+    """The text ends within the arguments; `rest` is the JSON that was not passed on."""
+
+
 class CallReader:
     """Reads one call."""
 
@@ -42,25 +46,29 @@ class CallReader:
         self._has_arguments = False
         self._early = ""
         """Arguments that came before the name."""
+        self._depth = 0
+        """Of the object that is the call."""
+        self._collected: list[str] = []
+        """JSON of a value in it that is not passed on."""
 
     def read(self, *, has_head: bool) -> Reading[bool]:
-        """Read a call, with a head or as an object; returns whether there is one.
+        """Read a call, which has a head or is an object whose brace was read; returns whether there
+        is one.
 
         Text that is kept is no part of it and remains to be read.
         """
         source = self._source
-        rest = None
         try:
             yield from self._read_headed() if has_head else self._read_object()
-        except BrokenValue as broken:
-            rest = broken.rest
-            if self._name is None:
-                return False
-        if rest is not None:  # the text ends within the arguments
-            self._send(rest)
+        except _CutArguments as cut:
+            self._send(cut.rest or "")
             source.at = len(source.text)
             source.release()
-        elif not self._has_arguments:
+            return True
+        except BrokenValue:
+            if self._name is None:
+                return False
+        if not self._has_arguments:
             self._send("{}")
         source.restore()
         return True
@@ -91,9 +99,9 @@ class CallReader:
             yield from value.read()
         except BrokenValue as broken:
             if broken.rest is not None and value.completion is None:
-                raise
+                raise _CutArguments(broken.rest) from None
             self._send(value.complete())
-            raise BrokenValue from None
+            raise
         self._source.release()
 
     # A head with the name, and then the arguments: one value, or one by one between tags.
@@ -118,7 +126,7 @@ class CallReader:
             yield from source.skip_space()
             mark = yield from source.peek((tags.opening, *self._form.all_closings))
             if source.is_empty:
-                raise BrokenValue("")
+                raise _CutArguments("")
             if mark != tags.opening:
                 break
             source.at += len(mark)
@@ -155,7 +163,7 @@ class CallReader:
             return False
         if not mark:
             text = "".join(texts).removeprefix("\n")
-            raise BrokenValue(self._parameter(key, _json_text(text)[:-1]))
+            raise _CutArguments(self._parameter(key, _json_text(text)[:-1]))
         source.at -= len(mark) if mark == tags.opening else 0
         self._send_parameter(key, texts)
         return True
@@ -170,44 +178,40 @@ class CallReader:
     # A JSON object with the name and the arguments, which may come first, or be a text with JSON
     # in it.
 
-    def _read_object(self, *, is_inner: bool = False) -> Reading[None]:
-        source = self._source
-        source.at += 1
+    def _read_object(self) -> Reading[None]:
+        """Read the members of an object, after its brace."""
+        source, tokens = self._source, ValueReader(self._source, JSON, self._collected.append)
+        self._depth += 1
         while True:
             if self._name is not None:
                 source.keep()
-            char = yield from self._next_char(",")
-            if char == "}" and (is_inner or self._name is not None):
+            while (token := (yield from tokens.next())) == ",":
+                pass
+            if token == "}" and (self._depth > 1 or self._name is not None):
                 break
-            if char != '"':
+            if token != '"':
                 raise BrokenValue
-            key = _decoded((yield from self._collect()))
-            if not self._may_have(key) or (yield from self._next_char()) != ":":
+            key = _decoded((yield from self._collect(tokens, token)))
+            if not self._may_have(key) or (yield from tokens.next()) != ":":
                 raise BrokenValue
-            source.at += 1
-            yield from self._read_member(key, (yield from self._next_char()))
-        source.at += 1
-        if not is_inner:
+            token = yield from tokens.next()
+            if key == "function" and token == "{":
+                yield from self._read_object()
+            elif key in ARGUMENT_KEYS and self._name is not None and token in ("{", "["):
+                source.at -= 1
+                yield from self._read_value(JSON)
+            else:
+                self._receive(key, (yield from self._collect(tokens, token)))
+        self._depth -= 1
+        if self._depth == 0:
             source.release()
 
-    def _next_char(self, skipped: str = "") -> Reading[str]:
-        """The next character that is no white space; empty at the end of the text."""
-        source = self._source
-        while True:
-            while source.char and source.char in " \t\r\n" + skipped:
-                source.at += 1
-            if source.char or source.is_last:
-                return source.char
-            yield
-
-    def _collect(self) -> Reading[str]:
-        """The JSON of the next value."""
-        out: list[str] = []
-        try:
-            yield from ValueReader(self._source, JSON, out.append).read()
-        except BrokenValue:
-            raise BrokenValue from None
-        return "".join(out)
+    def _collect(self, tokens: ValueReader, token: str) -> Reading[str]:
+        """The JSON of the value that begins with a token."""
+        yield from tokens.read(token)
+        value = "".join(self._collected).strip()
+        self._collected.clear()
+        return value
 
     def _may_have(self, key: str) -> bool:
         if key in NAME_KEYS:
@@ -215,17 +219,6 @@ class CallReader:
         if key in ARGUMENT_KEYS:
             return not self._has_arguments and not self._early
         return key in OTHER_KEYS
-
-    def _read_member(self, key: str, char: str) -> Reading[None]:
-        """Read the value of a member, which begins with a character."""
-        if not char:
-            raise BrokenValue
-        if key == "function" and char == "{":
-            yield from self._read_object(is_inner=True)
-        elif key in ARGUMENT_KEYS and self._name is not None and char in "{[":
-            yield from self._read_value(JSON)
-        else:
-            self._receive(key, (yield from self._collect()))
 
     def _receive(self, key: str, value: str) -> None:
         if key in NAME_KEYS:

@@ -78,12 +78,18 @@ REASONING_FORMATS = (
         "openai_gptoss",
         "<|channel|>analysis<|message|>…"
         "<|end|> or <|start|>assistant or <|channel|>final<|message|>",
-        shown_by=(("<|channel|>",),),
+        shown_by="<|channel|>",
         answer_openings=_FINAL,
         framing=(
             *_texts("<|start|>assistant or <|end|> or <|return|> or <|call|>"),
             *(*_FINAL, "<|channel|>commentary<|message|>"),
         ),
+    ),
+    _thoughts(
+        "muse_glimmer",
+        "to=self<|message|>…<|eom|>",
+        shown_by="<atem:function_calls>",
+        framing=_texts("<|start|>assistant or to=user<|message|> or <|eom|> or <|eot|>"),
     ),
     _thoughts("mistral", "[THINK]…[/THINK]"),
     _thoughts(
@@ -92,24 +98,24 @@ REASONING_FORMATS = (
         answer_openings=_COHERE[:1],
         framing=_COHERE,
     ),
-    _thoughts("gemma4", "<|channel>thought…<channel|>", shown_by=(("<|channel>",),)),
+    _thoughts("gemma4", "<|channel>thought…<channel|>", shown_by="<|channel>"),
     _thoughts("seed_oss", "<seed:think>…</seed:think>"),
     _thoughts(
         "granite",
         "Here is my thought process: or Here's my thought process:…"
         "Here is my response: or Here's my response:",
-        shown_by=(("Here is my thought process",),),
+        shown_by="Here is my thought process",
     ),
     _thoughts(
         "ernie45",  # and Granite 3.3
         "<think>…</think>",
-        shown_by=(("<think>", "<response>"),),
+        shown_by="<think> and <response>",
         answer=("<response>", "</response>"),
     ),
     _thoughts(
         "qwen3 deepseek_v3 glm45 glm47 minimax_m2 kimi_k2 nemotron_v3 holo2 mimo olmo3 step3p5",
         "<think>…</think>",
-        shown_by=(("<think>",), ("</think>",)),
+        shown_by="<think> or </think>",
     ),
     _thoughts("deepseek_r1 step3", "<think>…</think>", starts_unmarked=True),
 )
@@ -120,18 +126,30 @@ CALL_FORMATS = (
         "openai",
         call="<|channel|>commentary to= or <|channel|>analysis to= or <|start|>assistant to=…"
         "<|call|>",
-        shown_by=(("<|channel|>",),),
+        shown_by="<|channel|>",
         head=(
             r"functions\.(?P<name>[^\s<{]+)"
             r"(?:\s|<\|channel\|>|<\|constrain\|>|commentary|analysis|json|code)*"
             r"<\|message\|>\s*(?=\{|<\|call\|>)"
         ),
     ),
+    _calls(
+        "muse_glimmer",
+        call="to=…</atem:invoke>",
+        shown_by="<atem:function_calls>",
+        head=(
+            r"\s*(?P<name>[^\s<]+)<\|message\|>\s*<atem:function_calls>\s*"
+            r'<atem:invoke name="[^"<>]+">'
+        ),
+        head_so_far=r"\s*[^\s<]*(?s:<.*)?",
+        parameters=Parameters("<atem:parameter name=", r'"(?P<key>[^"<>]+)">', "</atem:parameter>"),
+        framing=("</atem:function_calls>",),
+    ),
     _tagged("seed_oss", "<seed:tool_call>…</seed:tool_call>", "<function=", "<parameter="),
     _tagged(
         "qwen3_xml qwen3_coder mimo step3p5",
         *("<tool_call>…</tool_call>", "<function=", "<parameter="),
-        shown_by=(("<function=", "<parameter="),),
+        shown_by="<function= and <parameter=",
     ),
     _tagged(
         "minimax_m2",
@@ -141,12 +159,12 @@ CALL_FORMATS = (
         "deepseek_v32",
         "<｜DSML｜function_calls>…</｜DSML｜function_calls>",
         *("<｜DSML｜invoke name=", "<｜DSML｜parameter name="),
-        shown_by=(("｜DSML｜",),),
+        shown_by="｜DSML｜",
     ),
     _calls(
         "glm45 glm47",
         call="<tool_call>…</tool_call>",
-        shown_by=(("<arg_key>",),),
+        shown_by="<arg_key>",
         head=r"\s*(?P<name>[^\s<>{}]+)\s*(?=<arg_key>|</tool_call>)",
         parameters=Parameters(
             "<arg_key>", r"\s*(?P<key>[^<]*?)\s*</arg_key>\s*<arg_value>", "</arg_value>"
@@ -183,20 +201,20 @@ CALL_FORMATS = (
     _pythonic(
         "lfm2",
         "<|tool_call_start|>…<|tool_call_end|>",
-        shown_by=(("<|tool_call_start|>",), ("<|tool_list_start|>",)),
+        shown_by="<|tool_call_start|> or <|tool_list_start|>",
         has_objects=True,
     ),
     _pythonic("olmo3", "<function_calls>…</function_calls>"),
     _pythonic(
         "pythonic llama4_pythonic",
         "<|python_start|>…<|python_end|>",
-        shown_by=(("[func_name1(",),),
+        shown_by="[func_name1(",
         unmarked="[",
     ),
     _calls(
         "llama3_json llama4_json",
         "<|python_tag|>…",
-        shown_by=(("<|python_tag|>",), ("ipython", '"parameters"')),
+        shown_by='<|python_tag|> or ipython and "parameters"',
         unmarked="{",
         has_objects=True,
         framing=("<|python_start|>", "<|python_end|>"),
@@ -204,7 +222,7 @@ CALL_FORMATS = (
     _calls(
         "phi4_mini_json",
         "<|tool_call|> or functools…<|/tool_call|>",
-        shown_by=(("functools",), ("<|tool|>",)),
+        shown_by="functools or <|tool|>",
         has_objects=True,
     ),
     _calls("granite", "<|tool_call|> or <tool_call>…</tool_call>", has_objects=True),
@@ -343,8 +361,8 @@ def _named(formats: tuple[Format, ...], name: str, field: str) -> Format | None:
 
 def _shown(formats: tuple[Format, ...], template: str) -> Format | None:
     for found in formats:
-        shown_by = found.shown_by or ((found.marks[0],),)
-        if any(all(text in template for text in texts) for texts in shown_by):
+        shown_by = found.shown_by or found.marks[0]
+        if any(all(map(template.__contains__, texts.split(" and "))) for texts in _texts(shown_by)):
             return found
     return None
 

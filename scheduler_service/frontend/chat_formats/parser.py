@@ -262,11 +262,11 @@ class FormatParser:
         a section, or after a separator."""
         if not self._may_begin(mark, char, is_first):
             return False
-        self._source.at += len(mark)
+        is_object = char == "{" and self._calls.has_objects
+        self._source.at += 1 if is_object else len(mark)
         call = CallReader(
             *(self._source, self._calls, self._functions, self._parts, self._num_calls)
         )
-        is_object = char == "{" and self._calls.has_objects
         if not (yield from call.read(has_head=not is_object)):
             return False
         self._num_calls += 1

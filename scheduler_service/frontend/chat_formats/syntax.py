@@ -62,9 +62,9 @@ class CallFormat:
     closings: Texts = ()
     call_openings: Texts = ()
     call_closings: Texts = ()
-    shown_by: tuple[Texts, ...] = ()
-    """It is used by a chat template that contains all of the texts of one of these; without them,
-    by one that contains the first opening."""
+    shown_by: str = ""
+    """It is used by a chat template that contains `one text or another and a third`; if empty, by
+    one that contains the first opening."""
     unmarked: str = ""
     """The character that begins a section at the start of a message without any mark."""
     has_objects: bool = False
@@ -104,7 +104,7 @@ class ReasoningFormat:
     """What `--reasoning-parser` calls it."""
     openings: Texts = ()
     closings: Texts = ()
-    shown_by: tuple[Texts, ...] = ()
+    shown_by: str = ""
     """See `CallFormat`."""
     starts_unmarked: bool = False
     """Whether an answer begins within a thought."""

@@ -63,9 +63,10 @@ class ValueReader:
         self._withheld: list[str] = []
         """The JSON after it."""
 
-    def read(self) -> Reading[None]:
-        """Read the value; raises BrokenValue if there is none."""
-        yield from self._read_value((yield from self._next()))
+    def read(self, token: str = "") -> Reading[None]:
+        """Read the value that begins with a token, or with the next one; raises BrokenValue if
+        there is none."""
+        yield from self._read_value(token or (yield from self.next()))
         self._send("".join(self._withheld))
 
     def complete(self) -> str:
@@ -89,7 +90,7 @@ class ValueReader:
 
     # A token is a word, a quote or another character; white space before it is passed on.
 
-    def _next(self, *, is_key: bool = False) -> Reading[str]:
+    def next(self, *, is_key: bool = False) -> Reading[str]:
         """Read the next token."""
         source, quotes = self._source, self._dialect.quotes
         while True:
@@ -164,13 +165,13 @@ class ValueReader:
         self._levels.append(brackets[1])
         comma: int | None = None
         is_object = bool(separator)
-        while (token := (yield from self._next(is_key=is_object))) != end:
+        while (token := (yield from self.next(is_key=is_object))) != end:
             if is_object:
                 yield from self._read_key(token, separator)
-                token = yield from self._next()
+                token = yield from self.next()
             yield from self._read_value(token)
             comma = None
-            if (token := (yield from self._next())) == ",":
+            if (token := (yield from self.next())) == ",":
                 comma = len(self._pending)
                 self._write(",", commits=False)
             elif token == end:
@@ -188,7 +189,7 @@ class ValueReader:
             self._write(f'"{token}"', commits=False)
         else:
             raise BrokenValue
-        if (yield from self._next()) != separator:
+        if (yield from self.next()) != separator:
             raise BrokenValue
         self._write(":", commits=False)
 

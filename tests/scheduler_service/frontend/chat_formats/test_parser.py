@@ -34,7 +34,7 @@ from tests.scheduler_service.frontend.chat_formats.well_formed import (
 WORDS_OF_FORMATS = (
     "function functions functools json name arguments parameters tool_name tool_call_id call to id "
     "commentary analysis final assistant city days a note thought get_weather add 0 1 constrain "
-    "Here is s my process response CALL_ID 9chars123 ARGS TOOL_CALLS string true false"
+    "Here is s my process response atem invoke CALL_ID 9chars123 ARGS TOOL_CALLS string true false"
 )
 """What a format writes around values."""
 

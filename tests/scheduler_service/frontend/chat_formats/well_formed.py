@@ -90,6 +90,18 @@ CALLS: dict[str, Calls] = {
         f"<arg_key>note</arg_key><arg_value>{NOTE}</arg_value>",
         "</tool_call>",
     ),
+    "muse_glimmer": Calls(
+        "",
+        'to=get_weather<|message|><atem:function_calls>\n<atem:invoke name="get_weather">\n'
+        '<atem:parameter name="city">Paris</atem:parameter>\n'
+        '<atem:parameter name="days">3</atem:parameter>\n</atem:invoke>\n</atem:function_calls>',
+        "",
+        'to=add<|message|><atem:function_calls>\n<atem:invoke name="add">\n'
+        '<atem:parameter name="a">1.5</atem:parameter>\n'
+        f'<atem:parameter name="note">{NOTE}</atem:parameter>\n</atem:invoke>\n'
+        "</atem:function_calls>",
+        "",
+    ),
     "minimax_m2": Calls(
         "<minimax:tool_call>\n",
         '<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
@@ -204,6 +216,11 @@ THOUGHTS: dict[str, tuple[str, str, str]] = {
     ),
     "gemma4": ("<|channel>thought\n", "\n<channel|>", ""),
     "seed_oss": ("<seed:think>", "</seed:think>", ""),
+    "muse_glimmer": (
+        " to=self<|message|>",
+        "<|eom|><|start|>assistant to=user<|message|>",
+        "<|eot|>",
+    ),
     "openai_gptoss": (
         "<|channel|>analysis<|message|>",
         "<|end|><|start|>assistant<|channel|>final<|message|>",
