@@ -26,8 +26,8 @@ import grpc
 from benchmarks.machine import ForeignLoad
 from benchmarks.processes import Processes
 from benchmarks.tables import publish, script_parser
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2_grpc as pb_grpc
-from scheduler_service.columns import to_column
 from tests.support.fake_core import FakeCore, FakeRequest
 from tests.support.frontends import eventually, generate_request, model_ready, running_frontend
 from tests.support.tokenizers import byte_level
@@ -77,14 +77,14 @@ async def run_core(pipe: Connection, streams: int, tokens: int, pace: float) -> 
 async def _serve(requests: Sequence[FakeRequest], ids: Sequence[int], pace: float) -> None:
     """Serve the requests of one frontend."""
     attachment = requests[0].attachment
-    handles = to_column([request.handle for request in requests])
+    handles = pack([request.handle for request in requests])
     await attachment.send(accepted=handles)
     due = time.monotonic()
     for token_id in ids:
         if pace:
             due += 1 / pace
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-        column = to_column([token_id] * len(requests))
+        column = pack([token_id] * len(requests))
         await attachment.send(token_handles=handles, token_ids=column)
     for request in requests:
         await request.finish_choice()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from conformance import columns
 from conformance.assertions import fail
+from pagewire import columns
 from pagewire.v1 import plan_pb2
 
 TOLERANCE = 0.25

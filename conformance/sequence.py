@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from conformance import columns
 from conformance.generation import Sampled
+from pagewire import columns
 from pagewire.v1 import plan_pb2, sampling_pb2
 
 NUM_LOGPROBS = 4

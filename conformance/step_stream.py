@@ -9,15 +9,21 @@ from typing import Any, NamedTuple, Self
 
 import grpc
 
-from conformance import columns
 from conformance.assertions import Failed, expect, expect_true, fail
 from conformance.generation import Sampled, sampled
 from conformance.sequence import Row, Sequence
+from pagewire import columns
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
 Pairs = Iterable[tuple[int, int]]
+
+_ROW_COLUMNS = {
+    name: column
+    for name, column in columns.columns_of(plan_pb2.StepPlan.DESCRIPTOR).items()
+    if column.has_rows
+}
 
 
 class Candidates(NamedTuple):
@@ -196,12 +202,10 @@ class StepStream:
             seq_ids=columns.pack([row.sequence.seq_id for row in rows]),
             max_results_together=max_results_together,
         )
-        if any(row.num_tokens != 1 for row in rows):
-            plan.num_tokens = columns.pack([row.num_tokens for row in rows])
-        if not all(row.sample for row in rows):
-            plan.sample = bytes(row.sample for row in rows)
-        if any(row.lookahead for row in rows):
-            plan.lookahead = bytes(row.lookahead for row in rows)
+        for name, column in _ROW_COLUMNS.items():
+            values = [getattr(row, name) for row in rows]
+            if any(value != column.absent for value in values):
+                setattr(plan, name, column.pack(values))
         self._advance(rows)
         return plan
 

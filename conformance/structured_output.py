@@ -10,12 +10,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from conformance import columns
 from conformance.assertions import Skipped, expect, expect_true
 from conformance.sequence import sampler_params
 from conformance.step_stream import Candidates
 from conformance.vocabulary import spell
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import sampling_pb2
 
 

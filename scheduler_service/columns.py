@@ -1,31 +1,25 @@
-"""Columns of numbers on the wire: little-endian int32 or float32, one after the other."""
+"""Columns of other services' messages, whose faults are those of the field that holds them."""
 
-import struct
-from collections.abc import Sequence
+from typing import Any
 
+from google.protobuf.message import Message
+
+from pagewire import columns
 from scheduler_service.errors import InvalidArgument
 
 
-def to_column(values: Sequence[int]) -> bytes:
-    """`values` as a column; raises struct.error for one that int32 cannot hold."""
-    return struct.pack(f"<{len(values)}i", *values)
-
-
 def from_column(data: bytes, field: str) -> list[int]:
-    """The values of a column; raises InvalidArgument naming `field` when its length is wrong."""
-    if len(data) % 4:
-        raise InvalidArgument(field, "expected whole little-endian int32 values")
-    return list(struct.unpack(f"<{len(data) // 4}i", data))
+    """The integers of a column; raises InvalidArgument naming `field` when its length is wrong."""
+    try:
+        return columns.unpack(data, field)
+    except columns.MalformedColumn as error:
+        raise InvalidArgument(field, error.expected) from error
 
 
-def to_float_column(values: Sequence[float]) -> bytes:
-    """`values`, rounded to float32, as a column."""
-    return struct.pack(f"<{len(values)}f", *values)
-
-
-def from_float_column(data: bytes, field: str) -> list[float]:
-    """The values of a float32 column; raises InvalidArgument naming `field` when its length is
-    wrong."""
-    if len(data) % 4:
-        raise InvalidArgument(field, "expected whole little-endian float32 values")
-    return list(struct.unpack(f"<{len(data) // 4}f", data))
+def from_columns(message: Message) -> dict[str, Any]:
+    """The elements of a message's columns by name, None for a column of rows that is empty. Raises
+    InvalidArgument naming a malformed one."""
+    try:
+        return columns.columns_of(message.DESCRIPTOR).unpack(message)
+    except columns.MalformedColumn as error:
+        raise InvalidArgument(error.name, error.expected) from error

@@ -6,9 +6,10 @@ own side of `Attach` are in `scheduler_service/frontend/`.
 
 from collections.abc import Mapping
 
+from pagewire.columns import columns_of
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, sampling_pb2, scheduler_service_pb2
-from scheduler_service.columns import from_column, from_float_column, to_column
+from scheduler_service.columns import from_column, from_columns
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.request import (
     EngineOutputs,
@@ -31,6 +32,10 @@ from scheduler_service.status_codes import status_code
 
 MAX_HANDLE = 2**31 - 1
 
+_PLAN = columns_of(plan_pb2.StepPlan.DESCRIPTOR)
+_NEW_SEQUENCE = columns_of(plan_pb2.NewSequence.DESCRIPTOR)
+_OUTPUTS = columns_of(scheduler_service_pb2.SchedulerMessage.DESCRIPTOR)
+
 FINISH_REASONS: Mapping[str, inference_pb.FinishReason.ValueType] = {
     "stop": inference_pb.FINISH_REASON_STOP,
     "length": inference_pb.FINISH_REASON_LENGTH,
@@ -48,18 +53,9 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
     return plan_pb2.StepPlan(
         epoch=epoch,
         step_id=plan.step_id,
-        forget_seq_ids=to_column(plan.forget_seq_ids),
-        swap_out=to_column(plan.swap_out),
-        swap_in=to_column(plan.swap_in),
-        copy=to_column(plan.copy),
         new_sequences=[_encode_new_sequence(sequence) for sequence in plan.new_sequences],
-        block_updates=to_column(plan.block_updates),
-        seq_ids=to_column(plan.seq_ids),
-        num_tokens=b"" if plan.num_tokens is None else to_column(plan.num_tokens),
-        sample=b"" if plan.sample is None else bytes(plan.sample),
-        appended_tokens=to_column(plan.appended_tokens),
-        lookahead=b"" if plan.lookahead is None else bytes(plan.lookahead),
         max_results_together=plan.num_together if plan.num_together > 1 else 0,
+        **_PLAN.pack(plan),
     )
 
 
@@ -67,15 +63,14 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
     return plan_pb2.NewSequence(
         seq_id=sequence.seq_id,
         choice_index=sequence.choice_index,
-        token_ids=to_column(sequence.token_ids),
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
-        block_ids=to_column(sequence.block_ids),
         sampling=sequence.sampling,
         parent_seq_id=sequence.parent_seq_id,
         prompt_logprobs_start=sequence.prompt_logprobs_start,
         traceparent=sequence.traceparent,
         tenant=sequence.tenant,
+        **_NEW_SEQUENCE.pack(sequence),
     )
 
 
@@ -93,7 +88,6 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
             kept_logprobs.setdefault(entry.row, []).append(decoded)
     return StepResult(
         step_id=message.step_id,
-        token_ids=from_column(message.token_ids, "token_ids"),
         logprobs=logprobs,
         kept_logprobs=kept_logprobs,
         prompt_logprobs={
@@ -101,13 +95,12 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
         },
         candidates={entry.row: _decode_candidates(entry) for entry in message.candidates},
         errors={entry.row: _decode_row_error(entry) for entry in message.errors},
-        num_sampled=list(message.num_sampled) or None,
-        num_drafts=list(message.num_drafts) or None,
         cache_ops_us=timings.cache_ops_us,
         forward_us=timings.forward_us,
         sample_us=timings.sample_us,
         busy_us=max(0, timings.finished_us - timings.started_us),
         held_us=max(0, sent_us - timings.finished_us),
+        **from_columns(message),
     )
 
 
@@ -128,11 +121,10 @@ def _decode_prompt_logprobs(entry: plan_pb2.RowPromptLogprobs) -> RowPromptLogpr
 
 
 def _decode_candidates(entry: plan_pb2.RowCandidates) -> RowCandidates:
-    token_ids = from_column(entry.token_ids, "candidates.token_ids")
-    logprobs = from_float_column(entry.logprobs, "candidates.logprobs")
-    if len(token_ids) != len(logprobs):
+    candidates = RowCandidates(**from_columns(entry))
+    if len(candidates.token_ids) != len(candidates.logprobs):
         raise InvalidArgument("candidates.logprobs", "expected one for each of token_ids")
-    return RowCandidates(token_ids=token_ids, logprobs=logprobs)
+    return candidates
 
 
 def _decode_row_error(entry: plan_pb2.RowError) -> RowError:
@@ -219,9 +211,6 @@ def _decode_generated(entry: scheduler_service_pb2.GeneratedTokens) -> Generated
 def encode_outbox(outbox: EngineOutputs) -> scheduler_service_pb2.SchedulerMessage:
     """Outputs for one frontend."""
     return scheduler_service_pb2.SchedulerMessage(
-        accepted=to_column(outbox.accepted),
-        token_handles=to_column(outbox.token_handles),
-        token_ids=to_column(outbox.token_ids),
         logprobs=[_encode_logprobs(handle, entry) for handle, entry in outbox.logprobs],
         prompt_logprobs=[
             _encode_prompt_logprobs(handle, entry) for handle, entry in outbox.prompt_logprobs
@@ -236,8 +225,7 @@ def encode_outbox(outbox: EngineOutputs) -> scheduler_service_pb2.SchedulerMessa
         ],
         requests_finished=[_encode_finished(request) for request in outbox.requests_finished],
         requests_failed=[encode_failed(*failed) for failed in outbox.requests_failed],
-        worker_losses=to_column(outbox.worker_losses),
-        lone_worker_losses=to_column(outbox.lone_worker_losses),
+        **_OUTPUTS.pack(outbox),
     )
 
 

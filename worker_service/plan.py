@@ -236,14 +236,14 @@ class StepPlan:
     sample: BoolArray
     """[num_rows]."""
 
+    lookahead: Int32Array
+    """[num_rows]: the most drafts of each row."""
+
     appended_tokens: Int32Array
     """[n, 2]: sequence id, token."""
 
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
-
-    lookahead: Int32Array | None = None
-    """[num_rows]: the most drafts of each row; None: 0 in every row."""
 
     max_results_together: int = 0
     """Maximum number of results in one message, this step's included."""

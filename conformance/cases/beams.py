@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from conformance import columns
 from conformance.assertions import expect, expect_true
 from conformance.case import case, refusal_case
 from conformance.generation import TOLERANCE
 from conformance.sequence import NUM_LOGPROBS, sampler_params
 from conformance.step_stream import Candidates, StepStream
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import sampling_pb2
 
 NUM_CANDIDATES = 6

@@ -4,10 +4,10 @@ import random
 
 import grpc
 
-from conformance import columns
 from conformance.case import Alone, case, refusal_case, stream_case
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
+from pagewire import columns
 
 TRIPLES = "Triples (sequence id, index in its block table, device block)"
 

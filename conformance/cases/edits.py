@@ -7,11 +7,11 @@ that has occurred and is among the most probable: the kit looks for one, then li
 
 from typing import Any, NamedTuple
 
-from conformance import columns
 from conformance.assertions import Skipped, expect
 from conformance.case import case
 from conformance.sequence import NUM_LOGPROBS, sampler_params
 from conformance.worker import Worker
+from pagewire import columns
 
 MARGIN = 0.05
 """Between a lead and a bias: more than rounding, less than any two tokens of interest differ."""

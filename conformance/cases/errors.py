@@ -1,11 +1,11 @@
 """Rows that fail alone: their constraints leave no token."""
 
-from conformance import columns
 from conformance.assertions import expect, expect_true
 from conformance.case import Alone, stream_case
 from conformance.sequence import sampler_params
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import plan_pb2, sampling_pb2
 
 NO_CANDIDATES = plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import grpc
 
-from conformance import columns
 from conformance.assertions import Skipped, expect, expect_true
 from conformance.case import case
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import worker_service_pb2 as pb
 
 MAX_CHUNK_BYTES = 2**20

@@ -2,12 +2,12 @@
 
 import math
 
-from conformance import columns
 from conformance.assertions import expect, expect_true
 from conformance.case import case
 from conformance.sequence import Sequence, sampler_params
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import plan_pb2
 
 WIDTH = 8

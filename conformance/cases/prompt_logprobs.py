@@ -1,11 +1,11 @@
 """Log probabilities of prompt tokens."""
 
-from conformance import columns
 from conformance.assertions import expect, expect_true
 from conformance.case import case
 from conformance.sequence import Sequence, sampler_params
 from conformance.step_stream import Result
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import plan_pb2
 
 WIDTH = 3

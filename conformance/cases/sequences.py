@@ -2,10 +2,10 @@
 
 import grpc
 
-from conformance import columns
 from conformance.case import Alone, case, refusal_case, stream_case
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
+from pagewire import columns
 
 COMPUTED = "Number of tokens whose KV is already in the blocks below"
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from conformance import columns
 from conformance.assertions import Skipped, expect, expect_true
 from conformance.case import case
 from conformance.structured_output import (
@@ -21,6 +20,7 @@ from conformance.structured_output import (
 )
 from conformance.vocabulary import spell
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import sampling_pb2
 
 NAMES = ["red", "reed", "redder", "blue"]

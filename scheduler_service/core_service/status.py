@@ -5,8 +5,8 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
+from pagewire.columns import pack
 from pagewire.v1 import status_pb2 as pb
-from scheduler_service.columns import to_column
 from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.stats.inspection import InspectionDetail, RequestSnapshot
 from scheduler_service.core.stats.request_timing import to_us
@@ -63,8 +63,8 @@ def request_status(request: RequestSnapshot, now_us: int) -> pb.RequestStatus:
         events=[pb.RequestEvent.ValueType(event) for event, _, _ in request.events],
         event_times_us=[max(0, at_us - start_us) for _, at_us, _ in request.events],
         event_values=[value for _, _, value in request.events],
-        block_tables=map(to_column, request.block_tables),
-        host_block_tables=map(to_column, request.host_block_tables),
+        block_tables=map(pack, request.block_tables),
+        host_block_tables=map(pack, request.host_block_tables),
         **{name: getattr(request, name) for name in _OF_REQUEST},
     )
 

@@ -15,10 +15,11 @@ from typing import Any
 
 import grpc
 
+from pagewire.columns import pack
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from scheduler_service.columns import from_column, to_column
+from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
 from scheduler_service.frontend.output.request_stream import ChoiceStream, RequestStream
 from scheduler_service.status_codes import from_failed
@@ -111,7 +112,7 @@ class SendBuffer:
         """Wait until there is something to send; a message with all of it."""
         await self._wake.wait()
         self._wake.clear()
-        message = scheduler_pb.FrontendMessage(cancels=to_column(self._cancels), stops=self._stops)
+        message = scheduler_pb.FrontendMessage(cancels=pack(self._cancels), stops=self._stops)
         if self._frontend_id is not None:
             message.frontend_id, self._frontend_id = self._frontend_id, None
         self._cancels.clear()

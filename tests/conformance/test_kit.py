@@ -14,7 +14,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from conformance import cases, columns
+from conformance import cases
 from conformance.generation import Generation, Sampled, first_difference
 from conformance.sampling_oracle import draw, expected_token, philox4x32
 from conformance.sequence import sampler_params
@@ -44,13 +44,6 @@ def test_every_case_has_a_name_of_its_own() -> None:
     names = [case.full_name for case in cases.ALL]
     assert len(set(names)) == len(names)
     assert all(re.fullmatch(r"[a-z_ ]+: [a-z0-9_ ]+", name) for name in names)
-
-
-def test_columns_are_little_endian_int32() -> None:
-    assert columns.pack([1, -2]) == b"\x01\x00\x00\x00\xfe\xff\xff\xff"
-    assert columns.unpack(columns.pack([5, -7, 2**31 - 1])) == [5, -7, 2**31 - 1]
-    with pytest.raises(ValueError, match="not a multiple of 4"):
-        columns.unpack(b"abc")
 
 
 def test_philox_is_that_of_its_authors() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from conformance import columns
 from conformance.sequence import Sequence
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.annotated_bytes import annotated, read

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from pagewire.v1 import (
+    columns_pb2,
     inference_service_pb2,
     model_pb2,
     plan_pb2,
@@ -27,6 +28,7 @@ from pagewire.v1 import (
 
 STORE = Path(__file__).parent / "messages.json"
 FILES = [
+    columns_pb2,
     validation_pb2,
     sampling_pb2,
     model_pb2,

@@ -1,20 +1,23 @@
 """What the core means is what travels, whatever the numbers."""
 
-from array import array
+from dataclasses import MISSING, fields
 
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pagewire.columns import columns_of, pack, pack_floats
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
-from scheduler_service.columns import from_column, to_column, to_float_column
+from scheduler_service.columns import from_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.request import (
     ChoiceFinished,
     EngineOutputs,
+    Request,
     RequestFinished,
     RequestTimings,
 )
@@ -25,53 +28,77 @@ from scheduler_service.core.step_plan import (
     RowLogprobs,
     RowPromptLogprobs,
     StepPlan,
+    StepResult,
 )
 from scheduler_service.errors import InvalidArgument, QueueFull
+
+
+def flat(entries: list[tuple[int, ...]]) -> list[int]:
+    return [value for entry in entries for value in entry]
+
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 count = st.integers(0, 2**31 - 1)
+pairs = st.lists(st.tuples(count, count), max_size=9).map(flat)
+triples = st.lists(st.tuples(count, count, count), max_size=9).map(flat)
 
-new_sequences = st.builds(
-    NewSequence,
-    seq_id=st.integers(1, 2**31 - 1),
-    choice_index=st.integers(0, 127),
-    token_ids=ids,
-    num_prompt_tokens=count,
-    num_computed_tokens=count,
-    block_ids=ids,
-    sampling=st.builds(
+NEW_SEQUENCE = {
+    "seq_id": st.integers(1, 2**31 - 1),
+    "choice_index": st.integers(0, 127),
+    "token_ids": ids,
+    "num_prompt_tokens": count,
+    "num_computed_tokens": count,
+    "block_ids": ids,
+    "sampling": st.builds(
         sampling_pb2.SamplerParams, seed=st.integers(0, 2**64 - 1), logprobs=st.none() | count
     ),
-    parent_seq_id=st.none() | count,
-    prompt_logprobs_start=count,
-    tenant=st.integers(0, 2**64 - 1),
-    traceparent=st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
-)
+    "parent_seq_id": st.none() | count,
+    "prompt_logprobs_start": count,
+    "tenant": st.integers(0, 2**64 - 1),
+    "traceparent": st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
+}
+PLAN = {
+    "step_id": st.integers(1, 2**63),
+    "forget_seq_ids": ids,
+    "swap_out": pairs,
+    "swap_in": pairs,
+    "copy": pairs,
+    "new_sequences": st.lists(st.builds(NewSequence, **NEW_SEQUENCE), max_size=3),
+    "block_updates": triples,
+    "seq_ids": ids,
+    "num_tokens": st.none() | ids,
+    "sample": st.none() | st.lists(st.booleans(), max_size=20),
+    "lookahead": st.none() | st.lists(st.integers(0, 255), max_size=20),
+    "appended_tokens": pairs,
+    "num_together": st.integers(1, 64),
+}
 
-plans = st.builds(
-    StepPlan,
-    step_id=st.integers(1, 2**63),
-    forget_seq_ids=ids,
-    swap_out=ids,
-    swap_in=ids,
-    copy=ids,
-    new_sequences=st.lists(new_sequences, max_size=3),
-    block_updates=ids,
-    seq_ids=ids,
-    num_tokens=st.none() | ids,
-    sample=st.none() | st.lists(st.booleans(), max_size=20),
-    appended_tokens=ids,
-)
+
+def names_of(kind: type) -> set[str]:
+    return {field.name for field in fields(kind)}
+
+
+def set_fields(message: Message) -> set[str]:
+    return {field.name for field, _ in message.ListFields()}
+
+
+def all_fields(message: Message) -> set[str]:
+    return {field.name for field in message.DESCRIPTOR.fields}
+
+
+def test_the_strategies_fill_every_field() -> None:
+    assert NEW_SEQUENCE.keys() == names_of(NewSequence)
+    assert PLAN.keys() == names_of(StepPlan)
 
 
 @given(st.lists(int32))
 def test_a_column_reads_as_it_was_written(values: list[int]) -> None:
-    assert from_column(to_column(values), "values") == values
+    assert from_column(pack(values), "values") == values
 
 
 def test_a_column_is_little_endian_int32() -> None:
-    assert to_column([1, -2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
+    assert pack([1, -2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
 
 
 def test_a_column_with_a_rest_is_refused_by_name() -> None:
@@ -80,34 +107,23 @@ def test_a_column_with_a_rest_is_refused_by_name() -> None:
     assert error.value.field == "cancels"
 
 
-@given(plans, st.integers(1, 2**63))
-def test_a_plan_travels_whole(plan: StepPlan, epoch: int) -> None:
+@given(st.builds(StepPlan, **PLAN), st.integers(1, 2**63))
+def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
     message = plan_pb2.StepPlan.FromString(wire.encode_plan(plan, epoch).SerializeToString())
     assert (message.epoch, message.step_id) == (epoch, plan.step_id)
-    columns = ("forget_seq_ids", "swap_out", "swap_in", "copy", "block_updates", "seq_ids")
-    for name in (*columns, "appended_tokens"):
-        assert array("i", getattr(message, name)).tolist() == getattr(plan, name)
-    assert array("i", message.num_tokens).tolist() == (plan.num_tokens or [])
-    assert [bool(byte) for byte in message.sample] == (plan.sample or [])
+    assert max(1, message.max_results_together) == plan.num_together
+    assert_same_columns(message, plan)
     for sent, new in zip(message.new_sequences, plan.new_sequences, strict=True):
-        assert_same_sequence(sent, new)
+        assert_same_columns(sent, new)
+        for name in names_of(NewSequence) - columns_of(sent.DESCRIPTOR).keys():
+            if name != "parent_seq_id" or sent.HasField("parent_seq_id"):
+                assert getattr(sent, name) == getattr(new, name)
+        assert sent.HasField("parent_seq_id") == (new.parent_seq_id is not None)
 
 
-def assert_same_sequence(sent: plan_pb2.NewSequence, new: NewSequence) -> None:
-    for name in (
-        "seq_id",
-        "choice_index",
-        "num_prompt_tokens",
-        "num_computed_tokens",
-        "prompt_logprobs_start",
-        "tenant",
-        "sampling",
-        "traceparent",
-    ):
-        assert getattr(sent, name) == getattr(new, name)
-    assert array("i", sent.token_ids).tolist() == new.token_ids
-    assert array("i", sent.block_ids).tolist() == new.block_ids
-    assert (sent.parent_seq_id if sent.HasField("parent_seq_id") else None) == new.parent_seq_id
+def assert_same_columns(message: Message, values: object) -> None:
+    for name, column in columns_of(message.DESCRIPTOR).items():
+        assert column.unpack(getattr(message, name)) == (getattr(values, name) or [])
 
 
 def test_a_batch_of_decodes_costs_four_bytes_a_row_and_twelve_a_new_block() -> None:
@@ -120,12 +136,22 @@ def test_a_batch_of_decodes_costs_four_bytes_a_row_and_twelve_a_new_block() -> N
     assert grown == 12 + 2
 
 
-def test_a_result_arrives_whole() -> None:
+def test_a_result_keeps_every_field() -> None:
     message = plan_pb2.StepResult(
         epoch=3,
         step_id=9,
-        token_ids=to_column([5, -1, 7]),
-        logprobs=[plan_pb2.RowLogprobs(row=2, token_ids=b"tttt", logprobs=b"llll", sampled_rank=4)],
+        token_ids=pack([5, -1, 7, 8]),
+        num_sampled=bytes([1, 1, 2]),
+        num_drafts=bytes([0, 0, 3]),
+        logprobs=[
+            plan_pb2.RowLogprobs(row=2, token_ids=b"tttt", logprobs=b"llll", sampled_rank=rank)
+            for rank in (4, 5)
+        ],
+        candidates=[
+            plan_pb2.RowCandidates(
+                row=3, token_ids=pack([7, 5]), logprobs=pack_floats([-0.5, -1.25])
+            )
+        ],
         prompt_logprobs=[
             plan_pb2.RowPromptLogprobs(
                 row=0, start=1, width=2, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr"
@@ -145,8 +171,15 @@ def test_a_result_arrives_whole() -> None:
             sample_us=9,
         ),
     )
-    result = wire.decode_result(message)
-    assert (result.step_id, result.token_ids) == (9, [5, -1, 7])
+    assert set_fields(message) == all_fields(message)
+    result = wire.decode_result(message, sent_us=99)
+    empty = StepResult(step_id=0, token_ids=[])
+    assert all(getattr(result, name) != getattr(empty, name) for name in names_of(StepResult))
+    assert (result.step_id, result.token_ids) == (9, [5, -1, 7, 8])
+    assert (result.num_sampled, result.num_drafts) == ([1, 1, 2], [0, 0, 3])
+    assert result.candidates == {3: RowCandidates(token_ids=[7, 5], logprobs=[-0.5, -1.25])}
+    assert [entry.sampled_rank for entry in result.kept_logprobs[2]] == [5]
+    assert result.held_us == 4
     assert result.logprobs == {2: RowLogprobs(token_ids=b"tttt", logprobs=b"llll", sampled_rank=4)}
     assert result.prompt_logprobs == {
         0: RowPromptLogprobs(start=1, width=2, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr")
@@ -160,6 +193,9 @@ def test_a_result_arrives_whole() -> None:
     )
 
 
+SUBMITTED_NUMBERS = {"waited_us", "max_hold_ms", "num_worker_losses", "num_lone_worker_losses"}
+
+
 def submit(**changes: object) -> pb.Submit:
     fields: dict[str, object] = {
         "handle": 5,
@@ -167,26 +203,53 @@ def submit(**changes: object) -> pb.Submit:
         "model": "m",
         "tenant": "t",
         "priority": -3,
-        "prompt_token_ids": to_column([1, 2]),
+        "prompt_token_ids": pack([1, 2]),
         "num_choices": 2,
         "max_tokens": 9,
-        "stop_token_ids": to_column([7, 8]),
+        "stop_token_ids": pack([7, 8]),
         "sampling": sampling_pb2.SamplerParams(min_tokens=4, logprobs=0),
         "timeout_us": 2_500_000,
     }
     return pb.Submit(**fields | changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("most", [None, 0, 3])
-def test_a_submission_may_limit_its_drafts(most: int | None) -> None:
-    request = wire.decode_submit(submit(num_speculative_tokens=most), "front", now=0.0)
-    assert request.num_speculative_tokens == most
+@pytest.mark.parametrize("limit", [None, 0, 3])
+def test_a_submission_may_limit_its_drafts(limit: int | None) -> None:
+    request = wire.decode_submit(submit(num_speculative_tokens=limit), "front", now=0.0)
+    assert request.num_speculative_tokens == limit
+
+
+def test_a_submission_keeps_every_field() -> None:
+    message = submit(
+        beam_search=sampling_pb2.BeamSearch(
+            width=2, early_stopping=sampling_pb2.EARLY_STOPPING_NEVER
+        ),
+        generated=[pb.GeneratedTokens(choice_index=1, token_ids=pack([3]))],
+        num_speculative_tokens=3,
+        **dict.fromkeys(SUBMITTED_NUMBERS, 7),
+        attempt="a",
+        fingerprint=b"f",
+        was_accepted=True,
+        traceparent="t",
+    )
+    message.sampling.prompt_logprobs = 1
+    assert set_fields(message) == all_fields(message)
+    request = wire.decode_submit(message, "front", now=100.0)
+    unset = {
+        field.name
+        for field in fields(Request)
+        if field.default is not MISSING and getattr(request, field.name) == field.default
+    }
+    assert unset == set()
+    assert request.max_hold_us == 7000
+    for name in SUBMITTED_NUMBERS - {"max_hold_ms"}:
+        assert getattr(request, name) == 7
 
 
 def test_a_submission_becomes_a_request() -> None:
     generated = [
         pb.GeneratedTokens(
-            choice_index=1, token_ids=to_column([3]), cumulative_logprob=-0.5, finished=True
+            choice_index=1, token_ids=pack([3]), cumulative_logprob=-0.5, finished=True
         )
     ]
     request = wire.decode_submit(submit(generated=generated), "front", now=100.0)
@@ -221,17 +284,9 @@ def test_a_search_is_submitted_with_all_that_it_needs(
     assert wire.decode_submit(submit(), "front", now=0.0).beam_search is None
 
 
-def test_candidates_arrive_whole() -> None:
-    entry = plan_pb2.RowCandidates(
-        row=3, token_ids=to_column([7, 5]), logprobs=to_float_column([-0.5, -1.25])
-    )
-    result = wire.decode_result(plan_pb2.StepResult(step_id=1, candidates=[entry]))
-    assert result.candidates == {3: RowCandidates(token_ids=[7, 5], logprobs=[-0.5, -1.25])}
-
-
-@pytest.mark.parametrize("logprobs", [b"", b"123", to_float_column([-0.5])])
+@pytest.mark.parametrize("logprobs", [b"", b"123", pack_floats([-0.5])])
 def test_candidates_without_their_log_probabilities_are_refused(logprobs: bytes) -> None:
-    entry = plan_pb2.RowCandidates(row=0, token_ids=to_column([7, 5]), logprobs=logprobs)
+    entry = plan_pb2.RowCandidates(row=0, token_ids=pack([7, 5]), logprobs=logprobs)
     with pytest.raises(InvalidArgument) as error:
         wire.decode_result(plan_pb2.StepResult(step_id=1, candidates=[entry]))
     assert error.value.field == "candidates.logprobs"
@@ -268,7 +323,10 @@ def test_a_submission_that_cannot_be_is_refused_by_field(
     assert error.value.field == field
 
 
-def test_news_travel_whole() -> None:
+TIMINGS = {field.name: number for number, field in enumerate(fields(RequestTimings), start=1)}
+
+
+def test_outputs_keep_every_field() -> None:
     outbox = EngineOutputs(
         accepted=[1],
         token_handles=[1, 2, 1],
@@ -290,15 +348,16 @@ def test_news_travel_whole() -> None:
             RequestFinished(
                 handle=1,
                 cached_tokens=6,
-                timings=RequestTimings(total_us=10, queue_us=4, forward_us=6),
+                timings=RequestTimings(**TIMINGS),
             )
         ],
         requests_failed=[(3, QueueFull("full", retry_delay_s=0.5, details={"limit": 2}))],
+        worker_losses=[4, 5],
+        lone_worker_losses=[5],
     )
     message = wire.encode_outbox(outbox)
-    assert from_column(message.accepted, "") == [1]
-    assert from_column(message.token_handles, "") == [1, 2, 1]
-    assert from_column(message.token_ids, "") == [10, 20, 11]
+    assert set_fields(message) == names_of(EngineOutputs)
+    assert_same_columns(message, outbox)
     assert message.logprobs[0] == pb.ChoiceLogprobs(
         handle=1, token_ids=b"tttt", logprobs=b"llll", rank=1
     )
@@ -314,9 +373,8 @@ def test_news_travel_whole() -> None:
         inference_pb.FINISH_REASON_LENGTH,
         False,
     )
-    assert message.requests_finished[0].timings == inference_pb.Timings(
-        total_us=10, queue_us=4, forward_us=6
-    )
+    sent = message.requests_finished[0].timings
+    assert {name: getattr(sent, name) for name in TIMINGS} == TIMINGS
     assert message.requests_finished[0].cached_tokens == 6
     assert message.requests_failed[0] == pb.RequestFailed(
         handle=3,

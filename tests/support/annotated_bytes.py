@@ -6,7 +6,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from conformance import columns
+from pagewire import columns
 
 FLAGS = ("sample",)
 """Fields of one byte per row; other fields of bytes are int32 columns."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from pagewire.columns import pack
 from pagewire.v1 import sampling_pb2
-from scheduler_service.columns import to_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.request import Request
 from tests.support.in_process import FRONTEND, GREEDY
@@ -44,7 +44,7 @@ class BeamCase:
                 "num_candidates": count,
                 "repetition_penalty": self.repetition_penalty,
                 "min_tokens": self.min_tokens,
-                "suppressed_token_ids": to_column(self.stops),
+                "suppressed_token_ids": pack(self.stops),
             }
         )
         return Request(

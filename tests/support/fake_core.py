@@ -14,11 +14,12 @@ from typing import Any, Self
 
 import grpc
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
-from scheduler_service.columns import from_column, to_column
+from scheduler_service.columns import from_column
 from tests.support.tokenizers import EOS, byte_level, model_files
 
 VOCAB_SIZE = 405
@@ -34,7 +35,7 @@ def model_info(name: str = "tiny", **fields: Any) -> model_pb2.ModelInfo:
         "fingerprint": f"{name}-1",
         "max_model_len": 256,
         "vocab_size": VOCAB_SIZE,
-        "eos_token_ids": to_column([byte_level().token_to_id(EOS)]),
+        "eos_token_ids": pack([byte_level().token_to_id(EOS)]),
     }
     return model_pb2.ModelInfo(name=name, **(facts | fields))
 
@@ -59,12 +60,12 @@ class FakeRequest:
         return []
 
     async def accept(self) -> None:
-        await self.attachment.send(accepted=to_column([self.handle]))
+        await self.attachment.send(accepted=pack([self.handle]))
 
     async def send_tokens(self, token_ids: Sequence[int], choice: int = 0, **fields: Any) -> None:
         await self.attachment.send(
-            token_handles=to_column([self.handle + choice] * len(token_ids)),
-            token_ids=to_column(token_ids),
+            token_handles=pack([self.handle + choice] * len(token_ids)),
+            token_ids=pack(token_ids),
             **fields,
         )
 

@@ -37,6 +37,7 @@ def moving_plan(
         seq_ids=nothing,
         num_tokens=nothing,
         sample=nothing.astype(bool),
+        lookahead=nothing,
     )
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from pagewire.columns import pack
 from pagewire.v1 import sampling_pb2
-from scheduler_service.columns import to_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import PolicyName, PreemptionMode, SchedulerConfig
 from tests.support import vocabularies
@@ -337,14 +337,14 @@ def _draw_sampling(
         frequency_penalty=draw.choice((0.0, 0.0, 0.4)),
         seed=draw.getrandbits(53),
         min_tokens=min_tokens,
-        suppressed_token_ids=to_column(sorted(stops)) if min_tokens else b"",
+        suppressed_token_ids=pack(sorted(stops)) if min_tokens else b"",
     )
     if draw.random() < 0.2:
         for token_id in _draw_tokens(draw, 3):
             params.logit_bias.add(token_id=token_id, bias=draw.choice((-3.0, 2.0)))
     if draw.random() < 0.2:
         for length in (1, 2):
-            params.bad_words.add(token_ids=to_column(_draw_tokens(draw, length)))
+            params.bad_words.add(token_ids=pack(_draw_tokens(draw, length)))
     if draw.random() < 0.6:
         params.logprobs = draw.choice((0, 1, 3))
     if draw.random() < 0.2:
@@ -357,7 +357,7 @@ def _constrain(draw: Random, sampling: sampling_pb2.SamplerParams, stops: frozen
     kind, text = draw.choice(CONSTRAINTS)
     sampling.suppressed_token_ids = b""
     del sampling.bad_words[:]  # a text may have one spelling only
-    constraint = sampling_pb2.Constraint(end_token_ids=to_column(sorted(stops)))
+    constraint = sampling_pb2.Constraint(end_token_ids=pack(sorted(stops)))
     if kind == "choice":
         constraint.choice.choices.extend(text.split("|"))
     else:

@@ -215,7 +215,7 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
     known = table.num_tokens[row_ids]
     limit = np.minimum(table.max_model_len, table.num_blocks[row_ids] * table.block_size)
     is_early = rows.sample[rows.computes] & (end != known)
-    if (lookahead := plan.lookahead) is not None:
+    if (lookahead := plan.lookahead).any():
         last = end + lookahead[rows.computes]
         is_idle = ~plan.sample | (plan.num_tokens == 0)
         if lookahead[is_idle].any():

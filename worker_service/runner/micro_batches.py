@@ -51,9 +51,7 @@ def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64A
                     seq_ids=plan.seq_ids[rows],
                     num_tokens=shares[part, rows],
                     sample=(plan.sample & ends_here)[rows],
-                    lookahead=None
-                    if plan.lookahead is None
-                    else np.where(ends_here, plan.lookahead, 0)[rows],
+                    lookahead=np.where(ends_here, plan.lookahead, 0)[rows],
                 ),
             )
 

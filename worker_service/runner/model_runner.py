@@ -173,7 +173,7 @@ class ModelRunner:
         started_us = monotonic_us()
         rows = resolve_rows(plan, table)
         are_decodes = rows.are_decodes
-        if plan.lookahead is not None:
+        if plan.lookahead.any():
             is_shared = layout.world_size > 1
             rows = self._speculation.add(rows, plan.lookahead, sequences, is_shared)
         outcome = StepOutcome.of_failed(len(rows.row_ids), rows.errors)
@@ -199,7 +199,7 @@ class ModelRunner:
         """Give the other ranks the outcome, or expect it. Where the core allows drafts, it holds
         those of the next step."""
         table, pending = self._sequences.table, self._sequences.pending
-        num_drafts = 0 if plan.lookahead is None else self._speculation.max_drafts
+        num_drafts = self._speculation.max_drafts if plan.lookahead.any() else 0
         if num_drafts and self._ranks.layout.world_size > 1:
             outcome.next_drafts = self._speculation.choose_next(rows, self._sequences)
         self._ranks.exchange(plan.step_id, rows, outcome, table, pending, num_drafts)

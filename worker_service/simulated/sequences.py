@@ -238,8 +238,7 @@ def resolve_rows(
     plan: StepPlan, table: SimulatedSequenceTable, *, block_size: int, max_model_len: int
 ) -> Batch:
     """The plan's rows. Raises InvalidPlan if they contradict the sequences' state."""
-    lookahead = [0] * len(plan.seq_ids) if plan.lookahead is None else plan.lookahead.tolist()
-    columns = (plan.seq_ids.tolist(), plan.num_tokens.tolist(), plan.sample.tolist(), lookahead)
+    columns = (plan.seq_ids, plan.num_tokens, plan.sample, plan.lookahead)
     rows = [
         Row(
             index=i,

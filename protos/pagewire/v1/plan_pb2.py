@@ -22,32 +22,77 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from pagewire.v1 import columns_pb2 as pagewire_dot_v1_dot_columns__pb2
 from pagewire.v1 import sampling_pb2 as pagewire_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pagewire/v1/plan.proto\x12\x0bpagewire.v1\x1a\x1apagewire/v1/sampling.proto\"\xba\x02\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x16\n\x0e\x66orget_seq_ids\x18\x03 \x01(\x0c\x12\x10\n\x08swap_out\x18\x04 \x01(\x0c\x12\x0f\n\x07swap_in\x18\x05 \x01(\x0c\x12\x0c\n\x04\x63opy\x18\x06 \x01(\x0c\x12/\n\rnew_sequences\x18\x07 \x03(\x0b\x32\x18.pagewire.v1.NewSequence\x12\x15\n\rblock_updates\x18\x08 \x01(\x0c\x12\x0f\n\x07seq_ids\x18\t \x01(\x0c\x12\x12\n\nnum_tokens\x18\n \x01(\x0c\x12\x0e\n\x06sample\x18\x0b \x01(\x0c\x12\x17\n\x0f\x61ppended_tokens\x18\x0c \x01(\x0c\x12\x1c\n\x14max_results_together\x18\r \x01(\r\x12\x11\n\tlookahead\x18\x0e \x01(\x0c\"\xb1\x02\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x11\n\tblock_ids\x18\x06 \x01(\x0c\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.pagewire.v1.SamplerParams\x12\x1a\n\rparent_seq_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x15prompt_logprobs_start\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\x06\x42\x10\n\x0e_parent_seq_id\"\xcf\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pagewire.v1.RowLogprobs\x12\x37\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1e.pagewire.v1.RowPromptLogprobs\x12%\n\x06\x65rrors\x18\x06 \x03(\x0b\x32\x15.pagewire.v1.RowError\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.pagewire.v1.StepTimings\x12.\n\ncandidates\x18\x08 \x03(\x0b\x32\x1a.pagewire.v1.RowCandidates\x12\x13\n\x0bnum_sampled\x18\t \x01(\x0c\x12\x12\n\nnum_drafts\x18\n \x01(\x0c\"A\n\rRowCandidates\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"U\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x14\n\x0csampled_rank\x18\x04 \x01(\r\"r\n\x11RowPromptLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\x12\x10\n\x08logprobs\x18\x05 \x01(\x0c\x12\r\n\x05ranks\x18\x06 \x01(\x0c\"U\n\x08RowError\x12\x0b\n\x03row\x18\x01 \x01(\r\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.pagewire.v1.RowErrorReason\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x88\x01\n\x0bStepTimings\x12\x13\n\x0breceived_us\x18\x01 \x01(\x04\x12\x12\n\nstarted_us\x18\x02 \x01(\x04\x12\x13\n\x0b\x66inished_us\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_ops_us\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\r\x12\x11\n\tsample_us\x18\x06 \x01(\r*\x9f\x01\n\x0eRowErrorReason\x12 \n\x1cROW_ERROR_REASON_UNSPECIFIED\x10\x00\x12&\n\"ROW_ERROR_REASON_NON_FINITE_LOGITS\x10\x01\x12\"\n\x1eROW_ERROR_REASON_NO_CANDIDATES\x10\x02\x12\x1f\n\x1bROW_ERROR_REASON_CONSTRAINT\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16pagewire/v1/plan.proto\x12\x0bpagewire.v1\x1a\x19pagewire/v1/columns.proto\x1a\x1apagewire/v1/sampling.proto\"\x9e\x03\n\x08StepPlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x1e\n\x0e\x66orget_seq_ids\x18\x03 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x1a\n\x08swap_out\x18\x04 \x01(\x0c\x42\x08\xe2\xdb\x18\x04\x08\x01\x10\x02\x12\x19\n\x07swap_in\x18\x05 \x01(\x0c\x42\x08\xe2\xdb\x18\x04\x08\x01\x10\x02\x12\x16\n\x04\x63opy\x18\x06 \x01(\x0c\x42\x08\xe2\xdb\x18\x04\x08\x01\x10\x02\x12/\n\rnew_sequences\x18\x07 \x03(\x0b\x32\x18.pagewire.v1.NewSequence\x12\x1f\n\rblock_updates\x18\x08 \x01(\x0c\x42\x08\xe2\xdb\x18\x04\x08\x01\x10\x03\x12\x17\n\x07seq_ids\x18\t \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x1e\n\nnum_tokens\x18\n \x01(\x0c\x42\n\xe2\xdb\x18\x06\x08\x01\x18\x01 \x01\x12\x1a\n\x06sample\x18\x0b \x01(\x0c\x42\n\xe2\xdb\x18\x06\x08\x03\x18\x01 \x01\x12!\n\x0f\x61ppended_tokens\x18\x0c \x01(\x0c\x42\x08\xe2\xdb\x18\x04\x08\x01\x10\x02\x12\x1c\n\x14max_results_together\x18\r \x01(\r\x12\x1b\n\tlookahead\x18\x0e \x01(\x0c\x42\x08\xe2\xdb\x18\x04\x08\x03\x18\x01\"\xc1\x02\n\x0bNewSequence\x12\x0e\n\x06seq_id\x18\x01 \x01(\r\x12\x14\n\x0c\x63hoice_index\x18\x02 \x01(\r\x12\x19\n\ttoken_ids\x18\x03 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x05 \x01(\r\x12\x19\n\tblock_ids\x18\x06 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12,\n\x08sampling\x18\x07 \x01(\x0b\x32\x1a.pagewire.v1.SamplerParams\x12\x1a\n\rparent_seq_id\x18\x08 \x01(\rH\x00\x88\x01\x01\x12\x1d\n\x15prompt_logprobs_start\x18\t \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x0e\n\x06tenant\x18\x0c \x01(\x06\x42\x10\n\x0e_parent_seq_id\"\xed\x02\n\nStepResult\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x19\n\ttoken_ids\x18\x03 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12*\n\x08logprobs\x18\x04 \x03(\x0b\x32\x18.pagewire.v1.RowLogprobs\x12\x37\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1e.pagewire.v1.RowPromptLogprobs\x12%\n\x06\x65rrors\x18\x06 \x03(\x0b\x32\x15.pagewire.v1.RowError\x12)\n\x07timings\x18\x07 \x01(\x0b\x32\x18.pagewire.v1.StepTimings\x12.\n\ncandidates\x18\x08 \x03(\x0b\x32\x1a.pagewire.v1.RowCandidates\x12\x1f\n\x0bnum_sampled\x18\t \x01(\x0c\x42\n\xe2\xdb\x18\x06\x08\x03\x18\x02 \x01\x12\x1c\n\nnum_drafts\x18\n \x01(\x0c\x42\x08\xe2\xdb\x18\x04\x08\x03\x18\x02\"Q\n\rRowCandidates\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x19\n\ttoken_ids\x18\x02 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x18\n\x08logprobs\x18\x03 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x02\"e\n\x0bRowLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x19\n\ttoken_ids\x18\x02 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x18\n\x08logprobs\x18\x03 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x02\x12\x14\n\x0csampled_rank\x18\x04 \x01(\r\"\x8a\x01\n\x11RowPromptLogprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\r\n\x05width\x18\x03 \x01(\r\x12\x19\n\ttoken_ids\x18\x04 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\x12\x18\n\x08logprobs\x18\x05 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x02\x12\x15\n\x05ranks\x18\x06 \x01(\x0c\x42\x06\xe2\xdb\x18\x02\x08\x01\"U\n\x08RowError\x12\x0b\n\x03row\x18\x01 \x01(\r\x12+\n\x06reason\x18\x02 \x01(\x0e\x32\x1b.pagewire.v1.RowErrorReason\x12\x0f\n\x07message\x18\x03 \x01(\t\"\x88\x01\n\x0bStepTimings\x12\x13\n\x0breceived_us\x18\x01 \x01(\x04\x12\x12\n\nstarted_us\x18\x02 \x01(\x04\x12\x13\n\x0b\x66inished_us\x18\x03 \x01(\x04\x12\x14\n\x0c\x63\x61\x63he_ops_us\x18\x04 \x01(\r\x12\x12\n\nforward_us\x18\x05 \x01(\r\x12\x11\n\tsample_us\x18\x06 \x01(\r*\x9f\x01\n\x0eRowErrorReason\x12 \n\x1cROW_ERROR_REASON_UNSPECIFIED\x10\x00\x12&\n\"ROW_ERROR_REASON_NON_FINITE_LOGITS\x10\x01\x12\"\n\x1eROW_ERROR_REASON_NO_CANDIDATES\x10\x02\x12\x1f\n\x1bROW_ERROR_REASON_CONSTRAINT\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagewire.v1.plan_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROWERRORREASON']._serialized_start=1527
-  _globals['_ROWERRORREASON']._serialized_end=1686
-  _globals['_STEPPLAN']._serialized_start=68
-  _globals['_STEPPLAN']._serialized_end=382
-  _globals['_NEWSEQUENCE']._serialized_start=385
-  _globals['_NEWSEQUENCE']._serialized_end=690
-  _globals['_STEPRESULT']._serialized_start=693
-  _globals['_STEPRESULT']._serialized_end=1028
-  _globals['_ROWCANDIDATES']._serialized_start=1030
-  _globals['_ROWCANDIDATES']._serialized_end=1095
-  _globals['_ROWLOGPROBS']._serialized_start=1097
-  _globals['_ROWLOGPROBS']._serialized_end=1182
-  _globals['_ROWPROMPTLOGPROBS']._serialized_start=1184
-  _globals['_ROWPROMPTLOGPROBS']._serialized_end=1298
-  _globals['_ROWERROR']._serialized_start=1300
-  _globals['_ROWERROR']._serialized_end=1385
-  _globals['_STEPTIMINGS']._serialized_start=1388
-  _globals['_STEPTIMINGS']._serialized_end=1524
+  _globals['_STEPPLAN'].fields_by_name['forget_seq_ids']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['forget_seq_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_STEPPLAN'].fields_by_name['swap_out']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['swap_out']._serialized_options = b'\342\333\030\004\010\001\020\002'
+  _globals['_STEPPLAN'].fields_by_name['swap_in']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['swap_in']._serialized_options = b'\342\333\030\004\010\001\020\002'
+  _globals['_STEPPLAN'].fields_by_name['copy']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['copy']._serialized_options = b'\342\333\030\004\010\001\020\002'
+  _globals['_STEPPLAN'].fields_by_name['block_updates']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['block_updates']._serialized_options = b'\342\333\030\004\010\001\020\003'
+  _globals['_STEPPLAN'].fields_by_name['seq_ids']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['seq_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_STEPPLAN'].fields_by_name['num_tokens']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['num_tokens']._serialized_options = b'\342\333\030\006\010\001\030\001 \001'
+  _globals['_STEPPLAN'].fields_by_name['sample']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['sample']._serialized_options = b'\342\333\030\006\010\003\030\001 \001'
+  _globals['_STEPPLAN'].fields_by_name['appended_tokens']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['appended_tokens']._serialized_options = b'\342\333\030\004\010\001\020\002'
+  _globals['_STEPPLAN'].fields_by_name['lookahead']._loaded_options = None
+  _globals['_STEPPLAN'].fields_by_name['lookahead']._serialized_options = b'\342\333\030\004\010\003\030\001'
+  _globals['_NEWSEQUENCE'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_NEWSEQUENCE'].fields_by_name['token_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_NEWSEQUENCE'].fields_by_name['block_ids']._loaded_options = None
+  _globals['_NEWSEQUENCE'].fields_by_name['block_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_STEPRESULT'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_STEPRESULT'].fields_by_name['token_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_STEPRESULT'].fields_by_name['num_sampled']._loaded_options = None
+  _globals['_STEPRESULT'].fields_by_name['num_sampled']._serialized_options = b'\342\333\030\006\010\003\030\002 \001'
+  _globals['_STEPRESULT'].fields_by_name['num_drafts']._loaded_options = None
+  _globals['_STEPRESULT'].fields_by_name['num_drafts']._serialized_options = b'\342\333\030\004\010\003\030\002'
+  _globals['_ROWCANDIDATES'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_ROWCANDIDATES'].fields_by_name['token_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_ROWCANDIDATES'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_ROWCANDIDATES'].fields_by_name['logprobs']._serialized_options = b'\342\333\030\002\010\002'
+  _globals['_ROWLOGPROBS'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_ROWLOGPROBS'].fields_by_name['token_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_ROWLOGPROBS'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_ROWLOGPROBS'].fields_by_name['logprobs']._serialized_options = b'\342\333\030\002\010\002'
+  _globals['_ROWPROMPTLOGPROBS'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_ROWPROMPTLOGPROBS'].fields_by_name['token_ids']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_ROWPROMPTLOGPROBS'].fields_by_name['logprobs']._loaded_options = None
+  _globals['_ROWPROMPTLOGPROBS'].fields_by_name['logprobs']._serialized_options = b'\342\333\030\002\010\002'
+  _globals['_ROWPROMPTLOGPROBS'].fields_by_name['ranks']._loaded_options = None
+  _globals['_ROWPROMPTLOGPROBS'].fields_by_name['ranks']._serialized_options = b'\342\333\030\002\010\001'
+  _globals['_ROWERRORREASON']._serialized_start=1757
+  _globals['_ROWERRORREASON']._serialized_end=1916
+  _globals['_STEPPLAN']._serialized_start=95
+  _globals['_STEPPLAN']._serialized_end=509
+  _globals['_NEWSEQUENCE']._serialized_start=512
+  _globals['_NEWSEQUENCE']._serialized_end=833
+  _globals['_STEPRESULT']._serialized_start=836
+  _globals['_STEPRESULT']._serialized_end=1201
+  _globals['_ROWCANDIDATES']._serialized_start=1203
+  _globals['_ROWCANDIDATES']._serialized_end=1284
+  _globals['_ROWLOGPROBS']._serialized_start=1286
+  _globals['_ROWLOGPROBS']._serialized_end=1387
+  _globals['_ROWPROMPTLOGPROBS']._serialized_start=1390
+  _globals['_ROWPROMPTLOGPROBS']._serialized_end=1528
+  _globals['_ROWERROR']._serialized_start=1530
+  _globals['_ROWERROR']._serialized_end=1615
+  _globals['_STEPTIMINGS']._serialized_start=1618
+  _globals['_STEPTIMINGS']._serialized_end=1754
 # @@protoc_insertion_point(module_scope)

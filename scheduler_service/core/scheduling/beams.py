@@ -12,7 +12,7 @@ computed. So the group needs no more memory than before, with or without a prefi
 
 from dataclasses import dataclass
 
-from scheduler_service.columns import to_column, to_float_column
+from pagewire.columns import pack, pack_floats
 from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
 from scheduler_service.core.kv_cache.block_manager import AllocStatus
 from scheduler_service.core.request import ChoiceFinished
@@ -297,8 +297,8 @@ def _beam_logprobs(step: Path, num_top: int) -> RowLogprobs:
     """The log probability with which a token was scored, and those of the top candidates."""
     assert step.row is not None
     return RowLogprobs(
-        token_ids=to_column([step.token, *step.row.token_ids[:num_top]]),
-        logprobs=to_float_column([step.logprob, *step.row.logprobs[:num_top]]),
+        token_ids=pack([step.token, *step.row.token_ids[:num_top]]),
+        logprobs=pack_floats([step.logprob, *step.row.logprobs[:num_top]]),
         sampled_rank=step.place + 1,
     )
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from google.protobuf.message import Message
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import model_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.chat import chat_text, check_chat
@@ -161,10 +161,10 @@ def resolve_request(
             request_id=request_id,
             model=model.info.name,
             priority=request.priority,
-            prompt_token_ids=to_column(prompt),
+            prompt_token_ids=pack(prompt),
             num_choices=num_choices,
             max_tokens=max_tokens,
-            stop_token_ids=to_column(sorted(stop_token_ids)),
+            stop_token_ids=pack(sorted(stop_token_ids)),
             beam_search=_beam_search(params),
             sampling=_sampler_params(params, model, seed, stop_token_ids, answer),
             # Stop strings are matched in this process: while tokens were held back, the worker
@@ -373,7 +373,7 @@ def _sampler_params(
     if params.HasField("structured_output"):
         sampler.constraint.CopyFrom(_constraint(params, model, stop_token_ids, answer))
     elif params.min_tokens:
-        sampler.suppressed_token_ids = to_column(sorted(stop_token_ids))
+        sampler.suppressed_token_ids = pack(sorted(stop_token_ids))
     if not params.HasField("logprobs") and params.best_of > value_or(params, "n", 1):
         sampler.logprobs = 0  # candidates are ranked by the log probabilities of their tokens
     if _searches(params):
@@ -407,7 +407,7 @@ def _bad_words(
         return []
     tokenizer = model.require_tokenizer("sampling_params.bad_words")
     return [
-        sampling_pb2.TokenSequence(token_ids=to_column(token_ids))
+        sampling_pb2.TokenSequence(token_ids=pack(token_ids))
         for word in params.bad_words
         for token_ids in tokenizer.bad_word_sequences(word)
     ]

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.sampling_pb2 import SamplingParams
-from scheduler_service.columns import to_column
 from scheduler_service.errors import GenerationFailed, InvalidArgument, PagewireError
 from scheduler_service.frontend.input.processor import ResolvedRequest
 from scheduler_service.frontend.metrics import CANCELLED, OK, ModelCounts, RequestSummary
@@ -188,7 +188,7 @@ class ChoiceStream:
         """The state that the core needs in order to continue."""
         return scheduler_pb.GeneratedTokens(
             choice_index=self.index,
-            token_ids=to_column(self.token_ids),
+            token_ids=pack(self.token_ids),
             cumulative_logprob=self.cumulative_logprob,
             finished=self.finish is not None,
         )

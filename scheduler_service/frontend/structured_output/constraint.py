@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from functools import partial
 from hashlib import blake2b
 
+from pagewire.columns import pack
 from pagewire.v1 import sampling_pb2
-from scheduler_service.columns import to_column
 from scheduler_service.errors import InvalidArgument, Unavailable
 from scheduler_service.frontend.structured_output.sandbox_process import SandboxProcess
 from service_common import lark
@@ -32,8 +32,8 @@ def constraint_of(
     kind = params.WhichOneof("structured_output")
     assert kind is not None, "the request has a constraint"
     constraint = sampling_pb2.Constraint(
-        end_token_ids=to_column(sorted(end_token_ids)),
-        last_token_ids=to_column(sorted(last_token_ids)),
+        end_token_ids=pack(sorted(end_token_ids)),
+        last_token_ids=pack(sorted(last_token_ids)),
         thought=params.thought if params.HasField("thought") else None,
     )
     if kind == "choice":

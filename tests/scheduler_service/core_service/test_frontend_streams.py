@@ -6,9 +6,10 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from pagewire.columns import pack
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from scheduler_service.columns import from_column, to_column
+from scheduler_service.columns import from_column
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import EngineOutputs, Request
@@ -92,7 +93,7 @@ async def test_a_request_id_may_be_reused_in_the_message_that_cancels_it(
         await until(lambda: 1 in frontend.accepted, "the request was accepted")
         again = submission("frontend-1", 2, [500], max_tokens=30)
         again.request_id = submission("frontend-1", 1, [10]).request_id
-        await frontend.send(pb.FrontendMessage(submits=[again], cancels=to_column([1])))
+        await frontend.send(pb.FrontendMessage(submits=[again], cancels=pack([1])))
         worker.may_answer.set()
         await frontend.wait_finished(2)
         assert frontend.tokens[2] == counted(500, 30)

@@ -5,8 +5,8 @@ from typing import Any
 import grpc
 import pytest
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.columns import to_column
 from scheduler_service.frontend.input.processor import fingerprint
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.frontends import (
@@ -82,7 +82,7 @@ async def test_a_new_core_hears_what_the_former_one_knew_of_a_request(served: Se
     request = await served.core.next_request()
     assert not request.submit.was_accepted
     await request.accept()
-    losses = to_column([request.handle, request.handle, 999])
+    losses = pack([request.handle, request.handle, 999])
     await request.attachment.send(worker_losses=losses)
     await request.send_tokens(letters("a"))
     while not text_of([await call.read()]):

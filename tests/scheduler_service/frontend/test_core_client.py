@@ -6,8 +6,8 @@ from typing import Any, cast
 import grpc
 import pytest
 
+from pagewire.columns import pack
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.columns import to_column
 from scheduler_service.frontend import core_client
 from scheduler_service.frontend.core_client import MAX_HANDLE, CoreClient, CoreConnection
 from scheduler_service.frontend.input.processor import resolve_request
@@ -189,9 +189,9 @@ async def test_the_prompts_log_probabilities_are_not_told_twice(served: Served) 
             handle=handle,
             start=start,
             width=1,
-            token_ids=to_column(ids),
+            token_ids=pack(ids),
             logprobs=b"\0" * 4 * len(ids),
-            ranks=to_column([1] * len(ids)),
+            ranks=pack([1] * len(ids)),
         )
 
     request = await served.core.next_request()
@@ -292,9 +292,9 @@ async def test_news_of_requests_that_are_gone_are_passed_over(served: Served) ->
     call, request = await started(served)
     attachment = request.attachment
     await attachment.send(
-        accepted=to_column([999]),
-        token_handles=to_column([999, request.handle]),
-        token_ids=to_column(letters("xa")),
+        accepted=pack([999]),
+        token_handles=pack([999, request.handle]),
+        token_ids=pack(letters("xa")),
         logprobs=[scheduler_pb.ChoiceLogprobs(handle=999)],
         prompt_logprobs=[scheduler_pb.PromptLogprobsUpdate(handle=999)],
         choices_finished=[scheduler_pb.ChoiceFinished(handle=999)],

@@ -6,9 +6,9 @@ import time
 import grpc
 import pytest
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.columns import to_column
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.frontends import (
     bad_field,
@@ -218,7 +218,7 @@ async def test_a_character_cut_off_at_the_end_is_flushed(served: Served) -> None
 def logprobs_entry(handle: int, ids: list[int], values: list[float]) -> scheduler_pb.ChoiceLogprobs:
     return scheduler_pb.ChoiceLogprobs(
         handle=handle,
-        token_ids=to_column(ids),
+        token_ids=pack(ids),
         logprobs=struct.pack(f"<{len(values)}f", *values),
         rank=2,
     )
@@ -232,9 +232,9 @@ async def test_log_probabilities_come_with_their_tokens_texts_and_sum(served: Se
         handle=request.handle,
         start=1,
         width=2,
-        token_ids=to_column([6, a, 7, b]),
+        token_ids=pack([6, a, 7, b]),
         logprobs=struct.pack("<4f", -1, -0.5, -2, -0.25),
-        ranks=to_column([3, 4]),
+        ranks=pack([3, 4]),
     )
     await request.accept()
     await request.send_tokens(

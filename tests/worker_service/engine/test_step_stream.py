@@ -82,6 +82,7 @@ def empty_plan(step_id: int, max_results_together: int = 0) -> StepPlan:
         seq_ids=nothing,
         num_tokens=nothing,
         sample=np.zeros(0, np.bool_),
+        lookahead=nothing,
         appended_tokens=pairs,
         max_results_together=max_results_together,
     )

@@ -75,6 +75,7 @@ class Worker:
             seq_ids=np.array(rows, np.int32),
             num_tokens=np.full(size, tokens, np.int32),
             sample=np.full(size, sample),
+            lookahead=np.zeros(size, np.int32),
             appended_tokens=pairs,
             received_us=self.now_us,
         )

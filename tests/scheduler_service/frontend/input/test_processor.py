@@ -2,9 +2,10 @@ from typing import Any
 
 import pytest
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
-from scheduler_service.columns import from_column, to_column
+from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input.processor import SEED_BITS, ResolvedRequest, resolve_request
 from scheduler_service.frontend.served_models import FrontendModel, build_model
@@ -174,7 +175,7 @@ def test_without_a_tokenizer_token_ids_work_and_there_is_no_text() -> None:
 
 def test_tokenizer_files_that_cannot_be_used_leave_token_ids_working() -> None:
     model = build_model(model_info(), {"tokenizer.json": b"{}"})
-    assert resolved(model).submit.prompt_token_ids == to_column(range(3, 13))
+    assert resolved(model).submit.prompt_token_ids == pack(range(3, 13))
     with pytest.raises(UnsupportedByModel, match="cannot be used"):
         model.require_tokenizer("text")
 

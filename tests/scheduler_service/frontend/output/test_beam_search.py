@@ -4,10 +4,10 @@ import struct
 
 import grpc
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.columns import to_column
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeRequest
 from tests.support.frontends import (
@@ -29,12 +29,12 @@ async def found(request: FakeRequest, *beams: list[int]) -> None:
     handles = [request.handle + i for i, beam in enumerate(beams) for _ in beam]
     ids = [token_id for beam in beams for token_id in beam]
     await request.attachment.send(
-        token_handles=to_column(handles),
-        token_ids=to_column(ids),
+        token_handles=pack(handles),
+        token_ids=pack(ids),
         logprobs=[
             scheduler_pb.ChoiceLogprobs(
                 handle=handle,
-                token_ids=to_column([token_id]),
+                token_ids=pack([token_id]),
                 logprobs=struct.pack("<f", -0.5),
                 rank=1,
             )

@@ -4,9 +4,9 @@ import struct
 
 import grpc
 
+from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.columns import to_column
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeRequest
 from tests.support.frontends import (
@@ -28,7 +28,7 @@ async def send(request: FakeRequest, choice: int, text: str, *logprobs: float) -
     entries = [
         scheduler_pb.ChoiceLogprobs(
             handle=request.handle + choice,
-            token_ids=to_column([token_id]),
+            token_ids=pack([token_id]),
             logprobs=struct.pack("<f", logprob),
             rank=1,
         )

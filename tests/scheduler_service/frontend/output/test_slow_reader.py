@@ -2,8 +2,8 @@
 
 import struct
 
+from pagewire.columns import pack
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
-from scheduler_service.columns import to_column
 from scheduler_service.frontend.input.processor import resolve_request
 from scheduler_service.frontend.output import request_stream
 from scheduler_service.frontend.output.request_stream import RequestStream
@@ -64,7 +64,7 @@ def test_a_response_has_a_largest_size_when_log_probabilities_were_asked_for(
         stream.choices[0].received_token_ids.append(HELLO)
         stream.choices[0].received_logprobs.append(
             scheduler_pb.ChoiceLogprobs(
-                token_ids=to_column([HELLO] * 21), logprobs=struct.pack("<21f", *[-1.0] * 21)
+                token_ids=pack([HELLO] * 21), logprobs=struct.pack("<21f", *[-1.0] * 21)
             )
         )
     stream.choices[0].receive_finish(scheduler_pb.ChoiceFinished())

@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_service.columns import from_column, to_column
+from pagewire.columns import pack
+from scheduler_service.columns import from_column
 from scheduler_service.frontend.http.dashboard.view import View, changes, merge_patch, runs, splice
 
 SCALARS = st.one_of(st.integers(-3, 3), st.text("ab", max_size=2), st.lists(st.integers(0, 2)))
@@ -21,7 +22,7 @@ FACTS = st.dictionaries(
     max_size=3,
 )
 COLUMNS = st.lists(st.integers(-1, 3), max_size=12).map(lambda v: np.array(v, np.int32))
-TABLES = st.lists(st.lists(st.integers(0, 9), max_size=6).map(to_column), min_size=1, max_size=3)
+TABLES = st.lists(st.lists(st.integers(0, 9), max_size=6).map(pack), min_size=1, max_size=3)
 VIEWS = st.builds(
     View,
     FACTS,
@@ -89,9 +90,9 @@ def test_changes_one_after_another_lead_to_the_last_view(views: list[View]) -> N
 
 def test_what_stays_is_not_told() -> None:
     column = np.array([1, 1, 2], np.int32)
-    view = View({"a": {"b": 1, "c": [1]}}, {"g": column}, {"1": [to_column([4, 5])]})
+    view = View({"a": {"b": 1, "c": [1]}}, {"g": column}, {"1": [pack([4, 5])]})
     assert changes(view, view) == {}
-    later = View({"a": {"b": 2, "c": [1]}}, {"g": column}, {"1": [to_column([4, 5, 6])]})
+    later = View({"a": {"b": 2, "c": [1]}}, {"g": column}, {"1": [pack([4, 5, 6])]})
     assert changes(view, later) == {"facts": {"a": {"b": 2}}, "tables": {"1": [[2, 6]]}}
 
 
@@ -102,9 +103,9 @@ def test_equal_neighbours_are_one_run() -> None:
 
 
 def test_a_table_that_changed_within_is_told_from_there_on() -> None:
-    old = to_column([1, 2, 3])
-    assert splice(old, to_column([1, 9, 3])) == [1, 9, 3]
-    assert splice(old, to_column([1, 2])) == [2]
+    old = pack([1, 2, 3])
+    assert splice(old, pack([1, 9, 3])) == [1, 9, 3]
+    assert splice(old, pack([1, 2])) == [2]
     assert splice(old, b"") == [0]
 
 
