@@ -176,7 +176,7 @@ class StepStream:
         swap_in: Pairs = (),
         copy: Pairs = (),
         block_updates: Items[tuple[int, int, int]] = (),
-        max_results_together: int = 0,
+        max_results: int = 0,
     ) -> plan_pb2.StepPlan:
         """The next plan, with the new sequences and the blocks that its rows need.
 
@@ -200,7 +200,7 @@ class StepStream:
             appended_tokens=columns.pack_rows(appended),
             block_updates=columns.pack_rows(updates),
             seq_ids=columns.pack([row.sequence.seq_id for row in rows]),
-            max_results_together=max_results_together,
+            max_results=max_results,
         )
         for name, column in _ROW_COLUMNS.items():
             values = [getattr(row, name) for row in rows]
@@ -217,7 +217,7 @@ class StepStream:
     def send_plan(self, plan: plan_pb2.StepPlan, rows: Items[Row] = ()) -> None:
         """Send a given plan. `rows`: those whose result is expected."""
         self._in_flight.append((plan.step_id, list(rows)))
-        self._requests.put(pb.ExecuteStepsRequest(plan=plan))
+        self._requests.put(pb.ExecuteStepsRequest(plans=[plan]))
 
     def send_changed(self, *planned: Row | Sequence, **fields: int | bytes | list[int]) -> None:
         """Send the next plan with wrong fields; lists become columns."""
@@ -233,7 +233,7 @@ class StepStream:
             rows = _rows([row])
             plans.append(self.plan(*rows, **fields))
             self._in_flight.append((self.step_id, rows))
-        self._requests.put(pb.ExecuteStepsRequest(plan=plans[0], later_plans=plans[1:]))
+        self._requests.put(pb.ExecuteStepsRequest(plans=plans))
 
     def receive(self) -> Result:
         """The next result, which must be that of the oldest plan in flight."""
@@ -249,9 +249,10 @@ class StepStream:
             message = next(self._call)
         except StopIteration:
             fail("the stream ended instead of returning a result")
-        self._results.extend(message.later_results)
-        result: plan_pb2.StepResult = message.result
-        return result
+        if not message.results:
+            fail("a message holds no result")
+        self._results.extend(message.results)
+        return self._results.popleft()
 
     def receive_all(self) -> list[Result]:
         """The results of all plans in flight."""
@@ -275,7 +276,7 @@ class StepStream:
     def refusal(self) -> Refusal:
         """The error that ends the stream; no result may precede it."""
         try:
-            came = f"the result of step {next(self._call).result.step_id}"
+            came = f"the result of step {next(self._call).results[0].step_id}"
         except StopIteration:
             came = "its end with OK"
         except grpc.RpcError as error:
@@ -290,7 +291,7 @@ class StepStream:
         """Send no more; fail unless the stream then ends with OK."""
         self.send_no_more()
         for response in self._call:
-            fail(f"the result of step {response.result.step_id} came without a plan")
+            fail(f"the result of step {response.results[0].step_id} came without a plan")
 
     def cancel(self) -> None:
         """Cancel the stream."""

@@ -16,10 +16,10 @@ def from_column(data: bytes, field: str) -> list[int]:
         raise InvalidArgument(field, error.expected) from error
 
 
-def from_columns(message: Message) -> dict[str, Any]:
+def from_columns(message: Message, prefix: str = "") -> dict[str, Any]:
     """The elements of a message's columns by name, None for a column of rows that is empty. Raises
-    InvalidArgument naming a malformed one."""
+    InvalidArgument naming a malformed one, after `prefix`."""
     try:
         return columns.columns_of(message.DESCRIPTOR).unpack(message)
     except columns.MalformedColumn as error:
-        raise InvalidArgument(error.name, error.expected) from error
+        raise InvalidArgument(f"{prefix}{error.name}", error.expected) from error

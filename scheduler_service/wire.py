@@ -54,7 +54,7 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
         epoch=epoch,
         step_id=plan.step_id,
         new_sequences=[_encode_new_sequence(sequence) for sequence in plan.new_sequences],
-        max_results_together=plan.num_together if plan.num_together > 1 else 0,
+        max_results=plan.max_results if plan.max_results > 1 else 0,
         **_PLAN.pack(plan),
     )
 
@@ -121,7 +121,7 @@ def _decode_prompt_logprobs(entry: plan_pb2.RowPromptLogprobs) -> RowPromptLogpr
 
 
 def _decode_candidates(entry: plan_pb2.RowCandidates) -> RowCandidates:
-    candidates = RowCandidates(**from_columns(entry))
+    candidates = RowCandidates(**from_columns(entry, "candidates."))
     if len(candidates.token_ids) != len(candidates.logprobs):
         raise InvalidArgument("candidates.logprobs", "expected one for each of token_ids")
     return candidates

@@ -245,7 +245,7 @@ class StepPlan:
     received_us: int = 0
     """The worker's monotonic clock when the plan arrived."""
 
-    max_results_together: int = 0
+    max_results: int = 0
     """Maximum number of results in one message, this step's included."""
 
 

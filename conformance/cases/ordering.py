@@ -2,7 +2,7 @@
 
 import grpc
 
-from conformance.assertions import Skipped, expect_true
+from conformance.assertions import expect_true
 from conformance.case import Alone, case, refusal_case, stream_case
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
@@ -26,14 +26,12 @@ def a_result_does_not_wait_for_the_next_plan(worker: Worker, stream: StepStream)
     stream.generate(stream.new(worker.prompt(1)), 3)
 
 
-@case("worker_service", "The plans of the following steps, in order.")
+@case("worker_service", "Several in a message mean what they mean in as many")
 def plans_in_one_message_are_executed_in_order(worker: Worker) -> None:
-    if not worker.info.takes_several_plans:
-        raise Skipped("it takes one plan at a time")
     for together in (0, 2, DEPTH):
         with worker.open() as stream:
             sequence = stream.prefilled(worker.prompt(1))
-            stream.send_together([sequence] * (DEPTH - 1), max_results_together=together)
+            stream.send_together([sequence] * (DEPTH - 1), max_results=together)
             stream.receive_all()
         worker.expect_as_alone("decodes sent together", sequence)
 
@@ -41,9 +39,9 @@ def plans_in_one_message_are_executed_in_order(worker: Worker) -> None:
 @stream_case("plan", "only while the worker has two")
 def a_result_does_not_wait_while_one_plan_is_left(worker: Worker, stream: StepStream) -> None:
     sequence = stream.new(worker.prompt(1))
-    stream.send(sequence, max_results_together=DEPTH)
+    stream.send(sequence, max_results=DEPTH)
     for _ in range(DEPTH):
-        stream.send(sequence, max_results_together=DEPTH)
+        stream.send(sequence, max_results=DEPTH)
         stream.receive()
 
 

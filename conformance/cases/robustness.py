@@ -53,7 +53,7 @@ def malformed_bytes_end_only_the_stream(worker: Worker) -> None:
     worker.expect_healthy()
 
 
-@stream_case("worker_service", "One plan, or several")
+@stream_case("worker_service", "The plans of one or several consecutive steps.")
 def fields_of_a_newer_contract_are_ignored(worker: Worker, stream: StepStream) -> Alone:
     sequence = stream.new(worker.prompt(1))
     rows = [sequence.row()]

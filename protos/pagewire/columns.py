@@ -123,10 +123,10 @@ class Columns(Mapping[str, Column]):
     def __len__(self) -> int:
         return len(self._columns)
 
-    def pack(self, values: Any) -> dict[str, bytes]:
+    def pack(self, values: Any) -> dict[str, Any]:
         """The columns of an object that has their elements under the same names. What is empty or
         None is left out."""
-        packed = {}
+        packed: dict[str, Any] = {}
         for name, column in self._columns.items():
             if elements := getattr(values, name):
                 packed[name] = column.pack(elements)

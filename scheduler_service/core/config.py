@@ -99,7 +99,7 @@ class SchedulerConfig:
     speculatively; it drafts as many as are worth their time, and none in a larger batch. 0:
     never."""
 
-    max_steps_together: int = 8
+    max_results: int = 8
     """Maximum number of steps whose plans and results are sent together, if all requests of a batch
     allow their tokens to be held; one more may then be planned before the first result has arrived.
     1: each is sent alone."""
@@ -150,7 +150,7 @@ class SchedulerConfig:
             "max_num_seqs": 1,
             "max_num_batched_tokens": 1,
             "pipeline_depth": 1,
-            "max_steps_together": 1,
+            "max_results": 1,
             "max_speculative_seqs": 0,
             "max_queue_requests": 1,
             "max_queue_tokens": 1,
@@ -180,7 +180,7 @@ class SchedulerConfig:
     @property
     def max_steps_ahead(self) -> int:
         """Upper bound of the steps of a group planned before the first one's result arrives."""
-        return max(self.pipeline_depth, self.max_steps_together + 1)
+        return max(self.pipeline_depth, self.max_results + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,8 +197,6 @@ class WorkerGroupCapacity:
     """Maximum number of tokens of prompt and output together."""
     vocab_size: int
     """Token ids are below this."""
-    takes_several_plans: bool = False
-    """Whether plans of several steps may be sent together."""
     num_speculative_tokens: int = 0
     """Maximum number of drafts that the workers add to a row; 0: no speculation."""
     arithmetic: str = ""

@@ -383,7 +383,7 @@ class SequenceGroup:
         return self.beams is not None
 
     @property
-    def patience_us(self) -> int:
+    def max_hold_us(self) -> int:
         """How long its tokens may be held back; a beam search cannot advance without them."""
         return 0 if self.is_lockstep else self.request.max_hold_us
 

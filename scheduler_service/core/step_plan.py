@@ -52,7 +52,7 @@ class StepPlan:
     lookahead: list[int] | None = None
     """The most drafts per row; None: 0 in every row."""
     appended_tokens: list[int] = field(default_factory=list)
-    num_together: int = 1
+    max_results: int = 1
     """Maximum number of steps, including this one, whose results may be sent together."""
 
 

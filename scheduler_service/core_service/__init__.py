@@ -26,7 +26,7 @@ have work.
 `config.py`, `cli.py` configuration, the tenants file, and the command line
 
 A step: a session asks the core for a plan, which is sent at once, up to `pipeline_depth` ahead of
-the results, or `max_steps_together` and one where they travel together. A result comes in, the core
+the results, or `max_results` and one where they travel together. A result comes in, the core
 takes it, the next plan leaves, and then the tokens go to their frontends.
 
 Promises. A worker that breaks its stream, its lease or the contract is removed at once: its

@@ -95,9 +95,9 @@ class StepStream:
         plan = self._next_plan()
         if plan is None:
             return None
-        request = worker_pb.ExecuteStepsRequest(plan=plan)
-        while plan.max_results_together and (plan := self._next_plan()) is not None:
-            request.later_plans.append(plan)
+        request = worker_pb.ExecuteStepsRequest(plans=[plan])
+        while plan.max_results and (plan := self._next_plan()) is not None:
+            request.plans.append(plan)
         return request
 
     def _next_plan(self) -> plan_pb2.StepPlan | None:
@@ -109,7 +109,7 @@ class StepStream:
         self._num_in_flight += 1
         self._num_sent += 1
         work = self._driver.core.newest_work(self._group_id)
-        self._watch.sent(work, started_at, plan.num_together)
+        self._watch.sent(work, started_at, plan.max_results)
         self._sent.set()
         message = wire.encode_plan(plan, self._epoch)
         self._meter.tokens.observe(work.num_tokens)
@@ -132,9 +132,10 @@ class StepStream:
     async def _receive_results(self) -> None:
         call = self._calls[self._sampler]
         while (response := await call.read()) is not grpc.aio.EOF:
-            results = results_of(response)
-            sent_us = results[-1].timings.finished_us
-            for result in results:
+            if not response.results:
+                raise SessionFailed("the worker sent a message without results")
+            sent_us = response.results[-1].timings.finished_us
+            for result in response.results:
                 self._receive(result, sent_us)
             self._driver.follow_up(self._group_id)
         raise SessionFailed("the worker ended the stream")
@@ -162,7 +163,7 @@ class StepStream:
         """Check the step numbers of a rank that does not sample."""
         num_results = 0
         while (response := await self._calls[rank].read()) is not grpc.aio.EOF:
-            for result in results_of(response):
+            for result in response.results:
                 if result.epoch < self._epoch:
                     continue
                 num_results += 1
@@ -215,8 +216,3 @@ class StepStream:
                 f"expected the result of epoch {self._epoch} step {expected}, "
                 f"got epoch {epoch} step {step_id}"
             )
-
-
-def results_of(response: worker_pb.ExecuteStepsResponse) -> list[plan_pb2.StepResult]:
-    """The results in a message, in order."""
-    return [response.result, *response.later_results]

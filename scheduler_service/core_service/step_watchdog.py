@@ -127,13 +127,13 @@ class StepWatch:
     @property
     def limit_s(self) -> float:
         """Seconds for the oldest step in flight and the steps that its result waits for."""
-        work, num_together = self._open[0]
-        return num_together * self._times.limit_s(work)
+        work, max_results = self._open[0]
+        return max_results * self._times.limit_s(work)
 
-    def sent(self, work: StepWork, now: float, num_together: int = 1) -> None:
+    def sent(self, work: StepWork, now: float, max_results: int = 1) -> None:
         """Record that a step was sent; its result may arrive together with those of later steps,
-        `num_together` in all."""
-        self._open.append((work, num_together))
+        `max_results` in all."""
+        self._open.append((work, max_results))
         if len(self._open) == 1:
             self._begin(now)
 

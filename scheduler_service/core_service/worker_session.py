@@ -188,11 +188,7 @@ class WorkerSession:
                     for stub in stubs
                 )
             )
-        return self._capacity(
-            blocks,
-            takes_several_plans=all(info.takes_several_plans for info in infos),
-            num_speculative_tokens=min(info.num_speculative_tokens for info in infos),
-        )
+        return self._capacity(blocks, min(info.num_speculative_tokens for info in infos))
 
     def _draw_epoch(self, last_epoch: int) -> None:
         """An epoch above all that the workers have seen.
@@ -240,11 +236,7 @@ class WorkerSession:
         return blocks
 
     def _capacity(
-        self,
-        blocks: worker_pb.ProfileBlocksResponse,
-        *,
-        takes_several_plans: bool,
-        num_speculative_tokens: int,
+        self, blocks: worker_pb.ProfileBlocksResponse, num_speculative_tokens: int
     ) -> WorkerGroupCapacity:
         model = self._ranks[0].model
         try:
@@ -256,7 +248,6 @@ class WorkerSession:
                 block_size=model.block_size,
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
-                takes_several_plans=takes_several_plans,
                 num_speculative_tokens=num_speculative_tokens,
                 arithmetic=model.arithmetic,
             )

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from conformance import cases, columns
+from conformance import cases
 from conformance.runner import Verdict, run
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import plan_pb2, sampling_pb2
 from tests.support.mutant import Fault, mutant
 from tests.support.processes import node_worker, python_worker, running

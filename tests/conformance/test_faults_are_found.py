@@ -11,9 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from conformance import cases, columns
+from conformance import cases
 from conformance.runner import Outcome, Verdict, run
 from conformance.worker import Worker
+from pagewire import columns
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.mutant import Fault, mutant

@@ -60,8 +60,8 @@ def _three_steps(
 
 def blocks(plans: list[plan_pb2.StepPlan], results: list[plan_pb2.StepResult]) -> list[str]:
     """What the page shows, in its order."""
-    requests = [pb.ExecuteStepsRequest(plan=plan) for plan in plans]
-    responses = [pb.ExecuteStepsResponse(result=result) for result in results]
+    requests = [pb.ExecuteStepsRequest(plans=[plan]) for plan in plans]
+    responses = [pb.ExecuteStepsResponse(results=[result]) for result in results]
     return [annotated(message) for message in (*requests, *responses)]
 
 
@@ -70,7 +70,7 @@ def test_the_page_shows_the_messages_of_a_real_worker(tmp_path: Path) -> None:
     page = PAGE.read_text()
     shown = re.findall(r"```hex\n(.*?)\n```", page, re.DOTALL)
     assert shown == blocks(plans, results)
-    messages = [pb.ExecuteStepsRequest(plan=plan) for plan in plans]
+    messages = [pb.ExecuteStepsRequest(plans=[plan]) for plan in plans]
     assert [read(each) for each in shown[:3]] == [each.SerializeToString() for each in messages]
     assert f"`{text}`" in page
     assert f"`{PROMPT}`" in page

@@ -22,7 +22,7 @@ class HostileCore(GrpcCaller):
             return await super().payloads(rpc)
         rng = self.rng
         return [
-            _changed(rng, pb.ExecuteStepsRequest(plan=plan))
+            _changed(rng, pb.ExecuteStepsRequest(plans=[plan]))
             for plan in _plans(rng, await self._epoch())
         ]
 

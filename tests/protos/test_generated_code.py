@@ -70,7 +70,7 @@ def test_the_stored_contract_holds_all_that_the_protos_say(tmp_path: Path) -> No
     [
         ("uint64 step_id = 2;", "uint32 step_id = 2;"),
         ("uint64 step_id = 2;", "uint64 step_id = 200;"),
-        ("bytes forget_seq_ids = 3;", ""),
+        ("repeated NewSequence new_sequences = 7;", ""),
         ("ROW_ERROR_REASON_NO_CANDIDATES = 2;", "ROW_ERROR_REASON_NONE_LEFT = 2;"),
     ],
 )

@@ -71,7 +71,7 @@ PLAN = {
     "sample": st.none() | st.lists(st.booleans(), max_size=20),
     "lookahead": st.none() | st.lists(st.integers(0, 255), max_size=20),
     "appended_tokens": pairs,
-    "num_together": st.integers(1, 64),
+    "max_results": st.integers(1, 64),
 }
 
 
@@ -111,7 +111,7 @@ def test_a_column_with_a_rest_is_refused_by_name() -> None:
 def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
     message = plan_pb2.StepPlan.FromString(wire.encode_plan(plan, epoch).SerializeToString())
     assert (message.epoch, message.step_id) == (epoch, plan.step_id)
-    assert max(1, message.max_results_together) == plan.num_together
+    assert max(1, message.max_results) == plan.max_results
     assert_same_columns(message, plan)
     for sent, new in zip(message.new_sequences, plan.new_sequences, strict=True):
         assert_same_columns(sent, new)
@@ -227,7 +227,7 @@ def test_a_submission_keeps_every_field() -> None:
         generated=[pb.GeneratedTokens(choice_index=1, token_ids=pack([3]))],
         num_speculative_tokens=3,
         **dict.fromkeys(SUBMITTED_NUMBERS, 7),
-        attempt="a",
+        attempt=7,
         fingerprint=b"f",
         was_accepted=True,
         traceparent="t",

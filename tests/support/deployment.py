@@ -250,7 +250,7 @@ class Deployment:
         new = plan.new_sequences
         self.disturbance["steps"] += 1
         self.disturbance["plans sent ahead"] += bool(link.plans)
-        self.disturbance["plans sent together"] += plan.num_together > 1
+        self.disturbance["plans sent together"] += plan.max_results > 1
         self.disturbance["rows with drafts"] += sum(map(bool, plan.lookahead or ()))
         self.disturbance["swapped-out blocks"] += len(plan.swap_out) // 2
         self.disturbance["swapped-in blocks"] += len(plan.swap_in) // 2

@@ -138,7 +138,6 @@ class FakeWorker(WorkerServiceServicer):
         dtype: str = "float32",
         max_model_len: int = 512,
         mute_assets: bool = False,
-        takes_several_plans: bool = False,
         aliases: Sequence[str] = (),
         reasoning_parser: str = "auto",
     ) -> None:
@@ -167,7 +166,6 @@ class FakeWorker(WorkerServiceServicer):
         self.plans: list[plan_pb2.StepPlan] = []
         """As they arrived."""
         self.num_plan_messages = 0
-        self.takes_several_plans = takes_several_plans
         self.num_results = 0
         self.broken_promises: list[str] = []
         self.num_asset_calls = 0
@@ -304,7 +302,6 @@ class FakeWorker(WorkerServiceServicer):
             model=self.model,
             last_epoch=max([self.last_epoch, *self.epochs]),
             busy_us=self.busy_us,
-            takes_several_plans=self.takes_several_plans,
         )
 
     async def GetModelAssets(
@@ -367,7 +364,7 @@ class FakeWorker(WorkerServiceServicer):
         await self.may_read.wait()
         while (request := await context.read()) is not grpc.aio.EOF:
             self.num_plan_messages += 1
-            for plan in (request.plan, *request.later_plans):
+            for plan in request.plans:
                 step_id += 1
                 self.plans.append(plan)
                 try:
@@ -386,7 +383,6 @@ class FakeWorker(WorkerServiceServicer):
     ) -> list[int]:
         require(plan.epoch == self.epochs[-1], "a plan of another epoch")
         require(plan.step_id == step_id, "step numbers count up by one")
-        require(self.takes_several_plans or not request.later_plans, "it takes one plan at a time")
         return self.model_state.execute(plan)
 
     def _results(self, plan: plan_pb2.StepPlan, tokens: list[int]) -> list[plan_pb2.StepResult]:
@@ -409,5 +405,5 @@ class FakeWorker(WorkerServiceServicer):
         while True:
             result = await results.get()
             await self.may_answer.wait()
-            await context.write(worker_service_pb2.ExecuteStepsResponse(result=result))
+            await context.write(worker_service_pb2.ExecuteStepsResponse(results=[result]))
             self.num_results += 1

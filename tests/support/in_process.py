@@ -94,7 +94,6 @@ class InProcessWorker:
             block_size=self._block_size,
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
-            takes_several_plans=True,
             num_speculative_tokens=self._num_speculative_tokens,
         )
 

@@ -79,7 +79,7 @@ class Proxy(pb_grpc.WorkerServiceServicer):
         def plans() -> Iterator[pb.ExecuteStepsRequest]:
             epoch = 0
             for request in _until_cancelled(request_iterator):
-                for plan in (request.plan, *request.later_plans):
+                for plan in request.plans:
                     if fault.forgets_epochs:
                         epoch = epoch or self._greater_epoch()
                         told[epoch] = plan.epoch
@@ -92,7 +92,7 @@ class Proxy(pb_grpc.WorkerServiceServicer):
         kept = []
         try:
             for response in call:
-                for result in (response.result, *response.later_results):
+                for result in response.results:
                     result.epoch = told.get(result.epoch, result.epoch)
                     fault.result(result)
                 kept.append(response)

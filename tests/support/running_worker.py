@@ -48,11 +48,11 @@ class Steps:
     async def send(self, *plans: plan_pb2.StepPlan) -> None:
         """Send plans without waiting for results."""
         for plan in plans:
-            await self._call.write(pb.ExecuteStepsRequest(plan=plan))
+            await self._call.write(pb.ExecuteStepsRequest(plans=[plan]))
 
-    async def send_together(self, first: plan_pb2.StepPlan, *later: plan_pb2.StepPlan) -> None:
+    async def send_together(self, *plans: plan_pb2.StepPlan) -> None:
         """Send plans in one message."""
-        await self._call.write(pb.ExecuteStepsRequest(plan=first, later_plans=later))
+        await self._call.write(pb.ExecuteStepsRequest(plans=plans))
 
     async def result(self) -> plan_pb2.StepResult:
         """The next result, which comes alone."""
@@ -63,7 +63,7 @@ class Steps:
         """Those of the next message."""
         response = await self._call.read()
         assert response is not grpc.aio.EOF, "the stream ended"
-        return [response.result, *response.later_results]
+        return list(response.results)
 
     async def error(self) -> grpc.aio.AioRpcError:
         """The error that ends the stream, after any results still due."""

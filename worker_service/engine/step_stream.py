@@ -135,7 +135,7 @@ class StepStream:
         """Whether a plan's result, and those held before it, may wait for one more: only if the
         device has another step queued behind the next one."""
         num_after = self._next_step_id - 1 - plan.step_id
-        return len(self._held) < plan.max_results_together and num_after >= 2
+        return len(self._held) < plan.max_results and num_after >= 2
 
     def _end(self, error: WorkerError | None) -> None:
         """Runs on the model thread: nothing more is launched."""

@@ -3,14 +3,14 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import wraps
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from pagewire.v1 import model_pb2
+from pagewire.v1 import model_pb2, plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1 import worker_service_pb2_grpc as pb_grpc
 from service_common.errors import PagewireError
@@ -110,7 +110,6 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
             num_weight_loads=self._engine.num_weight_loads,
             last_epoch=self._engine.last_epoch,
             busy_us=round(self._engine.busy_s * 1e6),
-            takes_several_plans=True,
             num_speculative_tokens=facts.num_speculative_tokens,
         )
 
@@ -154,14 +153,11 @@ class WorkerServicer(pb_grpc.WorkerServiceServicer):
         first = await anext(request, None)
         if first is None:
             return
-        stream = self._engine.open_stream(first.plan.epoch)
+        stream = self._engine.open_stream(_plans_of(first)[0].epoch)
         reader = asyncio.create_task(_read_plans(first, request, stream))
         try:
-            async for first_result, *later_results in stream.results():
-                response = pb.ExecuteStepsResponse(
-                    result=wire.encode_result(first_result),
-                    later_results=map(wire.encode_result, later_results),
-                )
+            async for results in stream.results():
+                response = pb.ExecuteStepsResponse(results=map(wire.encode_result, results))
                 await context.write(response)
         finally:
             reader.cancel()
@@ -204,8 +200,15 @@ async def _read_plans(
 
 async def _submit(message: pb.ExecuteStepsRequest, stream: StepStream) -> None:
     received_us = monotonic_us()
-    for plan in (message.plan, *message.later_plans):
+    for plan in _plans_of(message):
         await stream.submit(wire.decode_plan(plan, received_us))
+
+
+def _plans_of(message: pb.ExecuteStepsRequest) -> Sequence[plan_pb2.StepPlan]:
+    """The plans in a message. Raises InvalidPlan if there are none."""
+    if not message.plans:
+        raise InvalidPlan("plans", "expected at least one plan")
+    return message.plans
 
 
 def _no_message() -> InvalidPlan:

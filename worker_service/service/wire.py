@@ -59,7 +59,7 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
             for index, new in enumerate(message.new_sequences)
         ),
         received_us=received_us,
-        max_results_together=message.max_results_together,
+        max_results=message.max_results,
         **columns | {"sample": columns["sample"] != 0},
     )
 
@@ -184,6 +184,15 @@ def _decode_constraint(message: sampling_pb2.SamplerParams, path: str) -> Constr
 
 def _decode_thought(message: sampling_pb2.Thought) -> Thought:
     return Thought(message.start, tuple(message.ends), tuple(message.other_starts))
+
+
+def _encode(kind: type[AnyMessage], values: Any, **fields: Any) -> AnyMessage:
+    """A message with fields and the columns of an object that has their elements under the same
+    names; None stands for an empty column."""
+    for name, column in columns_of(kind.DESCRIPTOR).items():
+        if (elements := getattr(values, name)) is not None:
+            fields[name] = elements.astype(column.dtype, copy=False).tobytes()
+    return kind(**fields)
 
 
 def _decode_columns(message: Message, prefix: str = "", num_rows: int = 0) -> dict[str, Any]:

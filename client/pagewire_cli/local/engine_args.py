@@ -92,7 +92,7 @@ FLAGS = (
     Flag("preemption_mode", str, "scheduler", "auto, swap or recompute."),
     Flag("watermark", float, "scheduler", "Share of blocks kept free when admitting."),
     Flag("pipeline_depth", int, "scheduler", "Steps planned ahead."),
-    Flag("max_steps_together", int, "scheduler", "Most steps that travel in one message."),
+    Flag("max_results", int, "scheduler", "Most steps that travel in one message."),
     Flag("max_step_ms", float, "scheduler", "Longest step with prompts and decodes on a CPU."),
     Flag("max_speculative_seqs", int, "scheduler", "Most decoding sequences with drafts."),
     Flag("lease_ms", int, "scheduler", "Silence after which a worker counts as lost."),

@@ -88,7 +88,7 @@ class StepPlan(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
     APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_RESULTS_TOGETHER_FIELD_NUMBER: _builtins.int
+    MAX_RESULTS_FIELD_NUMBER: _builtins.int
     LOOKAHEAD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The stream's fencing number, the same in all its plans. A worker that has seen a
@@ -131,7 +131,7 @@ class StepPlan(_message.Message):
     candidates of sequences with num_candidates, one for a sequence at most. New
     sequences fork before: they take over their parents' tokens without these.
     """
-    max_results_together: _builtins.int
+    max_results: _builtins.int
     """The maximum number of results in the message that carries this step's result, this
     one included; 0 or 1: it is sent alone. The result may wait for later ones only
     while the worker has two later plans, one to compute and one in reserve while the
@@ -169,12 +169,12 @@ class StepPlan(_message.Message):
         num_tokens: _builtins.bytes = ...,
         sample: _builtins.bytes = ...,
         appended_tokens: _builtins.bytes = ...,
-        max_results_together: _builtins.int = ...,
+        max_results: _builtins.int = ...,
         lookahead: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results_together", b"max_results_together", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

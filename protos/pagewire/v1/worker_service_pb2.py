@@ -26,7 +26,7 @@ from pagewire.v1 import model_pb2 as pagewire_dot_v1_dot_model__pb2
 from pagewire.v1 import plan_pb2 as pagewire_dot_v1_dot_plan__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagewire/v1/worker_service.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/model.proto\x1a\x16pagewire/v1/plan.proto\"\x10\n\x0eGetInfoRequest\"\xff\x01\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.pagewire.v1.ModelInfo\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x18\n\x10num_weight_loads\x18\x06 \x01(\r\x12\x12\n\nlast_epoch\x18\x07 \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\x08 \x01(\x04\x12\x1b\n\x13takes_several_plans\x18\t \x01(\x08\x12\x1e\n\x16num_speculative_tokens\x18\n \x01(\r\"$\n\"WorkerServiceGetModelAssetsRequest\"R\n#WorkerServiceGetModelAssetsResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.ModelAssetChunk\"L\n\x14ProfileBlocksRequest\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\"G\n\x15ProfileBlocksResponse\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\"W\n\x16InitializeCacheRequest\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x19\n\x17InitializeCacheResponse\"f\n\x13\x45xecuteStepsRequest\x12#\n\x04plan\x18\x01 \x01(\x0b\x32\x15.pagewire.v1.StepPlan\x12*\n\x0blater_plans\x18\x02 \x03(\x0b\x32\x15.pagewire.v1.StepPlan\"o\n\x14\x45xecuteStepsResponse\x12\'\n\x06result\x18\x01 \x01(\x0b\x32\x17.pagewire.v1.StepResult\x12.\n\rlater_results\x18\x02 \x03(\x0b\x32\x17.pagewire.v1.StepResult\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t2\x82\x05\n\rWorkerService\x12\x44\n\x07GetInfo\x12\x1b.pagewire.v1.GetInfoRequest\x1a\x1c.pagewire.v1.GetInfoResponse\x12u\n\x0eGetModelAssets\x12/.pagewire.v1.WorkerServiceGetModelAssetsRequest\x1a\x30.pagewire.v1.WorkerServiceGetModelAssetsResponse0\x01\x12V\n\rProfileBlocks\x12!.pagewire.v1.ProfileBlocksRequest\x1a\".pagewire.v1.ProfileBlocksResponse\x12\\\n\x0fInitializeCache\x12#.pagewire.v1.InitializeCacheRequest\x1a$.pagewire.v1.InitializeCacheResponse\x12W\n\x0c\x45xecuteSteps\x12 .pagewire.v1.ExecuteStepsRequest\x1a!.pagewire.v1.ExecuteStepsResponse(\x01\x30\x01\x12S\n\x0cStartProfile\x12 .pagewire.v1.StartProfileRequest\x1a!.pagewire.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.pagewire.v1.StopProfileRequest\x1a .pagewire.v1.StopProfileResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n pagewire/v1/worker_service.proto\x12\x0bpagewire.v1\x1a\x17pagewire/v1/model.proto\x1a\x16pagewire/v1/plan.proto\"\x10\n\x0eGetInfoRequest\"\xe8\x01\n\x0fGetInfoResponse\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x05model\x18\x02 \x01(\x0b\x32\x16.pagewire.v1.ModelInfo\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\x04 \x01(\t\x12\x0b\n\x03pid\x18\x05 \x01(\r\x12\x18\n\x10num_weight_loads\x18\x06 \x01(\r\x12\x12\n\nlast_epoch\x18\x07 \x01(\x04\x12\x0f\n\x07\x62usy_us\x18\x08 \x01(\x04\x12\x1e\n\x16num_speculative_tokens\x18\n \x01(\rJ\x04\x08\t\x10\n\"$\n\"WorkerServiceGetModelAssetsRequest\"R\n#WorkerServiceGetModelAssetsResponse\x12+\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x1c.pagewire.v1.ModelAssetChunk\"L\n\x14ProfileBlocksRequest\x12\x14\n\x0cmax_num_seqs\x18\x01 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x02 \x01(\r\"G\n\x15ProfileBlocksResponse\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\"W\n\x16InitializeCacheRequest\x12\x16\n\x0enum_gpu_blocks\x18\x01 \x01(\r\x12\x16\n\x0enum_cpu_blocks\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\x19\n\x17InitializeCacheResponse\";\n\x13\x45xecuteStepsRequest\x12$\n\x05plans\x18\x01 \x03(\x0b\x32\x15.pagewire.v1.StepPlan\"@\n\x14\x45xecuteStepsResponse\x12(\n\x07results\x18\x01 \x03(\x0b\x32\x17.pagewire.v1.StepResult\"\x15\n\x13StartProfileRequest\"\x16\n\x14StartProfileResponse\"\x14\n\x12StopProfileRequest\"#\n\x13StopProfileResponse\x12\x0c\n\x04path\x18\x01 \x01(\t2\x82\x05\n\rWorkerService\x12\x44\n\x07GetInfo\x12\x1b.pagewire.v1.GetInfoRequest\x1a\x1c.pagewire.v1.GetInfoResponse\x12u\n\x0eGetModelAssets\x12/.pagewire.v1.WorkerServiceGetModelAssetsRequest\x1a\x30.pagewire.v1.WorkerServiceGetModelAssetsResponse0\x01\x12V\n\rProfileBlocks\x12!.pagewire.v1.ProfileBlocksRequest\x1a\".pagewire.v1.ProfileBlocksResponse\x12\\\n\x0fInitializeCache\x12#.pagewire.v1.InitializeCacheRequest\x1a$.pagewire.v1.InitializeCacheResponse\x12W\n\x0c\x45xecuteSteps\x12 .pagewire.v1.ExecuteStepsRequest\x1a!.pagewire.v1.ExecuteStepsResponse(\x01\x30\x01\x12S\n\x0cStartProfile\x12 .pagewire.v1.StartProfileRequest\x1a!.pagewire.v1.StartProfileResponse\x12P\n\x0bStopProfile\x12\x1f.pagewire.v1.StopProfileRequest\x1a .pagewire.v1.StopProfileResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETINFOREQUEST']._serialized_start=98
   _globals['_GETINFOREQUEST']._serialized_end=114
   _globals['_GETINFORESPONSE']._serialized_start=117
-  _globals['_GETINFORESPONSE']._serialized_end=372
-  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_start=374
-  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_end=410
-  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_start=412
-  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_end=494
-  _globals['_PROFILEBLOCKSREQUEST']._serialized_start=496
-  _globals['_PROFILEBLOCKSREQUEST']._serialized_end=572
-  _globals['_PROFILEBLOCKSRESPONSE']._serialized_start=574
-  _globals['_PROFILEBLOCKSRESPONSE']._serialized_end=645
-  _globals['_INITIALIZECACHEREQUEST']._serialized_start=647
-  _globals['_INITIALIZECACHEREQUEST']._serialized_end=734
-  _globals['_INITIALIZECACHERESPONSE']._serialized_start=736
-  _globals['_INITIALIZECACHERESPONSE']._serialized_end=761
-  _globals['_EXECUTESTEPSREQUEST']._serialized_start=763
-  _globals['_EXECUTESTEPSREQUEST']._serialized_end=865
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=867
-  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=978
-  _globals['_STARTPROFILEREQUEST']._serialized_start=980
-  _globals['_STARTPROFILEREQUEST']._serialized_end=1001
-  _globals['_STARTPROFILERESPONSE']._serialized_start=1003
-  _globals['_STARTPROFILERESPONSE']._serialized_end=1025
-  _globals['_STOPPROFILEREQUEST']._serialized_start=1027
-  _globals['_STOPPROFILEREQUEST']._serialized_end=1047
-  _globals['_STOPPROFILERESPONSE']._serialized_start=1049
-  _globals['_STOPPROFILERESPONSE']._serialized_end=1084
-  _globals['_WORKERSERVICE']._serialized_start=1087
-  _globals['_WORKERSERVICE']._serialized_end=1729
+  _globals['_GETINFORESPONSE']._serialized_end=349
+  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_start=351
+  _globals['_WORKERSERVICEGETMODELASSETSREQUEST']._serialized_end=387
+  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_start=389
+  _globals['_WORKERSERVICEGETMODELASSETSRESPONSE']._serialized_end=471
+  _globals['_PROFILEBLOCKSREQUEST']._serialized_start=473
+  _globals['_PROFILEBLOCKSREQUEST']._serialized_end=549
+  _globals['_PROFILEBLOCKSRESPONSE']._serialized_start=551
+  _globals['_PROFILEBLOCKSRESPONSE']._serialized_end=622
+  _globals['_INITIALIZECACHEREQUEST']._serialized_start=624
+  _globals['_INITIALIZECACHEREQUEST']._serialized_end=711
+  _globals['_INITIALIZECACHERESPONSE']._serialized_start=713
+  _globals['_INITIALIZECACHERESPONSE']._serialized_end=738
+  _globals['_EXECUTESTEPSREQUEST']._serialized_start=740
+  _globals['_EXECUTESTEPSREQUEST']._serialized_end=799
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_start=801
+  _globals['_EXECUTESTEPSRESPONSE']._serialized_end=865
+  _globals['_STARTPROFILEREQUEST']._serialized_start=867
+  _globals['_STARTPROFILEREQUEST']._serialized_end=888
+  _globals['_STARTPROFILERESPONSE']._serialized_start=890
+  _globals['_STARTPROFILERESPONSE']._serialized_end=912
+  _globals['_STOPPROFILEREQUEST']._serialized_start=914
+  _globals['_STOPPROFILEREQUEST']._serialized_end=934
+  _globals['_STOPPROFILERESPONSE']._serialized_start=936
+  _globals['_STOPPROFILERESPONSE']._serialized_end=971
+  _globals['_WORKERSERVICE']._serialized_start=974
+  _globals['_WORKERSERVICE']._serialized_end=1616
 # @@protoc_insertion_point(module_scope)

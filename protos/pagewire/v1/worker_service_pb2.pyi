@@ -51,7 +51,6 @@ class GetInfoResponse(_message.Message):
     NUM_WEIGHT_LOADS_FIELD_NUMBER: _builtins.int
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
-    TAKES_SEVERAL_PLANS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Unique per process."""
@@ -68,10 +67,6 @@ class GetInfoResponse(_message.Message):
     busy_us: _builtins.int
     """How long the worker has been busy with its current operation, such as one step, in
     microseconds; 0 when idle, or if it does not report it.
-    """
-    takes_several_plans: _builtins.bool
-    """Whether the worker accepts several plans in one ExecuteStepsRequest. The core sends
-    several only if all ranks of the group set this.
     """
     num_speculative_tokens: _builtins.int
     """The most drafts that the worker adds to a row (StepPlan.lookahead), at most 255; 0 if
@@ -92,12 +87,11 @@ class GetInfoResponse(_message.Message):
         num_weight_loads: _builtins.int = ...,
         last_epoch: _builtins.int = ...,
         busy_us: _builtins.int = ...,
-        takes_several_plans: _builtins.bool = ...,
         num_speculative_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "takes_several_plans", b"takes_several_plans", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "busy_us", b"busy_us", "device", b"device", "last_epoch", b"last_epoch", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "num_weight_loads", b"num_weight_loads", "pid", b"pid", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -247,31 +241,25 @@ Global___InitializeCacheResponse: _TypeAlias = InitializeCacheResponse  # noqa: 
 
 @_typing.final
 class ExecuteStepsRequest(_message.Message):
-    """One plan, or several of consecutive steps."""
+    """The plans of one or several consecutive steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PLAN_FIELD_NUMBER: _builtins.int
-    LATER_PLANS_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def plan(self) -> _plan_pb2.StepPlan:
-        """The plan of a step."""
-
-    @_builtins.property
-    def later_plans(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepPlan]:
-        """The plans of the following steps, in order. Empty unless the worker set
-        takes_several_plans.
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepPlan]:
+        """The plans, in order; at least one. Several in a message mean what they mean in as many
+        messages.
         """
 
     def __init__(
         self,
         *,
-        plan: _plan_pb2.StepPlan | None = ...,
-        later_plans: _abc.Iterable[_plan_pb2.StepPlan] | None = ...,
+        plans: _abc.Iterable[_plan_pb2.StepPlan] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["later_plans", b"later_plans", "plan", b"plan"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["plans", b"plans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -279,31 +267,25 @@ Global___ExecuteStepsRequest: _TypeAlias = ExecuteStepsRequest  # noqa: Y015
 
 @_typing.final
 class ExecuteStepsResponse(_message.Message):
-    """One result, or those of several consecutive steps."""
+    """The results of one or several consecutive steps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    RESULT_FIELD_NUMBER: _builtins.int
-    LATER_RESULTS_FIELD_NUMBER: _builtins.int
+    RESULTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def result(self) -> _plan_pb2.StepResult:
-        """The result of a step."""
-
-    @_builtins.property
-    def later_results(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepResult]:
-        """The results of the following steps, in order. Empty unless `result` was allowed to
-        wait (StepPlan.max_results_together), and so were all of these but the last.
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[_plan_pb2.StepResult]:
+        """The results, in order; at least one. All but the last were allowed to wait
+        (StepPlan.max_results).
         """
 
     def __init__(
         self,
         *,
-        result: _plan_pb2.StepResult | None = ...,
-        later_results: _abc.Iterable[_plan_pb2.StepResult] | None = ...,
+        results: _abc.Iterable[_plan_pb2.StepResult] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["later_results", b"later_results", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,9 +10,9 @@ computed only from the first block in which it differs from the beams before it,
 computed. So the group needs no more memory than before, with or without a prefix cache.
 """
 
+import struct
 from dataclasses import dataclass
 
-from pagewire.columns import pack, pack_floats
 from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
 from scheduler_service.core.kv_cache.block_manager import AllocStatus
 from scheduler_service.core.request import ChoiceFinished
@@ -296,9 +296,11 @@ def _deliver_choice(seq_group: SequenceGroup, handle: int, path: Path) -> int:
 def _beam_logprobs(step: Path, num_top: int) -> RowLogprobs:
     """The log probability with which a token was scored, and those of the top candidates."""
     assert step.row is not None
+    token_ids = [step.token, *step.row.token_ids[:num_top]]
+    logprobs = [step.logprob, *step.row.logprobs[:num_top]]
     return RowLogprobs(
-        token_ids=pack([step.token, *step.row.token_ids[:num_top]]),
-        logprobs=pack_floats([step.logprob, *step.row.logprobs[:num_top]]),
+        token_ids=struct.pack(f"<{len(token_ids)}i", *token_ids),
+        logprobs=struct.pack(f"<{len(logprobs)}f", *logprobs),
         sampled_rank=step.place + 1,
     )
 

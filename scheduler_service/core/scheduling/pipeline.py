@@ -17,7 +17,7 @@ from scheduler_service.core.stats.request_timing import StepClock
 from scheduler_service.core.stats.throughput import StepRates, StepWork
 from scheduler_service.core.step_plan import StepResult
 
-MAX_STEPS_TOGETHER_US = 100_000
+MAX_HOLD_US = 100_000
 """The longest that steps which travel together may take, because a request that arrives now waits
 for all steps that are already planned."""
 
@@ -89,9 +89,9 @@ class Pipeline:
         self.rates = StepRates()
         self._vocab_size = capacity.vocab_size
         self._depth = config.pipeline_depth
-        self._max_together = config.max_steps_together if capacity.takes_several_plans else 1
-        self.may_send_together = self._max_together > 1
-        """Whether the plans of several steps may ever be sent together."""
+        self._max_results = config.max_results
+        self.may_hold_results = self._max_results > 1
+        """Whether the results of several steps may ever be sent together."""
         self._steps: deque[InFlightStep] = deque()
         self._num_planned = 0
 
@@ -118,19 +118,18 @@ class Pipeline:
         """Sequences with rows in flight."""
         return {seq for step in self._steps for seq in step.rows}
 
-    def num_together(self, patience_us: Callable[[], int]) -> int:
-        """How many decode steps may be sent together; `patience_us` returns how long the clients of
-        all running requests can wait for their tokens."""
+    def max_results(self, max_hold_us: Callable[[], int]) -> int:
+        """How many decode steps' results may be sent together; `max_hold_us` returns how long the
+        clients of all running requests allow their tokens to be held."""
         step_us = self.rates.us_per_decode_step
         if not step_us:
             return 1
-        most_us = min(patience_us(), MAX_STEPS_TOGETHER_US)
-        return max(1, min(self._max_together, int(most_us / step_us)))
+        return max(1, min(self._max_results, int(min(max_hold_us(), MAX_HOLD_US) / step_us)))
 
-    def is_full(self, num_together: int) -> bool:
+    def is_full(self, max_results: int) -> bool:
         """Whether the maximum of steps is in flight: those whose results return together, and one
         for the worker to continue with."""
-        depth = self._depth if num_together == 1 else max(self._depth, num_together + 1)
+        depth = self._depth if max_results == 1 else max(self._depth, max_results + 1)
         return len(self._steps) >= depth
 
     def push(self, step: InFlightStep) -> None:

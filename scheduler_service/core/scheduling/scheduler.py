@@ -53,7 +53,7 @@ class Scheduler:
         not routed yet wait for room."""
         if self._state.suspect is not None:
             return len(self._pipeline) > 0  # it must be clear in whose step a worker dies
-        return self._pipeline.is_full(self._num_together(is_awaited))
+        return self._pipeline.is_full(self._max_results(is_awaited))
 
     @property
     def is_short_of_memory(self) -> bool:
@@ -230,20 +230,20 @@ class Scheduler:
         """
         if self.is_full(is_awaited=is_awaited):
             return None
-        num_together = self._num_together(is_awaited)
+        max_results = self._max_results(is_awaited)
         self.num_changes += 1
         plan, outgrown = self._planner.plan(now_us)
         if plan is not None:
-            plan.num_together = num_together
+            plan.max_results = max_results
         self._outgrown += outgrown
         return plan
 
-    def _num_together(self, is_awaited: bool) -> int:
-        """Number of steps that may be sent together: one while any request waits or prompts are
+    def _max_results(self, is_awaited: bool) -> int:
+        """Maximum number of results in a message: one while any request waits or prompts are
         computed, because requests that arrive then should follow at once."""
         state = self._state
         if (
-            not self._pipeline.may_send_together
+            not self._pipeline.may_hold_results
             or is_awaited
             or self.is_draining
             or state.suspect is not None
@@ -254,7 +254,7 @@ class Scheduler:
             return 1
         if self._pipeline.is_prefilling:
             return 1
-        return self._pipeline.num_together(self._running.patience_us)
+        return self._pipeline.max_results(self._running.max_hold_us)
 
     def update(self, result: StepResult, now_us: int) -> None:
         """Process the result of the oldest step in flight. Raises ResultMismatch and changes

@@ -44,7 +44,7 @@ class RunningSet:
         """
         self._blocks = blocks
         self._clock = clock
-        self._patience_us = 0
+        self._max_hold_us = 0
         self._num_changes_at_patience = -1
         self._has_ended = False
         self._forget_seq_ids: list[int] = []
@@ -108,7 +108,7 @@ class RunningSet:
         """Record that the plan being made sends a sequence to the worker."""
         self._unknown.discard(seq)
 
-    def patience_us(self) -> int:
+    def max_hold_us(self) -> int:
         """How long the clients of all running requests can wait for their tokens; 0 while prompts
         are computed."""
         if self.prefilling or self.arriving:
@@ -116,9 +116,9 @@ class RunningSet:
         if self.num_changes != self._num_changes_at_patience:
             # Sequences that have ended stay in the list until the next plan.
             seq_groups = {seq.seq_group for seq in self.decoding if seq.status is RUNNING}
-            self._patience_us = min((seq_group.patience_us for seq_group in seq_groups), default=0)
+            self._max_hold_us = min((seq_group.max_hold_us for seq_group in seq_groups), default=0)
             self._num_changes_at_patience = self.num_changes
-        return self._patience_us
+        return self._max_hold_us
 
     def last(self) -> Sequence:
         """The last in order of the prefilling and decoding sequences."""

@@ -59,7 +59,6 @@ export class Worker {
       pid: process.pid,
       num_weight_loads: 1,
       last_epoch: String(this.lastEpoch),
-      takes_several_plans: true,
       num_speculative_tokens: MAX_DRAFTS,
     };
   }
@@ -98,13 +97,13 @@ export class Worker {
         this.#checkTurn(stream, plan);
         const result = executeStep(plan, stream.sequences, this.#cache, receivedUs);
         this.numSteps += 1;
-        call.write({ result });
+        call.write({ results: [result] });
       } catch (error) {
         stream ??= { isClosed: false };
         close(error.code ? error : Object.assign(error, { code: grpc.status.INTERNAL }));
       }
     };
-    call.on("data", ({ plan, later_plans: laterPlans }) => [plan, ...laterPlans].forEach(execute));
+    call.on("data", ({ plans }) => plans.forEach(execute));
     call.on("end", () => close());
     call.on("cancelled", () => stream && !stream.isClosed && this.#forget(stream));
     call.on("error", () => stream && !stream.isClosed && this.#forget(stream));

@@ -136,7 +136,6 @@ class CoreMachine(RuleBasedStateMachine):
             num_cpu_blocks=self.host_blocks,
             block_size=self.block_size,
             max_model_len=MAX_MODEL_LEN,
-            takes_several_plans=self.num_groups % 2 == 0,
             num_speculative_tokens=self.num_speculative_tokens,
         )
         self.num_groups += 1

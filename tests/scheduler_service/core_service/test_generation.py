@@ -53,18 +53,11 @@ async def test_the_next_plan_leaves_before_the_result_is_back(
         assert frontend.tokens[1] == counted(3, 20)
 
 
-@pytest.mark.parametrize(
-    ("max_hold_ms", "takes_several_plans", "travel_together"),
-    [(1000, True, True), (0, True, False), (1000, False, False)],
-)
-async def test_plans_travel_together_where_nobody_waits_for_tokens_and_the_worker_can_read_them(
-    service: CoreService,
-    fleet: Fleet,
-    max_hold_ms: int,
-    takes_several_plans: bool,
-    travel_together: bool,
+@pytest.mark.parametrize(("max_hold_ms", "travel_together"), [(1000, True), (0, False)])
+async def test_plans_travel_together_where_nobody_waits_for_tokens(
+    service: CoreService, fleet: Fleet, max_hold_ms: int, travel_together: bool
 ) -> None:
-    worker = await fleet.start(FakeWorker(takes_several_plans=takes_several_plans))
+    worker = await fleet.start(FakeWorker())
     async with AttachedFrontend(service.address) as frontend:
         await frontend.submit(1, [1, 2, 3], max_tokens=200, max_hold_ms=max_hold_ms)
         await frontend.wait_finished(1)
@@ -75,12 +68,12 @@ async def test_plans_travel_together_where_nobody_waits_for_tokens_and_the_worke
         # A fake answers each plan alone: what is planned at once refills the lead. A request that
         # comes and is not as patient ends that.
         assert worker.num_plan_messages < len(worker.plans)
-        assert worker.plans[-1].max_results_together == 8
+        assert worker.plans[-1].max_results == 8
         num_plans, num_messages = len(worker.plans), worker.num_plan_messages
         await frontend.submit(2, [1, 2, 3], max_tokens=200)
         await frontend.wait_finished(2)
         assert worker.num_plan_messages - num_messages == len(worker.plans) - num_plans
-        assert not worker.plans[-1].max_results_together
+        assert not worker.plans[-1].max_results
 
 
 async def test_a_frontend_gets_at_most_one_message_a_step(

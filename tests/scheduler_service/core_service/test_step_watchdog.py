@@ -108,7 +108,7 @@ def test_a_step_is_worked_on_once_the_one_before_it_is_done() -> None:
 
 def test_a_result_that_may_come_with_others_may_take_as_long_as_they() -> None:
     watch = StepWatch(seen((decode(1), 0.2)), num_ranks=1)
-    watch.sent(decode(1), 100.0, num_together=3)
+    watch.sent(decode(1), 100.0, max_results=3)
     watch.sent(decode(1), 100.0)
     assert watch.overdue_at == pytest.approx(106.0)
     watch.answered(0, 100.2)

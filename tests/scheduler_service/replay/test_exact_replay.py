@@ -10,11 +10,9 @@ from rich.console import Console
 
 from scheduler_service.core import PolicyName, SchedulerConfig, TenantConfig
 from scheduler_service.errors import QueueFull
-from scheduler_service.replay.exact_replay import ExactReplay
-from scheduler_service.replay.recording_file import RecordingReader
 from scheduler_service.replay.report import difference_lines, plans_table
 from tests.support.core_driver import CoreDriver, make_capacity
-from tests.support.recorded import SYMBOLIC, Recorder, Recording, random_life
+from tests.support.recorded import Recorder, Recording, random_life
 
 RECORDINGS = Path(__file__).parent / "recordings"
 
@@ -76,17 +74,6 @@ def test_a_recording_of_former_names_comes_out_again() -> None:
     summary = recording.replay()
     assert summary.is_exact
     assert summary.num_plans > 100
-
-
-def test_a_recording_of_format_version_1_comes_out_again() -> None:
-    """It was made by commit 15bee58: `fair` with limits, groups gained, lost and drained, refusals,
-    cancellations, aborts and deadlines."""
-    reader = RecordingReader(RECORDINGS / "15bee58-fair.jsonl.gz", SYMBOLIC)
-    summary = ExactReplay(reader.header, SYMBOLIC).run(reader.entries())
-    assert summary.is_exact
-    assert (summary.num_inputs, summary.num_requests, summary.num_plans) == (1585, 71, 329)
-    assert summary.num_outputs > 0
-    assert summary.are_outputs_incomparable, "its hashes of failures depend on their messages"
 
 
 def overtaking_equals(*, lets_equals_overtake: bool) -> Recording:

@@ -67,7 +67,7 @@ class AtOnce(Launcher):
         return step
 
 
-def empty_plan(step_id: int, max_results_together: int = 0) -> StepPlan:
+def empty_plan(step_id: int, max_results: int = 0) -> StepPlan:
     nothing = np.zeros(0, np.int32)
     pairs = np.zeros((0, 2), np.int32)
     return StepPlan(
@@ -84,7 +84,7 @@ def empty_plan(step_id: int, max_results_together: int = 0) -> StepPlan:
         sample=np.zeros(0, np.bool_),
         lookahead=nothing,
         appended_tokens=pairs,
-        max_results_together=max_results_together,
+        max_results=max_results,
     )
 
 
@@ -95,11 +95,9 @@ async def thread() -> AsyncIterator[ModelThread]:
     thread.stop(wait_s=10)
 
 
-async def submit(
-    stream: StepStream, thread: ModelThread, count: int, max_results_together: int = 0
-) -> None:
+async def submit(stream: StepStream, thread: ModelThread, count: int, max_results: int = 0) -> None:
     for step_id in range(1, count + 1):
-        await stream.submit(empty_plan(step_id, max_results_together))
+        await stream.submit(empty_plan(step_id, max_results))
     await thread.run(lambda: None)
 
 

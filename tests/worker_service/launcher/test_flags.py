@@ -147,11 +147,11 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         may_end = threading.Event()
 
         def plans() -> Iterator[pb.ExecuteStepsRequest]:
-            yield pb.ExecuteStepsRequest(plan=PlanBuilder(epoch=1).plan([]))
+            yield pb.ExecuteStepsRequest(plans=[PlanBuilder(epoch=1).plan([])])
             may_end.wait(60)
 
         results = stub.ExecuteSteps(plans())
-        assert next(results).result.step_id == 1
+        assert next(results).results[0].step_id == 1
         running.signal()
         running.wait_for("draining")
         running.signal()

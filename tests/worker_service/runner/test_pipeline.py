@@ -141,6 +141,7 @@ def test_decodes_stay_in_their_parts_whatever_is_beside_them(num_parts: int) -> 
         seq_ids=np.append(alone.seq_ids, both.seq_ids),
         num_tokens=np.append(alone.num_tokens, both.num_tokens),
         sample=np.append(alone.sample, both.sample),
+        lookahead=np.append(alone.lookahead, both.lookahead),
     )
     before = [part.seq_ids.tolist() for _, part in micro_batches(alone, table)]
     after = [part.seq_ids[part.seq_ids != 99].tolist() for _, part in micro_batches(mixed, table)]
@@ -174,6 +175,7 @@ def test_two_rows_of_a_sequence_are_refused_though_they_may_be_in_different_part
         seq_ids=np.repeat(plan.seq_ids, 2),
         num_tokens=np.repeat(plan.num_tokens, 2),
         sample=np.repeat(plan.sample, 2),
+        lookahead=np.repeat(plan.lookahead, 2),
     )
     with pytest.raises(InvalidPlan, match="two rows"):
         list(micro_batches(twice, table))

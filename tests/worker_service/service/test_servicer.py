@@ -108,13 +108,12 @@ async def test_plans_sent_ahead_are_answered_in_order() -> None:
 
 async def test_plans_sent_together_are_executed_in_order() -> None:
     async with running_worker() as running:
-        assert (await running.stub.GetInfo(pb.GetInfoRequest())).takes_several_plans
         await running.initialize(1)
         plans, steps = PlanBuilder(), Steps(running.stub)
         plans.add(1, [1])
         decodes = [plans.plan([Row(1)]) for _ in range(8)]
         for plan in decodes:
-            plan.max_results_together = 4
+            plan.max_results = 4
         await steps.send_together(*decodes)
         results: list[plan_pb2.StepResult] = []
         while len(results) < 8:
@@ -475,9 +474,9 @@ async def test_what_is_no_plan_in_the_middle_of_a_stream_ends_it_after_the_resul
             "/pagewire.v1.WorkerService/ExecuteSteps",
             response_deserializer=pb.ExecuteStepsResponse.FromString,
         )()
-        await call.write(pb.ExecuteStepsRequest(plan=plans.plan([Row(1)])).SerializeToString())
+        await call.write(pb.ExecuteStepsRequest(plans=[plans.plan([Row(1)])]).SerializeToString())
         await call.write(b"\xff\xff\xff not a message")
-        assert (await call.read()).result.step_id == 1
+        assert (await call.read()).results[0].step_id == 1
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call.read()
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -203,8 +203,8 @@ def test_it_starts_serves_and_ends_where_no_torch_is_installed(tmp_path: Path) -
         with grpc.insecure_channel(address) as channel:
             stub = WorkerServiceStub(channel)
             stub.InitializeCache(pb.InitializeCacheRequest(num_gpu_blocks=8, epoch=1), timeout=5)
-            plans = iter([pb.ExecuteStepsRequest(plan=first_plan(PlanBuilder(block_size=16)))])
-            result = next(iter(stub.ExecuteSteps(plans, timeout=5))).result
+            plans = iter([pb.ExecuteStepsRequest(plans=[first_plan(PlanBuilder(block_size=16))])])
+            result = next(iter(stub.ExecuteSteps(plans, timeout=5))).results[0]
             assert np.frombuffer(result.token_ids, "<i4")[0] >= 0
     finally:
         process.send_signal(signal.SIGTERM)

@@ -24,11 +24,7 @@ def make_driver(policy: PolicyName) -> CoreDriver:
         )
     )
     for group_id, model, num_blocks in (("a", "m", 8), ("b", "m", 12), ("c", "n", 8)):
-        driver.add_worker_group(
-            make_capacity(
-                group_id, model=model, num_gpu_blocks=num_blocks, takes_several_plans=True
-            )
-        )
+        driver.add_worker_group(make_capacity(group_id, model=model, num_gpu_blocks=num_blocks))
     return driver
 
 

@@ -7,7 +7,7 @@ import dataclasses
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.scheduling.pipeline import MAX_STEPS_TOGETHER_US
+from scheduler_service.core.scheduling.pipeline import MAX_HOLD_US
 from scheduler_service.core.stats.scheduler_stats import LatencyHistogram
 from tests.support.core_driver import CoreDriver, make_capacity
 
@@ -15,19 +15,15 @@ CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, watermark=0.
 PATIENT_US = 1_000_000
 
 
-def make_driver(*, takes_several_plans: bool = True, **changes: object) -> CoreDriver:
+def make_driver(**changes: object) -> CoreDriver:
     driver = CoreDriver(dataclasses.replace(CONFIG, **changes))  # type: ignore[arg-type]
-    driver.add_worker_group(
-        make_capacity(
-            "g", num_gpu_blocks=64, max_model_len=128, takes_several_plans=takes_several_plans
-        )
-    )
+    driver.add_worker_group(make_capacity("g", num_gpu_blocks=64, max_model_len=128))
     return driver
 
 
-def decoding(driver: CoreDriver, *patience_us: int, **fields: object) -> None:
+def decoding(driver: CoreDriver, *max_hold_us: int, **fields: object) -> None:
     """Requests that decode, the worker's speed being known, and no step that is open."""
-    for hold_us in patience_us:
+    for hold_us in max_hold_us:
         driver.submit(prompt=[1, 2, 3], max_tokens=100, max_hold_us=hold_us, **fields)  # type: ignore[arg-type]
     for _ in range(4):
         driver.schedule("g")
@@ -38,7 +34,7 @@ def lead(driver: CoreDriver) -> list[int]:
     """Plans as far ahead as the core does; with each how many may come together."""
     together = []
     while (plan := driver.schedule("g")) is not None:
-        together.append(plan.num_together)
+        together.append(plan.max_results)
     while driver.deliver("g"):
         pass
     return together
@@ -88,9 +84,9 @@ def test_tokens_that_come_together_have_each_taken_the_time_of_a_step() -> None:
 
 
 def test_slow_steps_do_not_run_far_ahead_of_what_may_come() -> None:
-    driver = make_driver(max_steps_together=1000)
+    driver = make_driver(max_results=1000)
     decoding(driver, PATIENT_US)
-    assert lead(driver)[0] == MAX_STEPS_TOGETHER_US // 1000
+    assert lead(driver)[0] == MAX_HOLD_US // 1000
 
 
 def test_steps_travel_alone_while_a_request_waits_or_its_prompt_is_computed() -> None:
@@ -110,7 +106,7 @@ def test_what_comes_while_a_prompt_is_computed_does_not_wait_behind_steps_withou
         pass
     driver.submit(prompt=[1, 2, 3], max_tokens=100, max_hold_us=PATIENT_US)
     plans = [driver.schedule("g"), driver.schedule("g")]
-    assert all(plan is not None and plan.num_together == 1 for plan in plans)
+    assert all(plan is not None and plan.max_results == 1 for plan in plans)
     assert driver.schedule("g") is None
     driver.submit(prompt=[4, 5], max_tokens=100, max_hold_us=PATIENT_US)
     driver.deliver("g")
@@ -119,17 +115,11 @@ def test_what_comes_while_a_prompt_is_computed_does_not_wait_behind_steps_withou
     assert len(plan.new_sequences) == 1
 
 
-def test_a_worker_gets_one_plan_at_a_time_unless_it_takes_several() -> None:
-    driver = make_driver(takes_several_plans=False)
-    decoding(driver, PATIENT_US)
-    assert lead(driver) == [1, 1]
-
-
 def test_an_operator_may_have_steps_travel_alone_or_plan_further_ahead_anyway() -> None:
-    driver = make_driver(max_steps_together=1)
+    driver = make_driver(max_results=1)
     decoding(driver, PATIENT_US)
     assert lead(driver) == [1, 1]
-    driver = make_driver(max_steps_together=2, pipeline_depth=5)
+    driver = make_driver(max_results=2, pipeline_depth=5)
     decoding(driver, PATIENT_US)
     assert lead(driver) == [2] * 5
 
