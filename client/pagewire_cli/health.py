@@ -25,13 +25,7 @@ def main(arguments: Sequence[str]) -> int:
     files = (options.tls_ca, options.tls_cert, options.tls_key)
     try:
         check_address(options.address)
-        tls = None
-        if options.tls or any(files):
-            tls = TlsOptions(
-                root_certificates=options.tls_ca,
-                certificate_chain=options.tls_cert,
-                private_key=options.tls_key,
-            )
+        tls = TlsOptions.of(*files, is_on=options.tls)
         reason = why_not_serving(options.address, options.timeout, options.service, tls)
     except (OSError, ValueError) as error:
         sys.stderr.write(f"error: {error}\n")

@@ -157,13 +157,7 @@ class Connection:
         return AsyncClient(self.address, tls=self._tls(), api_key=self.api_key, retry=retry)
 
     def _tls(self) -> TlsOptions | None:
-        if not (self.tls or self.tls_ca or self.tls_cert or self.tls_key):
-            return None
-        return TlsOptions(
-            root_certificates=self.tls_ca,
-            certificate_chain=self.tls_cert,
-            private_key=self.tls_key,
-        )
+        return TlsOptions.of(self.tls_ca, self.tls_cert, self.tls_key, is_on=self.tls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,14 +175,8 @@ class Membership:
 
     def connection_to(self, core: str) -> ConnectionOptions:
         """The options of channels and calls. Raises OSError for a file that cannot be read."""
-        tls = None
-        if self.cluster_ca or self.cluster_cert or self.cluster_key:
-            tls = TlsOptions(
-                root_certificates=self.cluster_ca,
-                certificate_chain=self.cluster_cert,
-                private_key=self.cluster_key,
-                server_name=MEMBER_NAME,
-            )
+        files = (self.cluster_ca, self.cluster_cert, self.cluster_key)
+        tls = TlsOptions.of(*files, server_name=MEMBER_NAME)
         # Of several tokens in the file, the first is the one to send.
         tokens = self.cluster_token_file.read_text() if self.cluster_token_file else ""
         return connection_options(core, tls, tokens)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Self, TypeAlias, TypeVar
 
 import grpc
 
@@ -64,6 +64,18 @@ class TlsOptions:
     def __post_init__(self) -> None:
         if (self.certificate_chain is None) != (self.private_key is None):
             raise ValueError("certificate_chain and private_key belong together: give both")
+
+    @classmethod
+    def of(
+        cls, *files: Path | None, is_on: bool = False, server_name: str | None = None
+    ) -> Self | None:
+        """The options for a command's flags: authority, certificate and key. None without any."""
+        if not (is_on or any(files)):
+            return None
+        ca, cert, key = files
+        return cls(
+            root_certificates=ca, certificate_chain=cert, private_key=key, server_name=server_name
+        )
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files; raises OSError for one that cannot be read."""

@@ -181,29 +181,6 @@ def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
     yield window is not None and config.get("use_sliding_window", True)
 
 
-def _packs_with_triton(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    kernels: Kernels,
-    *,
-    is_quantized: bool,
-) -> bool:
-    """Whether quantized weights stay packed on a GPU.
-
-    Raises InvalidOption if `--quantization` is set and no kernel multiplies quantized weights.
-    """
-    if is_quantized and can_keep_weights_packed(kernels.layers, device, dtype):
-        return True
-    if config.quantization is not None and not can_pack(dtype, device):
-        raise InvalidOption(
-            f"quantization: expected none, got {config.quantization}: it needs the compiled CPU"
-            f" kernels, or on a GPU the Triton kernels; this is {device} with --attention-backend"
-            f" {kernels.attention.name}"
-        )
-    return False
-
-
 def _device_of(config: ModelConfig, cache: CacheConfig) -> torch.device:
     """The device to load the model on. Raises InvalidOption for options that exclude it."""
     is_alone = config.layout.world_size == 1
@@ -376,22 +353,29 @@ def _context(
     device: torch.device,
     kernels: Kernels,
 ) -> ModelContext:
-    """Raises UnsupportedModel for quantized activations without a kernel for them."""
-    if any(scheme.activations for _, scheme in schemes) and not can_pack(dtype, device):
+    """Raises UnsupportedModel for quantized activations, and InvalidOption for `--quantization`,
+    without a kernel for them."""
+    is_quantized = bool(schemes) or is_gguf(model_dir) or config.quantization is not None
+    packs_with_triton = is_quantized and can_keep_weights_packed(kernels.layers, device, dtype)
+    has_products = can_pack(dtype, device)
+    if any(scheme.activations for _, scheme in schemes) and not has_products:
         raise UnsupportedModel(
             f"{model_dir / 'config.json'}: quantization_config: 8-bit input_activations (W8A8) need"
             f" the compiled CPU kernels; this is {device}"
         )
-    is_quantized = bool(schemes) or is_gguf(model_dir) or config.quantization is not None
+    if config.quantization is not None and not (packs_with_triton or has_products):
+        raise InvalidOption(
+            f"quantization: expected none, got {config.quantization}: it needs the compiled CPU"
+            f" kernels, or on a GPU the Triton kernels; this is {device} with --attention-backend"
+            f" {kernels.attention.name}"
+        )
     return ModelContext(
         dtype=dtype,
         device=device,
         cache_dtype=CACHE_DTYPES[cache.kv_cache_dtype],
         batch_invariant=config.batch_invariant,
         quantization=config.quantization,
-        packs_with_triton=_packs_with_triton(
-            config, dtype, device, kernels, is_quantized=is_quantized
-        ),
+        packs_with_triton=packs_with_triton,
         communicator=Communicator(
             config.layout,
             sums_in_order=config.batch_invariant,

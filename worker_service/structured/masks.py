@@ -5,7 +5,7 @@ computed on the host while the forward pass runs: on a CPU worker by a separate 
 the thread that has launched the pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass
@@ -191,24 +191,13 @@ class ConstrainedRow(NamedTuple):
     """How many of them, the last ones, are drafts. The row before it then has one less."""
 
 
-class _Asked(NamedTuple):
-    """A sequence's constraint."""
-
-    constraint: Constraint
-    min_tokens: int
-    compiled: "Future[LLMatcher] | None"
-    """Kept for its first mask, since the cache may drop it in the meantime. None in a fork, which
-    copies its parent's matcher."""
-
-
 class TokenMasks:
     """The matchers of a runner's sequences, by row id. For the model thread only."""
 
     def __init__(self, grammars: "Grammars") -> None:
         self._grammars = grammars
-        self._asked: dict[int, _Asked] = {}
-        self._matchers: dict[int, OutputMatcher] = {}
-        """Matchers of sequences that have sampled: ranks that never sample have none."""
+        self._matchers: dict[int, OutputMatcher | Callable[[], OutputMatcher]] = {}
+        """Makers of matchers until sequences sample: ranks that never sample have no matchers."""
 
     def add(
         self, row_id: int, constraint: Constraint, min_tokens: int, parent_row_id: int | None
@@ -217,27 +206,29 @@ class TokenMasks:
 
         Raises ValueError for a constraint that cannot be expressed as a grammar.
         """
-        compiled = None
         parent = None if parent_row_id is None else self._matchers.get(parent_row_id)
-        if parent is not None:
+        if isinstance(parent, OutputMatcher):
             self._matchers[row_id] = parent.fork()
-        else:
-            compiled = self._grammars.expect(constraint)
-        self._asked[row_id] = _Asked(constraint, min_tokens, compiled)
+            return
+        compiled = self._grammars.expect(constraint)  # kept, since the cache may drop it
+
+        def make() -> OutputMatcher:
+            thought = constraint.thought and self._grammars.thought(constraint.thought)
+            return OutputMatcher(constraint, min_tokens, compiled.result().deep_copy(), thought)
+
+        self._matchers[row_id] = make
 
     def remove(self, row_ids: Int64Array) -> None:
         """The sequences in these rows are forgotten."""
-        for row_id in row_ids.tolist() if self._asked else ():
-            self._asked.pop(row_id, None)
+        for row_id in row_ids.tolist() if self._matchers else ():
             self._matchers.pop(row_id, None)
 
     def constrained(self, row_ids: Int64Array) -> list[tuple[int, int]]:
         """(row of the batch, row id) of each constrained sequence."""
-        if not self._asked:
+        if not self._matchers:
             return []
-        return [
-            (row, row_id) for row, row_id in enumerate(row_ids.tolist()) if row_id in self._asked
-        ]
+        rows = enumerate(row_ids.tolist())
+        return [(row, row_id) for row, row_id in rows if row_id in self._matchers]
 
     def begin(self, rows: Sequence[ConstrainedRow]) -> "Future[MaskedRows]":
         """Compute on another thread; the outputs must not change in the meantime."""
@@ -276,13 +267,8 @@ class TokenMasks:
 
     def _follow(self, row: ConstrainedRow) -> OutputMatcher:
         """The row's matcher, at the end of its output."""
-        matcher = self._matchers.get(row.row_id)
-        if matcher is None:
-            asked = self._asked[row.row_id]
-            assert asked.compiled is not None, "a row with a matcher from the start keeps it"
-            start = asked.compiled.result().deep_copy()
-            thought = asked.constraint.thought and self._grammars.thought(asked.constraint.thought)
-            matcher = OutputMatcher(asked.constraint, asked.min_tokens, start, thought)
-            self._matchers[row.row_id] = matcher
+        matcher = self._matchers[row.row_id]
+        if not isinstance(matcher, OutputMatcher):
+            matcher = self._matchers[row.row_id] = matcher()
         matcher.take_in(row.output)
         return matcher
