@@ -48,7 +48,10 @@ def gpu(tmp_path: Path) -> Day:
 
 
 @pytest.mark.timeout(480)  # each starts several processes, however busy the machine is
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage",
+    [stage if stage == 4 else pytest.param(stage, marks=pytest.mark.long) for stage in STAGES],
+)
 def test_a_stage_can_be_rehearsed(stage: int, day: Day) -> None:
     outcomes = run_parts(STAGES[stage], day)
     logs = [path.read_text()[-3000:] for path in day.output.glob("*.log")]

@@ -26,4 +26,5 @@ def run_to_end(config: ChaosConfig, folder: Path) -> Report:
 
 @pytest.fixture(scope="session")
 def short_run(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return run_to_end(ChaosConfig(), tmp_path_factory.mktemp("chaos"))
+    config = ChaosConfig(num_kills=12, num_streams=30, num_asks=16)
+    return run_to_end(config, tmp_path_factory.mktemp("chaos"))

@@ -30,9 +30,9 @@ def test_enough_was_killed_and_enough_was_streamed(
 ) -> None:
     with capsys.disabled():
         print(f"\n{short_run.num_streams} streams, kills: {short_run.kills}")
-    assert sum(short_run.kills.values()) >= 20
+    assert sum(short_run.kills.values()) >= 12
     assert set(short_run.kills) == {"core", "frontend", "worker"}
-    assert short_run.num_streams >= 40
+    assert short_run.num_streams >= 30
     assert set(short_run.kinds) >= set(CHOOSING)
 
 
@@ -41,6 +41,7 @@ def test_requests_are_of_every_kind() -> None:
     assert kinds >= {*CHOOSING, *EXTRAS, "text", "token ids", "long token ids", "chat"}
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_ranks_on_two_hosts_lose_nothing_on_slow_and_lossy_links(tmp_path: Path) -> None:
     config = ChaosConfig(

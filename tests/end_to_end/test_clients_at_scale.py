@@ -139,7 +139,7 @@ async def answers_over_kills(
 @pytest.mark.parametrize(
     ("num_requests", "step_us", "num_tokens", "num_kills", "between_s"),
     [
-        (200, 10_000, 400, 3, 1.5),
+        (100, 10_000, 400, 2, 1.0),
         pytest.param(
             *(1000, 50_000, 1000, 12, 3.0), marks=[pytest.mark.long, pytest.mark.timeout(600)]
         ),

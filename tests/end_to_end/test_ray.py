@@ -61,6 +61,7 @@ def generate_disturbed(address: str, disturb: list[Callable[[], object]]) -> Ans
     return answer
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ranks_are_placed_and_survive_the_death_of_one_and_of_a_node(
     nodes: RayNodes, cluster: Cluster, tmp_path: Path

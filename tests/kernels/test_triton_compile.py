@@ -274,7 +274,7 @@ QUANTIZED: dict[str, tuple[dict[str, Any], torch.dtype]] = {
 }
 
 
-@for_every_gpu(QUANTIZED, short=("4 bits", "4 bits of floats"))
+@for_every_gpu(QUANTIZED, short=("4 bits",))
 def test_products_with_weights_in_fewer_bits_compile_for_every_gpu(
     case: str, target: GPUTarget, launched: list[Any]
 ) -> None:
@@ -410,7 +410,7 @@ LAUNCHES: dict[str, tuple[Callable[[], None], int]] = {
 }
 
 
-@for_every_gpu(LAUNCHES, short=LAUNCHES)
+@for_every_gpu(LAUNCHES, short=())
 def test_a_launch_compiles(case: str, target: GPUTarget, launched: list[Any]) -> None:
     launch, num_kernels = LAUNCHES[case]
     launch()

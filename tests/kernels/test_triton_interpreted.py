@@ -25,6 +25,9 @@ INTERPRETED = [
     ),
 ]
 
+SLOW = {"test_quantized_linear", "test_whole_model"}
+"""Files that take half a minute; what they compute with is in the others, too."""
+
 OTHER_BLAS = {"OPENBLAS_CORETYPE": "Haswell"}
 """numpy's products as on a processor with AVX2 only, whose BLAS chooses a kernel by the shape."""
 
@@ -48,7 +51,13 @@ def _run(*arguments: str | Path, **environment: str) -> None:
     assert run.returncode == 0, run.stdout[-20_000:]
 
 
-@pytest.mark.parametrize("file", INTERPRETED, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [
+        pytest.param(file, id=file.stem, marks=[pytest.mark.long] if file.stem in SLOW else [])
+        for file in INTERPRETED
+    ],
+)
 def test_the_kernels_agree_with_the_reference_in_the_interpreter(file: Path) -> None:
     _run(file, "-m", "not gpu and not long", "-k", "not in_any_batch")
 
@@ -58,14 +67,12 @@ def test_the_remaining_cases_agree_with_the_reference_too() -> None:
     _run(*INTERPRETED, "-m", "long and not gpu", "-k", "not in_any_batch")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("blas", "cases"),
     [
-        pytest.param(OTHER_BLAS, "not gpu and not long", id="of AVX2"),
-        pytest.param(
-            OTHER_BLAS, "long and not gpu", id="of AVX2, remaining", marks=pytest.mark.long
-        ),
-        pytest.param({}, "not gpu", id="of this processor", marks=pytest.mark.long),
+        pytest.param(OTHER_BLAS, "not gpu", id="of AVX2"),
+        pytest.param({}, "not gpu", id="of this processor"),
     ],
 )
 def test_rows_keep_their_bits_in_any_batch_whatever_processor_interprets(

@@ -192,16 +192,16 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     ("name", "options"),
     [
         ("dense", {}),
-        ("dense", {"quantization": "int8"}),
-        ("dense", {"quantization": "int4"}),
-        ("dense", {"quantization": "fp8"}),
         ("large table", {"quantization": "int4"}),
-        ("awq", {}),
         ("fp8", {}),
         ("nf4", {}),
-        ("w8a8", {}),
         ("Q4_K", {}),
-        ("Q5_0", {}),
+        pytest.param("dense", {"quantization": "int8"}, marks=pytest.mark.long),
+        pytest.param("dense", {"quantization": "int4"}, marks=pytest.mark.long),
+        pytest.param("dense", {"quantization": "fp8"}, marks=pytest.mark.long),
+        pytest.param("awq", {}, marks=pytest.mark.long),
+        pytest.param("w8a8", {}, marks=pytest.mark.long),
+        pytest.param("Q5_0", {}, marks=pytest.mark.long),
     ],
 )
 def test_the_peak_is_the_packed_weights_15_percent_and_a_small_constant(
