@@ -2,13 +2,11 @@
 
 import gzip
 import json
-import sys
 import zlib
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import brotli
 import pytest
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
@@ -25,8 +23,7 @@ def bare_deflate(data: bytes) -> bytes:
 
 
 def compress_zstd(data: bytes) -> bytes:
-    name = "compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd"
-    compressed: bytes = import_module(name).compress(data)
+    compressed: bytes = import_module("compression.zstd").compress(data)
     return compressed
 
 
@@ -35,9 +32,9 @@ COMPRESSORS: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "two members of gzip": ("gzip", lambda d: gzip.compress(d[:9]) + gzip.compress(d[9:])),
     "deflate": ("deflate", zlib.compress),
     "deflate without zlib's header": ("deflate", bare_deflate),
-    "zstd": ("zstd", compress_zstd),
-    "br": ("br", brotli.compress),
 }
+if "zstd" in CODINGS:  # Python 3.14
+    COMPRESSORS["zstd"] = ("zstd", compress_zstd)
 
 
 @pytest.fixture(params=COMPRESSORS)
@@ -74,7 +71,7 @@ async def test_x_gzip_is_gzip(served: HttpServed) -> None:
     assert answer.status_code == 200
 
 
-@pytest.mark.parametrize("coding", ["compress", "lzma", "gzip, gzip", "x" * 5000, "gzip;q=1"])
+@pytest.mark.parametrize("coding", ["br", "compress", "lzma", "gzip, gzip", "x" * 5000, "gzip;q=1"])
 async def test_other_codings_are_refused_with_those_that_are_accepted(
     served: HttpServed, coding: str
 ) -> None:
