@@ -178,6 +178,11 @@ def may_use(tenant: Principal, info: model_pb2.ModelInfo) -> bool:
     return any(map(tenant.may_use, (info.name, *info.aliases)))
 
 
+def max_servable_len(info: model_pb2.ModelInfo) -> int:
+    """Most tokens of a sequence: the model's length, or less if the largest KV cache holds less."""
+    return min(info.max_model_len, info.max_cached_tokens or info.max_model_len)
+
+
 def _load_text(load: status_pb2.WorkerLoading) -> str:
     remaining_s = load.remaining_s if load.HasField("remaining_s") else None
     return describe_load(load.phase, load.done_bytes, load.total_bytes, remaining_s)
@@ -200,7 +205,7 @@ class ModelDirectory:
         self._loading: dict[tuple[str, str], asyncio.Task[None]] = {}
         """Tasks by name and fingerprint."""
         self.changed = asyncio.Event()
-        """Set when anything changes, and then replaced by a fresh one."""
+        """Set when other models are served, ready or known, and then replaced by a fresh one."""
 
     @property
     def is_serving(self) -> bool:
@@ -222,17 +227,19 @@ class ModelDirectory:
         """Store which models are served now and fetch the files of new ones.
 
         `known`: names of models that the core has served since it started; `loading`: workers that
-        load their model. A load continues if its
-        model is announced again or is away for a moment; other files under its name end it.
+        load their model, which waiting tasks are not notified of. A load continues if its model is
+        announced again or is away for a moment; other files under its name end it.
         """
+        previous = self._served, self._known
         self._served = {info.name: info for info in models}
         aliases = {alias: info for info in self._served.values() for alias in info.aliases}
         self._named = aliases | self._served
-        self._known.update(self._named, known)
+        self._known = self._known.union(self._named, known)
         self._workers_loading = list(loading)
         for info in self._served.values():
             self._update_model(info)
-        self._notify()
+        if (self._served, self._known) != previous:
+            self._notify()
 
     async def resolve(
         self, name: str | None, tenant: Principal, *, is_continued: bool = False

@@ -27,7 +27,7 @@ from scheduler_service.frontend.input.validation import value_or
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.output.message import MessageStream
 from scheduler_service.frontend.output.stop_strings import StopStrings
-from scheduler_service.frontend.served_models import FrontendModel
+from scheduler_service.frontend.served_models import FrontendModel, max_servable_len
 from scheduler_service.frontend.structured_output.constraint import constraint_of
 
 FINGERPRINT_BYTES = 16
@@ -297,7 +297,7 @@ def check_prompt_length(num_tokens: int, model: FrontendModel, *, is_exact: bool
 
 def _fitting(params: sampling_pb2.SamplingParams, model: FrontendModel) -> int:
     """Maximum number of prompt tokens that leaves room for the output's max_tokens."""
-    max_model_len = model.info.max_model_len
+    max_model_len = max_servable_len(model.info)
     num_output = value_or(params, "max_tokens", 1)
     if num_output >= max_model_len:
         raise InvalidArgument(
@@ -461,7 +461,7 @@ def _tokenize(
     return inference_pb.TokenizeResponse(
         token_ids=token_ids,
         tokens=[tokenizer.token_name(token_id) for token_id in token_ids],
-        max_model_len=model.info.max_model_len,
+        max_model_len=max_servable_len(model.info),
     )
 
 

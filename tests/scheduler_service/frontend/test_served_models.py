@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from pagewire.v1.status_pb2 import WorkerLoading
 from scheduler_service.errors import (
     InvalidArgument,
     PermissionDenied,
@@ -176,6 +177,28 @@ async def test_a_model_that_only_the_core_has_seen_is_waited_for() -> None:
         directory.current("a", ANYBODY)
     directory.update([model_info("a"), model_info("b")], known=["a", "b"])
     assert (await waiting).info.name == "a"
+
+
+async def test_reports_of_loads_wake_nobody_until_other_models_are_served() -> None:
+    directory = ModelDirectory(Fetch())
+    directory.update([model_info("b")], known=["a", "b"])
+    await directory.resolve("b", ANYBODY)
+    changed = directory.changed
+    for done_bytes in range(3):
+        load = WorkerLoading(phase="reading weights", done_bytes=done_bytes, total_bytes=4)
+        directory.update([model_info("b")], known=["a", "b"], loading=[load])
+    assert directory.changed is changed
+    assert not changed.is_set()
+    with pytest.raises(Unavailable, match="reading weights 50 %"):
+        directory.current("a", ANYBODY)
+    for models, known in (
+        ([model_info("b", aliases=["c"])], ["a", "b"]),
+        ([model_info("b", aliases=["c"])], ["a", "b", "d"]),
+        ([], []),
+    ):
+        changed = directory.changed
+        directory.update(models, known=known)
+        assert changed.is_set()
 
 
 async def test_a_request_that_is_continued_waits_even_for_a_model_that_nobody_knows() -> None:
