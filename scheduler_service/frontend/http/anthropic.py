@@ -11,38 +11,39 @@ from typing import Annotated, Any, Literal, NotRequired
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
 from pydantic_core import from_json, to_json
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from typing_extensions import TypedDict
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller, HttpServices
-from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRequest
+from scheduler_service.frontend.http.middleware import Caller, Services
+from scheduler_service.frontend.http.openai.parts import (
+    Kind,
+    PartsBuilder,
+    chat_request_of,
+    chat_tools,
+    named_choice,
+    required,
+)
+from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRequest, FunctionBody
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
     STOP,
     JsonObject,
     ListOf,
-    RequestBody,
     StopText,
     Strict,
     Text,
     proto_range,
 )
 from scheduler_service.frontend.http.openai.serving import (
-    Envelope,
-    ResponseBuilder,
-    TypedEventResponse,
+    Call,
+    Generation,
     describe_answer,
-    request_id_of,
+    generation_endpoint,
 )
-from scheduler_service.frontend.http.openai.serving_chat import (
-    chat_request_of,
-    generate_request,
-    named_choice,
-)
+from scheduler_service.frontend.http.openai.serving_chat import generate_request
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input import processor
 from scheduler_service.frontend.input.message_forms import PART_SEPARATOR, Content, text_parts
@@ -69,16 +70,11 @@ class Block(Strict):
     type: Literal["text", "tool_use", "tool_result", "thinking"]
     text: str | None = Field(None, description="Of `text`.")
     id: str | None = Field(None, description="Of `tool_use`.")
-    name: str | None = Field(None, description="Of `tool_use`.")
+    name: Text | None = Field(None, description="Of `tool_use`.")
     input: JsonObject | None = Field(None, description="Of `tool_use`.")
     tool_use_id: str | None = Field(None, description="Of `tool_result`.")
     content: "str | ListOf[Block] | None" = Field(None, description="Of `tool_result`.")
-    is_error: bool | None = Field(None, description="Ignored: the content says it.")
     thinking: str | None = Field(None, description="Of `thinking`.")
-    signature: str | None = Field(None, description="Ignored.")
-    citations: None = None
-    caller: JsonObject | None = Field(None, description="Ignored.")
-    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class Turn(Strict):
@@ -88,15 +84,11 @@ class Turn(Strict):
     content: str | ListOf[Block]
 
 
-class Tool(Strict):
+class CustomTool(FunctionBody):
     """A function that the model may call."""
 
     type: Literal["custom"] | None = None
-    name: Text
-    description: str | None = None
-    input_schema: JsonObject
-    strict: bool | None = None
-    cache_control: JsonObject | None = Field(None, description="Ignored.")
+    parameters: JsonObject = Field(alias="input_schema")
 
 
 class ToolChoice(Strict):
@@ -126,23 +118,21 @@ class Thinking(Strict):
     themselves. With `disabled` the answer has no thoughts in any case."""
 
     type: Literal["disabled", "enabled", "adaptive"]
-    budget_tokens: int | None = Field(None, ge=1, description="Ignored: thoughts count as output.")
     display: Literal["summarized", "omitted"] | None = Field(
         None, description="`omitted`: the answer has no thoughts. They are never summarized."
     )
 
 
-class CountTokensRequest(RequestBody):
+class CountTokensRequest(Strict):
     """A conversation."""
 
     model: str | None = Field(None, description="May be absent when one model is served.")
     messages: Annotated[ListOf[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: str | ListOf[Block] | None = None
-    tools: ListOf[Tool] | None = None
+    tools: ListOf[CustomTool] | None = None
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     thinking: Thinking | None = None
-    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class MessagesRequest(CountTokensRequest):
@@ -154,8 +144,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
     top_k: int | None = Field(None, ge=0, le=MAX_UINT32)
     top_p: Annotated[float, proto_range("top_p")] | None = None
-    metadata: JsonObject | None = Field(None, description="Ignored.")
-    service_tier: str | None = Field(None, description="Ignored.")
 
 
 class AnswerBlock(TypedDict):
@@ -240,26 +228,13 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
 
 
 def _tool_fields(body: CountTokensRequest) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if body.tools:
-        fields["tools"] = [
-            {
-                "type": "function",
-                "function": {
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.input_schema,
-                    "strict": tool.strict,
-                },
-            }
-            for tool in body.tools
-        ]
+    fields: dict[str, Any] = {"tools": chat_tools(body.tools)} if body.tools else {}
     choice = body.tool_choice
     if choice is None:
         return fields
     fields["tool_choice"] = "required" if choice.type == "any" else choice.type
     if choice.type == "tool":
-        fields["tool_choice"] = named_choice(choice.name, (tool.name for tool in body.tools or ()))
+        fields["tool_choice"] = named_choice(choice.name, body.tools or ())
     if choice.disable_parallel_tool_use:
         fields["parallel_tool_calls"] = False
     return fields
@@ -271,24 +246,22 @@ def _messages(turn: Turn, where: str) -> Iterator[dict[str, Any]]:
         yield {"role": turn.role, "content": turn.content}
         return
     parts: dict[str, list[Any]] = {"text": [], "thinking": [], "tool_use": []}
-    num_results = 0
     for index, block in enumerate(turn.content):
         at = f"{where}[{index}]"
         writer = {"text": turn.role, "tool_result": "user"}.get(block.type, "assistant")
         if turn.role != writer:
             raise InvalidArgument(f"{at}.type", f"{block.type!r} requires the role {writer}")
         if block.type == "tool_result":
-            num_results += 1
             content = _content(block.content, f"{at}.content")
-            call_id = _required(block, "tool_use_id", at)
+            call_id = required(block, "tool_use_id", at)
             yield {"role": "tool", "tool_call_id": call_id, "content": content}
         elif block.type == "tool_use":
-            name, call_id = _required(block, "name", at), _required(block, "id", at)
+            name, call_id = required(block, "name", at), required(block, "id", at)
             function = {"name": name, "arguments": json.dumps(block.input or {})}
             parts["tool_use"].append({"id": call_id, "function": function})
         else:
-            parts[block.type].append(_required(block, block.type, at))
-    if parts["text"] or not num_results:
+            parts[block.type].append(required(block, block.type, at))
+    if parts["text"] or not any(block.type == "tool_result" for block in turn.content):
         yield {
             "role": turn.role,
             "content": text_parts(*parts["text"]) or "",
@@ -304,42 +277,29 @@ def _content(content: str | list[Block] | None, where: str) -> Content:
     for index, block in enumerate(content):
         if block.type != "text":
             raise InvalidArgument(f"{where}[{index}].type", f"expected 'text', got {block.type!r}")
-    texts = (_required(block, "text", f"{where}[{i}]") for i, block in enumerate(content))
+    texts = (required(block, "text", f"{where}[{i}]") for i, block in enumerate(content))
     return text_parts(*texts) or ""
 
 
-def _required(block: Block, field: str, where: str) -> str:
-    value = getattr(block, field)
-    if not isinstance(value, str) or (not value and field == "name"):
-        raise InvalidArgument(f"{where}.{field}", f"required in a block of type {block.type!r}")
-    return value
+_TEXT_FIELDS: dict[Kind, Literal["thinking", "text"]] = {"reasoning": "thinking", "text": "text"}
+"""The field of a block that contains its text, and the block's type."""
 
 
-class MessagesBuilder(ResponseBuilder):
-    """The answer as Anthropic's clients expect it."""
+class MessagesBuilder(PartsBuilder):
+    """The answer as Anthropic's clients expect it, in blocks."""
+
+    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, chat: ChatRequest, request_id: str) -> None:
-        self._envelope = Envelope(chat, f"msg_{request_id}")
+        super().__init__(chat, f"msg_{request_id}")
         self._stop_reason: StopReason | None = None
         self._stop_sequence: str | None = None
-        self._blocks: list[AnswerBlock] = []
-        self._is_open = False
-        """Whether the last block may grow."""
         self._arguments = ""
         """Those of the call in the last block, as JSON text."""
 
-    def chunks(
-        self, index: int, response: inference_pb.GenerateResponse
-    ) -> Iterator[dict[str, Any]]:
-        """The message's start, then blocks that begin, grow and end."""
-        self._envelope.take(index, response)
-        if response.HasField("started"):
-            yield {"type": "message_start", "message": self._answer()}
-        for delta in response.choices:
-            yield from self._block_events(delta)
-            if delta.finish_reason:
-                yield from self._close_block()
-                self._note_end(delta)
+    def start(self) -> Iterator[dict[str, Any]]:
+        """The message's start."""
+        yield {"type": "message_start", "message": self.whole()}
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """The message's end."""
@@ -349,22 +309,23 @@ class MessagesBuilder(ResponseBuilder):
 
     def whole(self) -> MessagesAnswer:
         """The whole message."""
-        return self._answer()
-
-    def _answer(self) -> MessagesAnswer:
         return {
-            "id": self._envelope.head["id"],
+            "id": self.envelope.head["id"],
             "type": "message",
             "role": "assistant",
-            "model": self._envelope.head["model"],
-            "content": self._blocks,
+            "model": self.envelope.head["model"],
+            "content": self.parts,
             "stop_reason": self._stop_reason,
             "stop_sequence": self._stop_sequence,
             "usage": self._usage(),
         }
 
+    def error_chunk(self, code: int, body: dict[str, Any]) -> dict[str, Any]:
+        """An error as an event."""
+        return error_of(code, body)
+
     def _usage(self) -> MessagesUsage:
-        usage = self._envelope.usage()
+        usage = self.envelope.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             "input_tokens": usage["prompt_tokens"] - cached,
@@ -372,66 +333,60 @@ class MessagesBuilder(ResponseBuilder):
             "output_tokens": usage["completion_tokens"],
         }
 
-    def _note_end(self, delta: inference_pb.ChoiceDelta) -> None:
+    # PartsBuilder.
+
+    def begin_part(
+        self, kind: Kind, call: inference_pb.ToolCallDelta | None
+    ) -> Iterator[dict[str, Any]]:
+        """Append a block."""
+        block: AnswerBlock
+        if call is not None:
+            self._arguments = ""
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        elif kind == "reasoning":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        else:
+            block = {"type": "text", "text": ""}
+        self.parts.append(block)
+        yield self._event("content_block_start", content_block=dict(block))
+
+    def grow_part(self, kind: Kind, text: str) -> dict[str, Any]:
+        """Append to the last block."""
+        if kind == "call":
+            self._arguments += text
+            return self._delta({"type": "input_json_delta", "partial_json": text})
+        name = _TEXT_FIELDS[kind]
+        self.parts[-1][name] += text
+        return self._delta({"type": f"{name}_delta", name: text})
+
+    def end_part(self, kind: Kind) -> Iterator[dict[str, Any]]:
+        """Complete the last block."""
+        block = self.parts[-1]
+        if kind == "reasoning":
+            block["signature"] = blake2b(block["thinking"].encode(), digest_size=16).hexdigest()
+            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
+        elif kind == "call":
+            # A call that was cut off by max_tokens has the arguments that are complete.
+            value = from_json(self._arguments or "{}", allow_partial=True)
+            block["input"] = value if isinstance(value, dict) else {}
+        yield self._event("content_block_stop")
+
+    def record_end(self, delta: inference_pb.ChoiceDelta) -> None:
+        """Record why the message ends."""
         if delta.finish_reason == inference_pb.FINISH_REASON_LENGTH:
             self._stop_reason = "max_tokens"
         elif delta.HasField("stop_string"):
             self._stop_reason, self._stop_sequence = "stop_sequence", delta.stop_string
         else:
-            has_calls = any(block["type"] == "tool_use" for block in self._blocks)
+            has_calls = any(block["type"] == "tool_use" for block in self.parts)
             self._stop_reason = "tool_use" if has_calls else "end_turn"
-
-    def _block_events(self, delta: inference_pb.ChoiceDelta) -> Iterator[dict[str, Any]]:
-        if delta.reasoning:
-            yield from self._grow("thinking", delta.reasoning)
-        if delta.text:
-            yield from self._grow("text", delta.text)
-        for call in delta.tool_calls:
-            if call.id:
-                self._arguments = ""
-                yield from self._open_block(
-                    {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-                )
-            if call.arguments:
-                self._arguments += call.arguments
-                yield self._delta({"type": "input_json_delta", "partial_json": call.arguments})
-
-    def _grow(self, kind: Literal["thinking", "text"], text: str) -> Iterator[dict[str, Any]]:
-        """Append to the last block, or to a new one if that is of another type."""
-        if not self._is_open or self._blocks[-1]["type"] != kind:
-            empty: AnswerBlock = {"type": "text", "text": ""}
-            if kind == "thinking":
-                empty = {"type": "thinking", "thinking": "", "signature": ""}
-            yield from self._open_block(empty)
-        self._blocks[-1][kind] += text
-        yield self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _open_block(self, block: AnswerBlock) -> Iterator[dict[str, Any]]:
-        yield from self._close_block()
-        self._blocks.append(block)
-        self._is_open = True
-        yield self._event("content_block_start", content_block=dict(block))
-
-    def _close_block(self) -> Iterator[dict[str, Any]]:
-        if not self._is_open:
-            return
-        self._is_open = False
-        block = self._blocks[-1]
-        if block["type"] == "thinking":
-            block["signature"] = blake2b(block["thinking"].encode(), digest_size=16).hexdigest()
-            yield self._delta({"type": "signature_delta", "signature": block["signature"]})
-        elif block["type"] == "tool_use":
-            # A call that was cut off by max_tokens has the arguments that are complete.
-            value = from_json(self._arguments or "{}", allow_partial=True)
-            block["input"] = value if isinstance(value, dict) else {}
-        yield self._event("content_block_stop")
 
     def _delta(self, delta: dict[str, str]) -> dict[str, Any]:
         return self._event("content_block_delta", delta=delta)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         """An event of the last block."""
-        return {"type": kind, "index": len(self._blocks) - 1, **fields}
+        return {"type": kind, "index": len(self.parts) - 1, **fields}
 
 
 def error_of(code: int, body: dict[str, Any]) -> dict[str, Any]:
@@ -471,62 +426,47 @@ class AnthropicErrors:
         await self._app(scope, receive, send_rewritten if is_ours else send)
 
 
-class _MessagesResponse(TypedEventResponse):
-    keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
+router = APIRouter(tags=["Anthropic"])
 
-    def error_data(self, code: int, body: dict[str, Any]) -> dict[str, Any]:
-        return error_of(code, body)
+_ERRORS = {code: row | {"model": MessagesError} for code, row in ERROR_RESPONSES.items()}
 
 
-Messages = Annotated[MessagesRequest, Depends(json_body(MessagesRequest))]
-Counted = Annotated[CountTokensRequest, Depends(json_body(CountTokensRequest))]
-
-
-def make_router(services: HttpServices) -> APIRouter:
-    """Both endpoints."""
-    router = APIRouter(tags=["Anthropic"])
-    errors = {code: each | {"model": MessagesError} for code, each in ERROR_RESPONSES.items()}
-    answer = describe_answer(
+@generation_endpoint(
+    router,
+    "/v1/messages",
+    MessagesRequest,
+    summary="Answer a conversation, by Anthropic's interface",
+    answer=_ERRORS
+    | describe_answer(
         MessagesAnswer,
         "The answer, or with `stream` its events",
         "Server-sent events, from `message_start` to `message_stop`.",
-    )
+    ),
+)
+def answer_messages(body: MessagesRequest, call: Call) -> Generation:
+    """A conversation, by the model's chat template."""
+    chat = chat_request(body)
+    builder = MessagesBuilder(chat, call.request_id)
+    return Generation([generate_request(chat)], builder, "output_config.format")
 
-    @router.post(
-        "/v1/messages",
-        summary="Answer a conversation, by Anthropic's interface",
-        responses=errors | answer,
-        response_model=None,
-        openapi_extra=describe_body(MessagesRequest),
-    )
-    async def create(body: Messages, http_request: Request, caller: Caller) -> Response:
-        """A conversation, by the model's chat template."""
-        chat = await convert(http_request, lambda: chat_request(body))
-        request_id = request_id_of(http_request, chat)
-        return _MessagesResponse(
-            services,
-            [await convert(http_request, lambda: generate_request(chat))],
-            MessagesBuilder(chat, request_id),
-            tenant=caller,
-            request_id=request_id,
-            stream=bool(body.stream),
-            constraint_field="output_config.format",
-        )
 
-    @router.post(
-        "/v1/messages/count_tokens",
-        summary="Count the tokens of a conversation",
-        responses=errors,
-        response_model=InputTokens,
-        openapi_extra=describe_body(CountTokensRequest),
-    )
-    async def count_tokens(body: Counted, http_request: Request, caller: Caller) -> dict[str, int]:
-        """The tokens that `/v1/messages` would have as its prompt."""
-        chat = await convert(http_request, lambda: chat_request(body))
-        request = await convert(
-            http_request, lambda: inference_pb.TokenizeRequest(chat=generate_request(chat).chat)
-        )
-        answer = await processor.tokenize(request, services.models.current(body.model, caller))
-        return {"input_tokens": len(answer.token_ids)}
+Counted = Annotated[CountTokensRequest, Depends(json_body(CountTokensRequest))]
 
-    return router
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Count the tokens of a conversation",
+    responses=_ERRORS,
+    response_model=InputTokens,
+    openapi_extra=describe_body(CountTokensRequest),
+)
+async def count_tokens(
+    body: Counted, http_request: Request, services: Services, caller: Caller
+) -> dict[str, int]:
+    """The tokens that `/v1/messages` would have as its prompt."""
+    request = await convert(
+        http_request,
+        lambda: inference_pb.TokenizeRequest(chat=generate_request(chat_request(body)).chat),
+    )
+    answer = await processor.tokenize(request, services.models.current(body.model, caller))
+    return {"input_tokens": len(answer.token_ids)}

@@ -1,9 +1,9 @@
 """The application: its routers, middleware, the shape of errors, and its OpenAPI document."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
@@ -93,18 +93,17 @@ def _with_key(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-ROUTERS: tuple[Callable[[HttpServices], APIRouter], ...] = (
-    monitoring.make_health_router,
-    monitoring.make_metrics_router,
-    models.make_router,
-    serving_completion.make_router,
-    serving_chat.make_router,
-    serving_responses.make_router,
-    anthropic.make_router,
-    tokenize.make_router,
-    dashboard.make_router,
-    unsupported.make_router,
+ENDPOINTS = (
+    monitoring,
+    models,
+    serving_completion,
+    serving_chat,
+    serving_responses,
+    anthropic,
+    tokenize,
+    unsupported,
 )
+"""Modules with a router each."""
 
 
 def make_app(services: HttpServices) -> FastAPI:
@@ -122,8 +121,9 @@ def make_app(services: HttpServices) -> FastAPI:
         # Requests have spans and metrics of our own.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    for make_router in ROUTERS:
-        app.include_router(make_router(services))
+    app.state.services = services
+    for router in (*(module.router for module in ENDPOINTS), dashboard.make_router(services)):
+        app.include_router(router)
     handle_errors(app)
     correct_document(app, asks_for_key=services.authentication.asks_for_key)
     app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)

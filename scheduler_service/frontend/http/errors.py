@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from scheduler_service.errors import InvalidArgument, PagewireError
+from scheduler_service.frontend.http.inert_fields import FIXED, INSTEAD
 from scheduler_service.status_codes import status_code
 
 logger = logging.getLogger(__name__)
@@ -84,14 +85,6 @@ PHRASES = (
     (r"\bFalse\b", "false"),
 )
 """Pydantic's phrases and their replacements."""
-
-INSTEAD = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "previous_response_id": "send the whole conversation as input",
-    "conversation": "send the whole conversation as input",
-}
-"""What to do instead, by field that is not supported."""
 
 _MEDIA = re.compile("image|audio|video|file|document")
 TEXT_ONLY = ": the models served here read text only"
@@ -273,11 +266,7 @@ def _explain(error: Mapping[str, Any], field: str) -> str:
     if kind == "missing":
         return "required"
     if kind == "extra_forbidden":
-        similar = get_close_matches(field, context.get("fields", ()), 1, 0.8)
-        advice = f"did you mean {similar[0]}?" if similar else "leave it out"
-        return f"unknown field: {advice} (/openapi.json lists the fields)"
-    if kind == "none_required":
-        return f"not supported: {INSTEAD.get(field, 'leave it out')}"
+        return _explain_extra(field, error["input"], context.get("fields", ()))
     if kind == "union_tag_invalid":
         return f"expected one of {context['expected_tags']} as type, got {context['tag']!r}"
     if kind == "union_tag_not_found":
@@ -288,6 +277,22 @@ def _explain(error: Mapping[str, Any], field: str) -> str:
     received = error["input"]
     is_media = field == "type" and _MEDIA.search(str(received)) is not None
     return f"{message}, got {_received(received)}{TEXT_ONLY if is_media else ''}"
+
+
+def _explain_extra(field: str, value: Any, fields: Iterable[str]) -> str:
+    """What to do with a field that a body which may have `fields` does not declare."""
+    if field in FIXED:
+        return f"expected {json.dumps(FIXED[field])}, got {_received(value)}"
+    if field in INSTEAD:
+        return f"not supported: {INSTEAD[field]}"
+    similar = _similar(field, fields)
+    advice = f"did you mean {similar[0]}?" if similar else "leave it out"
+    return f"unknown field: {advice} (/openapi.json lists the fields)"
+
+
+def _similar(field: str, fields: Iterable[str]) -> list[str]:
+    """The one of `fields` that is meant, if there is any. Names may be as long as a body."""
+    return get_close_matches(field[:MAX_PARAM_CHARS], list(fields), 1, 0.8)
 
 
 def _received(value: Any) -> str:
@@ -316,8 +321,15 @@ def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:
-    """The most specific error of the first field. Where several types are allowed, that is an
-    invalid value of one of them, or otherwise the type error that lies deepest."""
+    """A field whose misspelled name is beside it, or else the most specific error of the first
+    field. Where several types are allowed, that is an invalid value of one of them, or otherwise
+    the type error that lies deepest."""
+    missing = [error["loc"] for error in errors if error["type"] == "missing"]
+    for error in errors:
+        *where, name = error["loc"] or ("",)
+        beside = [loc[-1] for loc in missing if list(loc[:-1]) == where]
+        if error["type"] == "extra_forbidden" and _similar(name, beside):
+            return error
     field = errors[0]["loc"][:1]
     return max(
         (each for each in errors if each["loc"][:1] == field),

@@ -235,8 +235,16 @@ async def _tenant(request: Request) -> Principal:  # FastAPI calls others in a t
     return tenant
 
 
+async def _services(request: Request) -> HttpServices:
+    services = request.app.state.services
+    assert isinstance(services, HttpServices)
+    return services
+
+
 Caller = Annotated[Principal, Depends(_tenant)]
 """The type of an endpoint's parameter that holds the caller."""
+Services = Annotated[HttpServices, Depends(_services)]
+"""The type of an endpoint's parameter that holds the services."""
 
 
 class TraceContext:

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from scheduler_service.errors import Unavailable
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES, ErrorResponse, error_response
-from scheduler_service.frontend.http.middleware import Caller, HttpServices
+from scheduler_service.frontend.http.middleware import Caller, Services
 from service_common.metrics_server import CONTENT_TYPE, metrics_text
 
 NOT_NOW: dict[int | str, dict[str, Any]] = {
@@ -23,45 +23,35 @@ class Health(BaseModel):
     status: Literal["serving"]
 
 
-def make_health_router(services: HttpServices) -> APIRouter:
-    """`/health` and `/ping`, for load balancers and orchestrators."""
-    router = APIRouter(tags=["Operation"])
-
-    @router.head("/health", include_in_schema=False)
-    @router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
-    @router.get(
-        "/health",
-        summary="Whether a model can be served",
-        responses=NOT_NOW,
-        response_model=Health,
-    )
-    async def health() -> Response:
-        """200 when a model can be served; 503 before, and while shutting down."""
-        if services.requests.is_draining.is_set():
-            return error_response(Unavailable("shutting down", reason="SHUTTING_DOWN"))
-        if not services.models.is_serving:
-            return error_response(services.models.unavailable("no model is served"))
-        return JSONResponse({"status": "serving"})
-
-    return router
+router = APIRouter(tags=["Operation"])
 
 
-def make_metrics_router(services: HttpServices) -> APIRouter:
-    """`/metrics` of this frontend; see docs/observability.md for scraping several."""
-    router = APIRouter(tags=["Operation"])
+@router.head("/health", include_in_schema=False)
+@router.api_route("/ping", methods=["GET", "HEAD", "POST"], include_in_schema=False)
+@router.get(
+    "/health",
+    summary="Whether a model can be served",
+    responses=NOT_NOW,
+    response_model=Health,
+)
+async def health(services: Services) -> Response:
+    """200 when a model can be served; 503 before, and while shutting down."""
+    if services.requests.is_draining.is_set():
+        return error_response(Unavailable("shutting down", reason="SHUTTING_DOWN"))
+    if not services.models.is_serving:
+        return error_response(services.models.unavailable("no model is served"))
+    return JSONResponse({"status": "serving"})
 
-    @router.get(
-        "/metrics",
-        summary="Metrics for Prometheus",
-        response_class=Response,
-        responses=ERROR_RESPONSES
-        | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
-    )
-    async def metrics(caller: Caller) -> Response:
-        """In Prometheus' text format. With API keys, only operators may read them, because they
-        cover all tenants."""
-        caller.check_operator()
-        text = await asyncio.to_thread(metrics_text, services.registry)
-        return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
-    return router
+@router.get(
+    "/metrics",
+    summary="Metrics for Prometheus",
+    response_class=Response,
+    responses=ERROR_RESPONSES | {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}},
+)
+async def metrics(services: Services, caller: Caller) -> Response:
+    """In Prometheus' text format. With API keys, only operators may read them, because they
+    cover all tenants."""
+    caller.check_operator()
+    text = await asyncio.to_thread(metrics_text, services.registry)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})

@@ -81,8 +81,8 @@ def parse(body: bytes, adapter: TypeAdapter[T]) -> T:
         return adapter.validate_python(value)
     except ValidationError as error:
         errors = error.errors(include_url=False)
-        if errors[0]["type"] == "extra_forbidden":
-            errors[0]["ctx"] = {"fields": _field_names(adapter)}
+        for unknown in (error for error in errors if error["type"] == "extra_forbidden"):
+            unknown["ctx"] = {"fields": _field_names(adapter)}
         raise RequestValidationError(errors) from None
 
 

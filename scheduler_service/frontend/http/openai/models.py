@@ -1,15 +1,16 @@
 """`/v1/models`: the served models."""
 
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from pagewire.v1.model_pb2 import ModelInfo
+from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller, HttpServices
-from scheduler_service.frontend.served_models import may_use
+from scheduler_service.frontend.http.middleware import Caller, HttpServices, Services
+from scheduler_service.frontend.served_models import max_servable_len, may_use
 
 
 class Model(BaseModel):
@@ -31,49 +32,46 @@ class ModelList(BaseModel):
     data: list[Model]
 
 
-def make_router(services: HttpServices) -> APIRouter:
-    """`/v1/models` and one model of it."""
-    router = APIRouter(tags=["OpenAI"])
-    started = int(time.time())
+STARTED = int(time.time())
 
-    def describe(name: str, info: ModelInfo) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": started,
-            "owned_by": "pagewire",
-            "root": info.name,
-            "parent": None,
-            "max_model_len": min(info.max_model_len, info.max_cached_tokens or info.max_model_len),
-        }
+router = APIRouter(tags=["OpenAI"])
 
-    @router.get(
-        "/v1/models",
-        summary="List models",
-        responses=ERROR_RESPONSES,
-        response_model=ModelList,
-    )
-    async def list_models(caller: Caller) -> dict[str, Any]:
-        """The models that are served now."""
-        data = [
-            describe(name, info)
-            for info in services.models.served
-            if may_use(caller, info)
-            for name in (info.name, *info.aliases)
-        ]
-        return {"object": "list", "data": data}
 
-    @router.get(
-        "/v1/models/{name:path}",
-        summary="One model",
-        responses=ERROR_RESPONSES,
-        response_model=Model,
-    )
-    async def get_model(name: str, caller: Caller) -> dict[str, Any]:
-        """One model by its name, which may contain slashes."""
-        for info in services.models.served:
-            if name in (info.name, *info.aliases) and may_use(caller, info):
-                return describe(name, info)
-        raise services.models.unknown_model(name, caller)
+@router.get(
+    "/v1/models",
+    summary="List models",
+    responses=ERROR_RESPONSES,
+    response_model=ModelList,
+)
+async def list_models(services: Services, caller: Caller) -> dict[str, Any]:
+    """The models that are served now."""
+    return {"object": "list", "data": list(_usable(services, caller))}
 
-    return router
+
+@router.get(
+    "/v1/models/{name:path}",
+    summary="One model",
+    responses=ERROR_RESPONSES,
+    response_model=Model,
+)
+async def get_model(name: str, services: Services, caller: Caller) -> dict[str, Any]:
+    """One model by its name, which may contain slashes."""
+    for model in _usable(services, caller):
+        if model["id"] == name:
+            return model
+    raise services.models.unknown_model(name, caller)
+
+
+def _usable(services: HttpServices, caller: Principal) -> Iterator[dict[str, Any]]:
+    """The served models that a caller may use, under each of their names."""
+    for info in services.models.served:
+        for name in (info.name, *info.aliases) if may_use(caller, info) else ():
+            yield {
+                "id": name,
+                "object": "model",
+                "created": STARTED,
+                "owned_by": "pagewire",
+                "root": info.name,
+                "parent": None,
+                "max_model_len": max_servable_len(info),
+            }

@@ -12,7 +12,6 @@ from typing_extensions import TypedDict
 
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
-    JsonList,
     JsonObject,
     ListOf,
     SamplingFields,
@@ -64,7 +63,6 @@ class CompletionRequest(SamplingFields):
     logprobs: Annotated[int, proto_range("logprobs")] | None = Field(
         None, description="Log probabilities of this many most probable tokens."
     )
-    suffix: None = Field(None, description="Text is not inserted, only continued.")
     add_special_tokens: bool | None = Field(
         None, description="False if texts contain the model's special tokens already."
     )
@@ -175,7 +173,6 @@ class TextPart(Strict):
 
     type: Literal["text"]
     text: str
-    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class FunctionCall(Strict):
@@ -191,7 +188,6 @@ class ToolCallBody(Strict):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
-    index: int | None = Field(None, description="Ignored: calls are in their order.")
 
 
 class ChatMessageBody(Strict):
@@ -204,11 +200,6 @@ class ChatMessageBody(Strict):
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="The same by another name.")
-    refusal: str | None = Field(None, description="Ignored.")
-    annotations: JsonList | None = Field(None, description="Ignored.")
-    cache_control: JsonObject | None = Field(None, description="Ignored.")
-    audio: None = None
-    function_call: None = None
 
 
 class FunctionBody(Strict):
@@ -229,7 +220,6 @@ class ToolBody(Strict):
 
     type: Literal["function"]
     function: FunctionBody
-    cache_control: JsonObject | None = Field(None, description="Ignored.")
 
 
 class NamedFunction(Strict):
@@ -277,18 +267,9 @@ class ChatRequest(ChatPrompt, SamplingFields):
     top_logprobs: Annotated[int, proto_range("logprobs")] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="False: one call at most.")
-    echo: Literal[False] | None = Field(None, description="Answers never contain the conversation.")
-    modalities: ListOf[Literal["text"]] | None = None
-    verbosity: str | None = Field(None, description="Ignored.")
     include_reasoning: bool | None = Field(
         None, description="False: the answer does not contain the model's reasoning."
     )
-    functions: None = Field(None, description="Use `tools`.")
-    function_call: None = Field(None, description="Use `tool_choice`.")
-    audio: None = None
-    prediction: None = None
-    web_search_options: None = None
-    moderation: None = None
 
 
 class TopLogprob(TypedDict):

@@ -12,6 +12,7 @@ from pagewire.v1 import sampling_pb2
 from pagewire.v1.inference_service_pb2 import GenerateRequest
 from pagewire.validation import limits_of
 from scheduler_service.errors import InvalidArgument
+from scheduler_service.frontend.http.inert_fields import document_ignored, without_inert
 from scheduler_service.frontend.http.middleware import REQUEST_ID
 from scheduler_service.frontend.input.validation import MIN_TEMPERATURE, SAMPLING_LIMITS
 from scheduler_service.frontend.structured_output.schemas import closed, moved
@@ -76,14 +77,17 @@ def proto_range(field: str, message: type[Message] = sampling_pb2.SamplingParams
 
 
 class Strict(BaseModel):
-    """A part of a request: unknown fields and texts in place of numbers are refused."""
+    """A body, or a part of one: unknown fields and texts in place of numbers are refused; null, and
+    values that ask for nothing, are absent fields."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=document_ignored
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        return _bounded(value)
+    def _drop_inert(cls, value: Any) -> Any:
+        return without_inert(cls, _bounded(value)) if isinstance(value, dict) else value
 
 
 class StreamOptions(Strict):
@@ -94,9 +98,6 @@ class StreamOptions(Strict):
     )
     continuous_usage_stats: bool = Field(
         False, description="With `include_usage`: every chunk reports the usage so far."
-    )
-    include_obfuscation: bool | None = Field(
-        None, description="Ignored: chunks are not padded.", exclude=True
     )
 
 
@@ -113,8 +114,6 @@ class StructuredOutputs(Strict):
 class JsonSchema(Strict):
     """A named JSON schema."""
 
-    name: str | None = Field(None, description="Of no effect.")
-    description: str | None = Field(None, description="Of no effect.")
     schema_: JsonObject = Field(alias="schema", description="The schema.")
     strict: bool | None = Field(
         None, description="Whether objects are closed, unless false; always enforced."
@@ -146,49 +145,7 @@ ResponseFormat = Annotated[
 ]
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "cache_salt": ("",),
-    "chat_template": ("",),
-    "conversation": ("",),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": ("",),
-    "guided_regex": ("",),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "max_completion_tokens": (-1,),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "previous_response_id": ("",),
-    "seed": (-1,),
-    "stop": ("",),
-    "suffix": ("",),
-    "vllm_xargs": ({},),
-}
-"""Values that ask for nothing, by field: the field is absent, even if it is not supported."""
-
-
-class RequestBody(Strict):
-    """A request, in which null is absent, also for fields that are not supported."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_neutral(cls, value: Any) -> Any:
-        """Clients that send all of vLLM's fields send null for those that they do not use."""
-        if not isinstance(value, dict):
-            return value
-        return {
-            name: item
-            for name, item in value.items()
-            if item is not None and item not in NEUTRAL.get(name, ())
-        }
-
-
-class SamplingFields(RequestBody):
+class SamplingFields(Strict):
     """How tokens are chosen. An absent field takes the model's own default."""
 
     model: str | None = Field(None, description="May be absent when one model is served.")
@@ -230,7 +187,6 @@ class SamplingFields(RequestBody):
         le=MAX_UINT32,
         description="Keep this many last tokens of a longer prompt; -1: as many as fit.",
     )
-    truncation_side: Literal["left"] | None = Field(None, description="The prompt's end is kept.")
     use_beam_search: bool | None = Field(
         None, description="Beam search with `best_of`, or `n`, beams instead of sampling."
     )
@@ -262,18 +218,6 @@ class SamplingFields(RequestBody):
     return_timings: bool | None = Field(
         None, description="Return where the time went, for each prompt; in a stream at the end."
     )
-
-    user: str | None = Field(None, description="Ignored.")
-    metadata: DictOf[str] | None = Field(None, description="Ignored.")
-    service_tier: str | None = Field(None, description="Ignored.")
-    safety_identifier: str | None = Field(None, description="Ignored.")
-    prompt_cache_key: str | None = Field(None, description="Ignored: every prompt is cached.")
-    prompt_cache_retention: str | None = Field(None, description="Ignored.")
-    return_token_offsets: Literal[False] | None = None
-    routed_experts_prompt_start: Literal[0] | None = None
-    mm_payload: Literal["tensors"] | None = None
-    spaces_between_special_tokens: Literal[True] | None = None
-    store: Literal[False] | None = Field(None, description="Nothing is ever stored.")
 
 
 _CONVERTED = {"temperature", "top_k", "truncate_prompt_tokens", "seed", "stop", "logit_bias"}

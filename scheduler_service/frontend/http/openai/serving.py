@@ -4,10 +4,12 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from inspect import getdoc
+from typing import Annotated, Any, TypeVar
 
-from fastapi import Request
+from fastapi import APIRouter, Depends, Request
 from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -17,7 +19,7 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import error_body, error_response, http_code
-from scheduler_service.frontend.http.middleware import REQUEST_ID, HttpServices
+from scheduler_service.frontend.http.middleware import REQUEST_ID, Caller, HttpServices, Services
 from scheduler_service.frontend.http.openai.protocol import (
     AnswerHead,
     ChatLogprobsBody,
@@ -32,6 +34,7 @@ from scheduler_service.frontend.http.openai.protocol import (
     WholeFields,
 )
 from scheduler_service.frontend.http.openai.sampling import SamplingFields
+from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input.processor import draw_request_id
 from scheduler_service.frontend.multiplexer import SILENCE, RequestBatch
 
@@ -45,9 +48,18 @@ _CONSTRAINT = re.compile(r"sampling_params\.(json_schema|regex|grammar|choice)\b
 
 DONE = b"data: [DONE]\n\n"
 
+T = TypeVar("T", bound=Callable[..., "Generation"])
+
 
 class ResponseBuilder(ABC):
-    """Turns the responses of one call's requests, in order, into an endpoint's JSON or chunks."""
+    """Turns the responses of one call's requests, in order, into an endpoint's JSON or chunks, and
+    these into server-sent events."""
+
+    end = DONE
+    """Follows the last event of a stream that is complete."""
+
+    keep_alive = b": keep-alive\n\n"
+    """Sent while nothing else is; no event."""
 
     @abstractmethod
     def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
@@ -66,13 +78,77 @@ class ResponseBuilder(ABC):
     def whole(self) -> Any:
         """The whole answer, after the last response."""
 
+    def event(self, chunk: Any) -> bytes:
+        """A chunk as a server-sent event."""
+        return b"data: " + to_json(chunk) + b"\n\n"
 
-def request_id_of(http_request: Request, body: SamplingFields) -> str:
+    def error_chunk(self, code: int, body: dict[str, Any]) -> dict[str, Any]:
+        """An error as a stream's last chunk: its HTTP code, and its body in OpenAI's shape."""
+        return body
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an endpoint."""
+
+    services: HttpServices
+    tenant: Principal
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the body of a call asks for."""
+
+    requests: Sequence[inference_pb.GenerateRequest]
+    """As a gRPC client would send them."""
+    builder: ResponseBuilder
+    constraint_field: str | None
+    """The client's name for the field that constrains the output."""
+
+
+def generation_endpoint(
+    router: APIRouter,
+    path: str,
+    body_type: type[Any],
+    *,
+    summary: str,
+    answer: dict[int | str, dict[str, Any]],
+) -> Callable[[T], T]:
+    """Decorate a function from a body of `body_type` and its call to a Generation, which raises
+    InvalidArgument, as the endpoint at `path`; `answer` describes its responses. Bodies that are
+    large are converted off the event loop."""
+
+    def register(plan: T) -> T:
+        async def create(
+            body: Annotated[Any, Depends(json_body(body_type))],
+            http_request: Request,
+            services: Services,
+            caller: Caller,
+        ) -> Response:
+            call = Call(services, caller, _request_id(http_request, body))
+            generation = await convert(http_request, lambda: plan(body, call))
+            return CompletionResponse(call, generation, stream=bool(body.stream))
+
+        router.post(
+            path,
+            summary=summary,
+            description=getdoc(plan) or "",
+            responses=answer,
+            response_model=None,
+            openapi_extra=describe_body(body_type),
+        )(create)
+        return plan
+
+    return register
+
+
+def _request_id(http_request: Request, body: Any) -> str:
     """The caller's `X-Request-Id`, or the body's, or one drawn here. Raises InvalidArgument if the
     header is malformed."""
     given = http_request.headers.get("x-request-id")
     if given is None:
-        return body.request_id or draw_request_id()
+        return getattr(body, "request_id", None) or draw_request_id()
     if _REQUEST_ID.fullmatch(given) is None:
         raise InvalidArgument(
             "X-Request-Id", f"expected 1 to 100 characters of [A-Za-z0-9._:-], got {given[:120]!r}"
@@ -87,25 +163,14 @@ class CompletionResponse(Response):
     event, and `[DONE]` does not follow: an interrupted stream never looks complete.
     """
 
-    def __init__(
-        self,
-        services: HttpServices,
-        requests: Sequence[inference_pb.GenerateRequest],
-        form: ResponseBuilder,
-        *,
-        tenant: Principal,
-        request_id: str,
-        stream: bool,
-        constraint_field: str | None,
-    ) -> None:
-        """`constraint_field`: the client's name for the field that constrains the output."""
+    def __init__(self, call: Call, generation: Generation, *, stream: bool) -> None:
         super().__init__()
-        self._constraint_field = constraint_field
-        self._services = services
-        self._requests = requests
-        self._form = form
-        self._tenant = tenant
-        self._request_id = request_id
+        self._services = call.services
+        self._tenant = call.tenant
+        self._request_id = call.request_id
+        self._requests = generation.requests
+        self._builder = generation.builder
+        self._constraint_field = generation.constraint_field
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -114,7 +179,7 @@ class CompletionResponse(Response):
             async with RequestBatch(self._services.requests, receive, silence_s) as running:
                 if not await self._run(running, send):
                     return
-            whole = to_json(self._form.whole())
+            whole = to_json(self._builder.whole())
             response = Response(whole, media_type="application/json")
         except PagewireError as error:
             response = error_response(self._with_client_field(error))
@@ -128,7 +193,7 @@ class CompletionResponse(Response):
             await self._send_chunks(running, send)
             return False
         while (item := await running.next()) is not None:
-            self._form.add(*item)
+            self._builder.add(*item)
         return True
 
     def _with_client_field(self, error: PagewireError) -> PagewireError:
@@ -142,13 +207,14 @@ class CompletionResponse(Response):
     async def _send_chunks(self, running: RequestBatch, send: Send) -> None:
         item = await running.next()
         await send(self._start())
+        builder = self._builder
         try:
             while item is not None:
-                if body := self._events(item):
+                if body := builder.keep_alive if item is SILENCE else self._events(*item):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     running.record_output()
                 item = await running.next()
-            body = b"".join(map(self.event, self._form.last_chunks())) + self.end
+            body = b"".join(map(builder.event, builder.last_chunks())) + builder.end
         except RequestAborted as error:
             logger.debug("stream ended request_id=%s error=%s", self._request_id, error)
             body = self._error_event(error)
@@ -159,27 +225,11 @@ class CompletionResponse(Response):
             body = self._error_event(PagewireError("internal error"))
         await send({"type": "http.response.body", "body": body})
 
-    def _events(self, item: tuple[int, inference_pb.GenerateResponse]) -> bytes:
-        if item is SILENCE:
-            return self.keep_alive
-        return b"".join(map(self.event, self._form.chunks(*item)))
-
-    end = DONE
-    """Follows the last event of a stream that is complete."""
-
-    keep_alive = b": keep-alive\n\n"
-    """Sent while nothing else is; no event."""
-
-    def event(self, data: Any) -> bytes:
-        """A server-sent event."""
-        return b"data: " + to_json(data) + b"\n\n"
-
-    def error_data(self, code: int, body: dict[str, Any]) -> dict[str, Any]:
-        """An error as an event; `code` is its HTTP code, `body` OpenAI's shape of it."""
-        return body
+    def _events(self, index: int, response: inference_pb.GenerateResponse) -> bytes:
+        return b"".join(map(self._builder.event, self._builder.chunks(index, response)))
 
     def _error_event(self, error: PagewireError) -> bytes:
-        return self.event(self.error_data(http_code(error), error_body(error)))
+        return self._builder.event(self._builder.error_chunk(http_code(error), error_body(error)))
 
     def _start(self) -> dict[str, Any]:
         headers = [
@@ -189,16 +239,6 @@ class CompletionResponse(Response):
             (b"x-request-id", self._request_id.encode()),
         ]
         return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-class TypedEventResponse(CompletionResponse):
-    """A response with events that are named by their type, the last of which ends the stream."""
-
-    end = b""
-
-    def event(self, data: Any) -> bytes:
-        """A server-sent event with its name."""
-        return b"event: " + data["type"].encode() + b"\n" + super().event(data)
 
 
 class Envelope:
@@ -286,6 +326,16 @@ class Envelope:
         if not self.includes_usage:
             return {}
         return {"usage": self.usage() if self._includes_usage_so_far else None}
+
+
+def joined(former: Any, new: Any) -> Any:
+    """Texts, lists, and the entries of a dictionary, with the new part appended."""
+    if former is None or new is None:
+        return new if former is None else former
+    if isinstance(former, dict):
+        return {name: joined(value, new[name]) for name, value in former.items()}
+    former += new
+    return former
 
 
 def stop_reason(delta: inference_pb.ChoiceDelta) -> int | str | None:

@@ -1,22 +1,16 @@
 """`/v1/chat/completions`: requests, and messages with reasoning and tool calls."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
-from starlette.responses import Response
+from fastapi import APIRouter
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
-    AnswerMessage,
     ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
@@ -34,63 +28,19 @@ from scheduler_service.frontend.http.openai.protocol import (
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
-    CompletionResponse,
+    Call,
     Envelope,
+    Generation,
     ResponseBuilder,
     chat_logprobs,
+    generation_endpoint,
+    joined,
     make_request,
     prompt_logprobs,
-    request_id_of,
     stop_reason,
     streamed_or_whole,
 )
-from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.metrics import FINISH_LABELS
-
-
-class AssistantMessage:
-    """Joins the parts of one message."""
-
-    def __init__(self) -> None:
-        self._texts: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: list[tuple[str, str, list[str]]] = []
-        """Id, name, and pieces of the arguments."""
-
-    @property
-    def has_calls(self) -> bool:
-        """Whether the model has called a function."""
-        return bool(self._calls)
-
-    def add(self, delta: inference_pb.ChoiceDelta) -> None:
-        """Append the new part."""
-        self._texts.append(delta.text)
-        self._reasoning.append(delta.reasoning)
-        for call in delta.tool_calls:
-            if call.index == len(self._calls):
-                self._calls.append((call.id, call.name, []))
-            self._calls[call.index][2].append(call.arguments)
-
-    def body(self) -> AnswerMessage:
-        """The whole message."""
-        text = "".join(self._texts)
-        message: AnswerMessage = {
-            "role": "assistant",
-            "content": text or (None if self._calls else ""),
-            "refusal": None,
-        }
-        if reasoning := "".join(self._reasoning):
-            message["reasoning_content"] = message["reasoning"] = reasoning
-        if self._calls:
-            message["tool_calls"] = [
-                {
-                    "id": call_id,
-                    "type": "function",
-                    "function": {"name": name, "arguments": "".join(arguments)},
-                }
-                for call_id, name, arguments in self._calls
-            ]
-        return message
 
 
 def _pieces(delta: inference_pb.ChoiceDelta) -> Iterator[Delta]:
@@ -108,12 +58,17 @@ def _pieces(delta: inference_pb.ChoiceDelta) -> Iterator[Delta]:
         yield {"tool_calls": [part]}
 
 
-@dataclass(slots=True)
-class _ChatChoice:
-    message: AssistantMessage = field(default_factory=AssistantMessage)
-    logprobs: list[inference_pb.TokenLogprobs] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    end: ChoiceFields = field(default_factory=ChoiceFields)
+def _append(message: Any, piece: Delta) -> None:
+    """Append a piece to the whole message."""
+    for part in piece.get("tool_calls", ()):
+        calls = message.setdefault("tool_calls", [])
+        if "id" in part:
+            function = {"name": part["function"]["name"], "arguments": ""}
+            calls.append({"id": part["id"], "type": part["type"], "function": function})
+        calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    for name, text in piece.items():
+        if name != "tool_calls":
+            message[name] = joined(message.get(name), text)
 
 
 class ChatResponseBuilder(ResponseBuilder):
@@ -122,9 +77,21 @@ class ChatResponseBuilder(ResponseBuilder):
     def __init__(self, request: ChatRequest, request_id: str) -> None:
         self._request = request
         self._envelope = Envelope(request, f"chatcmpl-{request_id}")
-        self._choices = [_ChatChoice() for _ in range(request.n or 1)]
+        self._calling: set[int] = set()
+        """Choices that have called a function."""
         self._of_prompt: PromptFields = {}
         """Fields about the prompt; in a stream, the next chunk has them."""
+        self._whole: list[ChatChoice] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": None, "refusal": None},
+                "logprobs": None,
+                "finish_reason": None,
+                "stop_reason": None,
+                **self._of_tokens((), ()),
+            }
+            for index in range(request.n or 1)
+        ]
 
     # ResponseBuilder.
 
@@ -132,9 +99,9 @@ class ChatResponseBuilder(ResponseBuilder):
         self, index: int, response: inference_pb.GenerateResponse
     ) -> Iterable[ChatCompletionChunk]:
         """The roles first, then the new part of each choice."""
-        self._take(index, response)
+        self._count(index, response)
         if response.HasField("started"):
-            for number in range(len(self._choices)):
+            for number in range(len(self._whole)):
                 yield self._chunk(number, {"role": "assistant", "content": ""}, {})
         for delta in response.choices:
             yield from self._delta_chunks(delta)
@@ -151,42 +118,33 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Append the new part of each choice."""
-        self._take(index, response)
+        self._count(index, response)
         for delta in response.choices:
-            choice = self._choices[delta.index]
-            choice.message.add(delta)
-            choice.logprobs.extend(delta.logprobs)
-            choice.token_ids.extend(delta.token_ids)
-            if delta.finish_reason:
-                choice.end = self._end(delta)
+            choice: Any = self._whole[delta.index]
+            for piece in _pieces(delta):
+                _append(choice["message"], piece)
+            for name, value in self._fields(delta).items():
+                choice[name] = joined(choice[name], value)
 
     def whole(self) -> ChatCompletion:
         """All choices, and the usage."""
-        choices: list[ChatChoice] = [
-            {
-                "index": index,
-                "message": choice.message.body(),
-                "logprobs": None,
-                "finish_reason": None,
-                "stop_reason": None,
-                **self._of_tokens(choice.logprobs, choice.token_ids),
-                **choice.end,
-            }
-            for index, choice in enumerate(self._choices)
-        ]
+        for choice in self._whole:
+            if choice["message"]["content"] is None and "tool_calls" not in choice["message"]:
+                choice["message"]["content"] = ""
         return {
             **self._envelope.head,
             "object": "chat.completion",
-            "choices": choices,
+            "choices": self._whole,
             **self._envelope.whole_fields(),
             **self._of_prompt,
         }
 
     # Parts.
 
-    def _take(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Take in the parts that all choices share."""
+    def _count(self, index: int, response: inference_pb.GenerateResponse) -> None:
+        """Record the parts that all choices share, and which of them call functions."""
         self._envelope.take(index, response)
+        self._calling.update(delta.index for delta in response.choices if delta.tool_calls)
         if response.HasField("started") and self._request.return_token_ids:
             self._of_prompt["prompt_token_ids"] = list(response.started.prompt_token_ids)
         if response.prompt_logprobs:
@@ -194,18 +152,23 @@ class ChatResponseBuilder(ResponseBuilder):
 
     def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[ChatCompletionChunk]:
         """A chunk per piece of the message; the last one has the tokens and the end."""
-        self._choices[delta.index].message.add(delta)
         pieces = list(_pieces(delta))
-        rest: ChoiceFields = {}
-        if delta.token_ids:
-            rest = self._of_tokens(delta.logprobs, delta.token_ids)
-        if delta.finish_reason:
-            rest |= self._end(delta)
-        if rest and not pieces:
+        fields = self._fields(delta)
+        if fields and not pieces:
             pieces = [{}]
         for place, piece in enumerate(pieces):
             is_last = place == len(pieces) - 1
-            yield self._chunk(delta.index, piece, rest if is_last else {})
+            yield self._chunk(delta.index, piece, fields if is_last else {})
+
+    def _fields(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
+        """The fields of a choice besides its message, as far as there is anything new."""
+        fields: ChoiceFields = {}
+        if delta.token_ids:
+            fields = self._of_tokens(delta.logprobs, delta.token_ids)
+        if delta.finish_reason:
+            fields["finish_reason"] = self._finish_reason(delta)
+            fields["stop_reason"] = stop_reason(delta)
+        return fields
 
     def _of_tokens(
         self, logprobs: Iterable[inference_pb.TokenLogprobs], token_ids: Iterable[int]
@@ -219,20 +182,20 @@ class ChatResponseBuilder(ResponseBuilder):
             fields["token_ids"] = list(token_ids)
         return fields
 
-    def _end(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
+    def _finish_reason(self, delta: inference_pb.ChoiceDelta) -> FinishReason | None:
         reason: FinishReason | None = FINISH_LABELS.get(delta.finish_reason)
         is_named = isinstance(self._request.tool_choice, NamedToolChoice)
-        if reason == "stop" and self._choices[delta.index].message.has_calls and not is_named:
-            reason = "tool_calls"
-        return {"finish_reason": reason, "stop_reason": stop_reason(delta)}
+        if reason == "stop" and delta.index in self._calling and not is_named:
+            return "tool_calls"
+        return reason
 
-    def _chunk(self, index: int, delta: Delta, rest: ChoiceFields) -> ChatCompletionChunk:
+    def _chunk(self, index: int, delta: Delta, fields: ChoiceFields) -> ChatCompletionChunk:
         choice: ChunkChoice = {
             "index": index,
             "delta": delta,
             "logprobs": None,
             "finish_reason": None,
-            **rest,
+            **fields,
         }
         of_prompt, self._of_prompt = self._of_prompt, {}
         return {
@@ -297,50 +260,20 @@ def _tool(body: ToolBody) -> inference_pb.Tool:
     )
 
 
-def chat_request_of(fields: Mapping[str, Any]) -> ChatRequest:
-    """A chat completion that another endpoint asks for. Raises RequestValidationError."""
-    try:
-        return ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        raise RequestValidationError(error.errors(include_url=False)) from None
+router = APIRouter(tags=["OpenAI"])
 
 
-def named_choice(name: str | None, tools: Iterable[str]) -> dict[str, Any]:
-    """The `tool_choice` of one function, as another endpoint names it. Raises InvalidArgument."""
-    names = sorted(tools)
-    if name not in names:
-        raise InvalidArgument("tool_choice.name", f"expected one of {names}, got {name!r}")
-    return {"type": "function", "function": {"name": name}}
-
-
-ChatBody = Annotated[ChatRequest, Depends(json_body(ChatRequest))]
-
-
-def make_router(services: HttpServices) -> APIRouter:
-    """The endpoint."""
-    router = APIRouter(tags=["OpenAI"])
-
-    @router.post(
-        "/v1/chat/completions",
-        summary="Answer a conversation",
-        responses=ERROR_RESPONSES | streamed_or_whole(ChatCompletion, ChatCompletionChunk),
-        response_model=None,
-        openapi_extra=describe_body(ChatRequest),
-    )
-    async def create(body: ChatBody, http_request: Request, caller: Caller) -> Response:
-        """A conversation, by the model's chat template."""
-        request_id = request_id_of(http_request, body)
-        return CompletionResponse(
-            services,
-            [await convert(http_request, lambda: generate_request(body))],
-            ChatResponseBuilder(body, request_id),
-            tenant=caller,
-            request_id=request_id,
-            stream=bool(body.stream),
-            constraint_field=constraint_field(body),
-        )
-
-    return router
+@generation_endpoint(
+    router,
+    "/v1/chat/completions",
+    ChatRequest,
+    summary="Answer a conversation",
+    answer=ERROR_RESPONSES | streamed_or_whole(ChatCompletion, ChatCompletionChunk),
+)
+def answer_chat(body: ChatRequest, call: Call) -> Generation:
+    """A conversation, by the model's chat template."""
+    builder = ChatResponseBuilder(body, call.request_id)
+    return Generation([generate_request(body)], builder, constraint_field(body))
 
 
 def generate_request(body: ChatRequest) -> inference_pb.GenerateRequest:

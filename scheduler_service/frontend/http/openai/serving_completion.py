@@ -3,18 +3,15 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, Request
-from starlette.responses import Response
+from fastapi import APIRouter
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller, HttpServices
 from scheduler_service.frontend.http.openai.protocol import (
     MAX_PROMPTS,
     ChunkUsage,
@@ -24,17 +21,18 @@ from scheduler_service.frontend.http.openai.protocol import (
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
-    CompletionResponse,
+    Call,
     Envelope,
+    Generation,
     LegacyLogprobs,
     ResponseBuilder,
+    generation_endpoint,
+    joined,
     make_request,
     prompt_logprobs,
-    request_id_of,
     stop_reason,
     streamed_or_whole,
 )
-from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.metrics import FINISH_LABELS
 
 
@@ -86,8 +84,8 @@ class CompletionResponseBuilder(ResponseBuilder):
         for piece in self._pieces(index, response):
             whole: Any = self._whole.setdefault(piece["index"], self._piece(piece["index"]))
             for name, value in piece.items():
-                if name != "index" and value is not None:
-                    whole[name] = _joined(whole[name], value)
+                if name != "index":
+                    whole[name] = joined(whole[name], value)
 
     def whole(self) -> Completion:
         """All choices, and the usage."""
@@ -167,58 +165,29 @@ class CompletionResponseBuilder(ResponseBuilder):
         return piece
 
 
-def _joined(former: Any, new: Any) -> Any:
-    """Texts, lists, and the lists of a dictionary, with the new part appended."""
-    if former is None:
-        return new
-    if isinstance(former, dict):
-        for name, values in new.items():
-            former[name].extend(values)
-        return former
-    former += new
-    return former
-
-
 PromptValue = str | Sequence[int]
 
 MAX_CHOICES = 16_384
 """Maximum number of choices of all prompts of one call together."""
 
 
-CompletionBody = Annotated[CompletionRequest, Depends(json_body(CompletionRequest))]
+router = APIRouter(tags=["OpenAI"])
 
 
-def make_router(services: HttpServices) -> APIRouter:
-    """The endpoint."""
-    router = APIRouter(tags=["OpenAI"])
-
-    @router.post(
-        "/v1/completions",
-        summary="Continue prompts",
-        responses=ERROR_RESPONSES | streamed_or_whole(Completion),
-        response_model=None,
-        openapi_extra=describe_body(CompletionRequest),
-    )
-    async def create(body: CompletionBody, http_request: Request, caller: Caller) -> Response:
-        """Texts or token ids as they are, one or several. With `echo` and `logprobs` the answer has
-        the log probabilities of the prompts, as evaluation harnesses need them."""
-        request_id = request_id_of(http_request, body)
-        prompts = _prompts(body)
-        requests = await convert(http_request, lambda: generate_requests(body, prompts))
-        form = CompletionResponseBuilder(
-            body, request_id, len(prompts), _prompt_text(services, body, caller)
-        )
-        return CompletionResponse(
-            services,
-            requests,
-            form,
-            tenant=caller,
-            request_id=request_id,
-            stream=bool(body.stream),
-            constraint_field=constraint_field(body),
-        )
-
-    return router
+@generation_endpoint(
+    router,
+    "/v1/completions",
+    CompletionRequest,
+    summary="Continue prompts",
+    answer=ERROR_RESPONSES | streamed_or_whole(Completion),
+)
+def answer_prompts(body: CompletionRequest, call: Call) -> Generation:
+    """Texts or token ids as they are, one or several. With `echo` and `logprobs` the answer has
+    the log probabilities of the prompts, as evaluation harnesses need them."""
+    prompts = _prompts(body)
+    text = _PromptText(body, prompts, call)
+    builder = CompletionResponseBuilder(body, call.request_id, len(prompts), text)
+    return Generation(generate_requests(body, prompts), builder, constraint_field(body))
 
 
 def generate_requests(
@@ -282,19 +251,21 @@ def _prompts(body: CompletionRequest) -> list[PromptValue]:
     return list(prompt)
 
 
-def _prompt_text(services: HttpServices, body: CompletionRequest, tenant: Principal) -> Any:
-    prompts = _prompts(body)
+@dataclass(frozen=True, slots=True)
+class _PromptText:
+    """A prompt as the client wrote it, or, if it may be truncated, the text of the tokens that were
+    kept."""
 
-    def text_of(index: int, started: inference_pb.Started) -> str:
-        """The prompt as the client wrote it, or, if it may be truncated, the text of the tokens
-        that were kept."""
-        prompt = prompts[index]
-        if isinstance(prompt, str) and body.truncate_prompt_tokens is None:
+    body: CompletionRequest
+    prompts: Sequence[PromptValue]
+    call: Call
+
+    def __call__(self, index: int, started: inference_pb.Started) -> str:
+        prompt = self.prompts[index]
+        if isinstance(prompt, str) and self.body.truncate_prompt_tokens is None:
             return prompt
-        tokenizer = services.models.current(started.model, tenant).tokenizer
-        if tokenizer is None:
+        model = self.call.services.models.current(started.model, self.call.tenant)
+        if model.tokenizer is None:
             return ""
-        skips = body.skip_special_tokens is not False
-        return tokenizer.decode(started.prompt_token_ids, skip_special_tokens=skips)
-
-    return text_of
+        skips = self.body.skip_special_tokens is not False
+        return model.tokenizer.decode(started.prompt_token_ids, skip_special_tokens=skips)

@@ -1,5 +1,6 @@
 """`/tokenize`, `/detokenize`, `/version`."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -26,13 +27,26 @@ async def test_a_text_comes_back() -> None:
 
 
 @pytest.mark.parametrize(("max_cached_tokens", "expected"), [(0, 256), (97, 97), (4096, 256)])
-async def test_the_list_of_models_has_the_length_that_a_cache_holds(
+async def test_the_length_of_a_model_is_what_a_cache_holds_wherever_it_is_reported(
     max_cached_tokens: int, expected: int
 ) -> None:
     core = FakeCore(models=[model_info(max_cached_tokens=max_cached_tokens)])
     async with http_served(core) as served:
         [model] = (await served.client.get("/v1/models")).json()["data"]
         assert model["max_model_len"] == expected
+        tokenized = await served.client.post("/tokenize", json={"prompt": TEXT})
+        assert tokenized.json()["max_model_len"] == expected
+
+
+async def test_as_much_of_a_prompt_is_kept_as_the_cache_holds() -> None:
+    core = FakeCore(models=[model_info(max_cached_tokens=97)])
+    async with http_served(core) as served:
+        body = {"prompt": "a " * 300, "truncate_prompt_tokens": -1, "max_tokens": 7}
+        answer = asyncio.create_task(served.client.post("/v1/completions", json=body))
+        request = await served.core.next_request()
+        assert len(request.prompt) == 90
+        await request.complete(tokens("b"))
+        assert (await answer).status_code == 200
 
 
 async def test_special_tokens_come_back_unless_told_otherwise() -> None:

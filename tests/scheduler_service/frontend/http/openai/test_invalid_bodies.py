@@ -26,7 +26,6 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (CompletionRequest, {"prompt": [[None] * MANY]}),
     (CompletionRequest, {"prompt": "a", "logit_bias": NO_FIELDS | {"1": "x"}}),
     (CompletionRequest, {"prompt": "a", "logit_bias": dict.fromkeys(NO_FIELDS, "x")}),
-    (CompletionRequest, {"prompt": "a", "metadata": NO_FIELDS}),
     (CompletionRequest, {"prompt": "a", "stop": [1] * MANY}),
     (CompletionRequest, {"prompt": "a", "stop_token_ids": ["a"] * MANY}),
     (CompletionRequest, {"prompt": "a", "bad_words": [1] * MANY}),
@@ -41,7 +40,6 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (ChatRequest, {"messages": [USER], "documents": [1] * MANY}),
     (ChatRequest, {"messages": [USER], "documents": [{"a": NANS}]}),
     (ChatRequest, {"messages": [USER], "chat_template_kwargs": {"a": NANS}}),
-    (ChatRequest, {"messages": [USER | {"annotations": NANS}]}),
     (ChatRequest, {"messages": [USER], "tools": [TOOL]}),
     (ChatRequest, {"messages": [USER], "modalities": ["audio"] * MANY}),
     (TOKENIZE, {"prompt": 1} | NO_FIELDS),
@@ -188,8 +186,50 @@ COMPLETE = {"prompt": "a"}
         ),
         (
             "/v1/chat/completions",
-            CHAT | {"user": 5, "model": "m"},
-            "user: expected a string, got 5",
+            CHAT | {"model": 5},
+            "model: expected a string, got 5",
+        ),
+        *(
+            (
+                "/v1/chat/completions",
+                CHAT | {"response_format": {"type": "json_schema", "json_schema": {name: {}}}},
+                f"response_format.json_schema.{name}: unknown field: did you mean schema? "
+                "(/openapi.json lists the fields)",
+            )
+            for name in ("schma", "schemas", "shema")
+        ),
+        (
+            "/v1/completions",
+            {"promt": "a"},
+            "promt: unknown field: did you mean prompt? (/openapi.json lists the fields)",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "text", "texts": "a"}]}]},
+            "messages[0].content[0].texts: unknown field: did you mean text? (/openapi.json lists "
+            "the fields)",
+        ),
+        (
+            "/v1/completions",
+            {"p" * 300_000: "a"},
+            "prompt: required",
+        ),
+        ("/v1/completions", COMPLETE | {"echo": 1.5}, "echo: expected a boolean, got 1.5"),
+        ("/v1/chat/completions", CHAT | {"echo": True}, "echo: expected false, got true"),
+        (
+            "/v1/chat/completions",
+            CHAT | {"modalities": ["text", "audio"]},
+            'modalities: expected ["text"], got a list of 2 entries',
+        ),
+        (
+            "/v1/completions",
+            COMPLETE | {"cache_salt": "s"},
+            "cache_salt: not supported: leave it out",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "background": True},
+            "background: expected false, got true",
         ),
     ],
 )

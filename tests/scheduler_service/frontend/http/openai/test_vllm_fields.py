@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.frontend.http.openai.sampling import NEUTRAL
+from scheduler_service.frontend.http.inert_fields import NEUTRAL
 from tests.support.fake_core import FakeRequest
 from tests.support.http_frontends import HttpServed
 from tests.support.tokenizers import byte_level, tokens

@@ -1,0 +1,112 @@
+"""Fields of requests that have no effect here, in one table: ignored, redundant or refused."""
+
+from functools import lru_cache
+from typing import Any
+
+IGNORED = {
+    "SamplingFields": (
+        *("user", "metadata", "service_tier", "safety_identifier"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    ),
+    "ChatRequest": ("verbosity",),
+    "ChatMessageBody": ("refusal", "annotations", "cache_control"),
+    "TextPart": ("cache_control",),
+    "ToolBody": ("cache_control",),
+    "ToolCallBody": ("index",),
+    "StreamOptions": ("include_obfuscation",),
+    "JsonSchema": ("name", "description"),
+    # Of /v1/responses.
+    "ResponsesRequest": (
+        *("include", "max_tool_calls", "stream_options", "user", "safety_identifier"),
+        *("service_tier", "prompt_cache_key", "prompt_cache_retention"),
+    ),
+    "Item": ("id", "status", "phase", "encrypted_content"),
+    "Part": ("annotations", "logprobs"),
+    "Reasoning": ("summary", "generate_summary"),
+    # Of /v1/messages.
+    "CountTokensRequest": ("cache_control",),
+    "MessagesRequest": ("metadata", "service_tier"),
+    "Block": ("is_error", "signature", "caller", "cache_control"),
+    "CustomTool": ("cache_control",),
+    "Thinking": ("budget_tokens",),
+}
+"""Fields that are accepted with any value and have no effect, by the body or part that may have
+them, those derived from it included."""
+
+FIXED: dict[str, Any] = {
+    "background": False,
+    "echo": False,
+    "mm_payload": "tensors",
+    "modalities": ["text"],
+    "return_token_offsets": False,
+    "routed_experts_prompt_start": 0,
+    "spaces_between_special_tokens": True,
+    "store": False,
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "truncation_side": "left",
+}
+"""The only value of fields that ask for what happens anyway, except where a body declares them."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": ([],),
+    "cache_salt": ("",),
+    "chat_template": ("",),
+    "conversation": ("",),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": ("",),
+    "guided_regex": ("",),
+    "kv_transfer_params": ({},),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "max_completion_tokens": (-1,),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "previous_response_id": ("",),
+    "seed": (-1,),
+    "stop": ("",),
+    "suffix": ("",),
+    "vllm_xargs": ({},),
+}
+"""Values that ask for nothing, by field: the field is absent, even if it is not supported."""
+
+INSTEAD = dict.fromkeys(NEUTRAL, "leave it out") | {
+    "audio": "answers are text",
+    "conversation": "send the whole conversation as input",
+    "function_call": "use tool_choice",
+    "functions": "use tools",
+    "moderation": "leave it out",
+    "prediction": "leave it out; the model drafts by itself",
+    "previous_response_id": "send the whole conversation as input",
+    "web_search_options": "leave it out",
+}
+"""What to do instead, by field that is not supported, where no body declares it."""
+
+
+def without_inert(kind: Any, value: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body or part of type `kind` that have an effect; null means absent."""
+    ignored = ignored_by(kind)
+    return {
+        name: item
+        for name, item in value.items()
+        if item is not None and name not in ignored and not _is_redundant(name, item)
+    }
+
+
+def _is_redundant(name: str, item: Any) -> bool:
+    return item in NEUTRAL.get(name, ()) or (name in FIXED and item == FIXED[name])
+
+
+@lru_cache
+def ignored_by(kind: Any) -> frozenset[str]:
+    """The fields that a body or part of this type ignores."""
+    return frozenset(name for base in kind.__mro__ for name in IGNORED.get(base.__name__, ()))
+
+
+def document_ignored(schema: dict[str, Any], kind: Any) -> None:
+    """Add the ignored fields to the JSON schema of a body or part."""
+    for name in sorted(ignored_by(kind)):
+        schema.setdefault("properties", {})[name] = {"description": "Ignored."}
