@@ -84,16 +84,10 @@ class FrontendConfig:
         if self.http is not None:
             _check_http(self.http)
         self._check_keys()
-        if self.max_connections < 1:
-            raise ValueError(f"max_connections: expected at least 1, got {self.max_connections}")
-        if self.max_concurrent_requests < 1:
-            raise ValueError(
-                f"max_concurrent_requests: expected at least 1, got {self.max_concurrent_requests}"
-            )
-        if self.max_tenant_requests is not None and self.max_tenant_requests < 1:
-            raise ValueError(
-                f"max_tenant_requests: expected at least 1, got {self.max_tenant_requests}"
-            )
+        for name in ("max_connections", "max_concurrent_requests", "max_tenant_requests"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name}: expected at least 1, got {limit}")
         if self.default_timeout_s is not None and not 0 < self.default_timeout_s < float("inf"):
             raise ValueError(
                 "default_timeout: expected a positive number of seconds, "

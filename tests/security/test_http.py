@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from scheduler_service.frontend.http import connection, middleware, server
+from scheduler_service.frontend.http import connection, request_body, server
 from scheduler_service.frontend.server import Frontend
 from service_common.tls import TlsFiles
 from tests.support.certificates import Authority, Issued
@@ -303,7 +303,7 @@ async def test_a_head_behind_a_refused_body_may_be_no_longer_than_others(
 async def test_a_body_that_does_not_come_in_time_ends_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(middleware, "BODY_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(request_body, "BODY_TIMEOUT_S", 0.2)
     async with http_served() as served:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
         head += b"content-type: application/json\r\n"

@@ -10,14 +10,13 @@ from typing import Annotated, Any, Literal, NotRequired
 
 from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, Field
-from pydantic_core import from_json, to_json
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from pydantic_core import from_json
 from typing_extensions import TypedDict
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
-from scheduler_service.frontend.http.middleware import Caller, Services
+from scheduler_service.frontend.http.middleware import Caller, Services, Shape
 from scheduler_service.frontend.http.openai.parts import (
     Kind,
     PartsBuilder,
@@ -47,8 +46,6 @@ from scheduler_service.frontend.http.openai.serving_chat import generate_request
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input import processor
 from scheduler_service.frontend.input.message_forms import PART_SEPARATOR, Content, text_parts
-
-PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 ERROR_TYPES = {
     413: "request_too_large",
@@ -396,35 +393,9 @@ def error_of(code: int, body: dict[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": error["message"]}}
 
 
-class AnthropicErrors:
-    """Rewrites the errors of this API's paths, wherever they come from, in its own shape."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused: Message | None = None
-        body = b""
-
-        async def send_rewritten(message: Message) -> None:
-            nonlocal refused, body
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                refused = message
-            elif refused is None:
-                await send(message)
-            else:
-                body += message.get("body", b"")
-                if not message.get("more_body", False):
-                    status = refused["status"]
-                    whole = to_json(error_of(status, json.loads(body)))
-                    kept = [each for each in refused["headers"] if each[0] != b"content-length"]
-                    length = (b"content-length", str(len(whole)).encode())
-                    await send({**refused, "headers": [*kept, length]})
-                    await send({"type": "http.response.body", "body": whole})
-
-        is_ours = scope["type"] == "http" and scope["path"] in PATHS
-        await self._app(scope, receive, send_rewritten if is_ours else send)
-
+PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+ERROR_SHAPES: dict[str, Shape] = dict.fromkeys(PATHS, error_of)
+"""By path, wherever its errors come from."""
 
 router = APIRouter(tags=["Anthropic"])
 

@@ -6,18 +6,10 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import TypeAdapter
 
-from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http import anthropic, monitoring, tokenize, unsupported
 from scheduler_service.frontend.http.dashboard import hub as dashboard
 from scheduler_service.frontend.http.errors import handle_errors
-from scheduler_service.frontend.http.middleware import (
-    OPEN_PATHS,
-    Authenticate,
-    BodyLimit,
-    CheckHost,
-    HttpServices,
-    TraceContext,
-)
+from scheduler_service.frontend.http.middleware import OPEN_PATHS, Admission, HttpServices
 from scheduler_service.frontend.http.openai import (
     models,
     serving_chat,
@@ -126,12 +118,10 @@ def make_app(services: HttpServices) -> FastAPI:
         app.include_router(router)
     handle_errors(app)
     correct_document(app, asks_for_key=services.authentication.asks_for_key)
-    app.add_middleware(BodyLimit, max_bytes=MAX_PUBLIC_MESSAGE_BYTES)
-    app.add_middleware(TraceContext)
     app.add_middleware(
-        Authenticate,
+        Admission,
         authentication=services.authentication,
         open_paths=(*OPEN_PATHS, *dashboard.FILE_PATHS),
+        allowed_hosts=services.allowed_hosts,
     )
-    app.add_middleware(CheckHost, allowed=services.allowed_hosts)
     return app

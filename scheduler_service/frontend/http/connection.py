@@ -4,9 +4,11 @@ a shutdown is announced."""
 
 import asyncio
 import socket
+from email.utils import formatdate
 from typing import Any
 
 import httptools
+from starlette.types import ASGIApp
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
@@ -21,6 +23,10 @@ HEAD_TIMEOUT_S = 20.0
 """Time limit from the connection, or from a request's first byte, to the end of its head."""
 
 
+IDLE_TIMEOUT_S = 75
+"""An idle connection is closed after this; longer than clients and proxies commonly keep one, so
+that they close it first, and none sends a request into a closed connection."""
+
 LEAVING_IDLE_TIMEOUT_S = 1.0
 """An idle connection is closed after this during shutdown: a client that is about to send a request
 gets its answer."""
@@ -33,6 +39,22 @@ BEGINNING = b"HTTP/1.1 "
 
 OFFER_HEADERS = (b"upgrade", b"http2-settings")
 """Headers of an offer to continue in another protocol; `Connection` names them."""
+
+
+def connection_config(app: ASGIApp) -> Config:
+    """The settings of connections to `app`."""
+    config = Config(
+        app,
+        log_config=None,
+        log_level="warning",  # the start has a log line of its own
+        access_log=False,
+        lifespan="off",
+        http="httptools",
+        ws="none",
+        timeout_keep_alive=IDLE_TIMEOUT_S,
+    )
+    config.load()
+    return config
 
 
 class Connection(HttpToolsProtocol):
@@ -130,6 +152,7 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def on_headers_complete(self) -> None:
+        self.server_state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
         super().on_headers_complete()
         if self.parser.should_upgrade():
             return

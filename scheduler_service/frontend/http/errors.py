@@ -149,7 +149,22 @@ ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
 
 
 class InvalidBody(Exception):
-    """A request's body is not JSON, or holds too many values."""
+    """A request's body cannot be read, is not JSON, or holds too many values."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        code: int = 400,
+        param: str | None = None,
+        reason: str = "invalid_body",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.param = param
+        self.reason = reason
+        self.headers = headers
 
 
 def http_code(error: Exception) -> int:
@@ -179,27 +194,6 @@ def error_response(error: Exception) -> JSONResponse:
     if code == 504:
         headers["x-should-retry"] = "false"  # OpenAI's clients would retry twice
     return JSONResponse(error_body(error), status_code=code, headers=headers)
-
-
-def too_large_response(max_bytes: int) -> JSONResponse:
-    """The answer to a body that is too long."""
-    message = f"the request's body is longer than {max_bytes} bytes"
-    return JSONResponse(_body(413, message, None, "request_too_large"), status_code=413)
-
-
-def too_slow_response(timeout_s: float) -> JSONResponse:
-    """The answer to a body that did not arrive; it closes the connection."""
-    message = f"the request's body did not arrive within {timeout_s:g} s"
-    body = _body(408, message, None, "request_too_slow")
-    return JSONResponse(body, status_code=408, headers={"Connection": "close"})
-
-
-def undecodable_response(coding: str, accepted: Iterable[str]) -> JSONResponse:
-    """The answer to a body in a content coding that is not supported."""
-    names = ", ".join(accepted)
-    message = f"Content-Encoding: expected one of {names}, or none, got {coding[:100]!r}"
-    body = _body(415, message, "Content-Encoding", "unsupported_content_encoding")
-    return JSONResponse(body, status_code=415, headers={"Accept-Encoding": names})
 
 
 def param_of(field: str) -> str:
@@ -233,7 +227,8 @@ def handle_errors(app: FastAPI) -> None:
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
     async def on_invalid_body(_: Request, error: Exception) -> JSONResponse:
-        return invalid_body_response(str(error))
+        assert isinstance(error, InvalidBody)
+        return _unreadable(error)
 
     app.add_exception_handler(InvalidBody, on_invalid_body)
     app.add_exception_handler(PagewireError, on_pagewire_error)
@@ -250,7 +245,7 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
         loc = loc[:1] + loc[2:]  # the format's type, which is not a field, follows
     path = [part for part in loc if part not in _NO_FIELDS]
     if not path and first["type"] in ("model_attributes_type", "model_type", "dict_type"):
-        return invalid_body_response("expected a JSON object as body")
+        return _unreadable(InvalidBody("expected a JSON object as body"))
     names = [part for part in path if isinstance(part, int) or part.isidentifier()]
     dotted = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = dotted.removeprefix(".") or None
@@ -303,9 +298,9 @@ def _received(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[:MAX_VALUE_CHARS]}…"
 
 
-def invalid_body_response(message: str) -> JSONResponse:
-    """The answer to a body that cannot be read."""
-    return JSONResponse(_body(400, message, None, "invalid_body"), 400)
+def _unreadable(error: InvalidBody) -> JSONResponse:
+    body = _body(error.code, str(error), error.param, error.reason)
+    return JSONResponse(body, error.code, headers=error.headers)
 
 
 def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:

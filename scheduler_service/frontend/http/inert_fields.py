@@ -48,28 +48,17 @@ FIXED: dict[str, Any] = {
 }
 """The only value of fields that ask for what happens anyway, except where a body declares them."""
 
+_NEUTRAL_FIELDS: tuple[tuple[Any, ...], ...] = (
+    ("", "cache_salt", "chat_template", "conversation", "guided_grammar", "guided_json"),
+    ("", "guided_regex", "previous_response_id", "stop", "suffix"),
+    ([], "allowed_token_ids", "functions", "guided_choice", "logits_processors"),
+    ([], "logprob_token_ids"),
+    ({}, "kv_transfer_params", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs"),
+    (-1, "max_completion_tokens", "seed"),
+)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": ([],),
-    "cache_salt": ("",),
-    "chat_template": ("",),
-    "conversation": ("",),
+    **{name: (value,) for value, *names in _NEUTRAL_FIELDS for name in names},
     "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": ("",),
-    "guided_regex": ("",),
-    "kv_transfer_params": ({},),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "max_completion_tokens": (-1,),
-    "media_io_kwargs": ({},),
-    "mm_processor_kwargs": ({},),
-    "previous_response_id": ("",),
-    "seed": (-1,),
-    "stop": ("",),
-    "suffix": ("",),
-    "vllm_xargs": ({},),
 }
 """Values that ask for nothing, by field: the field is absent, even if it is not supported."""
 

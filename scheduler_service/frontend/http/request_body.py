@@ -20,9 +20,13 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect
 
+from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
+from scheduler_service.frontend.http.content_coding import CODINGS, Decoder
 from scheduler_service.frontend.http.errors import InvalidBody
 from scheduler_service.frontend.input.processor import INLINE_BYTES
 
+BODY_TIMEOUT_S = 60.0
+"""Time limit for a whole body to arrive."""
 MAX_VALUES = 1 << 20
 """Numbers, objects and arrays in one body."""
 MAX_STRINGS = 1 << 16
@@ -44,14 +48,11 @@ def json_body(kind: Any) -> Callable[[Request], Awaitable[Any]]:
     adapter = TypeAdapter[Any](kind)
 
     async def read(request: Request) -> Any:
-        try:
-            body = await request.body()
-        except ClientDisconnect:
-            raise InvalidBody("the body was cut off") from None
+        body = await read_body(request)
         _check_content_type(request.headers.get("content-type"))
-        if len(body) <= INLINE_BYTES:
-            return parse(body, adapter)
-        return await asyncio.get_running_loop().run_in_executor(_THREAD, parse_large, body, adapter)
+        request.state.has_large_body = len(body) > INLINE_BYTES
+        parse_body = parse_large if request.state.has_large_body else parse
+        return await convert(request, lambda: parse_body(body, adapter))
 
     return read
 
@@ -59,9 +60,62 @@ def json_body(kind: Any) -> Callable[[Request], Awaitable[Any]]:
 async def convert(request: Request, work: Callable[[], T]) -> T:
     """The result of work whose time grows with the body of `request`, off the loop if the body is
     large."""
-    if len(await request.body()) <= INLINE_BYTES:
+    if not request.state.has_large_body:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
+
+
+async def read_body(request: Request) -> bytes:
+    """The body, decoded. Raises InvalidBody: with 413 if it is too long, at once if the content
+    length is known, with 408 if it is too slow, and with 415 if it cannot be decoded."""
+    length = request.headers.get("content-length", "")
+    _check_size(int(length) if length.isdecimal() else 0)
+    coding = _content_coding(request)
+    decoder = Decoder(coding) if coding else None
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for data in request.stream():
+                for piece in decoder.decode(data) if decoder is not None else (data,):
+                    body += piece
+                    _check_size(len(body))
+                    if decoder is not None:
+                        await asyncio.sleep(0)  # for other streams
+        if decoder is not None and not decoder.is_complete:
+            raise ValueError("it ends too early")
+    except TimeoutError:
+        message = f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
+        close = {"Connection": "close"}
+        raise InvalidBody(message, code=408, reason="request_too_slow", headers=close) from None
+    except ClientDisconnect:
+        raise InvalidBody("the body was cut off") from None
+    except ValueError as error:
+        raise InvalidBody(f"the body is not valid {coding}: {error}") from None
+    return bytes(body)
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_PUBLIC_MESSAGE_BYTES:
+        message = f"the request's body is longer than {MAX_PUBLIC_MESSAGE_BYTES} bytes"
+        raise InvalidBody(message, code=413, reason="request_too_large")
+
+
+def _content_coding(request: Request) -> str:
+    """The coding in the header, or empty for none. Raises InvalidBody for several, or one that is
+    not supported."""
+    names = ",".join(request.headers.getlist("content-encoding")).lower().split(",")
+    given = [name.strip() for name in names if name.strip() not in ("", "identity")]
+    coding = ", ".join("gzip" if name == "x-gzip" else name for name in given)
+    if coding and coding not in CODINGS:
+        accepted = ", ".join(CODINGS)
+        raise InvalidBody(
+            f"Content-Encoding: expected one of {accepted}, or none, got {coding[:100]!r}",
+            code=415,
+            param="Content-Encoding",
+            reason="unsupported_content_encoding",
+            headers={"Accept-Encoding": accepted},
+        )
+    return coding
 
 
 def describe_body(*kinds: type[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on its own sockets, with TLS and timeouts for slow clients."""
+"""The HTTP server: uvicorn's protocol on sockets of its own, with TLS, for slow clients too."""
 
 import asyncio
 import ctypes
@@ -7,8 +7,10 @@ import logging
 import socket
 import ssl
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scheduler_service.frontend.http.middleware import HttpServices
@@ -18,7 +20,7 @@ from service_common.tls import TlsFiles
 from service_common.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
-    import uvicorn
+    from uvicorn.server import ServerState
 
 logger = logging.getLogger(__name__)
 
@@ -29,14 +31,6 @@ not count as connected. asyncio's default is a minute."""
 
 TLS_SHUTDOWN_TIMEOUT_S = 5.0
 """Time limit for a client to confirm the end of a TLS connection; asyncio's is half a minute."""
-
-
-def handshake_timeouts() -> dict[str, float]:
-    """The arguments of asyncio's servers that use TLS."""
-    return {
-        "ssl_handshake_timeout": HANDSHAKE_TIMEOUT_S,
-        "ssl_shutdown_timeout": TLS_SHUTDOWN_TIMEOUT_S,
-    }
 
 
 BACKLOG = 2048
@@ -62,33 +56,20 @@ def bind(address: str, *, share_port: bool) -> list[socket.socket]:
     except OSError as error:
         for listening in bound:
             listening.close()
-        why = (error.strerror or str(error)).lower()
+        why = (error.strerror or str(error)).lower().partition(" (while ")[0]
         raise CannotListen(f"{address} for HTTP", f"{why}; --http chooses another") from error
     return bound
 
 
-def address_of(sockets: list[socket.socket], asked: str) -> str:
-    """`HOST:PORT` with the port in effect."""
-    return f"{asked.rpartition(':')[0]}:{sockets[0].getsockname()[1]}"
-
-
-def _listen(family: int, where: tuple[object, ...], share_port: bool) -> socket.socket | None:
+def _listen(family: int, where: tuple[Any, ...], share_port: bool) -> socket.socket | None:
     """A listening socket, or None if the machine lacks the address family (often IPv6)."""
     try:
-        listening = socket.socket(family, socket.SOCK_STREAM)
-    except OSError:
-        return None
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if share_port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listening.bind(where)
-        listening.listen(BACKLOG)
+        listening = socket.create_server(
+            where, family=family, backlog=BACKLOG, reuse_port=share_port
+        )
     except OSError as error:
-        listening.close()
-        if family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL:
+        is_absent = family == socket.AF_INET6 and error.errno == errno.EADDRNOTAVAIL
+        if is_absent or error.errno == errno.EAFNOSUPPORT:
             return None
         raise
     listening.setblocking(False)
@@ -96,34 +77,48 @@ def _listen(family: int, where: tuple[object, ...], share_port: bool) -> socket.
 
 
 HANDSHAKE_S = 0.05
-"""Time for TCP handshakes under way to end before a shared port is left. Clients that begin one
-meanwhile try again after a second, and reach another frontend."""
+"""Time limit for TCP handshakes under way to end before a shared port is left. The first packet of
+clients that begin one meanwhile is dropped: they send it again after a second, to another frontend,
+so the time is kept short."""
+
+_SYN_RECV = "03"
+"""The state of a handshake under way in Linux' tables of connections."""
+
+
+def has_handshakes(port: int) -> bool:
+    """Whether any TCP handshake at a port is under way; True where that is not known."""
+    try:
+        tables = [Path("/proc/net", name).read_text() for name in ("tcp", "tcp6")]
+    except OSError:
+        return True
+    rows = (row.split(None, 4) for table in tables for row in table.splitlines())
+    return any(row[3] == _SYN_RECV and row[1].endswith(f":{port:04X}") for row in rows)
+
 
 _SO_ATTACH_FILTER = 26
 _DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 """A filter of Linux for packets: load the byte of TCP's flags; if SYN is set, drop, else pass."""
 
 
-def ignore_handshakes(listening: socket.socket) -> None:
+def ignore_handshakes(
+    listening: socket.socket, packets: Sequence[tuple[int, int, int, int]] = _DROP_SYN
+) -> None:
     """Let no client begin a connection here any longer, where the system can do that (Linux).
 
     Closing a socket resets the connections that it has not accepted yet. Without new ones, all can
-    be accepted first.
+    be accepted first. `packets`: the filter.
     """
-    program = b"".join(struct.pack("HBBI", *step) for step in _DROP_SYN)
+    program = b"".join(struct.pack("HBBI", *step) for step in packets)
     buffer = ctypes.create_string_buffer(program, len(program))
     with suppress(OSError):
         listening.setsockopt(
             socket.SOL_SOCKET,
             _SO_ATTACH_FILTER,
-            struct.pack("HP", len(_DROP_SYN), ctypes.addressof(buffer)),
+            struct.pack("HP", len(packets), ctypes.addressof(buffer)),
         )
 
 
 POLL_S = 0.05
-IDLE_TIMEOUT_S = 75
-"""An idle connection is closed after this; longer than clients and proxies commonly keep one, so
-that they close it first, and none sends a request into a closed connection."""
 
 
 class HttpServer:
@@ -145,14 +140,15 @@ class HttpServer:
         self._tls = tls
         self._max_connections = max_connections
         self._sockets: list[socket.socket] = []
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._servers: list[asyncio.Server] = []
+        self._state: ServerState | None = None
+        """The open connections and the calls that are being answered."""
         self._is_leaving = asyncio.Event()
 
     @property
     def is_started(self) -> bool:
         """True once it answers; until then callers wait."""
-        return self._server is not None and self._server.started
+        return bool(self._servers)
 
     @property
     def num_connections(self) -> int:
@@ -162,17 +158,39 @@ class HttpServer:
     def bind(self) -> None:
         """Listen; raises CannotListen. Connections wait until `start`."""
         self._sockets = bind(self.address, share_port=self._share_port)
-        self.address = address_of(self._sockets, self.address)
+        self.address = f"{self.address.rpartition(':')[0]}:{self._sockets[0].getsockname()[1]}"
 
     async def start(self, services: HttpServices) -> None:
         """Import the libraries, off the loop, and answer."""
-        self._server = await asyncio.to_thread(
-            _make_server, services, self._tls, self._max_connections, self._is_leaving
-        )
+        connect = await asyncio.to_thread(self._connection_factory, services)
         if self._is_leaving.is_set():
             return
-        self._serving = asyncio.create_task(self._server.serve(self._sockets))
+        loop = asyncio.get_running_loop()
+        timeouts: dict[str, Any] = {}
+        if self._tls is not None:
+            timeouts["ssl_handshake_timeout"] = HANDSHAKE_TIMEOUT_S
+            timeouts["ssl_shutdown_timeout"] = TLS_SHUTDOWN_TIMEOUT_S
+        listen = partial(loop.create_server, connect, ssl=self._tls, backlog=BACKLOG, **timeouts)
+        self._servers = [await listen(sock=bound) for bound in self._sockets]
         logger.info("listening http=%s", self.address)
+
+    def _connection_factory(self, services: HttpServices) -> Callable[[], asyncio.Protocol]:
+        from uvicorn.server import ServerState
+
+        from scheduler_service.frontend.http.anthropic import ERROR_SHAPES
+        from scheduler_service.frontend.http.app import make_app
+        from scheduler_service.frontend.http.connection import Connection, connection_config
+        from scheduler_service.frontend.http.middleware import ErrorAnswers
+
+        self._state = ServerState()
+        return partial(
+            Connection,
+            connection_config(ErrorAnswers(make_app(services), ERROR_SHAPES)),
+            self._state,
+            {},
+            max_connections=self._max_connections,
+            is_leaving=self._is_leaving,
+        )
 
     async def leave(self) -> None:
         """Stop listening, and wait until no connection is left.
@@ -183,103 +201,56 @@ class HttpServer:
         self._is_leaving.set()
         for connection in self._connections():
             connection.leave()
-        if self._server is not None and self.is_started:
-            if self._share_port:
-                for listening in self._sockets:
-                    ignore_handshakes(listening)
-                await asyncio.sleep(HANDSHAKE_S)
-            for server in self._server.servers:
-                server.close()
+        if self._share_port and self._servers:
+            await self._finish_handshakes()
+        self._close_listeners()
+        await self._until_closed()
+
+    async def _finish_handshakes(self) -> None:
+        """Let no client begin a connection here, and accept those that are being made."""
+        for listening in self._sockets:
+            ignore_handshakes(listening)
+        port = int(self.address.rpartition(":")[2])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HANDSHAKE_S):
+                while await asyncio.to_thread(has_handshakes, port):  # noqa: ASYNC110
+                    await asyncio.sleep(HANDSHAKE_S / 50)
+        await asyncio.sleep(HANDSHAKE_S / 50)  # the loop accepts the last ones
+
+    def _close_listeners(self) -> None:
+        for server in self._servers:
+            server.close()
         for listening in self._sockets:
             listening.close()
-        while self.num_connections:  # noqa: ASYNC110 - uvicorn has no event for it
-            await asyncio.sleep(POLL_S)
 
     def _connections(self) -> list[Any]:
-        return [] if self._server is None else list(self._server.server_state.connections)
+        return [] if self._state is None else list(self._state.connections)
+
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        return [] if self._state is None else list(self._state.tasks)
 
     async def stop(self, flush_s: float) -> None:
         """Give connections `flush_s` seconds for their last bytes, then close all.
 
         Requests must have been drained.
         """
-        for listening in self._sockets:
-            if self._server is None:
-                listening.close()
-        if self._server is None or self._serving is None:
-            return
-        self._server.should_exit = True
-        done, _ = await asyncio.wait({self._serving}, timeout=flush_s)
-        if not done:
-            self._server.force_exit = True
+        self._close_listeners()
+        for connection in self._connections():
+            connection.shutdown()
+        try:
+            await asyncio.wait_for(self._until_closed(), flush_s)
+        except TimeoutError:
             for connection in self._connections():
-                if connection.transport is not None:
-                    connection.transport.abort()
-            for task in list(self._server.server_state.tasks):
+                connection.transport.abort()
+            for task in self._tasks():
                 task.cancel()
-        await self._serving
+            await asyncio.gather(*self._tasks(), return_exceptions=True)
         logger.info("stopped http=%s", self.address)
 
-
-def _make_server(
-    services: HttpServices,
-    tls: ssl.SSLContext | None,
-    max_connections: int | None,
-    is_leaving: asyncio.Event,
-) -> "uvicorn.Server":
-    import uvicorn
-
-    from scheduler_service.frontend.http.anthropic import AnthropicErrors
-    from scheduler_service.frontend.http.app import make_app
-    from scheduler_service.frontend.http.connection import Connection
-    from scheduler_service.frontend.http.middleware import RequestIds
-
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """The frontend has its own signal handlers."""
-            yield
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            """Serve the sockets, with shorter timeouts for handshakes than uvicorn's."""
-            timeouts: dict[str, Any] = {} if tls is None else handshake_timeouts()
-            loop = asyncio.get_running_loop()
-            servers = [
-                await loop.create_server(
-                    self._make_protocol,
-                    sock=listening,
-                    ssl=self.config.ssl,
-                    backlog=BACKLOG,
-                    **timeouts,
-                )
-                for listening in sockets or []
-            ]
-            await super().startup(sockets=[])
-            self.servers += servers
-
-        def _make_protocol(self) -> asyncio.Protocol:
-            return Connection(
-                self.config,
-                self.server_state,
-                self.lifespan.state,
-                max_connections=max_connections,
-                is_leaving=is_leaving,
-            )
-
-    config = uvicorn.Config(
-        RequestIds(AnthropicErrors(make_app(services))),
-        log_config=None,
-        log_level="warning",  # the start has a log line of its own
-        access_log=False,
-        lifespan="off",
-        http="httptools",
-        ws="none",
-        server_header=False,
-        timeout_keep_alive=IDLE_TIMEOUT_S,
-        ssl_context_factory=None if tls is None else lambda *_: tls,
-    )
-    config.load()
-    return Server(config)
+    async def _until_closed(self) -> None:
+        """Wait until no connection is left, and no call that was made on one."""
+        while self.num_connections or self._tasks():  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(POLL_S)
 
 
 def http_context(files: TlsFiles) -> ssl.SSLContext:

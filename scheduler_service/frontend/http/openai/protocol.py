@@ -129,19 +129,19 @@ Timings = Annotated[
 ]
 
 
-class ChunkUsage(TypedDict, total=False):
-    """The usage in a chunk: null, or the usage so far, if it was requested; and, in the last one,
-    the timings."""
+class UsageFields(TypedDict, total=False):
+    """The usage, of a chunk null or the usage so far if it was requested, and the timings, of a
+    stream in its last chunk."""
 
     usage: UsageBody | None
     timings: Timings
 
 
-class WholeFields(TypedDict):
-    """The usage and the timings of a whole answer."""
+class PromptFields(TypedDict, total=False):
+    """The requested fields of the prompt of a chat."""
 
-    usage: UsageBody
-    timings: NotRequired[Timings]
+    prompt_logprobs: PromptLogprobsBody
+    prompt_token_ids: list[int]
 
 
 class CompletionChoice(TypedDict):
@@ -159,13 +159,11 @@ class CompletionChoice(TypedDict):
     token_ids: NotRequired[list[int] | None]
 
 
-class Completion(AnswerHead):
+class Completion(AnswerHead, UsageFields):
     """The answer, or a chunk of a stream."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: NotRequired[UsageBody | None]
-    timings: NotRequired[Timings]
 
 
 class TextPart(Strict):
@@ -333,15 +331,13 @@ class ChatChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletion(AnswerHead):
+class ChatCompletion(AnswerHead, PromptFields):
     """The whole answer."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: UsageBody
     timings: NotRequired[Timings]
-    prompt_logprobs: NotRequired[PromptLogprobsBody]
-    prompt_token_ids: NotRequired[list[int]]
 
 
 class FunctionDelta(TypedDict):
@@ -379,13 +375,6 @@ class ChoiceFields(TypedDict, total=False):
     stop_reason: int | str | None
 
 
-class PromptFields(TypedDict, total=False):
-    """The requested fields of the prompt."""
-
-    prompt_logprobs: PromptLogprobsBody
-    prompt_token_ids: list[int]
-
-
 class ChunkChoice(TypedDict):
     """The new part of one choice."""
 
@@ -397,12 +386,8 @@ class ChunkChoice(TypedDict):
     token_ids: NotRequired[list[int]]
 
 
-class ChatCompletionChunk(AnswerHead):
+class ChatCompletionChunk(AnswerHead, UsageFields, PromptFields):
     """One chunk of a stream."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChunkChoice]
-    usage: NotRequired[UsageBody | None]
-    timings: NotRequired[Timings]
-    prompt_logprobs: NotRequired[PromptLogprobsBody]
-    prompt_token_ids: NotRequired[list[int]]

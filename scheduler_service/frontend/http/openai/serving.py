@@ -4,7 +4,7 @@ import logging
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import getdoc
 from typing import Annotated, Any, TypeVar
@@ -24,14 +24,14 @@ from scheduler_service.frontend.http.openai.protocol import (
     AnswerHead,
     ChatLogprobsBody,
     ChatRequest,
-    ChunkUsage,
     CompletionTokensDetails,
     LegacyLogprobsBody,
+    PromptFields,
     PromptLogprobsBody,
     TokenLogprobBody,
     TopLogprob,
     UsageBody,
-    WholeFields,
+    UsageFields,
 )
 from scheduler_service.frontend.http.openai.sampling import SamplingFields
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
@@ -165,18 +165,17 @@ class CompletionResponse(Response):
 
     def __init__(self, call: Call, generation: Generation, *, stream: bool) -> None:
         super().__init__()
-        self._services = call.services
-        self._tenant = call.tenant
+        self._call = call
         self._request_id = call.request_id
-        self._requests = generation.requests
+        self._generation = generation
         self._builder = generation.builder
-        self._constraint_field = generation.constraint_field
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            silence_s = self._services.sse_keep_alive_s if self._stream else 0.0
-            async with RequestBatch(self._services.requests, receive, silence_s) as running:
+            services = self._call.services
+            silence_s = services.sse_keep_alive_s if self._stream else 0.0
+            async with RequestBatch(services.requests, receive, silence_s) as running:
                 if not await self._run(running, send):
                     return
             whole = to_json(self._builder.whole())
@@ -188,7 +187,7 @@ class CompletionResponse(Response):
 
     async def _run(self, running: RequestBatch, send: Send) -> bool:
         """Run the requests; True if the whole answer remains to be sent."""
-        await running.open(self._requests, self._request_id, self._tenant)
+        await running.open(self._generation.requests, self._request_id, self._call.tenant)
         if self._stream:
             await self._send_chunks(running, send)
             return False
@@ -198,11 +197,10 @@ class CompletionResponse(Response):
 
     def _with_client_field(self, error: PagewireError) -> PagewireError:
         """The error with the client's field: gRPC has one field where HTTP has several."""
-        if self._constraint_field is None or not isinstance(error, InvalidArgument):
-            return error
-        if not _CONSTRAINT.match(error.field):
-            return error
-        return InvalidArgument(self._constraint_field, error.expected)
+        field = self._generation.constraint_field
+        if field and isinstance(error, InvalidArgument) and _CONSTRAINT.match(error.field):
+            return InvalidArgument(field, error.expected)
+        return error
 
     async def _send_chunks(self, running: RequestBatch, send: Send) -> None:
         item = await running.next()
@@ -248,7 +246,7 @@ class Envelope:
     def __init__(self, request: SamplingFields, answer_id: str, *, has_output: bool = True) -> None:
         """`has_output`: whether output tokens were requested, and are counted."""
         options = request.stream_options
-        self.includes_usage = options is not None and options.include_usage
+        self._includes_usage = options is not None and options.include_usage
         self._includes_usage_so_far = options is not None and options.continuous_usage_stats
         self._returns_timings = bool(request.return_timings)
         self._timings: dict[int, inference_pb.Timings] = {}
@@ -279,31 +277,31 @@ class Envelope:
 
     def usage(self) -> UsageBody:
         """The usage so far."""
-        names = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
         prompt, cached, completion, reasoning = (
-            sum(getattr(usage, name) for usage in self._usages.values()) for name in names
+            sum(getattr(usage, name) for usage in self._usages.values())
+            for name in ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
         )
+        drafts, accepted = (
+            sum(getattr(timings, name) for timings in self._timings.values())
+            for name in ("num_drafts", "num_accepted_drafts")
+        )
+        details: CompletionTokensDetails = {"reasoning_tokens": reasoning} if self._is_chat else {}
+        if drafts:
+            details["accepted_prediction_tokens"] = accepted
+            details["rejected_prediction_tokens"] = drafts - accepted
         body: UsageBody = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-        drafts = sum(timings.num_drafts for timings in self._timings.values())
-        accepted = sum(timings.num_accepted_drafts for timings in self._timings.values())
-        details: CompletionTokensDetails = {}
-        if self._is_chat:
-            details["reasoning_tokens"] = reasoning
-        if drafts:
-            details["accepted_prediction_tokens"] = accepted
-            details["rejected_prediction_tokens"] = drafts - accepted
         if details:
             body["completion_tokens_details"] = details
         return body
 
-    def whole_fields(self) -> WholeFields:
+    def whole_fields(self) -> UsageFields:
         """The usage, and the timings if they were requested."""
-        fields: WholeFields = {"usage": self.usage()}
+        fields: UsageFields = {"usage": self.usage()}
         if self._returns_timings:
             names = list(inference_pb.Timings.DESCRIPTOR.fields_by_name)
             fields["timings"] = [
@@ -312,18 +310,17 @@ class Envelope:
             ]
         return fields
 
-    def end_fields(self) -> ChunkUsage | None:
+    def end_fields(self) -> UsageFields | None:
         """The usage and timings for a stream's last chunk, as far as they were requested; None if
         neither was."""
-        whole = self.whole_fields()
-        fields: ChunkUsage = {"usage": whole["usage"]} if self.includes_usage else {}
-        if "timings" in whole:
-            fields["timings"] = whole["timings"]
+        fields = self.whole_fields()
+        if not self._includes_usage:
+            del fields["usage"]
         return fields or None
 
-    def chunk_usage(self) -> ChunkUsage:
+    def chunk_usage(self) -> UsageFields:
         """The usage in a chunk that has choices."""
-        if not self.includes_usage:
+        if not self._includes_usage:
             return {}
         return {"usage": self.usage() if self._includes_usage_so_far else None}
 
@@ -336,6 +333,56 @@ def joined(former: Any, new: Any) -> Any:
         return {name: joined(value, new[name]) for name, value in former.items()}
     former += new
     return former
+
+
+class ChoicesBuilder(ResponseBuilder):
+    """An answer with choices: a whole one is what the pieces of a streamed one add up to."""
+
+    objects: tuple[str, str]
+    """The field `object` of a chunk and of a whole answer."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self.envelope = envelope
+        self.prompt_fields: PromptFields = {}
+        """Fields about the prompt; in a stream, the next chunk has them."""
+        self._choices: dict[int, Any] = {}
+
+    @abstractmethod
+    def pieces(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
+        """The new parts of choices in the next response of request `index`."""
+
+    @abstractmethod
+    def append(self, choice: Any, piece: Any) -> Any:
+        """The whole choice so far, which is None first, with a piece appended."""
+
+    def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
+        """A chunk for each piece."""
+        for piece in self._counted(index, response):
+            yield self._answer(self.objects[0], [piece], self.envelope.chunk_usage())
+
+    def last_chunks(self) -> Iterable[Any]:
+        """The usage and the timings, if they were requested."""
+        if (fields := self.envelope.end_fields()) is not None:
+            yield self._answer(self.objects[0], [], fields)
+
+    def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
+        """Append the new part of each choice."""
+        for piece in self._counted(index, response):
+            number = piece["index"]
+            self._choices[number] = self.append(self._choices.get(number), piece)
+
+    def whole(self) -> Any:
+        """All choices, and the usage."""
+        choices = [self._choices[index] for index in sorted(self._choices)]
+        return self._answer(self.objects[1], choices, self.envelope.whole_fields())
+
+    def _counted(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Any]:
+        self.envelope.take(index, response)
+        return self.pieces(index, response)
+
+    def _answer(self, kind: str, choices: list[Any], fields: Mapping[str, Any]) -> Any:
+        of_prompt, self.prompt_fields = self.prompt_fields, {}
+        return {**self.envelope.head, "object": kind, "choices": choices, **fields, **of_prompt}
 
 
 def stop_reason(delta: inference_pb.ChoiceDelta) -> int | str | None:

@@ -11,7 +11,6 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.openai.protocol import (
-    ChatChoice,
     ChatCompletion,
     ChatCompletionChunk,
     ChatMessageBody,
@@ -22,16 +21,15 @@ from scheduler_service.frontend.http.openai.protocol import (
     Delta,
     FinishReason,
     NamedToolChoice,
-    PromptFields,
     ToolBody,
     ToolCallDelta,
 )
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
     Call,
+    ChoicesBuilder,
     Envelope,
     Generation,
-    ResponseBuilder,
     chat_logprobs,
     generation_endpoint,
     joined,
@@ -43,7 +41,7 @@ from scheduler_service.frontend.http.openai.serving import (
 from scheduler_service.frontend.metrics import FINISH_LABELS
 
 
-def _pieces(delta: inference_pb.ChoiceDelta) -> Iterator[Delta]:
+def _parts(delta: inference_pb.ChoiceDelta) -> Iterator[Delta]:
     """The parts of a message's new output, each for a chunk of its own: some clients read only one
     of the fields of a chunk."""
     if delta.reasoning:
@@ -58,107 +56,66 @@ def _pieces(delta: inference_pb.ChoiceDelta) -> Iterator[Delta]:
         yield {"tool_calls": [part]}
 
 
-def _append(message: Any, piece: Delta) -> None:
-    """Append a piece to the whole message."""
-    for part in piece.get("tool_calls", ()):
+def _append(message: Any, delta: Delta) -> None:
+    """Append a part of a message to the whole one."""
+    for part in delta.get("tool_calls", ()):
         calls = message.setdefault("tool_calls", [])
         if "id" in part:
             function = {"name": part["function"]["name"], "arguments": ""}
             calls.append({"id": part["id"], "type": part["type"], "function": function})
         calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    for name, text in piece.items():
-        if name != "tool_calls":
-            message[name] = joined(message.get(name), text)
+    for name in ("content", "reasoning_content", "reasoning"):
+        if name in delta:
+            message[name] = (message.get(name) or "") + delta[name]
+    if "tool_calls" in message:
+        message["content"] = message["content"] or None
 
 
-class ChatResponseBuilder(ResponseBuilder):
+class ChatResponseBuilder(ChoicesBuilder):
     """Answers to a conversation."""
 
+    objects = ("chat.completion.chunk", "chat.completion")
+
     def __init__(self, request: ChatRequest, request_id: str) -> None:
+        super().__init__(Envelope(request, f"chatcmpl-{request_id}"))
         self._request = request
-        self._envelope = Envelope(request, f"chatcmpl-{request_id}")
         self._calling: set[int] = set()
         """Choices that have called a function."""
-        self._of_prompt: PromptFields = {}
-        """Fields about the prompt; in a stream, the next chunk has them."""
-        self._whole: list[ChatChoice] = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": None, "refusal": None},
-                "logprobs": None,
-                "finish_reason": None,
-                "stop_reason": None,
-                **self._of_tokens((), ()),
-            }
-            for index in range(request.n or 1)
-        ]
 
-    # ResponseBuilder.
+    def append(self, choice: Any, piece: Any) -> Any:
+        """Append the part of the message, and the fields of its tokens."""
+        if choice is None:
+            message = {"role": "assistant", "content": "", "refusal": None}
+            empty = {"logprobs": None, "finish_reason": None, "stop_reason": None}
+            choice = {"index": piece["index"], "message": message, **empty}
+            choice |= self._of_tokens((), ())
+        _append(choice["message"], piece["delta"])
+        for name in piece.keys() - {"index", "delta"}:
+            choice[name] = joined(choice[name], piece[name])
+        return choice
 
-    def chunks(
-        self, index: int, response: inference_pb.GenerateResponse
-    ) -> Iterable[ChatCompletionChunk]:
+    def pieces(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[ChunkChoice]:
         """The roles first, then the new part of each choice."""
-        self._count(index, response)
-        if response.HasField("started"):
-            for number in range(len(self._whole)):
-                yield self._chunk(number, {"role": "assistant", "content": ""}, {})
-        for delta in response.choices:
-            yield from self._delta_chunks(delta)
-
-    def last_chunks(self) -> Iterable[ChatCompletionChunk]:
-        """The usage and the timings, if they were requested."""
-        if (fields := self._envelope.end_fields()) is not None:
-            yield {
-                **self._envelope.head,
-                "object": "chat.completion.chunk",
-                "choices": [],
-                **fields,
-            }
-
-    def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Append the new part of each choice."""
-        self._count(index, response)
-        for delta in response.choices:
-            choice: Any = self._whole[delta.index]
-            for piece in _pieces(delta):
-                _append(choice["message"], piece)
-            for name, value in self._fields(delta).items():
-                choice[name] = joined(choice[name], value)
-
-    def whole(self) -> ChatCompletion:
-        """All choices, and the usage."""
-        for choice in self._whole:
-            if choice["message"]["content"] is None and "tool_calls" not in choice["message"]:
-                choice["message"]["content"] = ""
-        return {
-            **self._envelope.head,
-            "object": "chat.completion",
-            "choices": self._whole,
-            **self._envelope.whole_fields(),
-            **self._of_prompt,
-        }
-
-    # Parts.
-
-    def _count(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Record the parts that all choices share, and which of them call functions."""
-        self._envelope.take(index, response)
-        self._calling.update(delta.index for delta in response.choices if delta.tool_calls)
-        if response.HasField("started") and self._request.return_token_ids:
-            self._of_prompt["prompt_token_ids"] = list(response.started.prompt_token_ids)
         if response.prompt_logprobs:
-            self._of_prompt["prompt_logprobs"] = prompt_logprobs(response.prompt_logprobs)
+            self.prompt_fields["prompt_logprobs"] = prompt_logprobs(response.prompt_logprobs)
+        if response.HasField("started"):
+            if self._request.return_token_ids:
+                self.prompt_fields["prompt_token_ids"] = list(response.started.prompt_token_ids)
+            for number in range(self._request.n or 1):
+                yield _piece(number, {"role": "assistant", "content": ""}, {})
+        for delta in response.choices:
+            yield from self._delta_pieces(delta)
 
-    def _delta_chunks(self, delta: inference_pb.ChoiceDelta) -> Iterable[ChatCompletionChunk]:
-        """A chunk per piece of the message; the last one has the tokens and the end."""
-        pieces = list(_pieces(delta))
+    def _delta_pieces(self, delta: inference_pb.ChoiceDelta) -> Iterable[ChunkChoice]:
+        """A piece per part of the message; the last one has the tokens and the end."""
+        if delta.tool_calls:
+            self._calling.add(delta.index)
+        parts = list(_parts(delta))
         fields = self._fields(delta)
-        if fields and not pieces:
-            pieces = [{}]
-        for place, piece in enumerate(pieces):
-            is_last = place == len(pieces) - 1
-            yield self._chunk(delta.index, piece, fields if is_last else {})
+        if fields and not parts:
+            parts = [{}]
+        for place, part in enumerate(parts):
+            yield _piece(delta.index, part, fields if place == len(parts) - 1 else {})
 
     def _fields(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
         """The fields of a choice besides its message, as far as there is anything new."""
@@ -189,22 +146,9 @@ class ChatResponseBuilder(ResponseBuilder):
             return "tool_calls"
         return reason
 
-    def _chunk(self, index: int, delta: Delta, fields: ChoiceFields) -> ChatCompletionChunk:
-        choice: ChunkChoice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": None,
-            **fields,
-        }
-        of_prompt, self._of_prompt = self._of_prompt, {}
-        return {
-            **self._envelope.head,
-            "object": "chat.completion.chunk",
-            "choices": [choice],
-            **self._envelope.chunk_usage(),
-            **of_prompt,
-        }
+
+def _piece(index: int, delta: Delta, fields: ChoiceFields) -> ChunkChoice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **fields}
 
 
 def chat_of(body: ChatPrompt, *, with_tools: bool = True) -> inference_pb.Chat:

@@ -14,7 +14,6 @@ from scheduler_service.frontend.config import MAX_PUBLIC_MESSAGE_BYTES
 from scheduler_service.frontend.http.errors import ERROR_RESPONSES
 from scheduler_service.frontend.http.openai.protocol import (
     MAX_PROMPTS,
-    ChunkUsage,
     Completion,
     CompletionChoice,
     CompletionRequest,
@@ -22,10 +21,10 @@ from scheduler_service.frontend.http.openai.protocol import (
 from scheduler_service.frontend.http.openai.sampling import constraint_field, sampling_params
 from scheduler_service.frontend.http.openai.serving import (
     Call,
+    ChoicesBuilder,
     Envelope,
     Generation,
     LegacyLogprobs,
-    ResponseBuilder,
     generation_endpoint,
     joined,
     make_request,
@@ -45,8 +44,10 @@ class _Prompt:
     is_sent: bool = False
 
 
-class CompletionResponseBuilder(ResponseBuilder):
+class CompletionResponseBuilder(ChoicesBuilder):
     """Text completions. Choice i of prompt p has the index p * n + i."""
+
+    objects = ("text_completion", "text_completion")
 
     def __init__(
         self,
@@ -56,54 +57,24 @@ class CompletionResponseBuilder(ResponseBuilder):
         prompt_text: Callable[[int, inference_pb.Started], str],
     ) -> None:
         """`prompt_text` returns a prompt's text by its index, for `echo`."""
+        self._has_output = request.max_tokens != 0
+        super().__init__(Envelope(request, f"cmpl-{request_id}", has_output=self._has_output))
         self._request = request
         self._n = request.n or 1
         self._prompt_text = prompt_text
-        self._has_output = request.max_tokens != 0
-        self._envelope = Envelope(request, f"cmpl-{request_id}", has_output=self._has_output)
         self._prompts = [_Prompt() for _ in range(num_prompts)]
         as_ids = bool(request.return_tokens_as_token_ids)
         self._logprobs = defaultdict[int, LegacyLogprobs](lambda: LegacyLogprobs(as_ids=as_ids))
-        self._whole: dict[int, CompletionChoice] = {}
-        """The choices that have begun, by index."""
 
-    # ResponseBuilder.
+    def append(self, choice: Any, piece: Any) -> Any:
+        """Append the fields of a piece."""
+        return piece if choice is None else joined({**choice, "index": None}, piece)
 
-    def chunks(self, index: int, response: inference_pb.GenerateResponse) -> Iterable[Completion]:
-        """One chunk per choice that has something new."""
-        for piece in self._pieces(index, response):
-            yield self._completion([piece], self._envelope.chunk_usage())
-
-    def last_chunks(self) -> Iterable[Completion]:
-        """The usage and the timings, if they were requested."""
-        if (fields := self._envelope.end_fields()) is not None:
-            yield self._completion([], fields)
-
-    def add(self, index: int, response: inference_pb.GenerateResponse) -> None:
-        """Append the new part of each choice."""
-        for piece in self._pieces(index, response):
-            whole: Any = self._whole.setdefault(piece["index"], self._piece(piece["index"]))
-            for name, value in piece.items():
-                if name != "index":
-                    whole[name] = joined(whole[name], value)
-
-    def whole(self) -> Completion:
-        """All choices, and the usage."""
-        choices = [self._whole[index] for index in sorted(self._whole)]
-        return self._completion(choices, {**self._envelope.whole_fields()})
-
-    def _completion(self, choices: list[CompletionChoice], usage: ChunkUsage) -> Completion:
-        head = self._envelope.head
-        return {**head, "object": "text_completion", "choices": choices, **usage}
-
-    # Pieces.
-
-    def _pieces(
+    def pieces(
         self, index: int, response: inference_pb.GenerateResponse
     ) -> Iterable[CompletionChoice]:
-        """The new part of each choice in one response."""
+        """One piece per choice that has something new."""
         prompt = self._prompts[index]
-        self._envelope.take(index, response)
         if response.HasField("started"):
             prompt.started = response.started
         if response.prompt_logprobs:

@@ -80,7 +80,7 @@ async def test_localhost_listens_on_the_same_port_of_every_family() -> None:
 
 async def test_a_body_whose_length_is_beyond_the_limit_is_refused() -> None:
     async with http_served() as served:
-        answer = await served.client.post("/health", content=bytes(17 << 20))
+        answer = await served.client.post("/tokenize", content=bytes(17 << 20))
         assert answer.status_code == 413
         assert answer.json()["error"]["code"] == "request_too_large"
 

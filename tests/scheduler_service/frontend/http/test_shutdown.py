@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from scheduler_service.frontend.http.server import bind, ignore_handshakes
+from scheduler_service.frontend.http.server import bind, has_handshakes, ignore_handshakes
 from scheduler_service.frontend.server import Frontend
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import eventually, model_ready
@@ -159,6 +159,18 @@ def test_the_system_sends_new_connections_to_the_others_at_a_port_before_one_is_
     accepted, _ = staying.accept()
     for opened in (*clients, accepted, leaving, staying):
         opened.close()
+
+
+def test_a_handshake_is_under_way_until_the_client_has_confirmed_it() -> None:
+    only_syn = ((0x30, 0, 0, 13), (0x45, 1, 0, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+    (listening,) = bind("127.0.0.1:0", share_port=True)
+    port = listening.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)):
+        assert not has_handshakes(port)
+    ignore_handshakes(listening, only_syn)
+    with socket.create_connection(("127.0.0.1", port)):  # its confirmation is dropped
+        assert has_handshakes(port)
+    listening.close()
 
 
 @asynccontextmanager

@@ -267,7 +267,7 @@ async def test_a_model_that_is_not_served_has_the_same_error_wherever_it_is_name
         (
             "/v1/messages",
             {"messages": [USER]},
-            "path=/v1/messages status=400 reason=invalid_request_error field=None",
+            "path=/v1/messages status=400 reason=invalid_field field=max_tokens",
         ),
         ("/v1/a%0Ab", {}, "path=/v1/a%0Ab status=404 reason=not_found_error field=None"),
     ],
