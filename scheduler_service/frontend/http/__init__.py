@@ -1,14 +1,15 @@
 """HTTP on a frontend: OpenAI's API, metrics, health and the dashboard.
 
-    client ──HTTP──▶ server (uvicorn) ─▶ middleware ─▶ app (FastAPI) ─▶ a router ─▶ request_manager
+    client ──HTTP──▶ connection ─▶ middleware ─▶ app (FastAPI) ─▶ a router ─▶ request_manager
 
 | module | holds |
 | --- | --- |
-| `server` | sockets, TLS and shutdown around uvicorn |
+| `server` | sockets, TLS and shutdown |
 | `connection` | one connection: uvicorn's protocol with limits |
 | `app` | the application and its OpenAPI document |
-| `middleware` | what endpoints use, their caller; authentication, limits of bodies, trace context |
+| `middleware` | what endpoints use, their caller; who is admitted, and complete error answers |
 | `request_body` | JSON bodies: bounded, parsed and validated, off the loop if they are large |
+| `inert_fields` | fields of bodies that are ignored, redundant or not supported, in one table |
 | `content_coding` | compressed bodies |
 | `errors` | errors in OpenAI's shape, in one table |
 | `openai/` | `/v1/…` |
@@ -25,6 +26,6 @@ It runs in the frontend's own event loop. The libraries are imported only if HTT
 thread, so that a frontend without it starts as fast as before and one with it already speaks gRPC
 by then; the sockets are bound at once, so that callers wait instead of being refused.
 
-Another endpoint is a function `make_…_router(services: HttpServices) -> APIRouter`, and its line in
-`app.ROUTERS`.
+Another endpoint is a route of its module's `router`, and the module an entry of `app.ENDPOINTS`. A
+body that generates is a function with `openai.serving.generation_endpoint`.
 """

@@ -34,8 +34,6 @@ def _bounded(value: Any) -> Any:
 T = TypeVar("T")
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 """Only the first invalid entry is reported, for the same reason."""
-DictOf = Annotated[dict[str, T], BeforeValidator(_bounded)]
-
 
 MAX_JSON_VALUES = 1 << 16
 """Values in one JSON object of any content: a schema, or a variable of the template."""
@@ -59,7 +57,6 @@ def _check_json(value: Any) -> Any:
 
 
 JsonObject = Annotated[dict[str, JsonValue], BeforeValidator(_check_json)]
-JsonList = Annotated[list[JsonValue], BeforeValidator(_check_json)]
 
 Text = Annotated[str, Field(min_length=1)]
 STOP = SAMPLING_LIMITS["stop"]
@@ -109,6 +106,9 @@ class StructuredOutputs(Strict):
     choice: ListOf[str] | None = Field(None, description="The texts allowed.")
     grammar: str | None = Field(None, description="A context-free grammar in EBNF.")
     json_object: bool | None = Field(None, description="Any JSON object.")
+
+
+_NO_OUTPUTS = StructuredOutputs.model_validate({})
 
 
 class JsonSchema(Strict):
@@ -161,9 +161,10 @@ class SamplingFields(Strict):
         description="Makes the answer repeatable; -1: as if absent, as in vLLM.",
     )
     stop: Stop | None = Field(None, description="The output ends before any of these.")
-    logit_bias: DictOf[Annotated[float, proto_range("bias", sampling_pb2.LogitBias)]] | None = (
-        Field(None, max_length=MAX_ENTRIES, description="Token ids, as text, to -100 to 100.")
-    )
+    logit_bias: Annotated[
+        dict[str, Annotated[float, proto_range("bias", sampling_pb2.LogitBias)]] | None,
+        BeforeValidator(_bounded),
+    ] = Field(None, description="Token ids, as text, to -100 to 100.")
     stream: bool | None = Field(None, description="Whether to send chunks as they come.")
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -311,7 +312,7 @@ def constraint_field(fields: SamplingFields) -> str | None:
 
 def _constraints(fields: SamplingFields) -> list[tuple[str, str, Any]]:
     """The requested constraints: the field of the body, the field of the message and its value."""
-    own = fields.structured_outputs or StructuredOutputs.model_validate({})
+    own = fields.structured_outputs or _NO_OUTPUTS
     rows = [
         ("response_format", "json_schema", _format_schema(fields)),
         ("guided_json", "json_schema", fields.guided_json),
