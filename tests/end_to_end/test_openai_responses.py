@@ -164,7 +164,7 @@ def test_json_follows_its_schema(openai_client: openai.OpenAI) -> None:
         ("previous_response_id", "resp_1", "not supported: send the whole conversation as input"),
         ("store", True, "expected false"),
         ("input", [], "at least 1"),
-        ("input", [{"type": "function_call", "name": "f"}], "required in an item of type"),
+        ("input", [{"type": "function_call", "name": "f"}], "required with the type"),
         ("input", [{"type": "computer_call"}], "expected 'message'"),
         ("tools", [{"type": "web_search"}], "expected 'function'"),
         ("tool_choice", CALL, "expected one of [], got 'get_weather'"),

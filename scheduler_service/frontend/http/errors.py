@@ -316,9 +316,9 @@ def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
 
 
 def _most_specific(errors: Sequence[Any]) -> Any:
-    """A field whose misspelled name is beside it, or else the most specific error of the first
+    """A misspelled field that is missing, or else the most specific error of the first
     field. Where several types are allowed, that is an invalid value of one of them, or otherwise
-    the type error that lies deepest."""
+    the type error that lies deepest; a wrong `type` explains errors of the other fields."""
     missing = [error["loc"] for error in errors if error["type"] == "missing"]
     for error in errors:
         *where, name = error["loc"] or ("",)
@@ -328,7 +328,7 @@ def _most_specific(errors: Sequence[Any]) -> Any:
     field = errors[0]["loc"][:1]
     return max(
         (each for each in errors if each["loc"][:1] == field),
-        key=lambda each: (not each["type"].endswith("_type"), len(each["loc"])),
+        key=lambda e: (not e["type"].endswith("_type"), len(e["loc"]), e["loc"][-1:] == ("type",)),
     )
 
 
