@@ -136,8 +136,8 @@ class SchedulerConfig:
     not."""
 
     max_worker_losses: int = 2
-    """Fail a request after this many workers died in steps that it had to itself. Losses in steps
-    with other requests never fail it."""
+    """Fail a request after this many workers, and half of those that it lost, died in steps that it
+    had to itself. Losses in steps with other requests never fail it."""
 
     max_outgrown_wait_s: float | None = 120.0
     """Seconds that requests which outgrew all other worker groups, or which a former core accepted

@@ -308,16 +308,17 @@ class CoreClient:
         for handle in from_column(message.accepted, "accepted"):
             if request := self._requests.get(handle):
                 request.receive_accepted()
+        for request in self._deliver(message):
+            request.num_lone_worker_losses = 0  # it has passed the point at which workers died
+            with self._failing_alone(request):
+                for choice in request.advance():
+                    self._outgoing.stop(request, choice)
         for handle in from_column(message.worker_losses, "worker_losses"):
             if request := self._requests.get(handle):
                 request.num_worker_losses += 1
         for handle in from_column(message.lone_worker_losses, "lone_worker_losses"):
             if request := self._requests.get(handle):
                 request.num_lone_worker_losses += 1
-        for request in self._deliver(message):
-            with self._failing_alone(request):
-                for choice in request.advance():
-                    self._outgoing.stop(request, choice)
         for finished in message.requests_finished:
             if request := self._requests.get(finished.handle):
                 with self._failing_alone(request):

@@ -140,7 +140,7 @@ class CoreDriver:
         request.generated = generated_of(record.choices)
         request.was_accepted = record.accepted
         request.num_worker_losses = record.num_losses
-        request.num_lone_worker_losses = record.num_lone_losses
+        request.num_lone_worker_losses = record.num_recent_lone_losses
         request.waited_us += round((self.now - record.submitted) * 1e6)
         record.accepted = False
         record.submitted = self.now
@@ -235,6 +235,7 @@ class CoreDriver:
             choices,
             num_losses=record.num_losses,
             num_lone_losses=record.num_lone_losses,
+            num_recent_lone_losses=record.num_recent_lone_losses,
         )
         self.records[frontend_id, handle] = later
         self.collect()
@@ -363,11 +364,13 @@ class CoreDriver:
             assert tokens == list(prompt[update.start : update.start + count])
             assert len(update.logprobs) == len(update.token_ids)
             record.num_prompt_logprobs += count
+        new_tokens = self._read_tokens(frontend_id, outbox)
         for handle in outbox.worker_losses:
             self.records[frontend_id, handle].num_losses += 1
         for handle in outbox.lone_worker_losses:
-            self.records[frontend_id, handle].num_lone_losses += 1
-        new_tokens = self._read_tokens(frontend_id, outbox)
+            record = self.records[frontend_id, handle]
+            record.num_lone_losses += 1
+            record.num_recent_lone_losses += 1
         for handle, logprobs in outbox.logprobs:
             choice = self._choice(frontend_id, handle)[1]
             if (frontend_id, handle) in new_tokens:
@@ -408,6 +411,7 @@ class CoreDriver:
                 assert not choice.stopped_by_frontend, "a token after the choice's end"
                 assert choice.finish_reason is None, "a token after the choice's end"
                 choice.tokens.append(token)
+                record.num_recent_lone_losses = 0
                 new.setdefault((frontend_id, handle), deque()).append(token)
         return new
 

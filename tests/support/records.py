@@ -51,6 +51,8 @@ class RequestRecord:
     """Workers that died while computing it, as reported to its frontend."""
     num_lone_losses: int = 0
     """Those of them that died in steps that it had to itself."""
+    num_recent_lone_losses: int = 0
+    """Those of the latter that followed its last output, which a new core gets."""
 
     @property
     def is_live(self) -> bool:

@@ -104,7 +104,7 @@ FLAGS = (
     Flag("policy", str, "scheduler", "Scheduling policy: fcfs, priority or fair."),
     Flag("tenants", str, "scheduler", "File of tenants' weights and limits."),
     Flag("isolate_tenants", bool, "scheduler", "Share no KV blocks between tenants.", True),
-    Flag("max_worker_losses", int, "scheduler", "Crashes with a request after which it fails."),
+    Flag("max_worker_losses", int, "scheduler", "Crashes alone after which a request fails."),
     Flag("max_outgrown_wait", float, "scheduler", "Seconds large requests wait for a worker."),
     Flag("record", str, "scheduler", "File to record the schedule to, prompts included."),
     Flag("record_plans", bool, "scheduler", "Record whole plans, not only hashes."),

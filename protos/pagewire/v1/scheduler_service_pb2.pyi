@@ -196,7 +196,9 @@ class Submit(_message.Message):
     num_speculative_tokens: _builtins.int
     """As in GenerateRequest."""
     num_lone_worker_losses: _builtins.int
-    """How often previous cores have reported it in `lone_worker_losses`."""
+    """How often previous cores have reported it in `lone_worker_losses` since its last
+    output.
+    """
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
         """Beam search, with every default filled in; `sampling` then sets num_candidates to

@@ -218,7 +218,7 @@ def continuation(request: Request, former: SequenceGroup, now_us: int) -> Reques
         was_accepted=True,
         waited_us=max(request.waited_us, now_us - arrived_us),
         num_worker_losses=max(request.num_worker_losses, former.num_worker_losses),
-        num_lone_worker_losses=max(request.num_lone_worker_losses, former.num_lone_losses),
+        num_lone_worker_losses=former.num_lone_losses if former.is_before_loss else 0,
     )
 
 

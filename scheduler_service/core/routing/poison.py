@@ -7,6 +7,8 @@ flight (`WorkerGroupState.has_turn`). If the worker dies again, only a kill from
 another cause. That rarely happens twice during the few steps that such a trial takes; a request
 whose trial ended in a death is tried after all other suspects, when a burst of kills may be over;
 and its count starts again when a worker dies that was not computing it, nor another request alone.
+A request that has lost many workers in company fails only after about as many alone: it is then
+more likely that workers die of something else.
 
 A request that has lost more than a few workers must get further to have passed the point, twice as
 far with each loss, so that one that kills workers at ever later points is tried alone, too.
@@ -24,12 +26,12 @@ def count_loss(
     seq_group: SequenceGroup, config: SchedulerConfig, *, is_alone: bool
 ) -> GenerationFailed | None:
     """Count the death of a worker that was computing a group. `is_alone`: and nothing else. Returns
-    the error of a group that has reached `max_worker_losses` such deaths."""
+    the error of a group of whose losses `max_worker_losses`, and half of all, were such deaths."""
     is_lone = is_alone and seq_group.num_repeated_losses > 0
     seq_group.num_repeated_losses += 1
     seq_group.num_worker_losses += 1
     seq_group.num_lone_losses += is_lone
-    if seq_group.num_lone_losses >= config.max_worker_losses:
+    if seq_group.num_lone_losses >= max(config.max_worker_losses, seq_group.num_worker_losses // 2):
         return GenerationFailed(
             f"{seq_group.num_worker_losses} workers were lost while they computed the request, "
             f"{seq_group.num_lone_losses} of them in steps without any other request",
@@ -63,4 +65,4 @@ def resume_suspicion(
 
 def _suspect(seq_group: SequenceGroup, num_further_tokens: int) -> None:
     for seq in seq_group.unfinished():
-        seq.suspect(max(seq.suspect_length, seq.num_known) + num_further_tokens)
+        seq.suspect(seq.num_known + num_further_tokens)

@@ -350,7 +350,7 @@ class RequestStream:
         self.num_worker_losses = 0
         """Workers that died while computing it, as its cores have reported."""
         self.num_lone_worker_losses = 0
-        """Those of them that died in steps that it had to itself."""
+        """Those of them that died in steps that it had to itself, since its last output."""
         self.choices: list[ChoiceStream] = []
         """The choices in the order of the core."""
         self.has_ended_at_core = False

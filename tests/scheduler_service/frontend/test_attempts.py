@@ -97,6 +97,29 @@ async def test_a_new_core_hears_what_the_former_one_knew_of_a_request(served: Se
     await read_all(call)
 
 
+@pytest.mark.parametrize("is_output_later", [True, False])
+async def test_a_new_core_hears_of_deaths_alone_since_the_last_output(
+    served: Served, is_output_later: bool
+) -> None:
+    call = served.client.Generate(generate_request("hello"), timeout=30)
+    request = await served.core.next_request()
+    await request.accept()
+    await request.send_tokens(letters("a"))
+    losses = pack([request.handle, 999])
+    await request.attachment.send(worker_losses=losses, lone_worker_losses=losses)
+    if is_output_later:
+        await request.send_tokens(letters("b"))
+    other = served.client.Generate(generate_request("later"))
+    await (await served.core.next_request()).complete(letters("z"))
+    await read_all(other)  # so that the frontend has read what came before
+    request.attachment.break_off()
+    again = await served.core.next_request()
+    assert again.submit.num_lone_worker_losses == (0 if is_output_later else 1)
+    assert again.submit.num_worker_losses == 1
+    await again.complete(letters("c"))
+    await read_all(call)
+
+
 def test_tries_at_one_request_have_the_same_fingerprint_and_no_others_have() -> None:
     first = pb.GenerateRequest(request_id="r", text="hello")
     again = generate_request("hello", request_id="r", model="m", attempt=3, seed=5, max_hold_ms=9)

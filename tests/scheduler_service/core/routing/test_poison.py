@@ -14,10 +14,11 @@ from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling
 
 
-def lose_with(driver: CoreDriver, times: int) -> None:
-    """The group dies with a step in flight, again and again."""
+def lose_with(driver: CoreDriver, times: int, num_steps: int = 1) -> None:
+    """The group dies with steps in flight, again and again."""
     for _ in range(times):
-        driver.schedule("g0")
+        for _ in range(num_steps):
+            driver.schedule("g0")
         driver.lose_worker_group("g0")
         driver.add_worker_group(make_capacity())
     driver.collect()
@@ -131,8 +132,24 @@ def test_one_that_kills_at_ever_later_points_fails_too() -> None:
     killed = killed_by(poison, 0)
     fleet.run(kills)
     assert poison.error is not None
-    assert fleet.num_deaths <= 12
+    assert fleet.num_deaths <= 18
     assert all(record.finished is not None for record in records[:9])
+
+
+def test_one_that_lost_many_workers_in_company_fails_after_about_as_many_deaths_alone() -> None:
+    driver = make_driver()
+    record, other = (driver.submit(prompt=[k] * 4, max_tokens=25) for k in range(2))
+    for _ in range(4):
+        lose_with(driver, 1)
+        for _ in range(4):
+            driver.schedule("g0")
+            driver.deliver("g0")
+    driver.cancel(other)
+    lose_with(driver, 4)
+    assert record.is_live
+    lose_with(driver, 1)
+    assert record.error is not None
+    assert record.error.details == {"num_worker_losses": "9", "num_lone_worker_losses": "4"}
 
 
 def test_deaths_in_company_fail_nobody_however_many_there_are() -> None:
@@ -143,14 +160,15 @@ def test_deaths_in_company_fail_nobody_however_many_there_are() -> None:
     assert all(record.finished is not None for record in records)
 
 
+@pytest.mark.parametrize("rate", [0.02, 0.04])
 @pytest.mark.parametrize("seed", range(4))
-def test_kills_from_outside_fail_no_request_and_change_no_token(seed: int) -> None:
+def test_kills_from_outside_fail_no_request_and_change_no_token(seed: int, rate: float) -> None:
     fleet, draw = Fleet(num_groups=2, max_num_seqs=32, max_num_batched_tokens=128), Random(seed)
     records = [
         fleet.driver.submit(prompt=[draw.randrange(32) for _ in range(20)], max_tokens=50)
         for _ in range(100)
     ]
-    fleet.run(lambda _: draw.random() < 0.02)
+    fleet.run(lambda _: draw.random() < rate)
     assert fleet.num_deaths >= 2
     assert all(record.finished is not None for record in records)
 
@@ -178,6 +196,27 @@ def test_losses_count_on_at_a_new_core_and_for_a_later_try(again: str) -> None:
         driver.lose_core()
     else:
         record = driver.try_again(record, "f1", most_received=0)
+    lose_with(driver, 1)
+    assert record.error is not None
+    assert record.error.reason == "WORKERS_LOST"
+
+
+@pytest.mark.parametrize("again", ["core", "frontend"])
+def test_deaths_alone_before_an_output_count_neither_at_a_new_core_nor_for_a_later_try(
+    again: str,
+) -> None:
+    driver = make_driver(pipeline_depth=1)
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=9)
+    lose_with(driver, 2)
+    assert record.num_lone_losses == 1
+    driver.schedule("g0")
+    driver.deliver("g0")
+    if again == "core":
+        driver.lose_core()
+    else:
+        record = driver.try_again(record, "f1", most_received=9)
+    lose_with(driver, 2)
+    assert record.is_live
     lose_with(driver, 1)
     assert record.error is not None
     assert record.error.reason == "WORKERS_LOST"
@@ -221,7 +260,7 @@ def test_one_that_came_further_than_it_was_is_no_suspect_any_more() -> None:
     rows: list[int] = []
     driver.on_plan = lambda _, plan: rows.append(len(plan.seq_ids))
     driver.run_until_idle()
-    assert rows[:4] == [1] * 4, "alone at first"
+    assert rows[:3] == [1] * 3, "alone at first"
     assert max(rows) == 2, "then with the other"
     assert all(record.finished is not None for record in records)
 
@@ -245,7 +284,7 @@ def test_a_request_that_passed_the_point_of_one_death_is_not_tried_after_the_nex
 def test_no_other_step_is_in_flight_during_a_suspects_and_each_gets_every_other_step() -> None:
     driver = make_driver(pipeline_depth=3)
     suspect, other = (driver.submit(prompt=[k] * 4, max_tokens=12) for k in range(2))
-    lose_with(driver, 2)
+    lose_with(driver, 2, num_steps=3)
     later = driver.submit(prompt=[7] * 4, max_tokens=12)
     plans: list[list[int]] = []
     driver.on_plan = lambda _, plan: plans.append(list(plan.seq_ids))
