@@ -159,14 +159,13 @@ class BeamSearch:
         ended: list[Beam] = []
         scored = [self._scored(index, row) for index, row in enumerate(candidates)]
         for rank, (score, parent, place) in enumerate(merge(*scored)):
-            if rank >= width and (is_last or len(continuing) == width):
-                break
             row = candidates[parent]
             ends = is_last or row.token_ids[place] in self._stop_token_ids
-            if not ends and len(continuing) < width:
-                continuing.append(self._continued(-score, parent, row, place))
-            elif ends and rank < width:
-                ended.append(self._continued(-score, parent, row, place))
+            if ends and rank >= width:
+                continue
+            (ended if ends else continuing).append(self._continued(-score, parent, row, place))
+            if len(continuing) == width:
+                break  # the candidates that are left are not among the best k
         return continuing, ended
 
     def _scored(self, index: int, row: RowCandidates) -> Iterator[tuple[float, int, int]]:

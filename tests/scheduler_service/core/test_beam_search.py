@@ -185,6 +185,25 @@ def test_beams_without_candidates_end_and_the_search_with_the_last_of_them() -> 
     assert beams.finished == []
 
 
+@pytest.mark.parametrize(
+    ("early_stopping", "length_penalty", "is_done"),
+    [
+        (EarlyStopping.WHEN_FULL, 1.0, True),
+        (EarlyStopping.WHEN_HOPELESS, 1.0, True),
+        (EarlyStopping.NEVER, 1.0, False),
+        (EarlyStopping.NEVER, -1.0, True),
+    ],
+)
+def test_a_search_that_never_stops_early_waits_for_the_score_of_the_greatest_length(
+    early_stopping: EarlyStopping, length_penalty: float, is_done: bool
+) -> None:
+    params = BeamParams(width=1, length_penalty=length_penalty, early_stopping=early_stopping)
+    beams = BeamSearch(params, frozenset({2}), 4)
+    beams.advance([row((2, -1.0), (6, -1.5))])
+    assert [output_of(finished.path) for finished in beams.finished] == [[2]]
+    assert beams.is_done == is_done, "-1.5 / 4 would be better than -1.0, -1.5 is not"
+
+
 def test_what_could_have_stood_there_is_kept_only_where_it_is_to_be_told() -> None:
     for num_logprobs, is_kept in ((None, False), (0, True)):
         params = BeamParams(

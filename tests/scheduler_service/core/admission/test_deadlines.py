@@ -87,6 +87,14 @@ def test_own_work_that_takes_too_long_is_refused_with_the_numbers() -> None:
     assert caught.value.retry_delay_s is None
 
 
+def test_tokens_that_must_be_generated_count_with_the_prompt() -> None:
+    driver = make_measured_driver(max_model_len=512, num_gpu_blocks=128)
+    with pytest.raises(DeadlineExceeded) as caught:
+        driver.submit(prompt=[1] * 10, max_tokens=400, min_tokens=300, timeout=0.25)
+    assert caught.value.details == {"least_ms": "300.0", "left_ms": "250.0"}
+    driver.submit(prompt=[1] * 10, max_tokens=400, min_tokens=300, timeout=0.3)
+
+
 def test_tokens_that_are_cached_take_no_time() -> None:
     driver = make_measured_driver()
     prompt = [i % 7 for i in range(40)]
