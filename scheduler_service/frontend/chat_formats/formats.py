@@ -89,6 +89,7 @@ REASONING_FORMATS = (
         "muse_glimmer",
         "to=self<|message|>…<|eom|>",
         shown_by="<atem:function_calls>",
+        answer_openings=("to=user<|message|>",),
         framing=_texts("<|start|>assistant or to=user<|message|> or <|eom|> or <|eot|>"),
     ),
     _thoughts("mistral", "[THINK]…[/THINK]"),
@@ -280,11 +281,12 @@ class ChatFormat:
         if thought is not None or self.reasoning.starts_unmarked:
             return Thought("", closings)
         # What announces the answer comes without a thought as well.
-        openings = (*self.reasoning.openings, *self.reasoning.answer_openings)
-        if len(openings) == 1:
-            return Thought(openings[0], closings, (f"\n{openings[0]}", f"\n\n{openings[0]}"))
-        prefix = takewhile(lambda chars: len(set(chars)) == 1, zip(*openings, strict=False))
-        return Thought("".join(chars[0] for chars in prefix), closings)
+        openings = zip(*self.reasoning.openings, *self.reasoning.answer_openings, strict=False)
+        prefix = takewhile(lambda characters: len(set(characters)) == 1, openings)
+        start = "".join(characters[0] for characters in prefix)
+        # An answer that begins with white space must not be forced to continue with a word.
+        spaces = () if start.isalpha() else ("\n", "\n\n", " ")
+        return Thought(start, closings, tuple(space + start for space in spaces))
 
     def parser(
         self, functions: Functions, *, prompt: str = "", required: str | None = None

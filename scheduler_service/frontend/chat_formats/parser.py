@@ -101,7 +101,9 @@ class FormatParser:
         self._has_unclosed = False
         """Whether marks that end calls are no text."""
         self._open: _Text | None = None
-        """The text that is being read, if none of it is held back, and what may begin its end."""
+        """The text that is being read, if none of it is held back."""
+        self._may_end = marks_of(()).first_character
+        """What may begin its end: a piece without it goes straight to the text."""
         self._reading = self._read_message()
         next(self._reading)
 

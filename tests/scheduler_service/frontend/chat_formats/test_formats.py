@@ -93,14 +93,22 @@ def test_the_tokens_that_stay_in_the_text_are_those_of_the_marks() -> None:
 
 
 FINAL = ("<|channel|>final<|message|>", "<|channel|>final <|constrain|>json<|message|>")
+
+
+def thought(start: str, *ends: str) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """A thought that begins with a mark, before which there may be white space."""
+    return start, ends, tuple(space + start for space in ("\n", "\n\n", " "))
+
+
 THOUGHTS = [
-    ("qwen3", "<|im_start|>assistant\n", ("<think>", ("</think>",), ("\n<think>", "\n\n<think>"))),
+    ("qwen3", "<|im_start|>assistant\n", thought("<think>", "</think>")),
     ("qwen3", "<|im_start|>assistant\n<think>\n", ("", ("</think>",), ())),
     ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", None),
     ("deepseek_r1", "<｜Assistant｜>", ("", ("</think>",), ())),
-    ("openai_gptoss", "<|start|>assistant", ("<|channel|>", FINAL, ())),
+    ("openai_gptoss", "<|start|>assistant", thought("<|channel|>", *FINAL)),
     ("granite", "<|end_of_role|>", ("Here", ("Here is my response:", "Here's my response:"), ())),
-    ("cohere_command3", "<|CHATBOT_TOKEN|>", ("<|START_", ("<|START_RESPONSE|>",), ())),
+    ("cohere_command3", "<|CHATBOT_TOKEN|>", thought("<|START_", "<|START_RESPONSE|>")),
+    ("muse_glimmer", "<|start|>assistant", thought("to=", "to=user<|message|>")),
     ("none", "<|im_start|>assistant\n<think>\n", None),
 ]
 
@@ -134,8 +142,8 @@ def test_the_last_turn_of_a_prompt_shows_whether_it_opens_a_thought(
     reasoning: str, prompt: str, expected: bool
 ) -> None:
     form = chat_format(reasoning=reasoning)
-    thought = form.thought(prompt)
-    assert (thought is not None and not thought[0]) is expected
+    found = form.thought(prompt)
+    assert (found is not None and not found.start) is expected
     assert form.parser({}, prompt=prompt).in_reasoning is expected
 
 

@@ -228,6 +228,14 @@ def test_malformed_thoughts_lose_no_word_and_depend_on_no_cut(name: str) -> None
         assert_nothing_is_lost(form, changed, parsed(form, changed))
 
 
+def test_long_texts_that_turn_out_to_be_no_calls_are_text_and_a_later_call_is_one() -> None:
+    form = chat_format("hermes")
+    no_call = '<tool_call>{"arguments": "' + "<tool_call> " * 40_000 + '"}\n'
+    text = 3 * no_call
+    result = outcome(form.parser(FUNCTIONS), pieces(text + CALLS["hermes"].one(), 10_000))
+    assert (result.content, values(result)) == (text.strip(), [("get_weather", PARIS)])
+
+
 EVERY_FORMAT = [
     *(ChatFormat(calls=calls) for calls in CALL_FORMATS),
     *(ChatFormat(reasoning, CALL_FORMATS[-1]) for reasoning in REASONING_FORMATS),

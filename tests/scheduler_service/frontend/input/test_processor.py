@@ -222,7 +222,7 @@ def test_a_constraint_of_a_chat_applies_after_the_models_thought() -> None:
     def thought() -> sampling_pb2.Thought:
         return resolve_request(request, "r", thinking).submit.sampling.constraint.thought
 
-    other_starts = ["\n<think>", "\n\n<think>"]
+    other_starts = ["\n<think>", "\n\n<think>", " <think>"]
     assert thought() == sampling_pb2.Thought(
         start="<think>", ends=["</think>"], other_starts=other_starts
     )
