@@ -127,14 +127,6 @@ class SchedulerConfig:
     """Share no KV blocks between tenants, so that none can find, or infer from response times, what
     others have sent. Without names of tenants there is only one."""
 
-    lets_equals_overtake: bool = False
-    """Let a request preempt others although an equal one that arrived earlier waits in the same
-    worker group. Set only by recordings of format versions 1 and 2, whose cores allowed it."""
-
-    copies_ahead: bool = True
-    """Copy blocks to the host before they are evicted. Unset only by recordings of cores that did
-    not."""
-
     max_worker_losses: int = 2
     """Fail a request after this many workers, and half of those that it lost, died in steps that it
     had to itself. Losses in steps with other requests never fail it."""

@@ -24,8 +24,6 @@ SCHEDULER = ConfigFlags(
     settings={"max_num_batched_tokens": COUNT, "max_queue_tokens": COUNT},
     max_outgrown_wait_s="max_outgrown_wait",
     queue_retry_delay_s=None,
-    lets_equals_overtake=None,
-    copies_ahead=None,
     default_tenant=None,
     tenants=None,
 )

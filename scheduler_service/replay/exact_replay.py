@@ -6,7 +6,7 @@ from typing import Any
 
 from scheduler_service.core import SchedulerCore, StepPlan
 from scheduler_service.replay.codec import Codec
-from scheduler_service.replay.recording import Entry, FrontendOutputs, Header, Outcomes
+from scheduler_service.replay.recording import Entry, Header, Outcomes
 
 Observer = Callable[[Entry, Any], None]
 """Called with each input and what the core returned for it."""
@@ -38,9 +38,6 @@ class Summary:
     """Equal plans; the replay ends at the first that differs."""
     num_outputs: int = 0
     """Sets of outputs that are equal."""
-    are_outputs_incomparable: bool = False
-    """Whether outputs were compared only up to the first failed request: in format version 1
-    their hashes depend on the messages of errors."""
     seconds: float = 0.0
     """Time from the first input to the last, on the recording's clock."""
     difference: Difference | None = None
@@ -60,7 +57,6 @@ class ExactReplay:
     def __init__(self, header: Header, codec: Codec) -> None:
         self.summary = Summary()
         self._core = SchedulerCore(header.config)
-        self._hashes_messages = header.format_version == 1
         self._outcomes = Outcomes(codec)
         self._started_at: float | None = None
 
@@ -86,7 +82,7 @@ class ExactReplay:
         plan = returned if isinstance(returned, StepPlan) else None
         chain = self._outcomes.chain_with(returned)
         if entry.do == "take_outboxes":
-            self._compare_outputs(entry, chain, returned or {})
+            self._compare_outputs(entry, chain)
         elif chain != entry.chain or _class_of(raised) != _class_of(entry.raised):
             summary.difference = self._difference(entry, plan, chain, raised)
         summary.num_plans += plan is not None and summary.difference is None
@@ -99,11 +95,7 @@ class ExactReplay:
                 self._started_at = entry.now
             self.summary.seconds = entry.now - self._started_at
 
-    def _compare_outputs(self, entry: Entry, chain: str | None, outputs: FrontendOutputs) -> None:
-        if self._hashes_messages and any(each.requests_failed for each in outputs.values()):
-            self.summary.are_outputs_incomparable = True
-        if self.summary.are_outputs_incomparable:
-            return
+    def _compare_outputs(self, entry: Entry, chain: str | None) -> None:
         if chain == entry.chain:
             self.summary.num_outputs += 1
         elif self.summary.output_difference is None:

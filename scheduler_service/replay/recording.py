@@ -1,6 +1,6 @@
 """The contents of a recording: a header, then an entry per input to the core, each a line of JSON.
 
-    {"format":"pagewire recording","format_version":4,"software_version":"0.1.0",…,"config":{…}}
+    {"format":"pagewire recording","format_version":1,"software_version":"0.1.0",…,"config":{…}}
     {"do":"add_worker_group","capacity":{"worker_group_id":"g0",…},"now":815.2}
     {"do":"submit","request":{…},"now":815.9}
     {"do":"schedule","worker_group_id":"g0","now":815.9,"chain":"6d2f…"}
@@ -13,15 +13,7 @@ the method returned a plan or outputs. Plans have one chain and outputs another;
 hash of the one before it and of what was returned, so that equal values mean that everything so far
 was equal. Errors in outputs are hashed by class, as messages may be reworded.
 
-Recordings of all format versions replay:
-
-- Version 4 came with another rule: deaths of workers in steps of several requests fail no request.
-  A replay of an earlier recording differs from the second loss of one request on.
-- Version 3 came with a rule: a request preempts no other while an equal one that arrived earlier
-  waits in the same worker group. Cores that recorded versions 1 and 2 did not follow it, and their
-  recordings replay without it (`SchedulerConfig.lets_equals_overtake`).
-- Version 1 hashed the messages of errors in outputs as well.
-- A field of the configuration that a recording lacks has the value of a core without that feature.
+Recordings of another format version are refused.
 """
 
 import base64
@@ -39,8 +31,7 @@ from scheduler_service.replay.codec import Codec, Unreadable
 from service_common.version import VERSION
 
 FORMAT = "pagewire recording"
-FORMAT_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, 4)
+FORMAT_VERSION = 1
 
 INPUTS = (
     "add_worker_group",
@@ -60,15 +51,6 @@ INPUTS = (
 """The methods of the core that change it."""
 
 OUTCOMES = ("raised", "chain", "plan")
-
-FORMER_INPUTS = {
-    "add_group": "add_worker_group",
-    "remove_group": "remove_worker_group",
-    "drain_group": "drain_worker_group",
-}
-FORMER_ARGUMENTS = {"group": "capacity", "group_id": "worker_group_id"}
-"""Names in recordings of version 0.1.0, and the present ones. The second also holds for the fields
-of a capacity."""
 
 _MARSHAL_VERSION = 2
 """The last without references between objects, which would let equal values differ."""
@@ -154,25 +136,17 @@ def decode_header(codec: Codec, data: Any) -> Header:
     """Decode the first line's JSON; raises Unreadable."""
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise Unreadable(f"not a recording: expected an object with the format {FORMAT!r}")
-    if data.get("format_version") not in READABLE_VERSIONS:
+    if data.get("format_version") != FORMAT_VERSION:
         raise Unreadable(
             f"format version {data.get('format_version')!r} is unknown: this software "
-            f"({VERSION}) reads versions {', '.join(map(str, READABLE_VERSIONS))}"
+            f"({VERSION}) reads version {FORMAT_VERSION}"
         )
-    if isinstance(config := data.get("config"), dict):
-        # Former cores had these rules, if no field says otherwise.
-        former: dict[str, Any] = {"copies_ahead": False, "max_step_ms": 0.0}
-        if data["format_version"] < 3:
-            former |= {"max_outgrown_wait_s": None, "lets_equals_overtake": True}
-        data = data | {"config": former | config}
     header: Header = codec.decode(Header, data)
     return header
 
 
 def decode_entry(codec: Codec, line: int, data: Any) -> Entry:
     """Decode another line's JSON; raises Unreadable."""
-    if isinstance(data, dict):
-        data = _with_current_names(data)
     if not isinstance(data, dict) or data.get("do") not in PARAMETERS:
         raise Unreadable('expected an object whose "do" is an input of the scheduler core')
     do: str = data["do"]
@@ -192,16 +166,6 @@ def decode_entry(codec: Codec, line: int, data: Any) -> Entry:
         chain=codec.decode(str | None, data.get("chain"), "chain"),
         plan=codec.decode(StepPlan | None, data.get("plan"), "plan"),
     )
-
-
-def _with_current_names(data: dict[str, Any]) -> dict[str, Any]:
-    entry = {FORMER_ARGUMENTS.get(name, name): value for name, value in data.items()}
-    do, capacity = entry.get("do"), entry.get("capacity")
-    if isinstance(do, str):
-        entry["do"] = FORMER_INPUTS.get(do, do)
-    if isinstance(capacity, dict):
-        entry["capacity"] = {FORMER_ARGUMENTS.get(key, key): capacity[key] for key in capacity}
-    return entry
 
 
 to_text = json.JSONEncoder(separators=(",", ":")).encode

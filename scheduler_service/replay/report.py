@@ -51,10 +51,6 @@ def _tuples(column: list[int], width: int) -> Iterator[tuple[int, ...]]:
     return zip(*(column[i::width] for i in range(width)), strict=True)
 
 
-FORMER_RULE = (
-    "cores that wrote format version {} let a request preempt others although an equal one waited; "
-    "the replay does so, too"
-)
 TRUNCATED = "the file ends within a line, as if the core was killed; that line is left out"
 
 
@@ -69,10 +65,6 @@ def summary_lines(reader: RecordingReader, summary: Summary, took_s: float) -> l
         f"plans:    {summary.num_plans} equal{' until the difference' * bool(summary.difference)}",
         f"outputs:  {summary.num_outputs} equal",
     ]
-    if summary.are_outputs_incomparable:
-        lines[-1] += " until the first failed request; later ones depend on messages of errors"
-    if header.config.lets_equals_overtake:
-        lines.append(f"notice:   {FORMER_RULE.format(header.format_version)}")
     if reader.is_truncated:
         lines.append(f"notice:   {TRUNCATED}")
     return lines

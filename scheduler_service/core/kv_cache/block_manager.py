@@ -54,12 +54,11 @@ class BlockManager:
         num_cpu_blocks: int,
         block_size: int,
         watermark: float,
-        copies_ahead: bool = True,
     ) -> None:
         self.block_size = block_size
         self.host = HostCache(num_cpu_blocks)
         self.gpu_pool = BlockPool(num_gpu_blocks, self.host.keep)
-        self._copy_ahead = CopyAhead(self.gpu_pool, self.host) if copies_ahead else None
+        self._copy_ahead = CopyAhead(self.gpu_pool, self.host)
         self._watermark_blocks = int(watermark * num_gpu_blocks)
         self._tables: dict[int, list[int]] = {}
 
@@ -295,8 +294,7 @@ class BlockManager:
         """Complete the plan under construction; returns the (device block, host block) pairs that
         it must swap out in addition, to keep evicted blocks, and those that will be evicted next.
         """
-        if self._copy_ahead is not None:
-            self._copy_ahead.end_plan(has_rows=has_rows)
+        self._copy_ahead.end_plan(has_rows=has_rows)
         return self.host.end_plan()
 
     def device_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:

@@ -104,9 +104,7 @@ class CapacityProbe:
         if state.preempting or seq_group.is_suspect or not seq_group.fits(state.capacity):
             return False
         waiting = chain(state.waiting, state.running.swapped)
-        if not self._config.lets_equals_overtake and any(
-            self._policy.precedes(other, seq_group) for other in waiting
-        ):
+        if any(self._policy.precedes(other, seq_group) for other in waiting):
             return False
         return self.find_victims(seq_group) is not None
 

@@ -278,7 +278,6 @@ class WorkerGroupState:
             num_cpu_blocks=capacity.num_cpu_blocks,
             block_size=capacity.block_size,
             watermark=config.watermark,
-            copies_ahead=config.copies_ahead,
         )
         self.prefixes = PrefixCache(
             self.blocks,

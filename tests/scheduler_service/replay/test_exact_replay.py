@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -13,8 +11,6 @@ from scheduler_service.errors import QueueFull
 from scheduler_service.replay.report import difference_lines, plans_table
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.recorded import Recorder, Recording, random_life
-
-RECORDINGS = Path(__file__).parent / "recordings"
 
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=16, max_queue_requests=5)
 
@@ -57,78 +53,6 @@ def test_a_recording_with_plans_has_the_same_hashes_and_the_plans() -> None:
     assert all(
         (entry.plan is None) == (entry.do != "schedule" or not entry.chain) for entry in entries
     )
-
-
-def test_a_recording_of_former_names_comes_out_again() -> None:
-    recording = recorded_life()
-    written = "\n".join(recording.lines).replace('"capacity":', '"group":')
-    for name, former in {
-        '"do":"add_worker_group"': '"do":"add_group"',
-        '"do":"remove_worker_group"': '"do":"remove_group"',
-        '"worker_group_id":': '"group_id":',
-    }.items():
-        assert name in written
-        written = written.replace(name, former)
-    assert "worker_group" not in written
-    recording.lines = written.split("\n")
-    summary = recording.replay()
-    assert summary.is_exact
-    assert summary.num_plans > 100
-
-
-def overtaking_equals(*, lets_equals_overtake: bool) -> Recording:
-    """Of two equal requests, the first waits for a token of the batch when the second arrives."""
-    recorder = Recorder()
-    config = SchedulerConfig(
-        policy=PolicyName.PRIORITY,
-        max_num_seqs=3,
-        max_num_batched_tokens=4,
-        lets_equals_overtake=lets_equals_overtake,
-    )
-    driver = CoreDriver(config, recorder.make_core)
-    driver.add_worker_group(make_capacity())
-    for num_tokens, priority in ((4, 5), (6, 5), (3, 1), (2, 1)):
-        driver.submit(prompt=[num_tokens] * num_tokens, max_tokens=9, priority=priority)
-        driver.schedule("g0")
-        driver.deliver("g0")
-    driver.run_until_idle()
-    return recorder.recordings[0]
-
-
-@pytest.mark.parametrize(
-    ("format_version", "is_exact"), [(1, True), (2, True), (3, False), (4, False)]
-)
-def test_a_recording_of_a_former_format_comes_out_under_the_former_rule_of_preemption(
-    format_version: int, is_exact: bool
-) -> None:
-    def make_former(header: dict[str, Any]) -> None:
-        header["format_version"] = format_version
-        del header["config"]["lets_equals_overtake"]
-
-    recording = overtaking_equals(lets_equals_overtake=True)
-    recording.change(0, make_former)
-    assert recording.replay().is_exact is is_exact
-
-
-def test_the_former_rule_of_preemption_is_in_force_only_if_the_header_says_so() -> None:
-    recording = overtaking_equals(lets_equals_overtake=False)
-    assert recording.header().format_version == 4
-    assert recording.replay().is_exact
-    recording.change(0, lambda header: header["config"].update(lets_equals_overtake=True))
-    assert not recording.replay().is_exact
-
-
-def test_a_core_that_copied_no_blocks_ahead_replays_without_copies_ahead() -> None:
-    for copies_ahead in (True, False):
-        recorder = Recorder()
-        driver = CoreDriver(SchedulerConfig(copies_ahead=copies_ahead), recorder.make_core)
-        driver.add_worker_group(make_capacity(num_gpu_blocks=8, num_cpu_blocks=32))
-        for first in range(6):
-            driver.submit(prompt=[*range(first, first + 12)], max_tokens=2)
-            driver.run_until_idle()
-        recording = recorder.recordings[0]
-        recording.change(0, lambda header: header["config"].pop("copies_ahead"))
-        assert recording.replay().is_exact is not copies_ahead
 
 
 def test_reworded_messages_of_errors_are_no_difference() -> None:

@@ -103,7 +103,8 @@ def gzip_text(path: Path) -> list[bytes]:
     ("number", "line", "message"),
     [
         (1, b"[]", "not a recording"),
-        (1, b'{"format":"pagewire recording","format_version":5}', "format version 5 is unknown"),
+        (1, b'{"format":"pagewire recording","format_version":2}', "version 2 is unknown"),
+        (1, b'{"format":"pagewire recording"}', "format version None is unknown"),
         (2, b"{", "not JSON"),
         (2, b"\xff", "not JSON"),
         (3, b'{"do":"explode"}', "is an input of the scheduler core"),

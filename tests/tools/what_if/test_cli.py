@@ -82,7 +82,7 @@ def test_a_comparison_is_drawn(what_if: WhatIf, recording: Path, suffix: str) ->
         (["--with", "max_num_seqs"], "'max_num_seqs': expected FIELD=VALUE"),
         (
             ["--with", "max_seqs=3"],
-            "max_seqs: no such field; there are copies_ahead, default_tenant,",
+            "max_seqs: no such field; there are default_tenant, enable_chunked_prefill,",
         ),
         (["--with", "max_num_seqs=many"], "max_num_seqs: expected int, got 'many'"),
         (["--with", "max_num_seqs=0"], "max_num_seqs must be at least 1"),
