@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Self
 
@@ -20,8 +21,6 @@ from scheduler_service.core_service.servicer import SchedulerServicer
 from scheduler_service.core_service.status import StatusBoard
 from scheduler_service.core_service.worker_registry import WorkerRegistry
 from scheduler_service.errors import Unavailable
-from scheduler_service.replay.recorder import RecordingCore
-from scheduler_service.replay.recording_file import RecordingWriter
 from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
@@ -59,8 +58,8 @@ class CoreService:
     def __init__(self, config: CoreServiceConfig) -> None:
         cluster = Cluster(config.cluster)
         dial = partial(cluster.dial, WorkerServiceStub)
-        self._core = _make_core(config)
-        self.driver = CoreDriver(self._core)
+        core, self._close_core = _make_core(config)
+        self.driver = CoreDriver(core)
         self._tracing = make_tracing("scheduler", VERSION, config.otlp_endpoint)
         if self._tracing is not None:
             self.driver.on_traced = partial(tracing.export, self._tracing)
@@ -142,10 +141,6 @@ class CoreService:
         except TimeoutError:
             logger.warning("grace period over grace_period_s=%g", grace_period_s)
 
-    def _close_core(self) -> None:
-        if isinstance(self._core, RecordingCore):
-            self._core.close()
-
     def _on_workers_changed(self) -> None:
         self._workers_changed.set()
 
@@ -169,9 +164,13 @@ class CoreService:
                 await self.runner.set_serving(bool(models))
 
 
-def _make_core(config: CoreServiceConfig) -> SchedulerCore:
+def _make_core(config: CoreServiceConfig) -> tuple[SchedulerCore, Callable[[], None]]:
+    """The core, and what to call when it is no longer used."""
     if config.record is None:
-        return SchedulerCore(config.scheduler)
-    return RecordingCore(
-        config.scheduler, RecordingWriter(config.record), with_plans=config.record_plans
-    )
+        return SchedulerCore(config.scheduler), lambda: None
+    from scheduler_service.replay.recorder import RecordingCore  # imports pydantic
+    from scheduler_service.replay.recording_file import RecordingWriter
+
+    writer = RecordingWriter(config.record)
+    core = RecordingCore(config.scheduler, writer, with_plans=config.record_plans)
+    return core, core.close

@@ -7,7 +7,6 @@ calls, and a failure is a text file that replays.
     FILE ──▶ RecordingReader ──▶ ExactReplay ──▶ SchedulerCore       pagewire replay FILE
 
 `recording.py`       the format: header, entries, hash chains (start reading here)
-`codec.py`           dataclasses as JSON and back
 `recorder.py`        a core that records its inputs
 `recording_file.py`  the file: written by a thread of its own, and read
 `exact_replay.py`    replays a recording and compares plans and outputs

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from scheduler_service.command_line import EXIT_BAD_CONFIG, EXIT_FAILURE, exit_with
 from scheduler_service.replay.exact_replay import ExactReplay, Observer, Summary
-from scheduler_service.replay.recording import CODEC
 from scheduler_service.replay.recording_file import BadRecording, RecordingReader
 from scheduler_service.replay.report import difference_lines, plans_table, summary_lines
 
@@ -37,7 +36,7 @@ def replay_exactly(
 ) -> None:
     """Replay and print the summary; ends the command if anything differs."""
     started_at = time.perf_counter()
-    summary = ExactReplay(reader.header, CODEC).run(reader.entries(), observe)
+    summary = ExactReplay(reader.header).run(reader.entries(), observe)
     took_s = time.perf_counter() - started_at
     console.print("\n".join(summary_lines(reader, summary, took_s)), markup=False)
     _print_differences(console, summary)

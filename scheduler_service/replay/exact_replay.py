@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler_service.core import SchedulerCore, StepPlan
-from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.recording import Entry, Header, Outcomes
 
 Observer = Callable[[Entry, Any], None]
@@ -54,10 +53,10 @@ class Summary:
 class ExactReplay:
     """A core that receives the recorded inputs."""
 
-    def __init__(self, header: Header, codec: Codec) -> None:
+    def __init__(self, header: Header) -> None:
         self.summary = Summary()
         self._core = SchedulerCore(header.config)
-        self._outcomes = Outcomes(codec)
+        self._outcomes = Outcomes()
         self._started_at: float | None = None
 
     def run(self, entries: Iterable[Entry], observe: Observer | None = None) -> Summary:

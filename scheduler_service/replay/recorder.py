@@ -7,15 +7,13 @@ from functools import wraps
 from typing import Any, Protocol
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan
-from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.recording import (
-    CODEC,
     INPUTS,
+    LINES,
     PARAMETERS,
     Header,
     Outcomes,
-    encode_header,
-    to_text,
+    to_json,
 )
 from service_common.version import VERSION
 
@@ -47,21 +45,15 @@ class RecordingCore(SchedulerCore):
         lines: Lines,
         *,
         with_plans: bool = False,
-        codec: Codec = CODEC,
     ) -> None:
         """`with_plans`: record whole plans, not only their hashes."""
         super().__init__(config)
         self._with_plans = with_plans
-        self._codec = codec
-        self._encoders = {
-            method: [(name, codec.converter(kind).encode) for name, kind in parameters.items()]
-            for method, parameters in PARAMETERS.items()
-        }
-        self._outcomes = Outcomes(codec)
+        self._outcomes = Outcomes()
         self._lines = lines
         self._is_in_call = False
         """Whether a recorded call is in progress; calls from within the core are not inputs."""
-        lines.write(to_text(encode_header(codec, _header(config))))
+        lines.write(_header(config).model_dump_json())
 
     def close(self) -> None:
         """Complete the recording. The core is not used after this."""
@@ -81,16 +73,14 @@ class RecordingCore(SchedulerCore):
     def _line(
         self, method: str, arguments: dict[str, Any], returned: Any, error: Exception | None
     ) -> str:
-        data: dict[str, Any] = {"do": method}
-        for name, encode in self._encoders[method]:
-            data[name] = encode(arguments[name])
-        if error is not None:
-            data["raised"] = self._outcomes.of_error(error)
-        if (chain := self._outcomes.chain_with(returned)) is not None:
-            data["chain"] = chain
-        if self._with_plans and isinstance(returned, StepPlan):
-            data["plan"] = self._codec.encode(StepPlan, returned)
-        return to_text(data)
+        line = LINES[method].model_construct(
+            do=method,
+            **arguments,
+            raised=None if error is None else self._outcomes.of_error(error),
+            chain=self._outcomes.chain_with(returned),
+            plan=returned if self._with_plans and isinstance(returned, StepPlan) else None,
+        )
+        return to_json(line).decode()
 
 
 def _header(config: SchedulerConfig) -> Header:

@@ -2,20 +2,26 @@
 
 import gzip
 import itertools
-import json
 import logging
 import os
 import threading
 import zlib
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from scheduler_service.errors import CannotRecord
-from scheduler_service.replay.codec import Codec, Unreadable
-from scheduler_service.replay.recording import CODEC, Entry, Header, decode_entry, decode_header
+from scheduler_service.replay.recording import (
+    DecodeSampling,
+    Entry,
+    Header,
+    Unreadable,
+    decode_entry,
+    decode_header,
+    decode_sampling,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -127,27 +133,28 @@ class BadRecording(Exception):
 class RecordingReader:
     """A recording's header, and its entries, read on demand."""
 
-    def __init__(self, path: Path, codec: Codec = CODEC) -> None:
+    def __init__(self, path: Path, decode_sampling: DecodeSampling = decode_sampling) -> None:
         """Read the header; raises BadRecording and OSError."""
         self.path = path
         self.is_truncated = False
         """Whether the file ends within a line, as when the core was killed; known at the end."""
-        self._codec = codec
+        self._decode_sampling = decode_sampling
         with _open(path) as file:
             lines = self._lines(file)
             first = next(lines, None)
             if first is None:
                 raise BadRecording(path, 1, "expected a header, the file ends before it")
-            self.header: Header = self._decode(1, first, decode_header)
+            with self._naming_line(1):
+                self.header: Header = decode_header(first)
 
     def entries(self) -> Iterator[Entry]:
         """All inputs, from the first; raises BadRecording at an invalid line."""
         with _open(self.path) as file:
             for number, text in enumerate(self._lines(file), start=1):
                 if number > 1:
-                    yield self._decode(
-                        number, text, lambda codec, data, n=number: decode_entry(codec, n, data)
-                    )
+                    with self._naming_line(number):
+                        entry = decode_entry(number, text, self._decode_sampling)
+                    yield entry
 
     def _lines(self, file: gzip.GzipFile | BinaryIO) -> Iterator[bytes]:
         """Complete lines; a last line that is cut off is left out."""
@@ -167,13 +174,12 @@ class RecordingReader:
                 return
             yield text
 
-    def _decode(self, number: int, text: bytes, decode: Any) -> Any:
+    @contextmanager
+    def _naming_line(self, number: int) -> Iterator[None]:
         try:
-            return decode(self._codec, json.loads(text))
+            yield
         except Unreadable as error:
             raise BadRecording(self.path, number, error) from error
-        except ValueError as error:  # of json, or of the text's encoding
-            raise BadRecording(self.path, number, f"not JSON: {error}") from error
 
 
 def _open(path: Path) -> gzip.GzipFile | BinaryIO:

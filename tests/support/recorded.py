@@ -1,6 +1,5 @@
 """Recordings in memory, of cores that symbolic workers drive."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -9,18 +8,22 @@ from typing import Any
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.errors import PromptTooLong, QueueFull
-from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.exact_replay import ExactReplay, Summary
 from scheduler_service.replay.recorder import RecordingCore
-from scheduler_service.replay.recording import Entry, Header, decode_entry, decode_header
+from scheduler_service.replay.recording import (
+    DecodeSampling,
+    Entry,
+    Header,
+    decode_entry,
+    decode_header,
+)
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.symbolic_worker import Sampling
 
-SYMBOLIC = Codec(
-    lambda sampling: json.dumps(dataclasses.asdict(sampling)),
-    lambda text: Sampling(**json.loads(text)),
-)
-"""For what stands for SamplerParams."""
+
+def symbolic(data: dict[str, Any]) -> Sampling:
+    """What stands for SamplerParams."""
+    return Sampling(**data)
 
 
 class Recording:
@@ -28,9 +31,9 @@ class Recording:
 
     is_open = True
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, decode_sampling: DecodeSampling = symbolic) -> None:
         self.lines: list[str] = []
-        self._codec = codec
+        self._decode_sampling = decode_sampling
 
     def find(self, do: str, is_wanted: Callable[[dict[str, Any]], object]) -> int:
         """The index of the first line of this input that is wanted."""
@@ -56,14 +59,14 @@ class Recording:
         self.is_open = False
 
     def header(self) -> Header:
-        return decode_header(self._codec, json.loads(self.lines[0]))
+        return decode_header(self.lines[0])
 
     def entries(self) -> Iterator[Entry]:
         for number, line in enumerate(self.lines[1:], start=2):
-            yield decode_entry(self._codec, number, json.loads(line))
+            yield decode_entry(number, line, self._decode_sampling)
 
     def replay(self) -> Summary:
-        return ExactReplay(self.header(), self._codec).run(self.entries())
+        return ExactReplay(self.header()).run(self.entries())
 
 
 class Recorder:
@@ -75,10 +78,8 @@ class Recorder:
         self._with_plans = with_plans
 
     def make_core(self, config: SchedulerConfig) -> RecordingCore:
-        self.recordings.append(Recording(SYMBOLIC))
-        return RecordingCore(
-            config, self.recordings[-1], with_plans=self._with_plans, codec=SYMBOLIC
-        )
+        self.recordings.append(Recording())
+        return RecordingCore(config, self.recordings[-1], with_plans=self._with_plans)
 
     def check(self) -> None:
         """Every core's life gives the same plans and outputs again."""

@@ -6,10 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
-from scheduler_service.replay.codec import Codec
 from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
-from scheduler_service.replay.recording import Entry
+from scheduler_service.replay.recording import Entry, decode_sampling
 from tests.support.core_driver import make_capacity
 from tests.support.recorded import Recording
 from tools.what_if.cost_model import CostModel
@@ -29,9 +28,6 @@ GPU_CONFIG = SchedulerConfig(
     max_queue_tokens=2**40,
     enable_prefix_caching=False,
 )
-
-OPAQUE = Codec(lambda sampling: "", lambda text: text)
-"""In recordings of simulations the sampling parameters say nothing."""
 
 
 def entry(do: str, **arguments: Any) -> Entry:
@@ -85,15 +81,15 @@ def make_trace(*scripts: Script, interventions: Sequence[Entry] = ()) -> Trace:
 
 def record(trace: Trace, config: SchedulerConfig, costs: CostModel = COSTS) -> Recording:
     """The recording of a trace that is put to a core in virtual time."""
-    recording = Recording(OPAQUE)
-    simulate(trace, RecordingCore(config, recording, codec=OPAQUE), {"g0": costs})
+    recording = Recording(decode_sampling)
+    simulate(trace, RecordingCore(config, recording), {"g0": costs})
     return recording
 
 
 def read_trace(recording: Recording) -> Trace:
     """What a recording says of its users and workers."""
     reader = TraceReader()
-    summary = ExactReplay(recording.header(), OPAQUE).run(recording.entries(), reader.observe)
+    summary = ExactReplay(recording.header()).run(recording.entries(), reader.observe)
     assert summary.is_exact
     return reader.trace()
 

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
+from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service.core import SchedulerCore, StepPlan, StepResult
 from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
@@ -42,8 +43,10 @@ def _filler(script: Script) -> int:
 class VirtualWorker:
     """Executes plans one after the other, in the time that a cost model predicts."""
 
-    def __init__(self, costs: CostModel) -> None:
+    def __init__(self, costs: CostModel, scripts: Mapping[int, Script]) -> None:
+        """scripts: by number, which is the seed of a sequence's sampling parameters."""
         self._costs = costs
+        self._scripts = scripts
         self._sequences: dict[int, _Sequence] = {}
         self._free_at = 0.0
 
@@ -63,8 +66,7 @@ class VirtualWorker:
         for seq_id in plan.forget_seq_ids:
             del self._sequences[seq_id]
         for new in plan.new_sequences:
-            # The core does not read sampling parameters: here they carry the recorded tokens.
-            script: Script = new.sampling
+            script = self._scripts[new.sampling.seed]
             if new.parent_seq_id is not None:
                 num_output = self._sequences[new.parent_seq_id].num_output
             else:
@@ -102,6 +104,7 @@ class _Simulation:
         self._core = core
         self._costs = costs
         self._any_costs = next(iter(costs.values()))
+        self._scripts = {script.number: script for script in trace.scripts}
         self._workers: dict[str, VirtualWorker] = {}
         self._histories = Histories()
         self._stops: dict[int, list[Stop | None]] = {}
@@ -145,7 +148,7 @@ class _Simulation:
             case "add_worker_group":
                 group_id = arguments["capacity"].worker_group_id
                 costs = self._costs.get(group_id, self._any_costs)
-                self._workers[group_id] = VirtualWorker(costs)
+                self._workers[group_id] = VirtualWorker(costs, self._scripts)
             case "remove_worker_group":
                 self._workers.pop(arguments["worker_group_id"], None)
             case "cancel":
@@ -158,7 +161,8 @@ class _Simulation:
     def _submit(self, script: Script) -> None:
         try:
             # Of a beam search only the resulting choices are known, not the other beams.
-            request = replace(script.request, sampling=script, beam_search=None)
+            sampling = SamplerParams(seed=script.number)
+            request = replace(script.request, sampling=sampling, beam_search=None)
             self._core.submit(request, self._now)
         except PagewireError:
             return

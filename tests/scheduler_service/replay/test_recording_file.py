@@ -12,7 +12,7 @@ from scheduler_service.errors import CannotRecord
 from scheduler_service.replay import recording_file
 from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
-from scheduler_service.replay.recording import CODEC, INPUTS
+from scheduler_service.replay.recording import INPUTS
 from scheduler_service.replay.recording_file import BadRecording, RecordingReader, RecordingWriter
 from tests.support.core_driver import make_capacity
 
@@ -38,7 +38,7 @@ def test_what_is_recorded_is_read_back(tmp_path: Path, name: str) -> None:
         (4, "expire", 3.5),
     ]
     assert not reader.is_truncated
-    summary = ExactReplay(reader.header, CODEC).run(reader.entries())
+    summary = ExactReplay(reader.header).run(reader.entries())
     assert summary.is_exact
     assert (summary.num_inputs, summary.seconds) == (3, 2.5)
 
@@ -105,12 +105,16 @@ def gzip_text(path: Path) -> list[bytes]:
         (1, b"[]", "not a recording"),
         (1, b'{"format":"pagewire recording","format_version":2}', "version 2 is unknown"),
         (1, b'{"format":"pagewire recording"}', "format version None is unknown"),
-        (2, b"{", "not JSON"),
-        (2, b"\xff", "not JSON"),
-        (3, b'{"do":"explode"}', "is an input of the scheduler core"),
-        (3, b'{"do":"schedule","now":1.0}', "schedule lacks worker_group_id"),
-        (4, b'{"do":"expire","now":1.0,"why":1}', "expire has no argument why in this version"),
-        (4, b'{"do":"expire","now":"1"}', "expire.now: expected float, got str"),
+        (2, b"{", "Invalid JSON: EOF"),
+        (2, b"\xff", "Invalid JSON: "),
+        (3, b'{"do":"explode"}', "'explode' found using 'do' does not match any"),
+        (3, b'{"do":"schedule","now":1.0}', "schedule.worker_group_id: Field required"),
+        (
+            4,
+            b'{"do":"expire","now":1.0,"why":1}',
+            "expire.why: Extra inputs are not",
+        ),
+        (4, b'{"do":"expire","now":"1"}', "expire.now: Input should be a valid number, got '1'"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(

@@ -8,7 +8,15 @@ from scheduler_service.core import GeneratedTokens, SchedulerConfig, SchedulerCo
 from scheduler_service.replay.recorder import RecordingCore
 from tests.support.core_driver import make_capacity
 from tests.support.recorded import Recording
-from tests.support.virtual import COSTS, OPAQUE, entry, join, make_trace, read_trace, record, script
+from tests.support.virtual import (
+    COSTS,
+    entry,
+    join,
+    make_trace,
+    read_trace,
+    record,
+    script,
+)
 from tools.what_if.comparison import PREDICTED, RECORDED, compare
 from tools.what_if.cost_model import CostModel
 from tools.what_if.simulation import simulate
@@ -80,8 +88,8 @@ def test_a_request_that_outgrows_a_group_goes_on_in_one_that_had_nothing_to_plan
 
 
 def test_steps_whose_results_came_together_took_each_its_own_time() -> None:
-    recording = Recording(OPAQUE)
-    core = RecordingCore(replace(CONFIG, pipeline_depth=3), recording, codec=OPAQUE)
+    recording = Recording(lambda sampling: sampling)
+    core = RecordingCore(replace(CONFIG, pipeline_depth=3), recording)
     core.add_worker_group(make_capacity(), 0.0)
     core.submit(script(0).request, 0.0)
     for _ in range(3):
