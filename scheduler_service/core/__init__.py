@@ -21,16 +21,19 @@ groups that `take_woken` returns, because requests are routed by whichever group
 The modules, from the outside in:
 
     core.py            SchedulerCore: the public interface; requests and worker groups
+    inspection.py      the state in detail, for status pages
     admission/         which requests are accepted, and whether they can meet their deadlines
     routing/           which worker group serves a waiting request
     scheduling/        Scheduler, one per worker group: schedule() and update()
     policies/          the order in which requests are served
     kv_cache/          blocks on the device and on the host, and the prefix cache
-    stats/             counters, request timings, measured rates and status pages
     sequence.py        the state of one request and its sequences
     request_queue.py   the queues of waiting requests
     beam_search.py     the beam search of one request, and the sequences that hold its beams
     tenants.py         what each tenant uses and may use
+    scheduler_stats.py counters, histograms and snapshots
+    throughput.py      what steps cost, and how fast queues are served
+    request_timing.py  a request's time by activity, and its events
     config.py          what an operator configures, and the capacity of a worker group
 
     request.py         what frontends submit, and the outputs sent to them
@@ -66,6 +69,7 @@ from scheduler_service.core.config import (
     WorkerGroupCapacity,
 )
 from scheduler_service.core.core import SchedulerCore
+from scheduler_service.core.inspection import Inspection, InspectionDetail
 from scheduler_service.core.request import (
     ChoiceFinished,
     EngineOutputs,
@@ -74,9 +78,8 @@ from scheduler_service.core.request import (
     RequestFinished,
     RequestTimings,
 )
+from scheduler_service.core.scheduler_stats import CoreSnapshot, WorkerGroupSnapshot
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
-from scheduler_service.core.stats.inspection import Inspection, InspectionDetail
-from scheduler_service.core.stats.scheduler_stats import CoreSnapshot, WorkerGroupSnapshot
 from scheduler_service.core.step_plan import (
     NewSequence,
     RowCandidates,

@@ -14,19 +14,19 @@ from scheduler_service.core.admission.deadlines import (
 )
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.request import EngineOutputs, Request
+from scheduler_service.core.request_timing import RequestEvent, TracedRequest, to_us
 from scheduler_service.core.routing import poison
 from scheduler_service.core.routing.fleet import Fleet, ServedModel
+from scheduler_service.core.scheduler_stats import CoreSnapshot, summed
 from scheduler_service.core.scheduling import results
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.inspection import Inspection, InspectionDetail, Inspector
-from scheduler_service.core.stats.request_timing import RequestEvent, TracedRequest, to_us
-from scheduler_service.core.stats.scheduler_stats import CoreSnapshot, summed
-from scheduler_service.core.stats.throughput import StepWork
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.core.tenants import Tenants
+from scheduler_service.core.throughput import StepWork
 from scheduler_service.errors import (
     GenerationFailed,
     PagewireError,

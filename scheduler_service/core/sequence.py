@@ -14,7 +14,7 @@ from scheduler_service.core.beam_search import BeamGroup
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_pool import BlockKey
 from scheduler_service.core.request import EngineOutputs, Request
-from scheduler_service.core.stats.request_timing import (
+from scheduler_service.core.request_timing import (
     RequestClock,
     RequestEvent,
     RequestPhase,

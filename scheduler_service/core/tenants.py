@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_service.core.config import TenantConfig
-from scheduler_service.core.stats.throughput import QueueThroughput
+from scheduler_service.core.throughput import QueueThroughput
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ from typing import Protocol
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import EngineOutputs
-from scheduler_service.core.stats.request_timing import TracedRequest
+from scheduler_service.core.request_timing import TracedRequest
 
 
 class Mailbox(Protocol):

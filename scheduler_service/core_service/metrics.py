@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from prometheus_client.metrics_core import Metric as Family
 
 from pagewire.v1 import status_pb2
-from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
+from scheduler_service.core.scheduler_stats import WorkerGroupSnapshot
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams

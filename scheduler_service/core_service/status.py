@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from pagewire.columns import pack
 from pagewire.v1 import status_pb2 as pb
+from scheduler_service.core.inspection import InspectionDetail, RequestSnapshot
 from scheduler_service.core.kv_cache.block_pool import BlockMap
-from scheduler_service.core.stats.inspection import InspectionDetail, RequestSnapshot
-from scheduler_service.core.stats.request_timing import to_us
-from scheduler_service.core.stats.scheduler_stats import FIRST_BOUND_US, GROWTH, WorkerGroupSnapshot
+from scheduler_service.core.request_timing import to_us
+from scheduler_service.core.scheduler_stats import FIRST_BOUND_US, GROWTH, WorkerGroupSnapshot
 from scheduler_service.core_service.driver import CoreDriver
 from scheduler_service.core_service.frontend_streams import FrontendStreams
 from scheduler_service.core_service.worker_group import WorkerGroup

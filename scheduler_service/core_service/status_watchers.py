@@ -19,7 +19,7 @@ import grpc
 
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
-from scheduler_service.core.stats.inspection import InspectionDetail
+from scheduler_service.core.inspection import InspectionDetail
 
 LOOP_SHARE = 0.01
 """Share of the loop's time that all watchers may cost together."""

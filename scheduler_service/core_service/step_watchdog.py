@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from scheduler_service.core.stats.throughput import MovingAverage, StepWork
+from scheduler_service.core.throughput import MovingAverage, StepWork
 from scheduler_service.core_service.errors import GroupHung, SessionFailed, StepOverdue
 
 NUM_FIRST_STEPS = 2

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from scheduler_service.core.stats.request_timing import RequestEvent, TimelineEntry, TracedRequest
+from scheduler_service.core.request_timing import RequestEvent, TimelineEntry, TracedRequest
 from service_common.tracing import Attributes, Event, Tracing
 
 BEGINS = {

@@ -9,7 +9,7 @@ import httpx
 from opentelemetry.sdk.trace import TracerProvider
 
 from pagewire_client import Client, SamplingParams
-from scheduler_service.core.stats.request_timing import RequestEvent
+from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core_service.tracing import phases
 from tests.support.cluster import Cluster
 from tests.support.otlp_collector import CollectedSpan, Collector, collecting

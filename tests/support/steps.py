@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scheduler_service.core.stats.throughput import StepWork
+from scheduler_service.core.throughput import StepWork
 
 
 def make_work(**fields: Any) -> StepWork:

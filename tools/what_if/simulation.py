@@ -13,7 +13,7 @@ from functools import partial
 
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service.core import SchedulerCore, StepPlan, StepResult
-from scheduler_service.core.stats.scheduler_stats import CoreSnapshot
+from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.recording import Entry
 from tools.what_if.cost_model import CostModel, StepSize

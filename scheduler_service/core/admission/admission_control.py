@@ -15,11 +15,11 @@ from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_queue import AnyQueue
+from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.routing.fleet import Fleet
 from scheduler_service.core.routing.poison import resume_suspicion
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.stats.request_timing import to_us
-from scheduler_service.core.stats.throughput import QueueThroughput, retry_delay_s
+from scheduler_service.core.throughput import QueueThroughput, retry_delay_s
 from scheduler_service.errors import (
     DuplicateRequest,
     InvalidArgument,

@@ -22,11 +22,11 @@ from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from scheduler_service.core.request_queue import RemovableHeap
+from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.stats.request_timing import to_us
-from scheduler_service.core.stats.throughput import bounded_delay_s
+from scheduler_service.core.throughput import bounded_delay_s
 from scheduler_service.errors import DeadlineExceeded, DeadlineUnreachable
 
 _QUEUE_SPEEDUP = 3.0

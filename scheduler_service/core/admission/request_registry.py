@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from scheduler_service.core.beam_search import BeamGroup, BeamSearch
 from scheduler_service.core.request import EngineOutputs, Request
+from scheduler_service.core.request_timing import RequestClock, RequestPhase
 from scheduler_service.core.sequence import Frontend, Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.request_timing import RequestClock, RequestPhase
 from scheduler_service.core.tenants import Tenants
 
 _MAX_SEQ_ID = 2**31 - 1

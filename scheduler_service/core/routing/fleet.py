@@ -9,6 +9,7 @@ from math import inf
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, check_capacity
 from scheduler_service.core.policies import POLICIES, Policy
 from scheduler_service.core.request_queue import AnyQueue, ModelQueue, WaitingQueue
+from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.routing.router import (
     EquivalentWorkerGroups,
     Router,
@@ -16,13 +17,12 @@ from scheduler_service.core.routing.router import (
     TooLate,
     eligible,
 )
+from scheduler_service.core.scheduler_stats import ModelSnapshot, ModelTotals
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import SequenceGroup
-from scheduler_service.core.stats.request_timing import to_us
-from scheduler_service.core.stats.scheduler_stats import ModelSnapshot, ModelTotals
-from scheduler_service.core.stats.throughput import QueueThroughput
 from scheduler_service.core.tenants import Tenants
+from scheduler_service.core.throughput import QueueThroughput
 from scheduler_service.errors import PagewireError, UnknownModel
 
 logger = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import ModelQueue
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import RoutingState, SequenceGroup
-from scheduler_service.core.stats.throughput import MovingAverage
+from scheduler_service.core.throughput import MovingAverage
 from scheduler_service.errors import PagewireError
 
 OUTPUT_TOKENS_UNMEASURED = 128

@@ -3,8 +3,8 @@
 from scheduler_service.core.kv_cache.block_manager import BlockUpdate
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.stats.throughput import PrefillCost, StepWork
 from scheduler_service.core.step_plan import NewSequence, StepPlan
+from scheduler_service.core.throughput import PrefillCost, StepWork
 
 MIN_CHUNK_TOKENS = 16
 """Prompt tokens that a step has capacity for whatever they cost, so that prompts make progress."""

@@ -9,9 +9,9 @@ mistaken for one of a row that it gets elsewhere.
 from collections.abc import Collection
 
 from scheduler_service.core.request import ChoiceFinished
+from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.request_timing import RequestEvent
 from scheduler_service.errors import GenerationFailed
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.request_timing import StepClock
 from scheduler_service.core.sequence import Sequence
-from scheduler_service.core.stats.request_timing import StepClock
-from scheduler_service.core.stats.throughput import StepRates, StepWork
 from scheduler_service.core.step_plan import StepResult
+from scheduler_service.core.throughput import StepRates, StepWork
 
 MAX_HOLD_US = 100_000
 """The longest that steps which travel together may take, because a request that arrives now waits

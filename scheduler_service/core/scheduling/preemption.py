@@ -29,12 +29,12 @@ import logging
 
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.kv_cache.block_manager import AllocStatus
+from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.stats.request_timing import RequestEvent
-from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import NewSequence
+from scheduler_service.core.throughput import StepRates
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ the frontends, and sequences finish.
 
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request import RequestFinished, RequestTimings
+from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.beams import BeamScheduler, deliver_beams, without_beams
 from scheduler_service.core.scheduling.departures import Departures, finish_choice
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.step_plan import RowError, RowLogprobs, RowPromptLogprobs, StepResult
 from scheduler_service.errors import GenerationFailed
 

@@ -5,16 +5,16 @@ from collections.abc import Callable, Collection
 from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import WaitingQueue
+from scheduler_service.core.request_timing import RequestEvent, RequestPhase
+from scheduler_service.core.scheduler_stats import WorkerGroupSnapshot
 from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
 from scheduler_service.core.scheduling.departures import Departures
 from scheduler_service.core.scheduling.results import ResultProcessor
 from scheduler_service.core.scheduling.step_planner import StepPlanner
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, request_number
-from scheduler_service.core.stats.request_timing import RequestEvent, RequestPhase
-from scheduler_service.core.stats.scheduler_stats import WorkerGroupSnapshot
-from scheduler_service.core.stats.throughput import StepWork
 from scheduler_service.core.step_plan import StepPlan, StepResult
+from scheduler_service.core.throughput import StepWork
 from scheduler_service.errors import GenerationFailed
 
 

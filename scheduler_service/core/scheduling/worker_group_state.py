@@ -9,10 +9,10 @@ from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
+from scheduler_service.core.request_timing import RequestEvent, RequestPhase, StepClock
+from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.request_timing import RequestEvent, RequestPhase, StepClock
-from scheduler_service.core.stats.scheduler_stats import ModelTotals
 
 RUNNING = SequenceStatus.RUNNING
 

@@ -17,7 +17,7 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
-from scheduler_service.core.stats.inspection import MAX_ENDED
+from scheduler_service.core.inspection import MAX_ENDED
 from scheduler_service.errors import DeadlineUnreachable, DuplicateRequest, PromptTooLong
 from tests.support.core_driver import make_capacity
 from tests.support.symbolic_worker import logprobs_of

@@ -7,7 +7,7 @@ from typing import Any
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
-from scheduler_service.core.stats.inspection import Inspection, InspectionDetail
+from scheduler_service.core.inspection import Inspection, InspectionDetail
 from scheduler_service.core_service.service import CoreService
 from scheduler_service.core_service.status_watchers import LOOP_SHARE, StatusWatchers
 from tests.scheduler_service.core_service.conftest import Fleet

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler_service.core import SchedulerConfig
-from scheduler_service.core.stats.throughput import StepWork
+from scheduler_service.core.throughput import StepWork
 from scheduler_service.core_service.step_watchdog import (
     NUM_FIRST_STEPS,
     StepTimeout,

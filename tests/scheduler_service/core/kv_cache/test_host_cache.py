@@ -5,8 +5,8 @@ import pytest
 from scheduler_service.core import SchedulerConfig, StepPlan
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
-from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import StepResult
+from scheduler_service.core.throughput import StepRates
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
 from tests.support.steps import make_work

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler_service.core import InspectionDetail, PolicyName, StepPlan
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.stats.inspection import RequestState
+from scheduler_service.core.inspection import RequestState
 from tests.support.core_driver import CoreDriver, make_capacity, make_driver
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling

@@ -11,11 +11,11 @@ from scheduler_service.core.policies.policy import FirstComeFirstServed
 from scheduler_service.core.request import Request
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import RouteEstimate, Router
+from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.capacity_probe import CapacityEstimate, CapacityProbe
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
-from scheduler_service.core.stats.scheduler_stats import ModelTotals
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import DeadlineExceeded

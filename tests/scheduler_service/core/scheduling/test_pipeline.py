@@ -7,8 +7,8 @@ import dataclasses
 
 from scheduler_service.core import SchedulerConfig
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
+from scheduler_service.core.scheduler_stats import LatencyHistogram
 from scheduler_service.core.scheduling.pipeline import MAX_HOLD_US
-from scheduler_service.core.stats.scheduler_stats import LatencyHistogram
 from tests.support.core_driver import CoreDriver, make_capacity
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16, watermark=0.0)

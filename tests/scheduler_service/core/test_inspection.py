@@ -6,15 +6,15 @@ import pytest
 
 from scheduler_service.core import BeamParams, EarlyStopping, InspectionDetail, SchedulerConfig
 from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.inspection import RequestSnapshot, RequestState
 from scheduler_service.core.kv_cache.block_pool import CACHED
-from scheduler_service.core.stats.inspection import RequestSnapshot, RequestState
-from scheduler_service.core.stats.request_timing import (
+from scheduler_service.core.request_timing import (
     MAX_EVENTS,
     NUM_FIRST_EVENTS,
     RequestEvent,
     Timeline,
 )
-from scheduler_service.core.stats.scheduler_stats import (
+from scheduler_service.core.scheduler_stats import (
     FIRST_BOUND_US,
     GROWTH,
     NUM_BUCKETS,

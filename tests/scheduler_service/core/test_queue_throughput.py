@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler_service.core.stats.throughput import QueueThroughput, retry_delay_s
+from scheduler_service.core.throughput import QueueThroughput, retry_delay_s
 
 
 def drained(

@@ -1,7 +1,7 @@
 """The cost of a worker group's steps, measured from its results."""
 
-from scheduler_service.core.stats.throughput import StepRates
 from scheduler_service.core.step_plan import StepResult
+from scheduler_service.core.throughput import StepRates
 from tests.support.steps import make_work
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import ceil, log2
 
+from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.sequence import Sequence
-from scheduler_service.core.stats.request_timing import RequestEvent
 
 FIRST_BOUND_US = 100
 BUCKETS_PER_DOUBLING = 4

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from scheduler_service.core.kv_cache.block_pool import BlockMap
+from scheduler_service.core.request_timing import RequestPhase, TimelineEntry
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus, request_number
-from scheduler_service.core.stats.request_timing import RequestPhase, TimelineEntry
 
 _FAILED = (SequenceStatus.FINISHED_ERROR, SequenceStatus.FINISHED_IGNORED)
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from scheduler_service.core import RequestTimings, StepResult
-from scheduler_service.core.stats.request_timing import RequestClock, RequestPhase, StepClock
+from scheduler_service.core.request_timing import RequestClock, RequestPhase, StepClock
 
 
 def result(forward_us: int, sample_us: int, cache_ops_us: int = 0) -> StepResult:

@@ -1,1 +1,0 @@
-"""Counters, timings, measured throughput and status pages of the core."""
