@@ -159,6 +159,9 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
         yield match["key"], value if isinstance(value, _NUMBERS) else str(value)
 
 
+START_S = 5.0
+"""How long services that start together may wait for each other before it is a warning."""
+
 INTERVAL_S = 30.0
 """Interval at which a lasting failure is logged again."""
 
@@ -166,19 +169,25 @@ INTERVAL_S = 30.0
 class LogThrottle:
     """Decides which of consecutive failures are logged.
 
-    The first, each that differs from the last one logged, and one every `INTERVAL_S`.
+    The first, each that differs from the last one logged, the first one again after
+    `first_interval_s`, and from then on one every `INTERVAL_S`.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, first_interval_s: float = INTERVAL_S
+    ) -> None:
         self._clock = clock
+        self._first_interval_s = self._interval_s = first_interval_s
         self._logged: str | None = None
         self._logged_at = 0.0
 
     def should_log(self, failure: str) -> bool:
         """Whether to log `failure`; if so, it counts as logged."""
         now = self._clock()
-        if failure == self._logged and now - self._logged_at < INTERVAL_S:
+        is_repeated = failure == self._logged
+        if is_repeated and now - self._logged_at < self._interval_s:
             return False
+        self._interval_s = INTERVAL_S if is_repeated else self._first_interval_s
         self._logged, self._logged_at = failure, now
         return True
 

@@ -139,6 +139,7 @@ _NO_CONNECTION = (
     re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<why>[A-Z_]{9,})"),
     re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Socket closed)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>Hostname Verification)"),
 )
 _NO_ANSWER = (
     "failed to connect to all addresses",
@@ -154,6 +155,7 @@ _IN_WORDS = {
     "Failed parsing HTTP/2": HTTP_1,
     "Socket closed": "the server closes the connection; it may expect TLS",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+    "Hostname Verification": "its certificate is not for that name",
     "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
 }
 """Explanations by gRPC's own message, for errors that do not come from the server."""

@@ -40,6 +40,7 @@ from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.core_service.step_watchdog import HangCounter, StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
+from service_common.peer_errors import explained
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +153,7 @@ class WorkerSession:
                 ]
                 await self._execute_steps(stubs, await self._prepare(stubs))
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name} {error.details()}"
+            return f"{error.code().name}: {explained(error.details())}"
         except StepOverdue as error:
             self._hang_counter.note(error)
             self._counters.counts.num_steps_overdue += 1

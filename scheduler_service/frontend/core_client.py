@@ -26,7 +26,8 @@ from scheduler_service.status_codes import from_failed
 from scheduler_service.tasks import run_until_first
 from service_common.cluster import Cluster
 from service_common.grpc_options import channel_options
-from service_common.logging_config import LogThrottle
+from service_common.logging_config import START_S, LogThrottle
+from service_common.peer_errors import explained
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,7 @@ class CoreClient:
         self.num_core_losses = 0
         """Streams that broke after the core's first message."""
         self._outgoing = SendBuffer()
-        self._failures = LogThrottle()
+        self._failures = LogThrottle(first_interval_s=START_S)
         self._is_first_wait = True
         """Whether the core was neither reached nor reported missing yet: services start in any
         order."""
@@ -277,13 +278,12 @@ class CoreClient:
         await asyncio.get_running_loop().create_future()
 
     def _log_lost(self, error: grpc.aio.AioRpcError) -> None:
-        failure = f"{error.code().name}: {error.details()}"
+        failure = f"{error.code().name}: {explained(error.details())}"
         if not self._failures.should_log(failure):
             return
-        if self._is_first_wait:
+        if self._is_first_wait and error.code() is grpc.StatusCode.UNAVAILABLE:
             self._is_first_wait = False
-            logger.info("the core does not answer yet, trying until it does")
-            logger.debug("no core yet reason=%s", failure)
+            logger.info("the core does not answer yet, trying until it does reason=%s", failure)
         else:
             logger.warning("no core num_requests=%d reason=%s", len(self._requests), failure)
 

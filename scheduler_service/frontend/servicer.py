@@ -22,6 +22,7 @@ from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
 from scheduler_service.status_codes import rpc
 from service_common.metadata import TRACEPARENT, authorization, traceparent
+from service_common.peer_errors import explained
 
 logger = logging.getLogger(__name__)
 
@@ -205,4 +206,5 @@ def _deadline(context: Context) -> float | None:
 
 
 def _core_unavailable(error: grpc.aio.AioRpcError) -> Unavailable:
-    return Unavailable(f"the scheduler core does not answer: {error.details()}", reason="CORE_AWAY")
+    why = explained(error.details())
+    return Unavailable(f"the scheduler core does not answer: {why}", reason="CORE_AWAY")

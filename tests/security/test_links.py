@@ -4,6 +4,7 @@ A core and a worker, real ones, each on a port of its own, with certificates mad
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import fields
@@ -18,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
+from pagewire.v1.model_pb2 import ModelInfo
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.config import CoreServiceConfig
@@ -328,6 +330,94 @@ async def test_new_certificates_on_disk_are_used_without_a_restart(
             [("grpc.ssl_target_name_override", MEMBER_NAME)],
         ) as channel:
             await WorkerServiceStub(channel).GetInfo(worker_pb.GetInfoRequest(), timeout=20)
+
+
+LINKS = {
+    "none -> ours": "it may expect TLS",
+    "ours -> none": "it does not speak TLS",
+    "others -> ours": "no authority in --cluster-ca has signed",
+    "outdated -> ours": "it closes the connection",
+    "ours -> misnamed": "not for the name pagewire-cluster",
+    "wrong token -> token": "is --cluster-token-file the same everywhere?",
+}
+"""Why the first cannot call the second, by their credentials."""
+
+
+def credentials_of(name: str, authority: Authority, folder: Path) -> Any:
+    if name.endswith("token"):
+        path = folder / name.replace(" ", "-")
+        path.write_text(OTHER_TOKEN if name.startswith("wrong") else TOKEN)
+        return files(token=path)
+    if name == "others":
+        other = Authority(folder, name)
+        return files(other.cert, other.issue("other"))
+    host = "elsewhere" if name == "misnamed" else MEMBER_NAME
+    issued = authority.issue(f"member-{name}", host, days=-1 if name == "outdated" else 1)
+    return files() if name == "none" else files(authority.cert, issued)
+
+
+def is_explained(caplog: pytest.LogCaptureFixture, words: str, reason: str) -> bool:
+    lines = [record.message for record in caplog.records if words in record.message]
+    return any(reason in line.partition(" reason=")[2] for line in lines)
+
+
+@pytest.mark.parametrize("link", LINKS)
+async def test_a_service_that_cannot_reach_another_says_which_credentials_differ(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, link: str
+) -> None:
+    caplog.set_level(logging.INFO)
+    caller, called = (credentials_of(name, authority, tmp_path) for name in link.split(" -> "))
+
+    async with running_core(**called) as core, running_worker(core.address, **caller):
+        await eventually(lambda: is_explained(caplog, "trying", LINKS[link]))
+        caplog.clear()
+        config = FrontendConfig(
+            core=core.address,
+            listen="127.0.0.1:0",
+            grace_period_s=0,
+            cluster=ClusterConfig(**caller),
+        )
+        frontend = Frontend(config)
+        await frontend.start()
+        try:
+            await eventually(lambda: is_explained(caplog, "core", LINKS[link]))
+        finally:
+            await frontend.stop()
+
+
+@pytest.mark.parametrize("link", LINKS.keys() - {"outdated -> ours"})
+async def test_a_core_that_cannot_reach_a_worker_says_which_credentials_differ(
+    authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, link: str
+) -> None:
+    caller, called = (credentials_of(name, authority, tmp_path) for name in link.split(" -> "))
+    async with running_core(**caller) as core, running_worker(None, **called) as worker:
+        model = ModelInfo(
+            name="m", fingerprint="f", max_model_len=64, vocab_size=64, block_size=BLOCK_SIZE
+        )
+        registration = scheduler_pb.WorkerRegistration(
+            worker_id="w", group_id="g", world_size=1, address=str(worker.address), model=model
+        )
+        async with Cluster(ClusterConfig(**caller)).dial(
+            SchedulerServiceStub, core.address
+        ) as stub:
+            stream = stub.RegisterWorker()
+            heartbeat = scheduler_pb.WorkerHeartbeat(registration=registration)
+            await stream.write(scheduler_pb.RegisterWorkerRequest(heartbeat=heartbeat))
+            await eventually(lambda: is_explained(caplog, "worker session failed", LINKS[link]))
+            stream.cancel()
+
+
+async def test_a_core_that_cannot_be_reached_is_a_warning_after_some_seconds(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    member = files(authority.cert, authority.issue("member"))
+    async with running_core(**member) as core, running_worker(core.address):
+        await eventually(
+            lambda: any(
+                each.levelname == "WARNING" and "it may expect TLS" in each.message
+                for each in caplog.records
+            )
+        )
 
 
 def _pair(issued: Issued) -> tuple[bytes, bytes]:

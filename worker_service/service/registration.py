@@ -9,6 +9,7 @@ without a limit: the weights stay loaded, and a restarted core gets its workers 
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,7 +19,8 @@ from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
 from service_common.cluster import Cluster
-from service_common.logging_config import LogThrottle
+from service_common.logging_config import START_S, LogThrottle
+from service_common.peer_errors import explained
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -86,7 +88,9 @@ class Registrar:
         self._is_first_wait = True
         """Whether no core has answered yet, as usual where all services start together."""
         self._is_stopped = False
-        self._failures = LogThrottle()
+        self._failures = LogThrottle(first_interval_s=START_S)
+        self._lease_s = self._heartbeat_at = self._silence_s = 0.0
+        """The last heartbeat's time, and the longest pause between two of this stream."""
         self._is_absent = asyncio.Event()
         self._is_absent.set()
 
@@ -107,6 +111,12 @@ class Registrar:
             # Each attempt reads the current certificates.
             async with self._cluster.dial(pb_grpc.SchedulerServiceStub, self._core) as stub:
                 reason = await self._register_once(stub)
+            self._measure_silence()
+            if self._is_welcome and self._silence_s > self._lease_s:
+                reason = (
+                    f"the lease of {self._lease_s:g} s expired: this process was stopped, or too "
+                    f"busy to send a heartbeat, for {self._silence_s:.1f} s"
+                )
             self._is_absent.set()
             if self._is_stopped:
                 return
@@ -119,15 +129,19 @@ class Registrar:
     def _log_absent(self, reason: str) -> None:
         if self._is_first_wait and reason.startswith(grpc.StatusCode.UNAVAILABLE.name):
             self._is_first_wait = False
-            logger.info("the core does not answer yet, trying until it does core=%s", self._core)
-            logger.debug("no core yet reason=%s", reason)
+            logger.info(
+                "the core does not answer yet, trying until it does core=%s reason=%s",
+                self._core,
+                reason,
+            )
         else:
-            logger.warning("not registered core=%s reason=%s", self._core, reason)
+            logger.warning("not registered, trying again core=%s reason=%s", self._core, reason)
 
     async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
         """One stream from registration to its end. Returns why it ended."""
         stream = stub.RegisterWorker()
         heartbeats: asyncio.Task[None] | None = None
+        self._heartbeat_at, self._silence_s = time.monotonic(), 0.0
         try:
             await stream.write(self._membership.heartbeat(is_first=True))
             async with asyncio.timeout(WELCOME_TIMEOUT_S):
@@ -138,7 +152,7 @@ class Registrar:
             async for response in stream:
                 self._obey(response.directive)
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {error.details()}"
+            return f"{error.code().name}: {explained(error.details())}"
         except TimeoutError:
             return "the core did not answer"
         except asyncio.InvalidStateError:
@@ -159,7 +173,7 @@ class Registrar:
                 self._is_welcome = True
                 self._is_first_wait = False
                 self._failures.end()
-                lease_s: float = response.directive.serve.lease_ms / 1000
+                lease_s = self._lease_s = response.directive.serve.lease_ms / 1000
                 if self._membership.loading() is None:
                     self._is_absent.clear()
                     logger.info("registered core=%s lease_s=%.1f", self._core, lease_s)
@@ -176,11 +190,17 @@ class Registrar:
             except TimeoutError:
                 pass
             changed.clear()
+            self._measure_silence()
             try:
                 await stream.write(self._membership.heartbeat(is_first=False))
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 # The stream has ended; its reader reports why.
                 return
+
+    def _measure_silence(self) -> None:
+        now = time.monotonic()
+        self._silence_s = max(self._silence_s, now - self._heartbeat_at)
+        self._heartbeat_at = now
 
     def _obey(self, directive: pb.WorkerDirective) -> None:
         if directive.HasField("drain"):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +13,7 @@ import pytest
 
 from pagewire.v1 import scheduler_service_pb2, status_pb2
 from tests.support.counting_model import CountingModel, loaded_counting_model, next_token
-from tests.support.fake_registry import FakeRegistry, Registered, fake_registry
+from tests.support.fake_registry import LEASE_MS, FakeRegistry, Registered, fake_registry
 from tests.support.running_worker import Steps, running_worker
 from tests.support.waiting import until
 from tests.support.worker_driver import PlanBuilder, Row, values
@@ -101,12 +102,28 @@ async def test_a_worker_waits_for_its_core_and_finds_it_again_when_it_is_lost(
         await until(lambda: "not registered" in caplog.text, "the loss is a warning")
         levels = {each.message.split(" core=")[0]: each.levelname for each in caplog.records}
         assert levels["the core does not answer yet, trying until it does"] == "INFO"
-        assert levels["not registered"] == "WARNING"
+        assert levels["not registered, trying again"] == "WARNING"
         async with fake_registry(core_address) as registry:
             again = await first_stream(registry)
             assert again.registration.worker_id == stream.registration.worker_id
         # It serves all the time.
         await running.initialize(10)
+
+
+async def test_a_worker_that_was_stopped_says_that_its_lease_expired_and_registers_again(
+    core_address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fake_registry(core_address) as registry, running_worker(core=core_address):
+        await until(lambda: registry.streams and registry.streams[0].heartbeats[1:], "heartbeats")
+        stream = registry.streams[0]
+        now = time.monotonic()
+        while time.monotonic() < now + 2 * LEASE_MS / 1000:
+            pass  # as a process that is stopped: nothing else runs on its event loop
+        stream.directives.put_nowait(None)
+        await until(lambda: "the lease of 0.08 s expired" in caplog.text, "the worker's reason")
+        await until(lambda: len(registry.streams) == 2, "the worker registers again")
+    [line] = [each for each in caplog.messages if "lease" in each]
+    assert line.startswith("not registered, trying again core=")
 
 
 async def test_a_worker_outlives_a_time_in_which_its_core_s_name_is_not_known(
