@@ -106,6 +106,12 @@ KV_USAGE = gauge(
     ("model_name", "engine"),
 )
 
+CACHE_CONFIG = gauge(
+    "vllm:cache_config_info",
+    "1; a worker group's block size in tokens, and its KV blocks on the device and in host memory.",
+    ("engine", "block_size", "num_gpu_blocks", "num_cpu_blocks"),
+)
+
 OF_GROUP = {
     "num_running_sequences": gauge(
         "pagewire_group_running_sequences", "Sequences in a group's batch.", GROUP
@@ -211,6 +217,7 @@ ALL = (
     ACCEPTED_BY_POSITION,
     TENANT_REQUESTS,
     KV_USAGE,
+    CACHE_CONFIG,
     *OF_GROUP.values(),
     GROUP_TIME,
     *OF_REGISTERED.values(),
@@ -288,6 +295,13 @@ class CoreMetrics:
             {
                 label: 1 - group.num_free_gpu_blocks / group.num_gpu_blocks
                 for label, group in labels.items()
+            }
+        )
+        facts = CACHE_CONFIG.labels[1:]
+        yield CACHE_CONFIG.family(
+            {
+                (group.worker_group_id, *(str(getattr(group, fact)) for fact in facts)): 1
+                for group in groups
             }
         )
         yield from families(OF_GROUP, labels)

@@ -142,6 +142,19 @@ GENERATED_TOKENS_OF_REQUEST = histogram(
     "Output tokens of a request, of all its choices together.",
     MODEL,
 )
+COMPUTED_TOKENS_OF_REQUEST = histogram(
+    "vllm:request_prefill_kv_computed_tokens",
+    "Prompt tokens of a request that were not found in the prefix cache.",
+    MODEL,
+)
+LONGEST_CHOICE_OF_REQUEST = histogram(
+    "vllm:request_max_num_generation_tokens", "Output tokens of a request's longest choice.", MODEL
+)
+MAX_TOKENS_OF_REQUEST = histogram(
+    "vllm:request_params_max_tokens",
+    "Limit of output tokens of each of a request's choices.",
+    MODEL,
+)
 CHOICES_OF_REQUEST = histogram("vllm:request_params_n", "Number of choices of a request.", MODEL)
 
 PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
@@ -153,6 +166,9 @@ PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
     TIME_PER_OUTPUT_TOKEN: TOKEN_BOUNDS,
     PROMPT_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
     GENERATED_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
+    COMPUTED_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
+    LONGEST_CHOICE_OF_REQUEST: LENGTH_BOUNDS,
+    MAX_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
     CHOICES_OF_REQUEST: CHOICES_BOUNDS,
 }
 """Histograms observed once per request, with their buckets."""
@@ -215,8 +231,15 @@ class ModelCounts:
         timings: inference_pb.Timings,
         usage: inference_pb.Usage,
         finishes: Sequence[inference_pb.FinishReason.ValueType],
+        *,
+        longest: int,
+        max_tokens: int,
     ) -> None:
-        """Count a request that got all its tokens; `finishes`: finish reasons of its choices."""
+        """Count a request that got all its tokens.
+
+        finishes: finish reasons of its choices; longest: output tokens of the longest of them;
+        max_tokens: their limit.
+        """
         self.num_cached_tokens += usage.cached_tokens
         self.finishes.update(FINISH_LABELS[reason] for reason in finishes)
         for part, durations in self.parts.items():
@@ -225,6 +248,9 @@ class ModelCounts:
         seen = self.per_request
         seen[PROMPT_TOKENS_OF_REQUEST].observe(usage.prompt_tokens)
         seen[GENERATED_TOKENS_OF_REQUEST].observe(usage.completion_tokens)
+        seen[COMPUTED_TOKENS_OF_REQUEST].observe(usage.prompt_tokens - usage.cached_tokens)
+        seen[LONGEST_CHOICE_OF_REQUEST].observe(longest)
+        seen[MAX_TOKENS_OF_REQUEST].observe(max_tokens)
         seen[CHOICES_OF_REQUEST].observe(len(finishes))
         num_gaps = usage.completion_tokens / max(1, len(finishes)) - 1
         if num_gaps > 0:

@@ -100,6 +100,11 @@ def test_a_frontend_observes_each_request_once(of_frontend: Scrape) -> None:
         name = "pagewire_request_part_seconds_count"
         assert of_frontend.sum(name, part=part) == NUM_REQUESTS
     assert of_frontend.sum("vllm:request_prompt_tokens_sum") == NUM_REQUESTS * len(PROMPT)
+    assert of_frontend.sum("vllm:request_prefill_kv_computed_tokens_sum") == (
+        NUM_REQUESTS * len(PROMPT) - (NUM_REQUESTS - 1) * 32
+    )
+    for limit in ("max_num_generation_tokens", "params_max_tokens"):
+        assert of_frontend.sum(f"vllm:request_{limit}_sum") == NUM_REQUESTS * NUM_TOKENS
     # A token of each choice comes first; the others follow one by one, 2 ms apart or more.
     num_gaps = NUM_REQUESTS * NUM_CHOICES * (NUM_TOKENS - 1)
     assert of_frontend.sum("vllm:inter_token_latency_seconds_count") == num_gaps
@@ -120,6 +125,8 @@ def test_the_core_counts_what_its_caches_and_groups_did(of_core: Scrape) -> None
     assert of_core.sum("pagewire_copied_blocks_total", **group) == NUM_REQUESTS
     assert of_core.sum("pagewire_group_gpu_blocks", **group) == 4096
     assert of_core.sum("vllm:kv_cache_usage_perc", **group) == 0
+    cache = {"block_size": "16", "num_gpu_blocks": "4096"}
+    assert of_core.sum("vllm:cache_config_info", **cache) == 1
     assert of_core.sum("pagewire_group_state", state="ready") == 1
     assert of_core.sum("pagewire_group_state") == 1
     assert of_core.sum("pagewire_worker_registrations_total") == 1

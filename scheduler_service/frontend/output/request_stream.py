@@ -560,5 +560,12 @@ class RequestStream:
         self.usage, self.timings = response.usage, response.timings
         if self.counts is not None:
             finishes = [choice.finish.reason for choice in self._returned if choice.finish]
-            self.counts.count_finished(self.stopwatch, response.timings, response.usage, finishes)
+            self.counts.count_finished(
+                self.stopwatch,
+                response.timings,
+                response.usage,
+                finishes,
+                longest=max(len(choice.token_ids) for choice in self.choices),
+                max_tokens=self.resolved.submit.max_tokens,
+            )
         return True
