@@ -331,7 +331,9 @@ class RunnerConfig:
             _expect_one_of(DRAFTERS, "speculative", self.speculative)
         named, needs_model = self.speculative_model, self.speculative in ("draft", "eagle")
         expected = (
-            "a directory or a hub id" if needs_model else "speculative draft or eagle with it"
+            f"a directory or a hub id, which speculative {self.speculative} requires"
+            if needs_model
+            else "speculative draft or eagle with it"
         )
         _expect(bool(named) if needs_model else named is None, "speculative_model", expected, named)
         count = self.num_speculative_tokens

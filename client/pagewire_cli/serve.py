@@ -186,7 +186,9 @@ def _http_address(deployment: Deployment) -> str | None:
                 "--http off serves no HTTP, for which there is --host or --port"
             )
         return None
-    host, _, port = deployment.http.rpartition(":")
+    host, colon, port = deployment.http.rpartition(":")
+    if not colon:
+        raise typer.BadParameter(f"--http: expected HOST:PORT or off, got {deployment.http!r}")
     return f"{deployment.host or host}:{deployment.port or port}"
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from scheduler_service.errors import InvalidArgument, PagewireError
-from scheduler_service.frontend.http.inert_fields import FIXED, INSTEAD
+from scheduler_service.frontend.http.inert_fields import FIXED, INSTEAD, SYNONYMS
 from scheduler_service.status_codes import status_code
 
 logger = logging.getLogger(__name__)
@@ -218,7 +218,9 @@ def handle_errors(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         message = str(error.detail)
         if error.status_code == 404:
-            message = f"not found: {request.url.path} (see /openapi.json)"
+            similar = get_close_matches(request.url.path, app.openapi()["paths"], 1, 0.8)
+            advice = f"did you mean {similar[0]}?" if similar else "see /openapi.json"
+            message = f"not found: {request.url.path} ({advice})"
         if error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
             message = f"{request.url.path} takes {allowed}, got {request.method}"
@@ -278,16 +280,21 @@ def _explain_extra(field: str, value: Any, fields: Iterable[str]) -> str:
     """What to do with a field that a body which may have `fields` does not declare."""
     if field in FIXED:
         return f"expected {json.dumps(FIXED[field])}, got {_received(value)}"
-    if field in INSTEAD:
-        return f"not supported: {INSTEAD[field]}"
+    fields = list(fields)
+    if field in fields:  # of a body of another type
+        return "it cannot be combined with the other fields of this request"
     similar = _similar(field, fields)
+    if field in INSTEAD and not set(similar) & set(SYNONYMS.get(field, ())):
+        return f"not supported: {INSTEAD[field]}"
     advice = f"did you mean {similar[0]}?" if similar else "leave it out"
     return f"unknown field: {advice} (/openapi.json lists the fields)"
 
 
 def _similar(field: str, fields: Iterable[str]) -> list[str]:
     """The one of `fields` that is meant, if there is any. Names may be as long as a body."""
-    return get_close_matches(field[:MAX_PARAM_CHARS], list(fields), 1, 0.8)
+    fields = list(fields)
+    synonyms = [name for name in SYNONYMS.get(field, ()) if name in fields]
+    return synonyms or get_close_matches(field[:MAX_PARAM_CHARS], fields, 1, 0.8)
 
 
 def _received(value: Any) -> str:

@@ -64,7 +64,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 INSTEAD = dict.fromkeys(NEUTRAL, "leave it out") | {
     "audio": "answers are text",
+    "chat_template": "the model's own template is used",
     "conversation": "send the whole conversation as input",
+    "extra_body": "its entries are fields of the body itself",
     "function_call": "use tool_choice",
     "functions": "use tools",
     "moderation": "leave it out",
@@ -73,6 +75,18 @@ INSTEAD = dict.fromkeys(NEUTRAL, "leave it out") | {
     "web_search_options": "leave it out",
 }
 """What to do instead, by field that is not supported, where no body declares it."""
+
+_LENGTH = ("max_tokens", "max_output_tokens")
+SYNONYMS = {
+    **dict.fromkeys(("max_new_tokens", "max_length", "num_predict", "max_tokens"), _LENGTH),
+    "max_completion_tokens": _LENGTH,
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "messages": ("input", "prompt"),
+    "prompt": ("messages", "input"),
+    **dict.fromkeys(("input", "inputs"), ("messages", "prompt")),
+}
+"""The names of a field in other bodies, by its name."""
 
 
 def without_inert(kind: Any, value: dict[str, Any]) -> dict[str, Any]:

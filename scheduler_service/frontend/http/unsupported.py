@@ -1,4 +1,5 @@
-"""Endpoints of vLLM's server that this one lacks: 501 and what to do instead, by path."""
+"""Endpoints of other servers (vLLM, OpenAI, Ollama, TGI) that this one lacks: 501 and what to do
+instead, by path."""
 
 from collections.abc import Awaitable, Callable
 from typing import Never
@@ -41,7 +42,11 @@ _PATHS_BY_ADVICE = {
     "close a request's connection to end it, or call Abort over gRPC": ("/abort_requests",),
     "use /v1/chat/completions or /v1/completions": ("/invocations",),
     "use /v1/completions with token ids as `prompt`": ("/inference/v1/generate",),
-    "use /v1/chat/completions": ("/cohere/v2/chat",),
+    "use /v1/chat/completions": ("/cohere/v2/chat", "/api/chat"),
+    "use /v1/completions": ("/generate", "/generate_stream", "/api/generate"),
+    "use /v1/models": ("/api/tags",),
+    "use /v1/responses or /v1/chat/completions": ("/v1/assistants", "/v1/threads"),
+    "only models that generate text are served": ("/v1/images/generations", "/v1/moderations"),
     "batches are not stored; send the requests at once, they are batched as they run": (
         *("/v1/chat/completions/batch", "/v1/batches", "/v1/files"),
     ),

@@ -311,7 +311,10 @@ def test_prompts_with_log_probabilities_have_no_drafts() -> None:
             {"speculative": "oracle"},
             "speculative: expected one of ngram, suffix, draft, eagle, got 'oracle'",
         ),
-        ({"speculative": "draft"}, "speculative_model: expected a directory or a hub id"),
+        (
+            {"speculative": "draft"},
+            "speculative_model: expected a directory or a hub id, which speculative draft requires",
+        ),
         (
             {"speculative": "ngram", "speculative_model": "embedded"},
             "speculative_model: expected speculative draft or eagle with it",

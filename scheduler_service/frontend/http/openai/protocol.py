@@ -233,6 +233,9 @@ class NamedToolChoice(Strict):
     function: NamedFunction
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatPrompt(Strict):
     """A conversation, and how the model's chat template renders it."""
 
@@ -246,7 +249,9 @@ class ChatPrompt(Strict):
     documents: ListOf[JsonObject] | None = Field(
         None, description="The template's variable of this name."
     )
-    reasoning_effort: str | None = Field(None, description="The template's variable of this name.")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="The template's variable of this name."
+    )
     add_special_tokens: Literal[False] | None = Field(
         None, description="Special tokens are the ones that the template writes."
     )

@@ -27,6 +27,7 @@ from scheduler_service.frontend.http.openai.protocol import (
     ChatRequest,
     FunctionBody,
     PromptTokensDetails,
+    ReasoningEffort,
 )
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
@@ -107,7 +108,9 @@ class TextOptions(Strict):
 class Reasoning(Strict):
     """How the model thinks."""
 
-    effort: str | None = Field(None, description="The template's variable `reasoning_effort`.")
+    effort: ReasoningEffort | None = Field(
+        None, description="The template's variable `reasoning_effort`."
+    )
 
 
 class ResponsesRequest(Strict):

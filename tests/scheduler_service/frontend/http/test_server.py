@@ -104,7 +104,11 @@ async def test_a_wrong_method_is_answered_with_the_right_one() -> None:
 async def test_a_path_that_does_not_exist_is_answered_with_where_to_look() -> None:
     async with http_served() as served:
         message = (await served.client.get("/docs")).json()["error"]["message"]
+        similar = (await served.client.post("/v1/chat/completion")).json()["error"]["message"]
+        ollama = (await served.client.post("/api/chat")).json()["error"]["message"]
     assert message == "not found: /docs (see /openapi.json)"
+    assert similar == "not found: /v1/chat/completion (did you mean /v1/chat/completions?)"
+    assert ollama == "/api/chat is not supported: use /v1/chat/completions"
 
 
 async def test_a_body_that_was_not_sent_as_json_is_told_so() -> None:

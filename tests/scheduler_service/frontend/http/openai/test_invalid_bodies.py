@@ -79,6 +79,38 @@ COMPLETE = {"prompt": "a"}
             COMPLETE | {"foo": 1},
             "foo: unknown field: leave it out (/openapi.json lists the fields)",
         ),
+        (
+            "/v1/completions",
+            COMPLETE | {"extra_body": {}},
+            "extra_body: not supported: its entries are fields of the body itself",
+        ),
+        (
+            "/v1/responses",
+            {"input": "a", "max_tokens": 5},
+            "max_tokens: unknown field: did you mean max_output_tokens? (/openapi.json lists the "
+            "fields)",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"prompt": "a"},
+            "prompt: unknown field: did you mean messages? (/openapi.json lists the fields)",
+        ),
+        (
+            "/v1/messages",
+            {"messages": [USER], "max_tokens": 5, "stop": "a"},
+            "stop: unknown field: did you mean stop_sequences? (/openapi.json lists the fields)",
+        ),
+        (
+            "/tokenize",
+            COMPLETE | CHAT,
+            "messages: it cannot be combined with the other fields of this request",
+        ),
+        (
+            "/v1/chat/completions",
+            CHAT | {"reasoning_effort": "huge"},
+            "reasoning_effort: expected 'none', 'minimal', 'low', 'medium', 'high', 'xhigh' or "
+            "'max', got \"huge\"",
+        ),
         ("/v1/completions", COMPLETE | {"suffix": "a"}, "suffix: not supported: leave it out"),
         ("/v1/completions", COMPLETE | {"store": True}, "store: expected false, got true"),
         (
