@@ -90,5 +90,8 @@ def explain(
             return f"{flag} cannot be given here: it is always on"
         return f"{flag} has no counterpart here: {row.remark}"
     near = get_close_matches(flag, known, n=2, cutoff=_MIN_SIMILARITY)
+    theirs = [name for row in rows() for name in row.flags] if vllm and not near else []
+    for name in get_close_matches(flag, theirs, n=1, cutoff=_MIN_SIMILARITY):
+        return f"{flag}: no such option; {explain(name, known, spell=spell)}"
     hint = f"; did you mean {' or '.join(map(spell, near))}?" if near else ""
     return f"{flag}: no such option{hint}"

@@ -226,6 +226,8 @@ def _given_params(params: T | None, options: Mapping[str, Any], kind: type) -> T
     }
     if params is None:
         return SamplingParams(**sampling)
+    if isinstance(params, Mapping | str) or not isinstance(params, SamplingParams | Sequence):
+        raise TypeError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
     if sampling:
         raise TypeError(
             "sampling_params and sampling parameters as keyword arguments "

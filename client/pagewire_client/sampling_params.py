@@ -2,7 +2,7 @@
 
 import json
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, TypedDict
@@ -120,20 +120,25 @@ class SamplingParams:
         if is_chat and isinstance(self.max_tokens, _Default):
             proto.ClearField("max_tokens")
         if self.include_stop_str_in_output is not None:
-            proto.include_stop_in_output = self.include_stop_str_in_output
+            proto.include_stop_in_output = _boolean(
+                "include_stop_str_in_output", self.include_stop_str_in_output
+            )
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         for token_id, bias in (self.logit_bias or {}).items():
             proto.logit_bias.add(
                 token_id=_integer("logit_bias", token_id), bias=_number("logit_bias", bias)
             )
         proto.bad_words.extend(_texts("bad_words", self.bad_words))
         proto.stop.extend(_texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
-        proto.stop_token_ids.extend(
-            _integer("stop_token_ids", token_id) for token_id in self.stop_token_ids or ()
-        )
+        for token_id in _items("stop_token_ids", "integers", self.stop_token_ids):
+            proto.stop_token_ids.append(_integer("stop_token_ids", token_id))
         if self.choice is not None:
             proto.choice.SetInParent()
             proto.choice.choices.extend(_texts("choice", self.choice))
         if self.thought is not None:
+            if not isinstance(self.thought, Sequence) or len(self.thought) != 2:
+                raise ValueError(f"thought must be a text and a list, not {self.thought!r}")
             start, ends = self.thought
             proto.thought.start = _text("thought", start)
             proto.thought.ends.extend(_texts("thought", ends))
@@ -226,10 +231,24 @@ def _json(name: str, value: object) -> str:
         raise ValueError(f"{name} must be JSON: {error}") from None
 
 
-def _texts(name: str, values: Sequence[str] | None) -> list[str]:
-    if isinstance(values, str) or not all(isinstance(value, str) for value in values or ()):
+def _boolean(name: str, value: object) -> bool:
+    if value not in (True, False):
+        raise ValueError(f"{name} must be True or False, not {value!r}")
+    return bool(value)
+
+
+def _items(name: str, kind: str, values: object) -> list[Any]:
+    """The items of a list of a `kind`; none for None."""
+    if isinstance(values, str) or not isinstance(values, Iterable | None):
+        raise ValueError(f"{name} must be a list of {kind}, not {values!r}")
+    return [] if values is None else list(values)
+
+
+def _texts(name: str, values: object) -> list[str]:
+    items = _items(name, "texts", values)
+    if not all(isinstance(item, str) for item in items):
         raise ValueError(f"{name} must be a list of texts, not {values!r}")
-    return list(values or ())
+    return items
 
 
 def _converter(field: FieldDescriptor) -> Callable[[str, Any], Any] | None:
@@ -245,7 +264,7 @@ def _converter(field: FieldDescriptor) -> Callable[[str, Any], Any] | None:
         FieldDescriptor.TYPE_UINT64: partial(_integer, maximum=_MAX_UINT64),
         FieldDescriptor.TYPE_FLOAT: _number,
         FieldDescriptor.TYPE_STRING: _text,
-        FieldDescriptor.TYPE_BOOL: lambda _, value: value,
+        FieldDescriptor.TYPE_BOOL: _boolean,
     }
     return by_type.get(field.type)
 

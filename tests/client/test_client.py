@@ -173,6 +173,8 @@ def test_sampling_parameters_may_be_keyword_arguments(
         call(prompt, temprature=0)
     with pytest.raises(TypeError, match=r"unknown argument 'timout'; .* 'timeout'"):
         call(prompt, timout=3)
+    with pytest.raises(TypeError, match="sampling_params must be SamplingParams, not dict"):
+        call(prompt, {"temperature": 0})
 
 
 def test_arguments_of_other_methods_are_refused(client: Any) -> None:

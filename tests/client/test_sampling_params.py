@@ -102,6 +102,28 @@ def test_a_thought_arrives_as_its_start_and_its_ends() -> None:
         SamplingParams(regex="a", thought=("", "</think>"))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("stop", 5, "a list of texts"),
+        ("bad_words", 5, "a list of texts"),
+        ("choice", 5, "a list of texts"),
+        ("stop_token_ids", 5, "a list of integers"),
+        ("stop_token_ids", "5", "a list of integers"),
+        ("logit_bias", [5], "map token ids to numbers"),
+        ("thought", 5, "a text and a list"),
+        ("skip_special_tokens", "no", "True or False"),
+        ("ignore_eos", 2, "True or False"),
+        ("include_stop_str_in_output", "no", "True or False"),
+    ],
+)
+def test_a_parameter_of_another_type_is_named_with_what_is_expected(
+    field: str, value: Any, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{field} must .*{expected}, not "):
+        SamplingParams(**{field: value})
+
+
 def test_an_answer_matches_one_thing_only() -> None:
     with pytest.raises(ValueError, match="json_schema and regex are mutually exclusive"):
         SamplingParams(json_schema="{}", regex="a")

@@ -35,6 +35,15 @@ class Flag:
         """The option on a command line."""
         return "--" + self.name.replace("_", "-")
 
+    def check(self, value: Any) -> None:
+        """Raise ValueError if the flag is a number and `value` is none."""
+        try:
+            if self.kind in (int, float) and value is not None:
+                self.kind(value)
+        except (TypeError, ValueError):
+            kind = "whole number" if self.kind is int else "number"
+            raise ValueError(f"{self.name}: expected a {kind}, got {value!r}") from None
+
     def arguments(self, value: Any) -> list[str]:
         """The command-line arguments for `value`."""
         if self.kind is not bool:
@@ -132,14 +141,16 @@ FLAGS = (
 def check_names(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values without switches of vLLM that are always on. Raises TypeError for other unknown
     flags, which it explains together."""
-    options = {flag.name: flag.option for flag in FLAGS}
+    flags = {flag.name: flag for flag in FLAGS}
+    options = [flag.option for flag in FLAGS]
     accepted, lines = {}, ["unknown engine flags:"]
     for name, value in values.items():
         option = "--" + name.replace("_", "-")
-        if name in options:
+        if name in flags:
+            flags[name].check(value)
             accepted[name] = value
         elif not (value and vllm_flags.is_always_on(option)):
-            line = vllm_flags.explain(option, options.values(), spell=_as_argument)
+            line = vllm_flags.explain(option, options, spell=_as_argument)
             lines.append(line.replace(option, name, 1))
     if len(lines) > 1:
         raise TypeError("\n".join(lines))

@@ -63,6 +63,7 @@ def test_all_unknown_options_are_explained_in_one_message() -> None:
     said = refused(
         *("serve", "model", "--enforce-eager", "--enable_lora", "--lora-modules", "a=b"),
         *("--task=generate", "-ep", "-O3", "--max-model-lem", "9", "--whatever"),
+        "--enforce-eagr",
         *("--speculative-config.method", "ngram", "--no-enable-expert-parallel"),
     )
     assert said.startswith("error: --enforce-eager is --no-cuda-graphs here\n")
@@ -72,8 +73,20 @@ def test_all_unknown_options_are_explained_in_one_message() -> None:
     assert "-O is --compile here" in said
     assert "--max-model-lem: no such option; did you mean --max-model-len?" in said
     assert "--whatever: no such option\n" in said
+    assert "--enforce-eagr: no such option; --enforce-eager is --no-cuda-graphs here\n" in said
     assert "--speculative-config.method is --speculative, " in said
     assert "--no-enable-expert-parallel has no counterpart here" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [("tensor_parallel_size", "2x", "a whole number"), ("watermark", [], "a number")],
+)
+def test_the_argument_of_llm_whose_value_is_no_number_is_named(
+    name: str, value: object, expected: str
+) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected {expected}, got "):
+        engine_args.check_names({name: value})
 
 
 @pytest.mark.parametrize("flag", ["--enable-auto-tool-choice", "--enable_prompt_tokens_details"])
