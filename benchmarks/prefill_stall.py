@@ -2,10 +2,9 @@
 
     python -m benchmarks.prefill_stall
 
-While one request decodes, a second one with a long prompt is sent. Gaps are the times between
-messages of the first one until the second one has its first token, which gives the speed of the
-prefill. Two `pagewire serve` take turns, one with `--max-step-ms` and one without a limit (0). The
-first turns follow the starts, when hardly any step has been measured.
+While one request decodes, one with a long prompt is sent. Gaps are the times between messages of
+the first until the second has a token; speed is that of this prefill. Two `pagewire serve`, one
+with `--max-step-ms` and one without a limit (0), take turns, the first ones just after the start.
 """
 
 import argparse
@@ -22,6 +21,7 @@ import numpy as np
 from benchmarks.engines.engine import Settings
 from benchmarks.machine import ForeignLoad, save
 from benchmarks.model_shapes import SHAPES
+from benchmarks.processes import exit_on_sigterm
 from benchmarks.servers import ServedPagewire, all_of
 from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
 from benchmarks.tables import print_table, script_parser
@@ -32,7 +32,7 @@ STREAM_TOKENS, MESSAGES_BEFORE = 1024, 8
 
 
 async def gaps_of(target: Target, stream: Arrival, prompt: Arrival) -> list[float]:
-    """Gaps of `stream` in seconds, from when `prompt` is sent to its first token: their sum."""
+    """Gaps of `stream` in seconds from the moment `prompt` is sent to its first token."""
     times: list[float] = []
     has_begun = asyncio.Event()
 
@@ -59,7 +59,6 @@ def row(num_prompt_tokens: int, runs: Sequence[Sequence[float]]) -> dict[str, fl
     """Figures of some runs of one server."""
     return {
         "largest gap, s": round(max(map(max, runs)), 3),
-        "median of the largest, s": round(median(map(max, runs)), 3),
         "p99, s": round(percentile([gap for gaps in runs for gap in gaps], 99), 3),
         "prompt tokens/s": round(num_prompt_tokens / median(map(sum, runs)), 1),
     }
@@ -68,9 +67,9 @@ def row(num_prompt_tokens: int, runs: Sequence[Sequence[float]]) -> dict[str, fl
 async def measure(args: argparse.Namespace, settings: Settings) -> dict[str, dict[str, float]]:
     """Rows of both servers, by name."""
     draw, words = np.random.default_rng(0), (FIRST_WORD_ID, settings.shape.vocab_size)
-    names = {f"max_step_ms {limit:g}": limit for limit in (args.max_step_ms, 0.0)}
-    servers = {name: ServedPagewire(settings, max_step_ms=names[name]) for name in names}
-    runs: dict[str, list[list[float]]] = {name: [] for name in names}
+    limits = (args.max_step_ms, 0.0)
+    servers = {f"max_step_ms {ms:g}": ServedPagewire(settings, max_step_ms=ms) for ms in limits}
+    runs: dict[str, list[list[float]]] = {name: [] for name in servers}
     async with all_of(list(servers.values())):
         for _ in range(args.repeats):
             prompt = draw.integers(*words, args.prompt_tokens).tolist()
@@ -78,7 +77,7 @@ async def measure(args: argparse.Namespace, settings: Settings) -> dict[str, dic
             for name, server in servers.items():
                 runs[name].append(await gaps_of(server.target, *requests))
                 print(name, row(args.prompt_tokens, runs[name][-1:]), flush=True)
-    return {name: row(args.prompt_tokens, runs[name]) for name in names}
+    return {name: row(args.prompt_tokens, runs[name]) for name in servers}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("/tmp/pagewire-checkpoints"))
     args = parser.parse_args(arguments)
     about = {name: getattr(args, name) for name in ("shape", "dtype", "prompt_tokens", "repeats")}
+    exit_on_sigterm()
     load = ForeignLoad()
     settings = Settings(
         shape=SHAPES[args.shape],

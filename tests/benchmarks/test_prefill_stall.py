@@ -50,7 +50,6 @@ async def test_a_stream_that_ends_before_the_prefill_is_an_error() -> None:
 def test_figures_are_those_of_all_runs() -> None:
     assert row(100, [[0.1, 0.4], [0.2, 0.2, 0.6], [0.5, 0.5]]) == {
         "largest gap, s": 0.6,
-        "median of the largest, s": 0.5,
         "p99, s": 0.594,
         "prompt tokens/s": 100.0,
     }
