@@ -77,12 +77,7 @@ class StatusOptions(TypedDict, total=False):
     """Most live requests to list. None: 256."""
 
 
-_KEYWORDS = (
-    SamplingOptions.__annotations__
-    | GenerateOptions.__annotations__
-    | BatchOptions.__annotations__
-    | ChatPrompt.__annotations__
-)
+_KEYWORDS = ChatCallOptions.__annotations__ | BatchOptions.__annotations__ | {"messages": Messages}
 T = TypeVar("T")
 
 _EXPECTED = (

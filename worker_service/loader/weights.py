@@ -73,10 +73,6 @@ Wanted = tuple[str, WeightTarget]
 OnFilled = Callable[[WeightTarget], None]
 
 
-def _nothing(weight: WeightTarget) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The weight files of a model."""
@@ -348,7 +344,7 @@ def load_weights(
     checkpoint: Checkpoint,
     *,
     others: Container[str] = (),
-    on_filled: OnFilled = _nothing,
+    on_filled: OnFilled = lambda weight: None,
     progress: LoadProgress | None = None,
 ) -> int:
     """Fill the model's targets from the checkpoint. Returns the number of bytes read.
@@ -473,7 +469,9 @@ def _check_shapes(checkpoint: Checkpoint, wanted: Iterable[Wanted]) -> None:
         raise BadCheckpoint(f"weights do not fit {source}: {_listed(wrong)}")
 
 
-def fill_dummy_weights(targets: Iterator[WeightTarget], on_filled: OnFilled = _nothing) -> None:
+def fill_dummy_weights(
+    targets: Iterator[WeightTarget], on_filled: OnFilled = lambda weight: None
+) -> None:
     """Fill targets with small random numbers, the same in every run: weights for benchmarks.
 
     A tensor's numbers depend only on its name, so that the shards of all ranks belong to the same

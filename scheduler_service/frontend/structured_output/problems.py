@@ -34,8 +34,6 @@ _IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _IN_PLACE = ("items", "additionalItems", "additionalProperties")
 """Keywords that contain schemas."""
 
-_CODES = {"~": "~0", "/": "~1"}
-
 
 class Place(NamedTuple):
     """A schema within a schema."""
@@ -86,7 +84,7 @@ def _inner(place: Place) -> Iterator[Place]:
 
 
 def _encode(name: str) -> str:
-    return "".join(_CODES.get(char, char) for char in name)
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 MAX_CHARS = 500

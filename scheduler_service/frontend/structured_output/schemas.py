@@ -8,18 +8,11 @@ from urllib.parse import quote, unquote, urldefrag, urljoin
 from service_common.lark import DATA, SCHEMAS_BY_NAME
 
 
-class _Place(NamedTuple):
-    """A schema within a schema."""
-
-    pointer: str
-    """JSON pointer, escaped as in URIs."""
-    base: str
-    """URI that the schema's references are relative to."""
-    schema: dict[str, Any]
-
-
-def _places(value: Any, pointer: str = "", base: str = "") -> Iterator[_Place]:
-    """The schema and all schemas in it, outer ones first."""
+def _places(
+    value: Any, pointer: str = "", base: str = ""
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The schema and all schemas in it, outer ones first: JSON pointer, escaped as in URIs; the URI
+    that references are relative to; schema."""
     if isinstance(value, list):
         for index, entry in enumerate(value):
             yield from _places(entry, f"{pointer}/{index}", base)
@@ -27,7 +20,7 @@ def _places(value: Any, pointer: str = "", base: str = "") -> Iterator[_Place]:
         return
     if isinstance(own := value.get("$id"), str):
         base = _join(base, own)
-    yield _Place(pointer, base, value)
+    yield pointer, base, value
     for keyword, inner in value.items():
         if keyword in SCHEMAS_BY_NAME and isinstance(inner, dict):
             for name, entry in inner.items():

@@ -155,6 +155,8 @@ def test_two_frontends_and_two_workers_serve_one_model(tmp_path: Path) -> None:
             with Client(each) as client:
                 assert client.generate("Hello", LONG).finished
                 assert client.get_status().num_frontends == 2
+        with Client(address) as client:  # one worker is enough to serve
+            wait_until(lambda: len(client.get_status().groups) == 2, "both workers")
         drain = command("drain", "worker-1", "--core", core, "--wait")
         assert subprocess.run(**drain, timeout=60).returncode == 0  # type: ignore[call-overload]
 
