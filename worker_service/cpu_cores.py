@@ -130,7 +130,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     absent = set(cpus) - os.sched_getaffinity(0)
     if absent or not cpus or len(set(cpus)) < len(cpus):
         allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        raise InvalidOption(f"cpu_affinity: expected each once of {allowed}, got {text!r}")
+        raise InvalidOption(f"cpu_affinity: expected CPUs of {allowed}, once each, got {text!r}")
     return tuple(cpus)
 
 

@@ -46,13 +46,13 @@ class CoreConnection:
 
     def __init__(self, cluster: Cluster, address: str) -> None:
         self._cluster = cluster
-        self._address = address
+        self.address = address
         self._open()
 
     def _open(self) -> None:
         options = [*channel_options(), *CORE_WINDOW]
         self._credentials = self._cluster.channel_credentials()
-        self._channel = self._cluster.channel(self._address, options)
+        self._channel = self._cluster.channel(self.address, options)
         self._stub = self._cluster.stub(SchedulerServiceStub, self._channel)
 
     @property
@@ -283,9 +283,11 @@ class CoreClient:
             return
         if self._is_first_wait and error.code() is grpc.StatusCode.UNAVAILABLE:
             self._is_first_wait = False
-            logger.info("the core does not answer yet, trying until it does reason=%s", failure)
+            message = "the core does not answer yet, trying until it does core=%s reason=%s"
+            logger.info(message, self._core.address, failure)
         else:
-            logger.warning("no core num_requests=%d reason=%s", len(self._requests), failure)
+            message = "no core, trying again core=%s num_requests=%d reason=%s"
+            logger.warning(message, self._core.address, len(self._requests), failure)
 
     def _detach(self) -> None:
         self.is_attached = False

@@ -380,7 +380,7 @@ async def test_a_service_that_cannot_reach_another_says_which_credentials_differ
         frontend = Frontend(config)
         await frontend.start()
         try:
-            await eventually(lambda: is_explained(caplog, "core", LINKS[link]))
+            await eventually(lambda: is_explained(caplog, f" core={core.address} ", LINKS[link]))
         finally:
             await frontend.stop()
 

@@ -373,6 +373,8 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
 class BreakingCore:
     """A connection, its stub and its calls: a stream that breaks on demand."""
 
+    address = "unix:/nowhere"
+
     def __init__(self) -> None:
         self.breaks = asyncio.Event()
 
