@@ -73,7 +73,7 @@ class RecordingCore(SchedulerCore):
     def _line(
         self, method: str, arguments: dict[str, Any], returned: Any, error: Exception | None
     ) -> str:
-        line = LINES[method].model_construct(
+        line = LINES[method](
             do=method,
             **arguments,
             raised=None if error is None else self._outcomes.of_error(error),

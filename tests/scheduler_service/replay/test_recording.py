@@ -70,7 +70,7 @@ HEADER = Header(
 
 def written(do: str, **arguments: Any) -> dict[str, Any]:
     """A line as it is in the file."""
-    line: dict[str, Any] = json.loads(to_json(LINES[do].model_construct(do=do, **arguments)))
+    line: dict[str, Any] = json.loads(to_json(LINES[do](do=do, **arguments)))
     return line
 
 

@@ -112,7 +112,7 @@ def gzip_text(path: Path) -> list[bytes]:
         (
             4,
             b'{"do":"expire","now":1.0,"why":1}',
-            "expire.why: Extra inputs are not",
+            "expire.why: Unexpected keyword argument",
         ),
         (4, b'{"do":"expire","now":"1"}', "expire.now: Input should be a valid number, got '1'"),
     ],
