@@ -110,21 +110,23 @@ def _values(scope: Scope, header: bytes) -> list[str]:
     return [value.decode("latin-1") for name, value in scope["headers"] if name == header]
 
 
-async def _tenant(request: Request) -> Principal:  # FastAPI calls others in a thread
+async def caller_of(request: Request) -> Principal:  # FastAPI calls others in a thread
+    """The caller of a request that was admitted."""
     tenant = request.scope[_KEY]
     assert isinstance(tenant, Principal)
     return tenant
 
 
-async def _services(request: Request) -> HttpServices:
+async def services_of(request: Request) -> HttpServices:
+    """The services of the application."""
     services = request.app.state.services
     assert isinstance(services, HttpServices)
     return services
 
 
-Caller = Annotated[Principal, Depends(_tenant)]
+Caller = Annotated[Principal, Depends(caller_of)]
 """The type of an endpoint's parameter that holds the caller."""
-Services = Annotated[HttpServices, Depends(_services)]
+Services = Annotated[HttpServices, Depends(services_of)]
 """The type of an endpoint's parameter that holds the services."""
 
 Shape = Callable[[int, dict[str, Any]], dict[str, Any]]

@@ -37,6 +37,8 @@ _THREAD = ThreadPoolExecutor(1, "large-bodies")
 """One body at a time: several threads would hold the lock in turn, and the loop would wait for all
 of them."""
 
+_IS_LARGE = "pagewire.has_large_body"
+
 T = TypeVar("T")
 
 
@@ -50,8 +52,8 @@ def json_body(kind: Any) -> Callable[[Request], Awaitable[Any]]:
     async def read(request: Request) -> Any:
         body = await read_body(request)
         _check_content_type(request.headers.get("content-type"))
-        request.state.has_large_body = len(body) > INLINE_BYTES
-        parse_body = parse_large if request.state.has_large_body else parse
+        request.scope[_IS_LARGE] = len(body) > INLINE_BYTES
+        parse_body = parse_large if len(body) > INLINE_BYTES else parse
         return await convert(request, lambda: parse_body(body, adapter))
 
     return read
@@ -60,7 +62,7 @@ def json_body(kind: Any) -> Callable[[Request], Awaitable[Any]]:
 async def convert(request: Request, work: Callable[[], T]) -> T:
     """The result of work whose time grows with the body of `request`, off the loop if the body is
     large."""
-    if not request.state.has_large_body:
+    if not request.scope[_IS_LARGE]:
         return work()
     return await asyncio.get_running_loop().run_in_executor(_THREAD, work)
 

@@ -19,7 +19,12 @@ from pagewire.v1 import sampling_pb2
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.http.errors import error_body, error_response, http_code
-from scheduler_service.frontend.http.middleware import REQUEST_ID, Caller, HttpServices, Services
+from scheduler_service.frontend.http.middleware import (
+    REQUEST_ID,
+    HttpServices,
+    caller_of,
+    services_of,
+)
 from scheduler_service.frontend.http.openai.protocol import (
     AnswerHead,
     ChatLogprobsBody,
@@ -121,11 +126,9 @@ def generation_endpoint(
 
     def register(plan: T) -> T:
         async def create(
-            body: Annotated[Any, Depends(json_body(body_type))],
-            http_request: Request,
-            services: Services,
-            caller: Caller,
+            body: Annotated[Any, Depends(json_body(body_type))], http_request: Request
         ) -> Response:
+            services, caller = await services_of(http_request), await caller_of(http_request)
             call = Call(services, caller, _request_id(http_request, body))
             generation = await convert(http_request, lambda: plan(body, call))
             return CompletionResponse(call, generation, stream=bool(body.stream))
@@ -262,12 +265,16 @@ class Envelope:
     def take(self, index: int, response: inference_pb.GenerateResponse) -> None:
         """Count the next response of request `index`. Its final usage replaces the sum of its
         tokens, because candidates that are not returned count too."""
-        usage = self._usages.setdefault(index, inference_pb.Usage())
+        usage = self._usages.get(index)
+        if usage is None:
+            usage = self._usages[index] = inference_pb.Usage()
         if response.HasField("started"):
             self.head["model"] = response.started.model
             usage.prompt_tokens = len(response.started.prompt_token_ids)
-        usage.completion_tokens += sum(len(delta.token_ids) for delta in response.choices)
-        usage.reasoning_tokens += sum(delta.reasoning_tokens for delta in response.choices)
+        for delta in response.choices:
+            usage.completion_tokens += len(delta.token_ids)
+            if self._is_chat:
+                usage.reasoning_tokens += delta.reasoning_tokens
         if response.HasField("usage"):
             usage.CopyFrom(response.usage)
         if response.HasField("timings"):
@@ -381,8 +388,11 @@ class ChoicesBuilder(ResponseBuilder):
         return self.pieces(index, response)
 
     def _answer(self, kind: str, choices: list[Any], fields: Mapping[str, Any]) -> Any:
-        of_prompt, self.prompt_fields = self.prompt_fields, {}
-        return {**self.envelope.head, "object": kind, "choices": choices, **fields, **of_prompt}
+        answer = {**self.envelope.head, "object": kind, "choices": choices, **fields}
+        if self.prompt_fields:
+            answer |= self.prompt_fields
+            self.prompt_fields = {}
+        return answer
 
 
 def stop_reason(delta: inference_pb.ChoiceDelta) -> int | str | None:

@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: requests, and messages with reasoning and tool calls."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter
@@ -41,19 +41,21 @@ from scheduler_service.frontend.http.openai.serving import (
 from scheduler_service.frontend.metrics import FINISH_LABELS
 
 
-def _parts(delta: inference_pb.ChoiceDelta) -> Iterator[Delta]:
+def _parts(delta: inference_pb.ChoiceDelta) -> list[Delta]:
     """The parts of a message's new output, each for a chunk of its own: some clients read only one
     of the fields of a chunk."""
-    if delta.reasoning:
-        yield {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
-    if delta.text:
-        yield {"content": delta.text}
+    parts: list[Delta] = []
+    if reasoning := delta.reasoning:
+        parts.append({"reasoning_content": reasoning, "reasoning": reasoning})
+    if text := delta.text:
+        parts.append({"content": text})
     for call in delta.tool_calls:
         part: ToolCallDelta = {"index": call.index, "function": {"arguments": call.arguments}}
         if call.id:
             part |= {"id": call.id, "type": "function"}
             part["function"]["name"] = call.name
-        yield {"tool_calls": [part]}
+        parts.append({"tool_calls": [part]})
+    return parts
 
 
 def _append(message: Any, delta: Delta) -> None:
@@ -104,18 +106,14 @@ class ChatResponseBuilder(ChoicesBuilder):
             for number in range(self._request.n or 1):
                 yield _piece(number, {"role": "assistant", "content": ""}, {})
         for delta in response.choices:
-            yield from self._delta_pieces(delta)
-
-    def _delta_pieces(self, delta: inference_pb.ChoiceDelta) -> Iterable[ChunkChoice]:
-        """A piece per part of the message; the last one has the tokens and the end."""
-        if delta.tool_calls:
-            self._calling.add(delta.index)
-        parts = list(_parts(delta))
-        fields = self._fields(delta)
-        if fields and not parts:
-            parts = [{}]
-        for place, part in enumerate(parts):
-            yield _piece(delta.index, part, fields if place == len(parts) - 1 else {})
+            if delta.tool_calls:
+                self._calling.add(delta.index)
+            fields = self._fields(delta)
+            parts = _parts(delta) or ([{}] if fields else [])
+            for part in parts[:-1]:
+                yield _piece(delta.index, part, {})
+            for part in parts[-1:]:  # the last one has the tokens and the end
+                yield _piece(delta.index, part, fields)
 
     def _fields(self, delta: inference_pb.ChoiceDelta) -> ChoiceFields:
         """The fields of a choice besides its message, as far as there is anything new."""
