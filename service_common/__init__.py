@@ -8,7 +8,7 @@ It depends on neither: no messages of `pagewire.v1`, no tensors.
 | `addresses` | addresses to listen on, and whether they are free |
 | `grpc_server`, `grpc_options` | a server with health and reflection; limits, keepalive |
 | `interceptors`, `metadata` | the guard of calls; what metadata contains |
-| `cluster`, `tls`, `peer_errors` | credentials between services; why a call to another failed |
+| `cluster`, `tls` | credentials between the services of a deployment |
 | `config_flags` | command lines, whose flags are derived from configuration dataclasses |
 | `prometheus`, `metrics_server` | metrics and histograms; the port that Prometheus scrapes |
 | `logging_config`, `tracing` | log lines, spans |

@@ -159,25 +159,22 @@ def _fields(record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
         yield match["key"], value if isinstance(value, _NUMBERS) else str(value)
 
 
-START_S = 5.0
-"""How long services that start together may wait for each other before it is a warning."""
-
-INTERVAL_S = 30.0
-"""Interval at which a lasting failure is logged again."""
+FIRST_INTERVAL_S, INTERVAL_S = 5.0, 30.0
+"""Intervals at which a lasting failure is logged again, the first time and from then on. Services
+that start together wait for each other less than the first."""
 
 
 class LogThrottle:
     """Decides which of consecutive failures are logged.
 
-    The first, each that differs from the last one logged, the first one again after
-    `first_interval_s`, and from then on one every `INTERVAL_S`.
+    The first, each that differs from the last one logged, one after `FIRST_INTERVAL_S`, and from
+    then on one every `INTERVAL_S`.
     """
 
-    def __init__(
-        self, clock: Callable[[], float] = time.monotonic, first_interval_s: float = INTERVAL_S
-    ) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._first_interval_s = self._interval_s = first_interval_s
+        self._interval_s = FIRST_INTERVAL_S
+        self._is_first = True
         self._logged: str | None = None
         self._logged_at = 0.0
 
@@ -187,13 +184,21 @@ class LogThrottle:
         is_repeated = failure == self._logged
         if is_repeated and now - self._logged_at < self._interval_s:
             return False
-        self._interval_s = INTERVAL_S if is_repeated else self._first_interval_s
+        self._interval_s = INTERVAL_S if is_repeated else FIRST_INTERVAL_S
         self._logged, self._logged_at = failure, now
         return True
 
+    def level(self, failure: str, *, may_start: bool) -> int | None:
+        """The level at which to log that a peer cannot be reached: INFO the first time if it may
+        still be starting, else WARNING; None: not now."""
+        if not self.should_log(failure):
+            return None
+        is_first, self._is_first = self._is_first, False
+        return logging.INFO if is_first and may_start else logging.WARNING
+
     def end(self) -> None:
         """Record a success: the next failure is logged."""
-        self._logged = None
+        self._logged, self._is_first = None, False
 
 
 class WarningThrottle(logging.Filter):

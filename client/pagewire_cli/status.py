@@ -53,33 +53,24 @@ def _show_live(snapshots: Iterator[EngineStatus]) -> None:
 
 
 def _render(snapshot: EngineStatus) -> RenderableType:
+    waiting, running, swapped = snapshot.num_waiting, snapshot.num_running, snapshot.num_swapped
+    swaps = snapshot.num_swapped_out_blocks, snapshot.num_swapped_in_blocks
     facts = Table.grid(padding=(0, 2))
     for name, value in (
         ("version", snapshot.version),
         ("models", ", ".join(snapshot.models) or "none"),
         ("frontends", str(snapshot.num_frontends)),
-        ("requests", _requests(snapshot)),
+        ("requests", f"{waiting} waiting, {running} running, {swapped} swapped"),
         ("", f"since the core's start {snapshot.uptime_s:.0f} s ago:"),
         ("finished", f"{snapshot.num_finished} requests"),
         ("tokens", f"{snapshot.num_prefill_tokens} in, {snapshot.num_generated_tokens} out"),
         ("preemptions", str(snapshot.num_preemptions)),
-        ("swapped blocks", _swaps(snapshot)),
+        ("swapped blocks", f"{swaps[0]} out, {swaps[1]} in"),
         ("lost workers", str(snapshot.num_worker_losses)),
     ):
         facts.add_row(name, value)
     rows = [*_workers(snapshot.groups), *_others(snapshot)]
     return Group(facts, _table(rows)) if rows else facts
-
-
-def _requests(snapshot: EngineStatus) -> str:
-    return (
-        f"{snapshot.num_waiting} waiting, {snapshot.num_running} running, "
-        f"{snapshot.num_swapped} swapped"
-    )
-
-
-def _swaps(snapshot: EngineStatus) -> str:
-    return f"{snapshot.num_swapped_out_blocks} out, {snapshot.num_swapped_in_blocks} in"
 
 
 def _table(rows: list[tuple[str, ...]]) -> Table:

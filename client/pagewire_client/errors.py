@@ -17,14 +17,14 @@ Each carries the server's constant `reason`, such as PROMPT_TOO_LONG, and its `d
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import TypeVar
-from urllib.parse import unquote
 
 import grpc
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
+
+from pagewire.connection_errors import in_words
 
 _DETAILS_KEY = "grpc-status-details-bin"
 
@@ -130,17 +130,6 @@ _TRANSPORT_BREAKS = {
 }
 
 
-# gRPC's messages for a failed connection, and the parts that matter to users.
-_NO_CONNECTION = (
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>http1\.x server)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Failed parsing HTTP/2)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
-    re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
-    re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<why>[A-Z_]{9,})"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Socket closed)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>Hostname Verification)"),
-)
 _NO_ANSWER = (
     "failed to connect to all addresses",
     "DNS resolution failed",
@@ -148,17 +137,6 @@ _NO_ANSWER = (
 )
 """The beginnings of gRPC's messages for failed connections."""
 _TIMEOUT_PASSED = "the timeout passed before the answer was complete"
-HTTP_1 = "an HTTP server answers there; gRPC has a port of its own, 7600 by default"
-_IN_WORDS = {
-    "Method not found!": "this is another service's address: no such call exists there",
-    "http1.x server": HTTP_1,
-    "Failed parsing HTTP/2": HTTP_1,
-    "Socket closed": "the server closes the connection; it may expect TLS",
-    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
-    "Hostname Verification": "its certificate is not for that name",
-    "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
-}
-"""Explanations by gRPC's own message, for errors that do not come from the server."""
 
 
 def from_call(error: grpc.RpcError) -> PagewireError:
@@ -166,7 +144,7 @@ def from_call(error: grpc.RpcError) -> PagewireError:
     metadata = dict(error.trailing_metadata() or ())
     status = status_pb2.Status()
     code = error.code().value[0]
-    details = error.details() or "no message"
+    details = error.details() or ""
     failure = _build(code, in_words(details), _parse(metadata.get(_DETAILS_KEY, b""), status))
     failure.was_connected = not details.startswith(_NO_ANSWER)
     return failure
@@ -175,15 +153,6 @@ def from_call(error: grpc.RpcError) -> PagewireError:
 def from_status(code: int, message: str, status: bytes) -> PagewireError:
     """The typed exception for a failed request on a stream of many."""
     return _build(code, message, _parse(status, status_pb2.Status()))
-
-
-def in_words(details: str) -> str:
-    """Rephrase a message of gRPC itself; a service's message is returned unchanged."""
-    for pattern in _NO_CONNECTION:
-        if found := pattern.search(details):
-            why = _IN_WORDS.get(found["why"], found["why"])
-            return f"cannot connect to {unquote(found['at'])}: {why[0].lower()}{why[1:]}"
-    return _IN_WORDS.get(details, details)
 
 
 def _parse(data: str | bytes, status: status_pb2.Status) -> status_pb2.Status:

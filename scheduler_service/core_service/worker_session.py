@@ -21,6 +21,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
+from pagewire.connection_errors import in_words
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import status_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
@@ -40,7 +41,6 @@ from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.core_service.step_watchdog import HangCounter, StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
-from service_common.peer_errors import explained
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class WorkerSession:
                 ]
                 await self._execute_steps(stubs, await self._prepare(stubs))
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {explained(error.details())}"
+            return f"{error.code().name}: {in_words(error.details())}"
         except StepOverdue as error:
             self._hang_counter.note(error)
             self._counters.counts.num_steps_overdue += 1

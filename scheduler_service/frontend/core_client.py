@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 
 from pagewire.columns import pack
+from pagewire.connection_errors import in_words
 from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
@@ -26,8 +27,7 @@ from scheduler_service.status_codes import from_failed
 from scheduler_service.tasks import run_until_first
 from service_common.cluster import Cluster
 from service_common.grpc_options import channel_options
-from service_common.logging_config import START_S, LogThrottle
-from service_common.peer_errors import explained
+from service_common.logging_config import LogThrottle
 
 logger = logging.getLogger(__name__)
 
@@ -190,10 +190,7 @@ class CoreClient:
         self.num_core_losses = 0
         """Streams that broke after the core's first message."""
         self._outgoing = SendBuffer()
-        self._failures = LogThrottle(first_interval_s=START_S)
-        self._is_first_wait = True
-        """Whether the core was neither reached nor reported missing yet: services start in any
-        order."""
+        self._failures = LogThrottle()
 
     # Called for requests.
 
@@ -278,16 +275,11 @@ class CoreClient:
         await asyncio.get_running_loop().create_future()
 
     def _log_lost(self, error: grpc.aio.AioRpcError) -> None:
-        failure = f"{error.code().name}: {explained(error.details())}"
-        if not self._failures.should_log(failure):
-            return
-        if self._is_first_wait and error.code() is grpc.StatusCode.UNAVAILABLE:
-            self._is_first_wait = False
-            message = "the core does not answer yet, trying until it does core=%s reason=%s"
-            logger.info(message, self._core.address, failure)
-        else:
-            message = "no core, trying again core=%s num_requests=%d reason=%s"
-            logger.warning(message, self._core.address, len(self._requests), failure)
+        failure = f"{error.code().name}: {in_words(error.details())}"
+        may_start = error.code() is grpc.StatusCode.UNAVAILABLE
+        if (level := self._failures.level(failure, may_start=may_start)) is not None:
+            message = "no core, trying until it answers core=%s num_requests=%d reason=%s"
+            logger.log(level, message, self._core.address, len(self._requests), failure)
 
     def _detach(self) -> None:
         self.is_attached = False
@@ -302,7 +294,6 @@ class CoreClient:
         """Deliver in the message's order, then advance each request that got something."""
         if not self.is_attached:
             self.is_attached = True
-            self._is_first_wait = False
             self._failures.end()
             logger.info("attached to core num_requests=%d", len(self._requests))
         if message.HasField("models"):

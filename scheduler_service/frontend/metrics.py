@@ -134,27 +134,16 @@ INFERENCE = histogram(
     "Seconds from a request's first place in a batch to its last token.",
     MODEL,
 )
-PROMPT_TOKENS_OF_REQUEST = histogram(
-    "vllm:request_prompt_tokens", "Prompt tokens of a request.", MODEL
-)
-GENERATED_TOKENS_OF_REQUEST = histogram(
-    "vllm:request_generation_tokens",
-    "Output tokens of a request, of all its choices together.",
-    MODEL,
-)
-COMPUTED_TOKENS_OF_REQUEST = histogram(
-    "vllm:request_prefill_kv_computed_tokens",
-    "Prompt tokens of a request that were not found in the prefix cache.",
-    MODEL,
-)
-LONGEST_CHOICE_OF_REQUEST = histogram(
-    "vllm:request_max_num_generation_tokens", "Output tokens of a request's longest choice.", MODEL
-)
-MAX_TOKENS_OF_REQUEST = histogram(
-    "vllm:request_params_max_tokens",
-    "Limit of output tokens of each of a request's choices.",
-    MODEL,
-)
+LENGTHS = {
+    name: histogram(f"vllm:request_{name}", help_text, MODEL)
+    for name, help_text in (
+        ("prompt_tokens", "Prompt tokens of a request."),
+        ("prefill_kv_computed_tokens", "Prompt tokens not found in the prefix cache."),
+        ("generation_tokens", "Output tokens of a request, of all its choices together."),
+        ("max_num_generation_tokens", "Output tokens of a request's longest choice."),
+        ("params_max_tokens", "Limit of output tokens of each of a request's choices."),
+    )
+}
 CHOICES_OF_REQUEST = histogram("vllm:request_params_n", "Number of choices of a request.", MODEL)
 
 PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
@@ -164,11 +153,7 @@ PER_REQUEST: Mapping[Metric, tuple[float, ...]] = {
     DECODE: REQUEST_BOUNDS,
     INFERENCE: REQUEST_BOUNDS,
     TIME_PER_OUTPUT_TOKEN: TOKEN_BOUNDS,
-    PROMPT_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
-    GENERATED_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
-    COMPUTED_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
-    LONGEST_CHOICE_OF_REQUEST: LENGTH_BOUNDS,
-    MAX_TOKENS_OF_REQUEST: LENGTH_BOUNDS,
+    **dict.fromkeys(LENGTHS.values(), LENGTH_BOUNDS),
     CHOICES_OF_REQUEST: CHOICES_BOUNDS,
 }
 """Histograms observed once per request, with their buckets."""
@@ -235,22 +220,23 @@ class ModelCounts:
         longest: int,
         max_tokens: int,
     ) -> None:
-        """Count a request that got all its tokens.
-
-        finishes: finish reasons of its choices; longest: output tokens of the longest of them;
-        max_tokens: their limit.
-        """
+        """Count a request that got all its tokens; finishes: finish reasons of its choices;
+        longest: output tokens of the longest of them; max_tokens: their limit."""
         self.num_cached_tokens += usage.cached_tokens
         self.finishes.update(FINISH_LABELS[reason] for reason in finishes)
         for part, durations in self.parts.items():
             durations.observe(getattr(timings, f"{part}_us") / 1e6)
         self._observe_times(stopwatch, timings.queue_us / 1e6)
         seen = self.per_request
-        seen[PROMPT_TOKENS_OF_REQUEST].observe(usage.prompt_tokens)
-        seen[GENERATED_TOKENS_OF_REQUEST].observe(usage.completion_tokens)
-        seen[COMPUTED_TOKENS_OF_REQUEST].observe(usage.prompt_tokens - usage.cached_tokens)
-        seen[LONGEST_CHOICE_OF_REQUEST].observe(longest)
-        seen[MAX_TOKENS_OF_REQUEST].observe(max_tokens)
+        lengths = {
+            "prompt_tokens": usage.prompt_tokens,
+            "prefill_kv_computed_tokens": usage.prompt_tokens - usage.cached_tokens,
+            "generation_tokens": usage.completion_tokens,
+            "max_num_generation_tokens": longest,
+            "params_max_tokens": max_tokens,
+        }
+        for name, length in lengths.items():
+            seen[LENGTHS[name]].observe(length)
         seen[CHOICES_OF_REQUEST].observe(len(finishes))
         num_gaps = usage.completion_tokens / max(1, len(finishes)) - 1
         if num_gaps > 0:

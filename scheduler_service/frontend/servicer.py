@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
+from pagewire.connection_errors import in_words
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import inference_service_pb2_grpc as inference_grpc
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
@@ -22,7 +23,6 @@ from scheduler_service.frontend.request_manager import RequestManager
 from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
 from scheduler_service.status_codes import rpc
 from service_common.metadata import TRACEPARENT, authorization, traceparent
-from service_common.peer_errors import explained
 
 logger = logging.getLogger(__name__)
 
@@ -206,5 +206,5 @@ def _deadline(context: Context) -> float | None:
 
 
 def _core_unavailable(error: grpc.aio.AioRpcError) -> Unavailable:
-    why = explained(error.details())
+    why = in_words(error.details())
     return Unavailable(f"the scheduler core does not answer: {why}", reason="CORE_AWAY")

@@ -334,10 +334,10 @@ async def test_new_certificates_on_disk_are_used_without_a_restart(
 
 LINKS = {
     "none -> ours": "it may expect TLS",
-    "ours -> none": "it does not speak TLS",
-    "others -> ours": "no authority in --cluster-ca has signed",
-    "outdated -> ours": "it closes the connection",
-    "ours -> misnamed": "not for the name pagewire-cluster",
+    "ours -> none": "the server does not speak TLS",
+    "others -> ours": "no known authority has signed",
+    "outdated -> ours": "the server closes the connection",
+    "ours -> misnamed": "its certificate is not for that name",
     "wrong token -> token": "is --cluster-token-file the same everywhere?",
 }
 """Why the first cannot call the second, by their credentials."""

@@ -14,21 +14,11 @@ def test_the_first_and_each_other_failure_is_told_and_one_that_lasts_now_and_the
         failures.should_log(failure) for failure in ("away", "away", "refused", "refused", "away")
     ]
     assert told == [True, False, True, False, True]
-    now = INTERVAL_S - 1
-    assert not failures.should_log("away")
-    now = INTERVAL_S
-    assert failures.should_log("away")
-    assert not failures.should_log("away")
-
-
-def test_a_first_failure_may_be_logged_again_sooner() -> None:
-    now = 0.0
-    failures = LogThrottle(lambda: now, first_interval_s=5.0)
     logged = []
-    for now in (0, 4, 5, 9, 34, 35):
+    for now in (4, 5, 9, 34, 35, 64, 65):
         if failures.should_log("away"):
             logged.append(now)
-    assert logged == [0, 5, 35]
+    assert logged == [5, 35, 65]
 
 
 def test_after_a_success_any_failure_is_news() -> None:

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from pagewire.connection_errors import in_words
 from pagewire.v1 import scheduler_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2_grpc as pb_grpc
 from pagewire.v1 import status_pb2
 from service_common.cluster import Cluster
-from service_common.logging_config import START_S, LogThrottle
-from service_common.peer_errors import explained
+from service_common.logging_config import LogThrottle
 from worker_service.errors import InvalidOption
 
 logger = logging.getLogger(__name__)
@@ -85,10 +85,8 @@ class Registrar:
         self._on_drain = on_drain
         self._on_stop = on_stop
         self._is_welcome = False
-        self._is_first_wait = True
-        """Whether no core has answered yet, as usual where all services start together."""
         self._is_stopped = False
-        self._failures = LogThrottle(first_interval_s=START_S)
+        self._failures = LogThrottle()
         self._lease_s = self._heartbeat_at = self._silence_s = 0.0
         """The last heartbeat's time, and the longest pause between two of this stream."""
         self._is_absent = asyncio.Event()
@@ -121,21 +119,12 @@ class Registrar:
             if self._is_stopped:
                 return
             retry_s = FIRST_RETRY_S if self._is_welcome else min(2 * retry_s, MAX_RETRY_S)
-            if self._failures.should_log(reason):
-                self._log_absent(reason)
+            may_start = reason.startswith(grpc.StatusCode.UNAVAILABLE.name)
+            if (level := self._failures.level(reason, may_start=may_start)) is not None:
+                message = "not registered, trying until the core answers core=%s reason=%s"
+                logger.log(level, message, self._core, reason)
             # Workers that lost the same core at the same time reconnect spread out.
             await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
-
-    def _log_absent(self, reason: str) -> None:
-        if self._is_first_wait and reason.startswith(grpc.StatusCode.UNAVAILABLE.name):
-            self._is_first_wait = False
-            logger.info(
-                "the core does not answer yet, trying until it does core=%s reason=%s",
-                self._core,
-                reason,
-            )
-        else:
-            logger.warning("not registered, trying again core=%s reason=%s", self._core, reason)
 
     async def _register_once(self, stub: pb_grpc.SchedulerServiceStub) -> str:
         """One stream from registration to its end. Returns why it ended."""
@@ -152,7 +141,7 @@ class Registrar:
             async for response in stream:
                 self._obey(response.directive)
         except grpc.aio.AioRpcError as error:
-            return f"{error.code().name}: {explained(error.details())}"
+            return f"{error.code().name}: {in_words(error.details())}"
         except TimeoutError:
             return "the core did not answer"
         except asyncio.InvalidStateError:
@@ -171,7 +160,6 @@ class Registrar:
             self._obey(response.directive)
             if response.directive.HasField("serve"):
                 self._is_welcome = True
-                self._is_first_wait = False
                 self._failures.end()
                 lease_s = self._lease_s = response.directive.serve.lease_ms / 1000
                 if self._membership.loading() is None:

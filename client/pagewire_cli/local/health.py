@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 
+from pagewire.connection_errors import HTTP_1, in_words
 from pagewire_client.connection import TlsOptions
-from pagewire_client.errors import HTTP_1, in_words
 
 # HealthCheckResponse{status: SERVING}: field 1, varint 1. For two bytes the client need not
 # depend on the protocol's package.

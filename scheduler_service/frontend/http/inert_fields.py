@@ -76,17 +76,13 @@ INSTEAD = dict.fromkeys(NEUTRAL, "leave it out") | {
 }
 """What to do instead, by field that is not supported, where no body declares it."""
 
-_LENGTH = ("max_tokens", "max_output_tokens")
-SYNONYMS = {
-    **dict.fromkeys(("max_new_tokens", "max_length", "num_predict", "max_tokens"), _LENGTH),
-    "max_completion_tokens": _LENGTH,
-    "stop": ("stop_sequences",),
-    "stop_sequences": ("stop",),
-    "messages": ("input", "prompt"),
-    "prompt": ("messages", "input"),
-    **dict.fromkeys(("input", "inputs"), ("messages", "prompt")),
-}
-"""The names of a field in other bodies, by its name."""
+_SYNONYMS = (
+    ("max_tokens", "max_output_tokens", "max_completion_tokens", "max_new_tokens", "num_predict"),
+    ("stop", "stop_sequences"),
+    ("messages", "input", "prompt", "inputs"),
+)
+SYNONYMS = {name: group for group in _SYNONYMS for name in group}
+"""The names of a field in all bodies, by any of them."""
 
 
 def without_inert(kind: Any, value: dict[str, Any]) -> dict[str, Any]:

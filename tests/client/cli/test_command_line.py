@@ -17,6 +17,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
+from pagewire.connection_errors import in_words
 from pagewire.v1.sampling_pb2 import (
     EARLY_STOPPING_NEVER,
     EARLY_STOPPING_WHEN_FULL,
@@ -28,7 +29,7 @@ from pagewire.v1.sampling_pb2 import (
 from pagewire_cli import terminal
 from pagewire_cli.app import _hint, app
 from pagewire_cli.local import LocalServices, engine_args, health, service_commands
-from pagewire_client.errors import Unavailable, in_words
+from pagewire_client.errors import Unavailable
 from tests.support.fake_frontend import (
     MODEL,
     Break,
@@ -212,7 +213,7 @@ def test_each_address_of_a_name_is_named_with_what_it_answered() -> None:
             " parsing HTTP/2 (Expected SETTINGS frame as the first frame, got frame type 80)"
             " (Trying to connect an http1.x server (HTTP status 400))",
             "cannot connect to 127.0.0.1:8000: an HTTP server answers there; gRPC has a port of its"
-            " own, 7600 by default",
+            " own, 7600 by default (a core's: 7610)",
         ),
         (
             "failed to connect to all addresses; last error: UNAVAILABLE: ipv4:127.0.0.1:9: Failed"

@@ -1,0 +1,39 @@
+"""gRPC's messages for failed calls, in words: the same for clients and between services."""
+
+import re
+from urllib.parse import unquote
+
+# gRPC's messages for a failed connection, and the parts that matter to users.
+_NO_CONNECTION = (
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>http1\.x server)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Failed parsing HTTP/2)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
+    re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
+    re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<why>[A-Z_]{9,})"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Socket closed)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>Hostname Verification)"),
+)
+HTTP_1 = (
+    "an HTTP server answers there; gRPC has a port of its own, 7600 by default (a core's: 7610)"
+)
+_IN_WORDS = {
+    "Method not found!": "this is another service's address: no such call exists there",
+    "http1.x server": HTTP_1,
+    "Failed parsing HTTP/2": HTTP_1,
+    "Socket closed": "the server closes the connection; it may expect TLS",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+    "Hostname Verification": "its certificate is not for that name",
+    "CERTIFICATE_VERIFY_FAILED": "no known authority has signed its certificate for that name",
+}
+"""Explanations by gRPC's own message, for errors that do not come from the server."""
+
+
+def in_words(details: str | None) -> str:
+    """Rephrase a message of gRPC itself; a service's message is returned unchanged."""
+    details = details or "no message"
+    for pattern in _NO_CONNECTION:
+        if found := pattern.search(details):
+            why = _IN_WORDS.get(found["why"], found["why"])
+            return f"cannot connect to {unquote(found['at'])}: {why[0].lower()}{why[1:]}"
+    return _IN_WORDS.get(details, details)
