@@ -417,10 +417,8 @@ void attend(AttentionTask& task) {
 
 PAGEWIRE_KERNEL pw_attention_float32(AttentionTask* task) { attend<float>(*task); }
 PAGEWIRE_KERNEL pw_attention_bfloat16(AttentionTask* task) { attend<BFloat16>(*task); }
-PAGEWIRE_KERNEL pw_attention_float16(AttentionTask* task) { attend<Float16>(*task); }
 PAGEWIRE_KERNEL pw_attention_int8_float32(AttentionTask* task) { attend<float, int8_t>(*task); }
 PAGEWIRE_KERNEL pw_attention_int8_bfloat16(AttentionTask* task) { attend<BFloat16, int8_t>(*task); }
-PAGEWIRE_KERNEL pw_attention_int8_float16(AttentionTask* task) { attend<Float16, int8_t>(*task); }
 
 // Computes a task's `slot_bytes`, which suffice for any type of cache. To be called by one thread; this
 // is not a kernel.

@@ -66,8 +66,8 @@ inline int64_t rounded_up(int64_t x, int64_t multiple) {
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// The units of 32 bits in which numbers of the cache are multiplied: a float32, to which float16 and
-// int8 are converted, or a pair of bfloat16.
+// The units of 32 bits in which numbers of the cache are multiplied: a float32, to which int8 is
+// converted, or a pair of bfloat16.
 template <class Cached>
 struct Units {
   using Dot = Float32Dot;
@@ -91,7 +91,6 @@ template <class Cached>
 constexpr int64_t kChunk = kLanes * kPerUnit<Cached>;
 
 inline Floats load_units(const float* from) { return load_floats(from); }
-inline Floats load_units(const Float16* from) { return widen(from); }
 inline Floats load_units(const int8_t* from) { return widen(from); }
 inline Floats load_units(const BFloat16* from) { return as_floats(load_words(from)); }
 

@@ -70,8 +70,5 @@ PAGEWIRE_KERNEL pw_cache_write_int8_float32(CacheWriteTask* task) { write_int8_r
 PAGEWIRE_KERNEL pw_cache_write_int8_bfloat16(CacheWriteTask* task) {
   write_int8_rows<BFloat16>(*task);
 }
-PAGEWIRE_KERNEL pw_cache_write_int8_float16(CacheWriteTask* task) {
-  write_int8_rows<Float16>(*task);
-}
 
 PAGEWIRE_STRUCT_SIZE(CacheWriteTask)
