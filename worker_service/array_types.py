@@ -5,7 +5,6 @@ import numpy.typing as npt
 
 BoolArray = npt.NDArray[np.bool_]
 Float32Array = npt.NDArray[np.float32]
-Float64Array = npt.NDArray[np.float64]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 UInt32Array = npt.NDArray[np.uint32]

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, SupportsIndex, TypedDict
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -131,7 +131,7 @@ class SamplingParams:
             )
         proto.bad_words.extend(_texts("bad_words", self.bad_words))
         proto.stop.extend(_texts("stop", [self.stop] if isinstance(self.stop, str) else self.stop))
-        for token_id in _items("stop_token_ids", "integers", self.stop_token_ids):
+        for token_id in _items("stop_token_ids", self.stop_token_ids, "integers", SupportsIndex):
             proto.stop_token_ids.append(_integer("stop_token_ids", token_id))
         if self.choice is not None:
             proto.choice.SetInParent()
@@ -237,18 +237,15 @@ def _boolean(name: str, value: object) -> bool:
     return bool(value)
 
 
-def _items(name: str, kind: str, values: object) -> list[Any]:
+def _items(name: str, values: object, kind: str, item_type: type = object) -> list[Any]:
     """The items of a list of a `kind`; none for None."""
-    if isinstance(values, str) or not isinstance(values, Iterable | None):
+    items = [] if values is None else list(values) if isinstance(values, Iterable) else [None]
+    if isinstance(values, str) or not all(isinstance(item, item_type) for item in items):
         raise ValueError(f"{name} must be a list of {kind}, not {values!r}")
-    return [] if values is None else list(values)
-
-
-def _texts(name: str, values: object) -> list[str]:
-    items = _items(name, "texts", values)
-    if not all(isinstance(item, str) for item in items):
-        raise ValueError(f"{name} must be a list of texts, not {values!r}")
     return items
+
+
+_texts = partial(_items, kind="texts", item_type=str)
 
 
 def _converter(field: FieldDescriptor) -> Callable[[str, Any], Any] | None:

@@ -111,10 +111,7 @@ class Registrar:
                 reason = await self._register_once(stub)
             self._measure_silence()
             if self._is_welcome and self._silence_s > self._lease_s:
-                reason = (
-                    f"the lease of {self._lease_s:g} s expired: this process was stopped, or too "
-                    f"busy to send a heartbeat, for {self._silence_s:.1f} s"
-                )
+                reason = f"the lease expired: this process sent nothing for {self._silence_s:.1f} s"
             self._is_absent.set()
             if self._is_stopped:
                 return

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -276,11 +276,10 @@ def _explain(error: Mapping[str, Any], field: str) -> str:
     return f"{message}, got {_received(received)}{TEXT_ONLY if is_media else ''}"
 
 
-def _explain_extra(field: str, value: Any, fields: Iterable[str]) -> str:
+def _explain_extra(field: str, value: Any, fields: Collection[str]) -> str:
     """What to do with a field that a body which may have `fields` does not declare."""
     if field in FIXED:
         return f"expected {json.dumps(FIXED[field])}, got {_received(value)}"
-    fields = list(fields)
     if field in fields:  # of a body of another type
         return "it cannot be combined with the other fields of this request"
     similar = _similar(field, fields)
@@ -290,9 +289,8 @@ def _explain_extra(field: str, value: Any, fields: Iterable[str]) -> str:
     return f"unknown field: {advice} (/openapi.json lists the fields)"
 
 
-def _similar(field: str, fields: Iterable[str]) -> list[str]:
+def _similar(field: str, fields: Collection[str]) -> list[str]:
     """The one of `fields` that is meant, if there is any. Names may be as long as a body."""
-    fields = list(fields)
     synonyms = [name for name in SYNONYMS.get(field, ()) if name in fields]
     return synonyms or get_close_matches(field[:MAX_PARAM_CHARS], fields, 1, 0.8)
 
