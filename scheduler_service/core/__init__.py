@@ -1,6 +1,6 @@
 """The scheduler core: decides which sequences run on which worker group in each step.
 
-It owns all requests from submission to their end, the queues that they wait in, and the KV blocks
+It owns all requests from submission to their end, the queues that they wait in, and the KV cache
 of every worker group. It is a pure state machine that never waits, reads a clock or uses the wire
 format: the same calls produce the same plans, so that any run can be replayed. Its driver runs
 this loop:
@@ -26,7 +26,7 @@ The modules, from the outside in:
     routing/           which worker group serves a waiting request
     scheduling/        Scheduler, one per worker group: schedule() and update()
     policies/          the order in which requests are served
-    kv_cache/          blocks on the device and on the host, and the prefix cache
+    kv_cache/          memory on the device and on the host, and the prefix cache
     sequence.py        the state of one request and its sequences
     request_queue.py   the queues of waiting requests
     beam_search.py     the beam search of one request, and the sequences that hold its beams
@@ -42,15 +42,15 @@ The modules, from the outside in:
 Promises to workers, beyond those of plan.proto:
 
 - An id is in `forget_seq_ids` only if an earlier plan introduced the sequence, and once.
-- A block may be given to another sequence in the plan after the one in which its last owner was
+- Memory may be given to another sequence in the plan after the one in which its last owner was
   scheduled: plans are executed in order, so a row whose result is discarded (its sequence ended
   while the step was in flight) writes before the new owner does.
-- A new sequence's `num_computed_tokens` are in full blocks that earlier plans computed, for other
-  sequences or for itself before a preemption, and whose results have arrived; nothing writes to
-  them. Or it was swapped out, and they are all but its last token. An earlier plan may have swapped
-  the blocks in. At least its last token is left to compute.
-- What a plan swaps in is not used by it: neither read nor written by its rows, nor copied. A host
-  block that it reads is not written before the next plan.
+- A new sequence's `num_computed_tokens` were computed by earlier plans, for other sequences or
+  for itself before a preemption, and the results have arrived; nothing writes to their memory. Or
+  it was swapped out, and they are all but its last token. An earlier plan may have swapped them in.
+  At least its last token is left to compute.
+- What a plan swaps in is not used by it: neither read nor written by its rows, nor copied. Host
+  memory that it reads is not written before the next plan.
 - No plan computes more tokens of a sequence than its request or the model allows, whatever is still
   in flight.
 - A sequence comes back to a worker only when all its sampled tokens are known, with all of them.

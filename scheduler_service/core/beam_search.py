@@ -248,7 +248,7 @@ class BeamGroup(Generic[Seq]):
         self.continuations: list[Continuation[Seq]] = []
         """The changes that the next plan sends to the worker; forks come last."""
         self.source_of: dict[Seq, Seq] = {}
-        """While the group is recomputed: by sequence, the one that computes its first blocks."""
+        """While the group is recomputed: by sequence, the one that computes its first tokens."""
         self.num_prefilling = 0
         """Held sequences that have not been computed up to their last token."""
         self._candidates: dict[Seq, RowCandidates] = {}

@@ -220,6 +220,15 @@ class WorkerGroupCapacity:
         """Number of token positions in the device's blocks."""
         return self.num_gpu_blocks * self.block_size
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Equal for worker groups that can hold the same requests."""
+        return self.num_gpu_blocks, self.block_size, self.max_model_len
+
+    def kv_quota(self, num_tokens: int) -> int:
+        """What a sequence of `num_tokens` tokens counts against `TenantConfig.max_kv_blocks`."""
+        return -(-num_tokens // self.block_size)
+
 
 def check_capacity(config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
     """Raise ValueError if the group's longest prompt could never be computed.

@@ -1,7 +1,6 @@
 """The scheduler core: every request from its submission to its end."""
 
 import logging
-from collections import Counter
 from collections.abc import Collection, Iterable
 from math import inf
 
@@ -20,7 +19,7 @@ from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import RequestEvent, TracedRequest, to_us
 from scheduler_service.core.routing import poison
 from scheduler_service.core.routing.fleet import Fleet, ServedModel
-from scheduler_service.core.scheduler_stats import CoreSnapshot, summed
+from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.core.scheduling import results
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
@@ -267,29 +266,13 @@ class SchedulerCore:
 
     def snapshot(self) -> CoreSnapshot:
         """Counts of the present state. Linear in the live requests."""
-        models = self._fleet.model_snapshots(self._registry.seq_groups())
-        totals = [model.totals for model in models.values()]
-        return CoreSnapshot(
-            num_waiting=sum(model.num_waiting for model in models.values()),
-            num_running=sum(model.num_running for model in models.values()),
-            num_swapped=sum(model.num_swapped for model in models.values()),
-            num_finished=self._num_finished,
-            num_generated_tokens=sum(each.num_generated_tokens for each in totals),
-            num_prefill_tokens=sum(each.num_prefill_tokens for each in totals),
-            num_preemptions=sum(each.num_preemptions for each in totals),
-            num_swapped_out_blocks=sum(each.num_swapped_out_blocks for each in totals),
-            num_swapped_in_blocks=sum(each.num_swapped_in_blocks for each in totals),
-            first_token_counts=summed(each.first_token for each in totals),
-            inter_token_counts=summed(each.inter_token for each in totals),
-            models=[models[name] for name in self._fleet.totals],
-            num_by_tenant=Counter(
-                seq_group.tenant.name for seq_group in self._registry.seq_groups()
-            ),
-            worker_groups=[scheduler.snapshot() for scheduler in self._fleet.schedulers.values()],
-        )
+        seq_groups = self._registry.seq_groups()
+        models = self._fleet.model_snapshots(seq_groups)
+        listed = [models[name] for name in self._fleet.totals]
+        return self._inspector.snapshot(models.values(), listed, seq_groups, self._num_finished)
 
     def inspect(self, detail: InspectionDetail) -> Inspection:
-        """Details of requests and blocks; takes time linear in the requested details."""
+        """Details of requests and memory; takes time linear in the requested details."""
         return self._inspector.inspect(self._registry.seq_groups(), detail)
 
     def check(self) -> None:
@@ -309,7 +292,7 @@ class SchedulerCore:
         for tenant in {seq_group.tenant for seq_group in seq_groups}:
             own = [seq_group for seq_group in seq_groups if seq_group.tenant is tenant]
             assert tenant.num_requests == len(own)
-            assert tenant.num_kv_blocks == sum(seq_group.num_reserved_blocks for seq_group in own)
+            assert tenant.kv_quota == sum(seq_group.kv_quota for seq_group in own)
             tokens = sum(seq_group.num_prompt_tokens for seq_group in own if seq_group in queued)
             assert tenant.num_queued_tokens == tokens
 

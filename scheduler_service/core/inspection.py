@@ -4,13 +4,19 @@ A request's snapshot shows its state and its events, not its text. Snapshots are
 and once when a request ends. Taking one changes nothing.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
 from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.request_timing import RequestPhase, TimelineEntry
+from scheduler_service.core.scheduler_stats import (
+    CoreSnapshot,
+    ModelSnapshot,
+    WorkerGroupSnapshot,
+    summed,
+)
 from scheduler_service.core.scheduling.scheduler import Scheduler
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus, request_number
 
@@ -109,6 +115,41 @@ def _end_state(seq_group: SequenceGroup) -> RequestState:
     return RequestState.FINISHED
 
 
+def _worker_group_snapshot(scheduler: Scheduler) -> WorkerGroupSnapshot:
+    capacity, rates, clock = scheduler.capacity, scheduler.rates, scheduler.clock
+    num_free_gpu_blocks, num_free_cpu_blocks = scheduler.cache.num_free_blocks
+    return WorkerGroupSnapshot(
+        worker_group_id=capacity.worker_group_id,
+        model=capacity.model,
+        draining=scheduler.is_draining,
+        num_gpu_blocks=capacity.num_gpu_blocks,
+        num_free_gpu_blocks=num_free_gpu_blocks,
+        num_cpu_blocks=capacity.num_cpu_blocks,
+        num_free_cpu_blocks=num_free_cpu_blocks,
+        num_running_sequences=scheduler.num_running_sequences,
+        num_steps=scheduler.num_steps,
+        block_size=capacity.block_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        us_per_decode_step=rates.us_per_decode_step or 0.0,
+        us_per_prefill_token=rates.us_per_prefill_token or 0.0,
+        plan_us=clock.plan_us,
+        wire_us=clock.wire_us,
+        forward_us=clock.forward_us,
+        sample_us=clock.sample_us,
+    )
+
+
+def _block_maps(scheduler: Scheduler) -> tuple[BlockMap, BlockMap]:
+    """The owner of each block on the device and on the host. A block that several requests share is
+    assigned to the one that came here first."""
+    owners = [
+        (seq.seq_id, request_number(seq_group))
+        for seq_group in reversed(scheduler.seq_groups)
+        for seq in seq_group.sequences
+    ]
+    return scheduler.cache.maps(owners)
+
+
 MAX_ENDED = 64
 """Number of ended requests that are remembered."""
 
@@ -151,12 +192,38 @@ class Inspector:
         snapshot.error_reason = getattr(seq_group.error, "reason", "")
         self._ended.append(snapshot)
 
+    def snapshot(
+        self,
+        models: Collection[ModelSnapshot],
+        listed: list[ModelSnapshot],
+        seq_groups: Iterable[SequenceGroup],
+        num_finished: int,
+    ) -> CoreSnapshot:
+        """Counts of the present state; `seq_groups` are all live groups."""
+        totals = [model.totals for model in models]
+        return CoreSnapshot(
+            num_waiting=sum(model.num_waiting for model in models),
+            num_running=sum(model.num_running for model in models),
+            num_swapped=sum(model.num_swapped for model in models),
+            num_finished=num_finished,
+            num_generated_tokens=sum(each.num_generated_tokens for each in totals),
+            num_prefill_tokens=sum(each.num_prefill_tokens for each in totals),
+            num_preemptions=sum(each.num_preemptions for each in totals),
+            num_swapped_out_blocks=sum(each.num_swapped_out_blocks for each in totals),
+            num_swapped_in_blocks=sum(each.num_swapped_in_blocks for each in totals),
+            first_token_counts=summed(each.first_token for each in totals),
+            inter_token_counts=summed(each.inter_token for each in totals),
+            models=listed,
+            num_by_tenant=Counter(seq_group.tenant.name for seq_group in seq_groups),
+            worker_groups=[_worker_group_snapshot(s) for s in self._schedulers.values()],
+        )
+
     def inspect(self, seq_groups: Iterable[SequenceGroup], detail: InspectionDetail) -> Inspection:
         """The requested details; `seq_groups` are all live groups, in the order of acceptance."""
         inspection = Inspection()
         if detail.include_blocks:
             inspection.block_maps = {
-                worker_group_id: scheduler.block_maps()
+                worker_group_id: _block_maps(scheduler)
                 for worker_group_id, scheduler in self._schedulers.items()
             }
         if detail.include_requests:
@@ -178,10 +245,10 @@ class Inspector:
             snapshot = _snapshot(seq_group, state, worker_group_id)
             if scheduler is not None and detail.include_blocks:
                 for seq in seq_group.sequences:
-                    if scheduler.blocks.holds(seq.seq_id):
-                        snapshot.block_tables.append(scheduler.blocks.table(seq.seq_id))
+                    if scheduler.cache.holds(seq):
+                        snapshot.block_tables.append(scheduler.cache.table(seq))
                     elif seq.status is SequenceStatus.SWAPPED:
-                        snapshot.host_block_tables.append(scheduler.blocks.host_table(seq.seq_id))
+                        snapshot.host_block_tables.append(scheduler.cache.host_table(seq))
             inspection.requests.append(snapshot)
         inspection.num_unlisted_requests = len(ordered) - len(inspection.requests)
         inspection.ended_requests = list(self._ended)

@@ -164,7 +164,7 @@ class ModelQueue(Generic[Kind]):
         self._num_queues: Counter[str | None] = Counter()
         """Number of per-key queues that each of the policy's queues is split into."""
         self._tenant_limited: dict[WaitingQueue, tuple[SequenceGroup, int]] = {}
-        """Skipped queues, with their heads and the blocks that their tenants held."""
+        """Skipped queues, with their heads and what their tenants held of their limits."""
         self._skipped: dict[WaitingQueue, None] = {}
         """Queues that are skipped, as a whole or in part, until the end of the round."""
         self._num_of_kind: Counter[Kind] = Counter()
@@ -245,18 +245,18 @@ class ModelQueue(Generic[Kind]):
         return list(chain.from_iterable(queues))
 
     def skip_tenant_limited(self, head: SequenceGroup) -> None:
-        """Skip a queue because its head would exceed the KV blocks that its tenant may hold."""
+        """Skip a queue because its head would exceed the KV memory that its tenant may hold."""
         queue = self._queues[self._key_of[head]]
         self._order.remove(queue)
-        self._tenant_limited[queue] = head, head.tenant.num_kv_blocks
+        self._tenant_limited[queue] = head, head.tenant.kv_quota
 
     def retry_tenant_limited(self) -> None:
-        """Stop skipping queues that have another head now, or whose tenants hold fewer blocks. The
+        """Stop skipping queues that have another head now, or whose tenants hold less memory. The
         others stay skipped: there may be many, and this runs in every step."""
         self._retry(
             queue
-            for queue, (head, num_blocks) in self._tenant_limited.items()
-            if queue.first() is not head or head.tenant.num_kv_blocks < num_blocks
+            for queue, (head, kv_quota) in self._tenant_limited.items()
+            if queue.first() is not head or head.tenant.kv_quota < kv_quota
         )
 
     def skip_queue(self, head: SequenceGroup) -> None:

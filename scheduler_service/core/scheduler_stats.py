@@ -7,6 +7,7 @@ from math import ceil, log2
 
 from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.sequence import Sequence
+from scheduler_service.core.step_plan import StepPlan
 
 FIRST_BOUND_US = 100
 BUCKETS_PER_DOUBLING = 4
@@ -79,6 +80,13 @@ class ModelTotals:
         rows = self.num_rows_by_accepted
         most = max(rows, default=0)
         return [sum(rows[each] for each in range(place, most + 1)) for place in range(1, most + 1)]
+
+    def note_plan(self, plan: StepPlan, num_prefill_tokens: int) -> None:
+        """Count the work of a plan, in which prefills compute `num_prefill_tokens` tokens."""
+        self.num_prefill_tokens += num_prefill_tokens
+        self.num_swapped_out_blocks += len(plan.swap_out) // 2
+        self.num_swapped_in_blocks += len(plan.swap_in) // 2
+        self.num_copied_blocks += len(plan.copy) // 2
 
     def note_drafts(self, num_drafts: int, num_accepted: list[int]) -> None:
         """Count the drafts of a step's rows. num_accepted: of each row that computed any."""

@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from scheduler_service.core.beam_search import BeamGroup
 from scheduler_service.core.config import WorkerGroupCapacity
-from scheduler_service.core.kv_cache.block_pool import BlockKey
+from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import (
     RequestClock,
@@ -56,9 +56,9 @@ class SequenceStatus(IntEnum):
     WAITING = 0
     """Waiting for a place in a batch, initially or after a preemption or a worker's loss."""
     RUNNING = 1
-    """It is in a worker group's batch, with blocks on the device."""
+    """It is in a worker group's batch, with KV on the device."""
     SWAPPED = 2
-    """Preempted, with its blocks in host memory."""
+    """Preempted, with its KV in host memory."""
     FINISHED_STOPPED = 3
     """Ended by a stop token, or by its frontend's stop string."""
     FINISHED_LENGTH_CAPPED = 4
@@ -111,13 +111,11 @@ class Sequence:
     """The step in which it last entered the batch."""
     is_prefilled: bool = False
     """Whether the result of the last step of its prefill is in."""
-    num_offered_blocks: int = 0
-    """Blocks of its table that were offered to the prefix cache, or found in it."""
-    block_keys: dict[int, list[BlockKey]] = field(default_factory=dict)
-    """Keys of its first full blocks, by block size, which may differ among worker groups."""
+    prefix_keys: PrefixKeys = field(default_factory=PrefixKeys)
+    """By which the KV cache finds its first tokens."""
     reserved_length: int = 0
-    """The length up to which it can decode without asking the block manager: the end of its last
-    block, or less if that block is shared and must be copied first, or if the output ends."""
+    """The length up to which it can decode without asking the KV cache: the end of the memory that
+    it has, or less if that is shared and must be copied first, or if the output ends."""
     forks: list[Sequence] = field(default_factory=list)
     """Choices that start from this one's last prompt token, or idle sequences of a beam search.
     Until they fork from it they are RUNNING, that is, they have places in the batch, but the
@@ -142,6 +140,32 @@ class Sequence:
         return self.seq_group.num_prompt_tokens + len(self.output_token_ids)
 
     @property
+    def num_confirmed(self) -> int:
+        """While it decodes: its first tokens whose KV is computed, by results that are in. The last
+        known token was sampled, not computed."""
+        return self.num_known - 1 if self.is_prefilled else 0
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether it is in the batch, and its first tokens are still being computed."""
+        return self.status is SequenceStatus.RUNNING and not self.is_prefilled
+
+    @property
+    def max_reusable_tokens(self) -> int:
+        """Maximum number of tokens that may come from the cache. If prompt log probabilities are
+        still to be reported, computation must begin at the logits of the first of them."""
+        seq_group = self.seq_group
+        num_reported = seq_group.prompt_logprobs_start
+        if seq_group.request.wants_prompt_logprobs and num_reported < seq_group.num_prompt_tokens:
+            return max(0, num_reported - 1)
+        return self.num_known
+
+    @property
+    def tenant_name(self) -> str:
+        """Its tenant, whose KV may have to be kept apart from that of others."""
+        return self.tenant.name
+
+    @property
     def num_in_flight(self) -> int:
         """Number of sampled tokens whose values are in flight; the most if there are drafts."""
         return self.length - self.num_known
@@ -154,6 +178,15 @@ class Sequence:
             return self.output_token_ids[first:last]
         output = self.output_token_ids[: max(0, last)]
         return [*self.seq_group.request.prompt_token_ids[start:end], *output]
+
+    def num_common_tokens(self, other: Sequence) -> int:
+        """In how many first tokens it equals another sequence of its beam search."""
+        num_tokens = self.seq_group.num_prompt_tokens
+        for token, others in zip(self.output_token_ids, other.output_token_ids, strict=True):
+            if token != others:
+                break
+            num_tokens += 1
+        return num_tokens
 
     def live_forks(self) -> list[Sequence]:
         """The forks that are still in the batch."""
@@ -173,11 +206,12 @@ class Sequence:
         """Take a place in the batch."""
         self.status = SequenceStatus.RUNNING
 
-    def start_prefill(self, step_id: int, num_computed: int, num_cached_blocks: int) -> None:
+    def start_prefill(self, step_id: int, num_computed: int) -> None:
         """Begin to compute what the prefix cache did not provide."""
         self.first_step_id = step_id
         self.num_computed = num_computed
-        self.num_offered_blocks = num_cached_blocks
+        if not self.seq_group.has_begun:
+            self.seq_group.num_cached_tokens = min(num_computed, self.seq_group.num_prompt_tokens)
 
     def advance_prefill(self, num_tokens: int) -> bool:
         """Count tokens as computed; return whether these were the last."""
@@ -185,13 +219,9 @@ class Sequence:
         return self.num_computed == self.length
 
     def confirm_prefill(self, *, is_complete: bool) -> None:
-        """Record the result of a prefill step; until it is complete, decoded blocks are not offered
+        """Record the result of a prefill step; until it is complete, decoded tokens are not offered
         to the prefix cache."""
         self.is_prefilled = is_complete
-
-    def offer_blocks(self, num_blocks: int) -> None:
-        """Record that its first blocks can be found in the prefix cache."""
-        self.num_offered_blocks = num_blocks
 
     def start_decode(self, reserved_length: int) -> None:
         """Sample the first token, and decode further ones up to `reserved_length`."""
@@ -199,7 +229,7 @@ class Sequence:
         self.extend()
 
     def reserve(self, num_tokens: int) -> None:
-        """Allow decoding up to a length, or to its end, without asking the block manager."""
+        """Allow decoding up to a length, or to its end, without asking the KV cache."""
         max_length = self.seq_group.num_prompt_tokens + self.max_output_tokens
         self.reserved_length = min(num_tokens, max_length - 1)
 
@@ -238,8 +268,7 @@ class Sequence:
         """Share the tokens that the parent has computed."""
         self.first_step_id = step_id
         self.num_computed = parent.num_computed
-        self.num_offered_blocks = parent.num_offered_blocks
-        self.block_keys = {size: list(keys) for size, keys in parent.block_keys.items()}
+        self.prefix_keys = parent.prefix_keys.fork()
         self.suspect_length = max(self.suspect_length, parent.suspect_length)
 
     def fork_beam(self, parent: Sequence, token: int, step_id: int) -> None:
@@ -252,7 +281,7 @@ class Sequence:
     def drop_beam(self) -> None:
         """Give up the beam; only the prompt is left."""
         self.output_token_ids = []
-        self.block_keys = {}
+        self.prefix_keys = PrefixKeys()
         self.is_prefilled = False
         self.length = self.num_known
 
@@ -262,7 +291,7 @@ class Sequence:
         self.is_prefilled = True
 
     def rejoin(self, step_id: int) -> None:
-        """Get rows from this step on; its blocks were not ready when it entered the batch."""
+        """Get rows from this step on; its KV was not ready when it entered the batch."""
         self.first_step_id = step_id
 
     def swap_out(self) -> None:
@@ -297,7 +326,6 @@ class Sequence:
             self.length = self.num_known  # the search chooses again
         self.num_computed = 0
         self.is_prefilled = False
-        self.num_offered_blocks = 0
         self.reserved_length = 0
         self.forks = []
 
@@ -361,8 +389,8 @@ class SequenceGroup:
     """The router's state while it is in no worker group."""
     outgrown_tokens: int = 0
     """Tokens of the largest KV cache that it has outgrown: only larger ones fit."""
-    num_reserved_blocks: int = 0
-    """KV blocks that count against its tenant's limit while it is in a worker group."""
+    kv_quota: int = 0
+    """What it counts against its tenant's limit on KV memory while it is in a worker group."""
     is_charged: bool = False
     """Whether its prompt was charged to its tenant's account."""
     has_begun: bool = False
@@ -434,17 +462,17 @@ class SequenceGroup:
         num_tokens = max(len(seq.output_token_ids) for seq in self.sequences)
         self.clock.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)
 
-    def most_blocks(self, capacity: WorkerGroupCapacity) -> int:
-        """Maximum number of blocks that its sequences can need in a worker group, even if the group
-        has fewer; shared blocks count once per sequence."""
+    def max_kv_quota(self, capacity: WorkerGroupCapacity) -> int:
+        """What the memory that its sequences can need in a worker group counts against its tenant's
+        limit, even if the group has less; what they share counts once per sequence."""
         room = capacity.max_model_len - self.num_prompt_tokens
         num_tokens = self.num_prompt_tokens + min(self.request.max_tokens, room) - 1
-        return self.num_unfinished * -(-num_tokens // capacity.block_size)
+        return self.num_unfinished * capacity.kv_quota(num_tokens)
 
     def fits(self, capacity: WorkerGroupCapacity) -> bool:
         """Whether a worker group can compute its sequences, at least one at a time."""
         is_in_model = self.num_prompt_tokens < capacity.max_model_len
-        is_allowed = self.tenant.may_ever_hold(self.most_blocks(capacity))
+        is_allowed = self.tenant.may_ever_hold(self.max_kv_quota(capacity))
         num_tokens = max(self.max_known_tokens, self.outgrown_tokens + 1)
         return is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
 
@@ -479,7 +507,7 @@ class SequenceGroup:
         return [seq for seq in self.sequences if seq.status is SequenceStatus.RUNNING]
 
     def swapped(self) -> list[Sequence]:
-        """Its sequences whose blocks are in host memory."""
+        """Its sequences whose KV is in host memory."""
         return [seq for seq in self.sequences if seq.status is SequenceStatus.SWAPPED]
 
     def check(self) -> None:

@@ -20,20 +20,19 @@ class TenantUsage:
     """Live requests."""
     num_queued_tokens: int = 0
     """Prompt tokens of requests that wait for a place in a batch."""
-    num_kv_blocks: int = 0
-    """Maximum number of blocks that its requests in worker groups can need."""
+    kv_quota: int = 0
+    """What its requests in worker groups count against its limit on KV memory."""
     ends: QueueThroughput = field(default_factory=QueueThroughput)
     """How fast its requests end."""
 
-    def may_hold(self, num_blocks: int) -> bool:
-        """Whether it may hold `num_blocks` more."""
-        limit = self.config.max_kv_blocks
-        return limit is None or self.num_kv_blocks + num_blocks <= limit
+    def may_hold(self, kv_quota: int) -> bool:
+        """Whether it may hold `kv_quota` more."""
+        return self.may_ever_hold(self.kv_quota + kv_quota)
 
-    def may_ever_hold(self, num_blocks: int) -> bool:
-        """Whether it may hold `num_blocks` if it holds no others."""
+    def may_ever_hold(self, kv_quota: int) -> bool:
+        """Whether it may hold `kv_quota` if it holds nothing else."""
         limit = self.config.max_kv_blocks
-        return limit is None or num_blocks <= limit
+        return limit is None or kv_quota <= limit
 
 
 class Tenants:
@@ -42,7 +41,7 @@ class Tenants:
     def __init__(
         self, default: TenantConfig, named: Mapping[str, TenantConfig], *, isolate: bool = True
     ) -> None:
-        """`isolate`: whether workers keep the KV blocks of tenants apart."""
+        """`isolate`: whether workers keep the KV of tenants apart."""
         self._default = default
         self._named = named
         self._isolate = isolate

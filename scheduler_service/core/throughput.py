@@ -56,8 +56,8 @@ class StepWork:
     num_tokens: int
     """Tokens computed, of prefills and decodes."""
     num_prefill_tokens: int
-    num_moved_blocks: int
-    """Blocks swapped out and in."""
+    num_moves: int
+    """Moves between device and host, in both directions; all move equally much."""
     swaps_in: bool
     """Whether any of them are swapped in, which may overlap with the computation."""
     num_attended_pairs: int
@@ -120,8 +120,8 @@ class StepRates:
     """Moving averages of a worker group's costs, in microseconds of its own time.
 
     A step without prefills measures the cost of a decode step; the extra time of a step with
-    prefills is divided among their tokens. Moving blocks does not count, whether it precedes the
-    computation or overlaps it. A step that swaps in measures only the cost of moving blocks. None:
+    prefills is divided among their tokens. Moving KV does not count, whether it precedes the
+    computation or overlaps it. A step that swaps in measures only the cost of moves. None:
     not measured yet.
     """
 
@@ -130,7 +130,7 @@ class StepRates:
         self._prefill_token = MovingAverage()
         self._prefill = MovingRatio()
         self.prefill_cost = PrefillCost()
-        self._moved_block = MovingAverage()
+        self._move = MovingAverage()
 
     @property
     def us_per_decode_step(self) -> float | None:
@@ -160,18 +160,18 @@ class StepRates:
         return self._prefill.mean
 
     @property
-    def us_per_moved_block(self) -> float | None:
-        """Cost of moving one block between device and host, in either direction."""
-        return self._moved_block.mean
+    def us_per_move(self) -> float | None:
+        """Cost of one move between device and host, in either direction."""
+        return self._move.mean
 
     def note(self, work: StepWork, result: StepResult) -> None:
         """Take in a step's result."""
-        if work.num_moved_blocks:
-            self._moved_block.add(result.cache_ops_us / work.num_moved_blocks)
+        if work.num_moves:
+            self._move.add(result.cache_ops_us / work.num_moves)
         if work.swaps_in:
             return
         compute_us = max(0, result.busy_us - result.cache_ops_us)
-        if work.num_moved_blocks:  # before the forward pass, or in parallel with it
+        if work.num_moves:  # before the forward pass, or in parallel with it
             without_moves_us = result.forward_us + result.sample_us
             compute_us = min(result.busy_us, max(compute_us, without_moves_us))
         if work.num_prefill_tokens:

@@ -161,7 +161,7 @@ class StepWatch:
 
 def _num_tokens(work: StepWork) -> int:
     """Tokens computed. Moving a block counts as much as computing a token, though it takes less."""
-    return work.num_tokens + work.num_moved_blocks
+    return work.num_tokens + work.num_moves
 
 
 def _size(work: StepWork) -> tuple[bool, int]:

@@ -10,7 +10,7 @@ def make_work(**fields: Any) -> StepWork:
     work = {
         "num_tokens": 1,
         "num_prefill_tokens": 0,
-        "num_moved_blocks": 0,
+        "num_moves": 0,
         "swaps_in": False,
         "num_attended_pairs": 1,
         "num_prefill_pairs": 0,

@@ -2,7 +2,7 @@
 
 A later attempt at a live request takes it over; `scheduler_service/attempts.py` says why. It is a
 request like any other, with the tokens that its client has received: it resumes from there, and
-finds the blocks that the former attempt computed in the prefix cache.
+finds what the former attempt computed in the prefix cache.
 """
 
 from collections.abc import Iterable, Sequence
@@ -126,7 +126,7 @@ def _why_tenant_cannot(
     seq_group: SequenceGroup, capacity: WorkerGroupCapacity
 ) -> PagewireError | None:
     tenant = seq_group.tenant
-    num_blocks = seq_group.most_blocks(capacity)
+    num_blocks = seq_group.max_kv_quota(capacity)
     if tenant.may_ever_hold(num_blocks):
         return None
     return PromptTooLong(

@@ -8,7 +8,7 @@ time that a request takes, and unknown terms count as zero.
                 that is best for it, at the lowest average costs per token and step that were ever
                 measured there. If some group has no such measurement: no time. If the request was
                 started before, and so may be cached or swapped out: no time for the prompt. If an
-                unfinished request shares a prefix, and may compute the same blocks first: no time
+                unfinished request shares a prefix, and may compute the same tokens first: no time
                 for the prompt either.
     the queue   Prompt tokens that are served before its own in the policy's order, at three times
                 the speed at which the queue has drained recently: outputs differ in length, so it
@@ -101,9 +101,11 @@ def _least_us(
     least_us = wait_us + _own_us(seq_group, model)
     if least_us <= left_us:
         return least_us
-    sizes = {s.capacity.block_size for s in model.schedulers if s.probe.caches_prefixes}
+    lengths = {s.probe.min_hit_tokens for s in model.schedulers if s.probe.caches_prefixes}
     is_cached = any(
-        _shares_block(seq_group, other, size) for other in live_seq_groups() for size in sizes
+        _shares_prefix(seq_group, other, length)
+        for other in live_seq_groups()
+        for length in lengths
     )
     return wait_us + _own_us(seq_group, model, is_cached=is_cached)
 
@@ -136,12 +138,12 @@ def _least_wait_us(seq_group: SequenceGroup, model: ServedModel) -> float:
     return model.waiting.num_tokens_before(seq_group) * us_per_token / _QUEUE_SPEEDUP
 
 
-def _shares_block(seq_group: SequenceGroup, other: SequenceGroup, block_size: int) -> bool:
-    """Whether another request may compute a block that the group can use."""
+def _shares_prefix(seq_group: SequenceGroup, other: SequenceGroup, num_tokens: int) -> bool:
+    """Whether another request may compute the first `num_tokens` tokens for the group."""
     if other is seq_group or other.request.model != seq_group.request.model:
         return False
     mine, others = seq_group.request.prompt_token_ids, other.request.prompt_token_ids
-    return len(mine) > block_size and list(mine[:block_size]) == list(others[:block_size])
+    return len(mine) > num_tokens and list(mine[:num_tokens]) == list(others[:num_tokens])
 
 
 def _ms(microseconds: float) -> float:

@@ -3,20 +3,10 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockMap, BlockPool, map_blocks
 from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
-
-
-class AllocStatus(Enum):
-    """Whether blocks can be allocated."""
-
-    OK = "ok"
-    LATER = "later"
-    """After other sequences have freed blocks."""
-    NEVER = "never"
-    """Not even if all blocks were free."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,14 +77,6 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
-
-    def round_up(self, num_tokens: int) -> int:
-        """`num_tokens`, rounded up to full blocks."""
-        return -(-num_tokens // self.block_size) * self.block_size
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a sequence of `num_tokens` tokens fits in an empty cache."""
-        return num_tokens <= self.gpu_pool.num_blocks * self.block_size
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
         """The device blocks with these keys, up to the first key that is not found."""

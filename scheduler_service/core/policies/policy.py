@@ -38,8 +38,8 @@ class Policy(ABC):
     def queue_name(self, tenant: TenantUsage) -> str | None:
         """The queue of a tenant's requests; None is the one that tenants share.
 
-        A tenant whose requests may have to wait for its own blocks has a queue of its own, so
-        that they do not block other tenants.
+        A tenant whose requests may have to wait for its own limit on KV memory has a queue of its
+        own, so that they do not hold up other tenants.
         """
         return None if tenant.config.max_kv_blocks is None else tenant.name
 
@@ -65,7 +65,7 @@ class Policy(ABC):
         return iter(())
 
     def open_queue(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
-        """Record that a tenant's request joins a queue that was empty, or that was blocked by the
+        """Record that a tenant's request joins a queue that was empty, or that was held up by the
         tenant's own limits; `first` would be next otherwise."""
         del tenant, first
 

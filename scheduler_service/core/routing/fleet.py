@@ -257,11 +257,11 @@ class ServedModel:
                     )
 
     def release(self, seq_group: SequenceGroup) -> None:
-        """Give the blocks reserved for a group in a worker group back to its tenant."""
+        """Give what a group in a worker group holds of its tenant's limit back."""
         if seq_group.is_placed:
             seq_group.is_placed = seq_group.is_preempting = False
-            seq_group.tenant.num_kv_blocks -= seq_group.num_reserved_blocks
-            seq_group.num_reserved_blocks = 0
+            seq_group.tenant.kv_quota -= seq_group.kv_quota
+            seq_group.kv_quota = 0
 
     def route(
         self, why_late: Callable[[SequenceGroup], PagewireError | None], now_us: int
@@ -293,8 +293,8 @@ class ServedModel:
         return too_late
 
     def _set_aside(self, unfit: list[SequenceGroup], now_us: int) -> None:
-        """Move requests that fit no worker group out of the queue, where they would block
-        others."""
+        """Move requests that fit no worker group out of the queue, where they would hold
+        up others."""
         for seq_group in unfit:
             self.waiting.discard(seq_group)
             self.unschedulable.add(seq_group)
@@ -322,9 +322,9 @@ class ServedModel:
             self._sorted_for = worker_groups
             equivalent: dict[object, list[Scheduler]] = {}
             for scheduler in self.schedulers:
-                size = scheduler.capacity
-                key = size.num_gpu_blocks, size.block_size, size.max_model_len, size.arithmetic
-                equivalent.setdefault((*key, scheduler.is_draining), []).append(scheduler)
+                capacity = scheduler.capacity
+                key = capacity.size, capacity.arithmetic, scheduler.is_draining
+                equivalent.setdefault(key, []).append(scheduler)
             self._equivalent = [tuple(schedulers) for schedulers in equivalent.values()]
             self.waiting.reorder()
             for seq_group in self.waiting:
@@ -380,7 +380,7 @@ class Fleet:
         return next((s for s in model.schedulers if seq_group in s.seq_groups), None)
 
     def wake_tenant_limited(self) -> None:
-        """Wake models that have requests blocked by a tenant's limit on KV blocks, because a tenant
+        """Wake models that have requests held up by a tenant's limit on KV memory, because a tenant
         has released some."""
         for model in self.models.values():
             if model.waiting.has_tenant_limited:

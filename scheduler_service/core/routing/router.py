@@ -4,14 +4,14 @@ Of the worker groups that a request fits, the router chooses the one with the lo
 to the end of the answer. A worker group's work is counted in tokens, at the group's measured time
 per token:
 
-    own prompt          tokens that no block of the group holds; blocks in host memory cost their
+    own prompt          tokens that the group does not have; those in host memory cost their
                         transfer instead
     waiting prompts     prompt tokens of other requests that are not computed yet
     running sequences   one token per step for each sequence, for the expected length of the answer
-    memory shortage     tokens for which there is no free block: they will be computed twice
+    memory shortage     tokens for which there is no free memory: they will be computed twice
 
-So the next turn of a conversation goes to the group that has its blocks, unless the requests there
-cost more time than computing the blocks again; and faster groups get more requests.
+So the next turn of a conversation goes to the group that has its KV, unless the requests there
+cost more time than computing it again; and faster groups get more requests.
 
 For a group without capacity, the estimate adds a wait: the time until enough of its sequences have
 ended. A request may wait for such a group although another has capacity now, but no longer than the
@@ -79,9 +79,9 @@ class RouteEstimate:
     @property
     def order(self) -> tuple[float, float, int, int]:
         """The lowest is the best. Among equals: the group with the fewest sequences, then the one
-        with the most free blocks."""
+        with the most free memory."""
         scheduler = self.scheduler
-        num_sequences, num_free = scheduler.probe.num_sequences, scheduler.blocks.num_free_blocks
+        num_sequences, num_free = scheduler.probe.num_sequences, scheduler.cache.num_free_tokens
         return self.cost_us + self.wait_us, self.cost_us, num_sequences, -num_free
 
 
@@ -117,7 +117,7 @@ class Router:
         self, seq_group: SequenceGroup, schedulers: Sequence[Scheduler]
     ) -> list[RouteEstimate]:
         """Estimates of all worker groups, except full ones that could not be the best even if they
-        had the whole prompt: looking up the prompt's blocks is the expensive part."""
+        had the whole prompt: looking up the prompt is the expensive part."""
         token_us = [us_per_token(scheduler) for scheduler in schedulers]
         known = [us for us in token_us if us is not None]
         typical_us = fmean(known) if known else 1.0  # if nothing is measured: compare tokens
@@ -175,9 +175,8 @@ def _estimate(
     the request's own prompt; has_room: whether it may have room for any request."""
     found = scheduler.probe.estimate(seq_group)
     num_tokens += found.num_tokens_to_compute
-    num_free = scheduler.blocks.num_free_blocks * scheduler.blocks.block_size
-    num_twice = max(0.0, num_tokens - num_free)
-    fetch_us = found.num_blocks_to_fetch * (scheduler.rates.us_per_moved_block or 0.0)
+    num_twice = max(0.0, num_tokens - scheduler.cache.num_free_tokens)
+    fetch_us = found.num_moves * (scheduler.rates.us_per_move or 0.0)
     return RouteEstimate(
         scheduler=scheduler,
         has_room=has_room and found.shortage == 0,
@@ -276,8 +275,8 @@ class RoutingRound:
     def _place(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
         seq_group.routing = RoutingState()
         seq_group.is_placed = True
-        seq_group.num_reserved_blocks = seq_group.most_blocks(scheduler.capacity)
-        seq_group.tenant.num_kv_blocks += seq_group.num_reserved_blocks
+        seq_group.kv_quota = seq_group.max_kv_quota(scheduler.capacity)
+        seq_group.tenant.kv_quota += seq_group.kv_quota
         self._policy.note_placed(seq_group)
         scheduler.take(seq_group, now_us)
         self.routed[seq_group] = scheduler
@@ -292,10 +291,8 @@ class RoutingRound:
             self._waiting.discard(seq_group)
             self.unfit.append(seq_group)
             return None
-        may_hold, most_blocks = seq_group.tenant.may_hold, seq_group.most_blocks
-        allowed = [
-            s for s in self._schedulers if s in suitable and may_hold(most_blocks(s.capacity))
-        ]
+        may_hold, max_quota = seq_group.tenant.may_hold, seq_group.max_kv_quota
+        allowed = [s for s in self._schedulers if s in suitable and may_hold(max_quota(s.capacity))]
         if not allowed:
             self._waiting.skip_tenant_limited(seq_group)
             return None

@@ -47,16 +47,16 @@ class Batch:
         self._prefill_samples: list[bool] = []
         self._prefills: list[tuple[Sequence, int, bool]] = []
 
-    def update_block(self, seq_id: int, update: BlockUpdate) -> None:
+    def update_table(self, seq_id: int, update: BlockUpdate) -> None:
         """Change a running sequence's block table, copying the shared block that it replaces."""
         if update.copied_from is not None:
             self._copy += (update.copied_from, update.block)
         self._block_updates += (seq_id, update.index, update.block)
 
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy a shared block for a sequence that this plan introduces, with the copy in its
-        table."""
-        self._copy += (source, target)
+    def copy_shared(self, update: BlockUpdate) -> None:
+        """Copy the shared block, if any, that a change of a block table replaces."""
+        if update.copied_from is not None:
+            self._copy += (update.copied_from, update.block)
 
     def append_token(self, seq_id: int, token: int) -> None:
         """Send the worker a token that the core has chosen."""
@@ -160,7 +160,7 @@ class Batch:
         return StepWork(
             num_tokens=num_decodes + self.num_prefill_tokens,
             num_prefill_tokens=self.num_prefill_tokens,
-            num_moved_blocks=(len(self.swap_out) + len(self.swap_in)) // 2,
+            num_moves=(len(self.swap_out) + len(self.swap_in)) // 2,
             swaps_in=bool(self.swap_in),
             num_attended_pairs=self.num_attended_pairs,
             num_prefill_pairs=self.num_prefill_pairs,
@@ -173,6 +173,22 @@ class Batch:
             places = {seq_id: row for row, seq_id in enumerate(self.seq_ids)}
             self._new_sequences.sort(key=lambda new: places[new.seq_id])
         return self._new_sequences
+
+
+def make_fork(
+    seq: Sequence, parent: Sequence, token_ids: list[int], block_ids: list[int]
+) -> NewSequence:
+    """The introduction of a sequence that shares the parent's tokens and adds `token_ids`."""
+    return NewSequence(
+        seq_id=seq.seq_id,
+        choice_index=seq.choice_index,
+        token_ids=token_ids,
+        num_prompt_tokens=0,
+        num_computed_tokens=0,
+        block_ids=block_ids,
+        sampling=seq.seq_group.request.sampling,
+        parent_seq_id=parent.seq_id,
+    )
 
 
 def make_new_sequence(seq: Sequence, block_ids: list[int]) -> NewSequence:

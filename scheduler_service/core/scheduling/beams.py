@@ -6,38 +6,21 @@ pipelined with itself; other requests are not affected. Its sequences are in the
 like any others, so that preemption treats them equally, but always as a whole.
 
 A preempted group is admitted again as a whole, too. Its beams have a common beginning; each is
-computed only from the first block in which it differs from the beams before it, once these are
-computed. So the group needs no more memory than before, with or without a prefix cache.
+computed only from where it differs from the beams before it, once these are computed. So the group
+needs no more memory than before, with or without a prefix cache.
 """
 
 import struct
-from dataclasses import dataclass
 
 from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
-from scheduler_service.core.kv_cache.block_manager import AllocStatus
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.manager import JointStart
 from scheduler_service.core.request import ChoiceFinished
-from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.scheduling.batch import Batch, make_fork
 from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
-from scheduler_service.core.step_plan import NewSequence, RowCandidates, RowLogprobs
-
-
-@dataclass(frozen=True, slots=True)
-class _Start:
-    """The source of the blocks of a beam that is recomputed."""
-
-    seq: Sequence
-    found: list[int]
-    """Blocks that the prefix cache has."""
-    source: Sequence | None
-    """Otherwise, the sequence that shares its first `num_shared` blocks, if there is one."""
-    num_shared: int
-
-    @property
-    def num_given(self) -> int:
-        """Blocks that are found or shared, and need not be allocated."""
-        return max(len(self.found), self.num_shared)
+from scheduler_service.core.step_plan import RowCandidates, RowLogprobs
 
 
 class BeamScheduler:
@@ -46,83 +29,39 @@ class BeamScheduler:
 
     def __init__(self, state: WorkerGroupState) -> None:
         self._config = state.config
-        self._blocks = state.blocks
-        self._prefixes = state.prefixes
+        self._cache = state.cache
         self._running = state.running
         self._pipeline = state.pipeline
 
     # Admission.
 
     def admit(self, seq_group: SequenceGroup, batch: Batch) -> AllocStatus:
-        """Admit all sequences of a group, with the blocks of all its beams, or none of them."""
+        """Admit all sequences of a group, with the memory of all its beams, or none of them."""
         beams = _beams(seq_group)
         if self._running.num_places + len(seq_group.sequences) > self._config.max_num_seqs:
             return AllocStatus.LATER
-        starts = self._starts(beams)
-        num_missing = starts[0].seq.length - starts[0].num_given * self._blocks.block_size
+        starts = self._cache.start_jointly(beams.held, Sequence.num_common_tokens)
+        num_missing = starts[0].seq.length - starts[0].num_tokens
         if not self._config.enable_chunked_prefill and num_missing > batch.budget:
             return AllocStatus.LATER
-        verdict = self._verdict(starts)
+        verdict = self._cache.can_admit_jointly(starts)
         if verdict is AllocStatus.OK:
             idle = [seq for seq in seq_group.sequences if seq not in beams.held]
             beams.num_prefilling = len(starts)
-            self._allocate(starts)
+            self._cache.admit_jointly(starts)
             for start in starts:
                 self._enter(start, idle if start is starts[0] else [], batch.now_us)
         return verdict
 
-    def _starts(self, beams: BeamGroup[Sequence]) -> list[_Start]:
-        starts: list[_Start] = []
-        for seq in beams.held:
-            found = self._prefixes.find(seq)
-            commons = [(self._num_common_blocks(seq, start.seq), start.seq) for start in starts]
-            num_shared, source = max(commons, key=lambda pair: pair[0], default=(0, None))
-            if num_shared > len(found):
-                starts.append(_Start(seq, [], source, num_shared))
-            else:
-                starts.append(_Start(seq, found, None, 0))
-        return starts
-
-    def _num_common_blocks(self, seq: Sequence, other: Sequence) -> int:
-        """The number of full blocks, without the last token, in which two beams are equal."""
-        num_tokens = seq.seq_group.num_prompt_tokens
-        for token, others in zip(seq.output_token_ids, other.output_token_ids, strict=True):
-            if token != others:
-                break
-            num_tokens += 1
-        return min(num_tokens, seq.num_known - 1) // self._blocks.block_size
-
-    def _verdict(self, starts: list[_Start]) -> AllocStatus:
-        num_blocks = sum(
-            self._blocks.num_blocks_for(start.seq.length) - start.num_given for start in starts
-        )
-        found = {block for start in starts for block in start.found}
-        return self._blocks.can_provide(num_blocks, found)
-
-    def _allocate(self, starts: list[_Start]) -> None:
-        """Allocate all block tables, without reusing a block found for one beam for another."""
-        pool = self._blocks.gpu_pool
-        found = list({block for start in starts for block in start.found})
-        pool.share(found)
-        for start in starts:
-            given = start.found
-            if start.source is not None:
-                given = self._blocks.table(start.source.seq_id)[: start.num_shared]
-            self._blocks.allocate(start.seq.seq_id, start.seq.length, given)
-        pool.release(found)
-
-    def _enter(self, start: _Start, idle: list[Sequence], now_us: int) -> None:
-        seq, seq_group = start.seq, start.seq.seq_group
-        num_computed = start.num_given * self._blocks.block_size
-        seq.start_prefill(self._pipeline.next_step_id, num_computed, start.num_given)
-        if not seq_group.has_begun:
-            seq_group.num_cached_tokens = min(seq.num_computed, seq_group.num_prompt_tokens)
+    def _enter(self, start: JointStart[Sequence], idle: list[Sequence], now_us: int) -> None:
+        seq = start.seq
+        seq.start_prefill(self._pipeline.next_step_id, start.num_tokens)
         if start.source is not None:
-            _beams(seq_group).source_of[seq] = start.source
+            _beams(seq.seq_group).source_of[seq] = start.source
         self._running.enter(seq, idle, now_us)
 
     def may_prefill(self, seq: Sequence) -> bool:
-        """Whether a beam that is recomputed may get a row: only once the blocks that it shares are
+        """Whether a beam that is recomputed may get a row: only once the tokens that it shares are
         computed."""
         source = _beams(seq.seq_group).source_of.get(seq)
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
@@ -142,10 +81,10 @@ class BeamScheduler:
         beams = _beams(seq_group)
         if not beams.is_due:
             return True
-        if not self._blocks.fits(beams.held[0].length):
+        if beams.held[0].length > self._cache.num_tokens:
             return False
-        lengths = [(seq.seq_id, seq.length) for seq in beams.held]
-        while not self._blocks.can_append_all(lengths):
+        held = beams.held
+        while not self._cache.can_reserve_all(held):
             if not preemption.make_room(seq_group, batch):
                 return False
             if seq_group.num_running == 0:
@@ -154,38 +93,38 @@ class BeamScheduler:
         return True
 
     def _add_rows(self, beams: BeamGroup[Sequence], batch: Batch) -> None:
-        """Add the rows. Forks append first: of the beams that share a last block, the last to
-        append keeps the block and the others copy it, and a fork's table is sent as a whole
-        anyway."""
+        """Add the rows. Forks reserve first: of the beams that share their last memory, the last to
+        reserve keeps it and the others copy it, and a fork's table is sent as a whole anyway."""
         continued = {child.seq: child for child in beams.continuations}
         forks = [child for child in beams.continuations if child.parent is not None]
         tables = {child.seq: self._fork_table(child.seq, batch) for child in forks}
         forked = {child.seq for child in forks}
         for seq in sorted((s for s in beams.held if s not in forked), key=lambda s: s.order):
-            self._append(seq, batch)
+            self._reserve(seq, batch)
             if seq in continued:
                 batch.append_token(seq.seq_id, continued[seq].token)
             batch.add_beam(seq)
             seq.extend()
         for child in forks:
-            batch.add_new(_fork(child, tables[child.seq]))
+            assert child.parent is not None
+            batch.add_new(make_fork(child.seq, child.parent, [child.token], tables[child.seq]))
             self._running.mark_introduced(child.seq)
             batch.add_beam(child.seq)
             child.seq.extend()
         beams.continuations = []
 
-    def _append(self, seq: Sequence, batch: Batch) -> None:
-        update = self._blocks.append(seq.seq_id, seq.length)
+    def _reserve(self, seq: Sequence, batch: Batch) -> None:
+        update = self._cache.reserve(seq, seq.length)
         if update is not None:
-            batch.update_block(seq.seq_id, update)
-        self._prefixes.note_decodes(seq)
+            batch.update_table(seq.seq_id, update)
+        self._cache.offer(seq, seq.num_confirmed)
 
     def _fork_table(self, seq: Sequence, batch: Batch) -> list[int]:
-        update = self._blocks.append(seq.seq_id, seq.length)
-        if update is not None and update.copied_from is not None:
-            batch.copy_block(update.copied_from, update.block)
-        self._prefixes.note_decodes(seq)
-        return self._blocks.table(seq.seq_id)
+        update = self._cache.reserve(seq, seq.length)
+        if update is not None:
+            batch.copy_shared(update)
+        self._cache.offer(seq, seq.num_confirmed)
+        return self._cache.table(seq)
 
     # Results.
 
@@ -228,13 +167,13 @@ class BeamScheduler:
         beams.held[0].hold_forks(spare)
 
     def _drop(self, seq: Sequence) -> None:
-        """Drop a beam: free its blocks and leave its sequence idle."""
+        """Drop a beam: free its memory and leave its sequence idle."""
         self._running.drop_beam(seq)
         seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
         """Make an idle sequence continue a copy of a beam with another token."""
-        self._blocks.fork(parent.seq_id, child.seq_id)
+        self._cache.fork(parent, child)
         child.fork_beam(parent, token, self._pipeline.next_step_id)
         self._running.add_beam(child)
 
@@ -242,20 +181,6 @@ class BeamScheduler:
 def _beams(seq_group: SequenceGroup) -> BeamGroup[Sequence]:
     assert seq_group.beams is not None
     return seq_group.beams
-
-
-def _fork(child: Continuation[Sequence], block_ids: list[int]) -> NewSequence:
-    assert child.parent is not None
-    return NewSequence(
-        seq_id=child.seq.seq_id,
-        choice_index=child.seq.choice_index,
-        token_ids=[child.token],
-        num_prompt_tokens=0,
-        num_computed_tokens=0,
-        block_ids=block_ids,
-        sampling=child.seq.seq_group.request.sampling,
-        parent_seq_id=child.parent.seq_id,
-    )
 
 
 def deliver_beams(seq_group: SequenceGroup) -> int | None:

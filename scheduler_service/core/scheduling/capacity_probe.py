@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from itertools import chain
 
-from scheduler_service.core.kv_cache.block_manager import AllocStatus
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.manager import PrefixHit
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
@@ -14,14 +15,14 @@ RUNNING = SequenceStatus.RUNNING
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapacityEstimate:
-    """The cached blocks and free capacity that a group would find in a worker group."""
+    """The cached tokens and free capacity that a group would find in a worker group."""
 
     num_tokens_to_compute: int
     """Tokens that are neither on the device nor on the host."""
-    num_blocks_to_fetch: int
-    """Blocks that are on the host; 0 if computing them again is faster."""
+    num_moves: int
+    """Moves from the host to the device that it takes; 0 if computing again is faster."""
     shortage: float
-    """The share of the sequences there that must end before the group gets places and blocks in
+    """The share of the sequences there that must end before the group gets places and memory in
     addition to the groups that already wait there; 0 if it would get them now."""
 
 
@@ -32,8 +33,7 @@ class CapacityProbe:
         self._state = state
         self._policy = policy
         self._config = state.config
-        self._blocks = state.blocks
-        self._prefixes = state.prefixes
+        self._cache = state.cache
         self._running = state.running
         self._in_vain: tuple[SequenceGroup, int] | None = None
         """The last group that could not preempt any other, and the running set's changes until
@@ -54,12 +54,15 @@ class CapacityProbe:
         """Whether what one sequence has computed serves others."""
         return self._config.enable_prefix_caching
 
+    @property
+    def min_hit_tokens(self) -> int:
+        """The fewest first tokens that one sequence can reuse of another."""
+        return self._cache.tokens_per_move
+
     def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
-        """Tokens of a group that has not run that are in no block here, on device or host."""
+        """Tokens of a group that has not run that are not here, on device or host."""
         longest = seq_group.longest
-        num_found = len(self._prefixes.find(longest))
-        num_found += len(self._prefixes.find_on_host(longest, num_found))
-        return longest.num_known - num_found * self._blocks.block_size
+        return longest.num_known - self._cache.match_prefix(longest, on_host=True).num_tokens
 
     @property
     def has_room(self) -> bool:
@@ -75,20 +78,20 @@ class CapacityProbe:
     def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
         """The estimate for a group that fits here."""
         state, longest = self._state, seq_group.longest
-        found = self._prefixes.find(longest)
-        num_blocks = self._blocks.num_blocks_for(longest.num_known)
-        num_promised = self._blocks.num_blocks_for(state.waiting.num_tokens) + len(state.waiting)
-        blocks_short = self._blocks.num_blocks_short(num_blocks - len(found), found, num_promised)
+        is_fetched = is_fetch_cheaper(state.pipeline.rates, self._cache.tokens_per_move)
+        hit = self._cache.match_prefix(longest, on_host=is_fetched)
+        memory_shortage = self._cache.shortage(
+            longest.num_known,
+            hit,
+            num_waiting_tokens=state.waiting.num_tokens,
+            num_waiting=len(state.waiting),
+        )
         num_sequences = state.num_sequences
         places_short = num_sequences + len(seq_group.waiting()) - self._config.max_num_seqs
-        num_used = state.capacity.num_gpu_blocks - self._blocks.num_free_blocks
-        is_fetched = is_fetch_cheaper(state.pipeline.rates, self._blocks.block_size)
-        stored = self._prefixes.find_on_host(longest, len(found)) if is_fetched else ()
-        num_found = (len(found) + len(stored)) * self._blocks.block_size
         return CapacityEstimate(
-            num_tokens_to_compute=longest.num_known - num_found,
-            num_blocks_to_fetch=len(stored),
-            shortage=max(0, places_short / max(1, num_sequences), blocks_short / max(1, num_used)),
+            num_tokens_to_compute=longest.num_known - hit.num_tokens,
+            num_moves=hit.num_moves,
+            shortage=max(0, places_short / max(1, num_sequences), memory_shortage),
         )
 
     def has_room_for(self, seq_group: SequenceGroup) -> bool:
@@ -99,7 +102,7 @@ class CapacityProbe:
     def can_preempt_for(self, seq_group: SequenceGroup) -> bool:
         """Whether the group would have capacity here now by preempting running or waiting groups.
         False while a group that must start before it waits here: that one is to get the places and
-        blocks."""
+        memory."""
         state = self._state
         if state.preempting or seq_group.is_suspect or not seq_group.fits(state.capacity):
             return False
@@ -112,8 +115,8 @@ class CapacityProbe:
         """The fewest groups that must be preempted for a waiting group to be admitted, in order.
         None if it takes precedence over no group here, or if there is no room for it even so.
 
-        Beam groups are not preempted: their sequences change in every step, so the number of blocks
-        that they would free is unknown.
+        Beam groups are not preempted: their sequences change in every step, so the memory that
+        they would free is unknown.
         """
         question = (seq_group, self._running.num_changes)
         if question == self._in_vain:
@@ -123,30 +126,27 @@ class CapacityProbe:
         if first is None:
             self._in_vain = question
             return None
-        found = self._prefixes.find(seq_group.longest)
+        hit = self._cache.match_prefix(seq_group.longest, on_host=False)
         victims: list[SequenceGroup] = []
-        num_places = num_blocks = 0
+        num_places = num_tokens = 0
         for other in chain([first], yielding):
-            if self._would_fit(seq_group, found, num_places, num_blocks):
+            if self._would_fit(seq_group, hit, num_places, num_tokens):
                 return victims
             if other.num_running and not other.is_lockstep and other is not self._state.suspect:
                 victims.append(other)
                 num_places += other.num_running
-                num_blocks += self._num_blocks_of(other)
-        return victims if self._would_fit(seq_group, found, num_places, num_blocks) else None
+                num_tokens += self._cache.num_tokens_freed(other.running())
+        return victims if self._would_fit(seq_group, hit, num_places, num_tokens) else None
 
     def _would_fit(
-        self, seq_group: SequenceGroup, found: list[int], num_places: int, num_blocks: int
+        self, seq_group: SequenceGroup, hit: PrefixHit, num_places: int, num_tokens: int
     ) -> bool:
-        """Whether the group could be admitted with this many more free places and blocks."""
+        """Whether the group could be admitted with this many more free places, and memory for this
+        many more tokens."""
         num_taken = self._running.num_places - num_places + len(seq_group.waiting())
-        verdict = self._blocks.can_allocate(seq_group.max_known_tokens, found, -num_blocks)
+        max_tokens = seq_group.max_known_tokens
+        verdict = self._cache.can_admit(max_tokens, hit, num_freed_tokens=num_tokens)
         return num_taken <= self._config.max_num_seqs and verdict is AllocStatus.OK
-
-    def _num_blocks_of(self, seq_group: SequenceGroup) -> int:
-        """Number of blocks that are freed when the group leaves."""
-        seq_ids = [seq.seq_id for seq in seq_group.running() if self._blocks.holds(seq.seq_id)]
-        return self._blocks.num_own_blocks(seq_ids)
 
     @property
     def has_suspect(self) -> bool:

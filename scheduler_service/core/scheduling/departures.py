@@ -36,7 +36,7 @@ class Departures:
         """End a sequence and free what it held. Sequences that were to fork from it wait again."""
         state, seq_group = self._state, seq.seq_group
         if seq.status is SequenceStatus.RUNNING:
-            state.prefixes.note_decodes(seq)  # the prefix cache may keep what it has computed
+            state.cache.offer(seq, seq.num_confirmed)  # others may find what it has computed
             state.running.vacate(seq, now_us)
         elif seq.status is SequenceStatus.SWAPPED:
             state.running.release_swapped(seq)
@@ -88,12 +88,11 @@ class Departures:
         return self._migrating
 
     def begin_move(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """Take a group, started here or elsewhere, out of the batch and the queues. Its blocks are
+        """Take a group, started here or elsewhere, out of the batch and the queues. Its memory is
         freed: its tokens are computed again where it goes."""
         self.discard(seq_group)
         running = self._state.running
         for seq in seq_group.running():
-            self._state.prefixes.note_departure(seq)
             if seq.status is SequenceStatus.RUNNING:  # a fork leaves with its parent
                 running.vacate(seq, now_us)
         for seq in seq_group.swapped():

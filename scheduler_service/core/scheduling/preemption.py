@@ -1,34 +1,33 @@
 """Preemption: which groups leave the batch, by swap or by recompute, and how they come back.
 
-When memory runs out, the last group in order is preempted as a whole: its sequences share blocks,
+When memory runs out, the last group in order is preempted as a whole: its sequences share memory,
 and if only some of them left, the rest would hold memory without being able to finish. If the group
-that needs a block is itself the last, only its last sequence is preempted; it is computed again
-when the others have freed blocks. For a request that takes precedence over others, the policy says
+that needs memory is itself the last, only its last sequence is preempted; it is computed again
+when the others have freed some. For a request that takes precedence over others, the policy says
 which of them may be preempted.
 
-*Swap* moves a group's blocks to host memory and later back. *Recompute* frees its blocks and
+*Swap* moves a group's KV to host memory and later back. *Recompute* frees its memory and
 computes its tokens again later. `auto` chooses what costs less at the measured rates:
 
-    swap         block moves, out and back x us_per_moved_block
+    swap         moves, out and back x us_per_move
     recompute    tokens to compute x us_per_prefill_token
 
-Each block moves once each way, and not to the host if a copy is there already. With the prefix
-cache, sequences reuse blocks that others have computed: the tokens of a block then count once, and
-only if no other sequence has it. (The cache may hold more, unless it is evicted meanwhile.)
+A token moves once each way, and not to the host if a copy is there already. With the prefix cache,
+sequences reuse tokens that others have computed: they then count once, and only if no other
+sequence has them. (The cache may hold more, unless it is evicted meanwhile.)
 
 Until both rates have been measured, a single sequence is recomputed, which takes one pass over its
-tokens, and several sequences are swapped: the blocks that they share move once, but each sequence
+tokens, and several sequences are swapped: the tokens that they share move once, but each sequence
 may have to be recomputed alone.
 
 The worker forgets a swapped-out group. It comes back as a whole, in two plans: the first one swaps
-its blocks in, which the worker does in parallel with the forward pass; the second one introduces
+its KV in, which the worker does in parallel with the forward pass; the second one introduces
 its sequences again, with all but their last tokens computed, and has their rows.
 """
 
 import logging
 
 from scheduler_service.core.config import PreemptionMode
-from scheduler_service.core.kv_cache.block_manager import AllocStatus
 from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
@@ -45,26 +44,26 @@ SUMMARY_INTERVAL_US = 10_000_000
 def is_swap_cheaper(
     rates: StepRates, *, num_sequences: int, num_moves: int, num_tokens: int
 ) -> bool:
-    """Whether to move blocks to the host and back, `num_moves` in all, rather than compute
+    """Whether to make `num_moves` moves to the host and back in all, rather than compute
     `num_tokens`.
 
     Until such costs have been measured: for several sequences, but not for a single one.
     """
-    us_per_block, us_per_token = rates.us_per_moved_block, rates.us_per_prefill_token
-    if us_per_block is None or us_per_token is None:
+    us_per_move, us_per_token = rates.us_per_move, rates.us_per_prefill_token
+    if us_per_move is None or us_per_token is None:
         return num_sequences > 1
-    return num_moves * us_per_block < num_tokens * us_per_token
+    return num_moves * us_per_move < num_tokens * us_per_token
 
 
-def is_fetch_cheaper(rates: StepRates, block_size: int) -> bool:
-    """Whether to swap in a block that is on the host already, rather than recompute its tokens.
+def is_fetch_cheaper(rates: StepRates, tokens_per_move: int) -> bool:
+    """Whether to swap in tokens that are on the host already, rather than recompute them.
 
     Until such costs have been measured: yes.
     """
-    us_per_block, us_per_token = rates.us_per_moved_block, rates.us_per_prefill_token
-    if us_per_block is None or us_per_token is None:
+    us_per_move, us_per_token = rates.us_per_move, rates.us_per_prefill_token
+    if us_per_move is None or us_per_token is None:
         return True
-    return us_per_block < block_size * us_per_token
+    return us_per_move < tokens_per_move * us_per_token
 
 
 class Preemption:
@@ -72,8 +71,7 @@ class Preemption:
 
     def __init__(self, state: WorkerGroupState) -> None:
         self._state = state
-        self._blocks = state.blocks
-        self._prefixes = state.prefixes
+        self._cache = state.cache
         self._running = state.running
         self._landed: list[tuple[Sequence, NewSequence]] = []
         self._log = _PreemptionLog()
@@ -81,7 +79,7 @@ class Preemption:
     # Out of the batch.
 
     def make_room(self, seq_group: SequenceGroup, batch: Batch) -> bool:
-        """Preempt the last group for `seq_group`, which needs a block; if it is itself the last,
+        """Preempt the last group for `seq_group`, which needs memory; if it is itself the last,
         preempt its last sequence. Returns False if the group cannot continue even alone.
 
         Preempts only sequences that have no row in the batch yet, provided that decodes get their
@@ -119,7 +117,7 @@ class Preemption:
         return self._running.num_places == seq_group.num_running
 
     def _should_swap(self, seq_group: SequenceGroup) -> bool:
-        """Whether to move a group's blocks to the host, rather than free them."""
+        """Whether to move a group's KV to the host, rather than free it."""
         mode = self._state.config.preemption_mode
         if mode is PreemptionMode.RECOMPUTE:
             return False
@@ -131,47 +129,40 @@ class Preemption:
         if any(seq.live_forks() for seq in sequences):
             return False  # a beam search that has not started
         if any(seq.num_drafts for seq in sequences):
-            return False  # it is unknown how many of its blocks will be written
-        seq_ids = [seq.seq_id for seq in sequences]
-        if self._blocks.can_swap_out(seq_ids) is not AllocStatus.OK:
+            return False  # it is unknown how many of its tokens will be written
+        if not self._cache.can_swap_out(sequences):
             return False
         if mode is PreemptionMode.SWAP:
             return True
         return is_swap_cheaper(
             self._state.pipeline.rates,
             num_sequences=len(sequences),
-            num_moves=self._blocks.num_moves(seq_ids),
-            num_tokens=self._num_tokens_to_recompute(sequences),
+            num_moves=self._cache.num_moves(sequences),
+            num_tokens=self._cache.num_tokens_to_recompute(sequences),
         )
 
-    def _num_tokens_to_recompute(self, sequences: list[Sequence]) -> int:
-        if not self._state.config.enable_prefix_caching:
-            return sum(seq.length for seq in sequences)
-        seq_ids = [seq.seq_id for seq in sequences]
-        return self._blocks.num_own_blocks(seq_ids) * self._blocks.block_size
-
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
-        """Free the blocks of sequences of one group, and queue it to be computed again."""
+        """Free the memory of sequences of one group, and queue it to be computed again."""
         self._log.note("recompute", victims, batch.now_us)
         victims[0].seq_group.note(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
-            self._prefixes.note_decodes(seq)
+            self._cache.offer(seq, seq.num_confirmed)
             self._running.vacate(seq, batch.now_us)
         self._state.waiting.add(victims[0].seq_group)
 
     def _swap_out(self, victims: list[Sequence], batch: Batch) -> None:
-        """Move the blocks of all running sequences of a group to the host."""
+        """Move the KV of all running sequences of a group to the host."""
         seq_group = victims[0].seq_group
         self._log.note("swap", victims, batch.now_us)
         seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
-            self._prefixes.note_decodes(seq)
+            self._cache.offer(seq, seq.num_confirmed)
         batch.swap_out += self._running.swap_out(victims, batch.now_us)
 
     # Back into the batch.
 
     def swap_in(self, batch: Batch) -> None:
-        """Swap groups in, in the policy's order, while there are places and blocks for them."""
+        """Swap groups in, in the policy's order, while there are places and memory for them."""
         while (top := self._running.swapped.peek()) is not None:
             seq_group = top[1]
             if not self._can_swap_in(seq_group.swapped()):
@@ -187,16 +178,16 @@ class Preemption:
             return False  # the worker will need all their tokens
         if self._running.num_places + len(sequences) > self._state.config.max_num_seqs:
             return False
-        return self._blocks.can_swap_in([seq.seq_id for seq in sequences]) is AllocStatus.OK
+        return self._cache.can_swap_in(sequences)
 
     def land(self) -> None:
-        """Resume the sequences whose blocks the last plan swapped in: they were swapped out,
+        """Resume the sequences whose KV the last plan swapped in: they were swapped out,
         or their prompts were found on the host."""
         for seq in self._running.land():
             seq.rejoin(self._state.pipeline.next_step_id)
-            self._prefixes.note_arrival(seq)
+            self._cache.offer(seq, seq.num_computed)
             if seq.is_prefilled:
-                table = self._blocks.table(seq.seq_id)  # before the step changes it
+                table = self._cache.table(seq)  # before the step changes it
                 self._landed.append((seq, make_new_sequence(seq, table)))
 
     def introduce_landed(self, batch: Batch) -> None:

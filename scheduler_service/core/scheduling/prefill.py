@@ -6,14 +6,13 @@ request fork from its prompt.
 
 from collections.abc import Iterable, Iterator
 
-from scheduler_service.core.kv_cache.block_manager import AllocStatus
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.request_queue import WaitingQueue
-from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
+from scheduler_service.core.scheduling.batch import Batch, make_fork, make_new_sequence
 from scheduler_service.core.scheduling.beams import BeamScheduler
 from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.step_plan import NewSequence
 
 
 class PrefillScheduler:
@@ -22,8 +21,7 @@ class PrefillScheduler:
     def __init__(self, state: WorkerGroupState) -> None:
         self._config = state.config
         self._has_turn = state.has_turn
-        self._blocks = state.blocks
-        self._prefixes = state.prefixes
+        self._cache = state.cache
         self._running = state.running
         self._pipeline = state.pipeline
         self._beams = BeamScheduler(state)
@@ -53,7 +51,7 @@ class PrefillScheduler:
         """Add a row for a sequence's next tokens; after the last of them it decodes."""
         if self._running.is_unknown(seq):
             self._running.mark_introduced(seq)
-            batch.add_new(make_new_sequence(seq, self._blocks.table(seq.seq_id)))
+            batch.add_new(make_new_sequence(seq, self._cache.table(seq)))
         num_tokens = min(batch.max_chunk(seq.num_computed), seq.length - seq.num_computed)
         is_last = seq.advance_prefill(num_tokens)
         batch.add_prefill(seq, num_tokens, is_last)
@@ -63,7 +61,7 @@ class PrefillScheduler:
                 seq.seq_group.beams.num_prefilling -= 1
                 self._begin_decoding(seq, 0)
                 return
-            self._begin_decoding(seq, self._blocks.round_up(seq.length))
+            self._begin_decoding(seq, self._cache.round_up(seq.length))
             for fork in seq.release_forks():
                 self._fork(seq, fork, batch)
 
@@ -72,30 +70,19 @@ class PrefillScheduler:
         self._running.begin_decoding(seq)
 
     def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
-        """Make a choice sample from its parent's last logits and share its blocks."""
-        block_ids = self._blocks.fork(parent.seq_id, fork.seq_id)
+        """Make a choice sample from its parent's last logits and share its memory."""
+        self._cache.fork(parent, fork)
         fork.fork_from(parent, self._pipeline.next_step_id)
-        # The first to write to the shared last block must copy it.
+        # The first to write after the shared tokens must copy.
         parent.reserve(fork.length)
         self._begin_decoding(fork, fork.length)
-        batch.add_new(
-            NewSequence(
-                seq_id=fork.seq_id,
-                choice_index=fork.choice_index,
-                token_ids=[],
-                num_prompt_tokens=0,
-                num_computed_tokens=0,
-                block_ids=block_ids,
-                sampling=fork.seq_group.request.sampling,
-                parent_seq_id=parent.seq_id,
-            )
-        )
+        batch.add_new(make_fork(fork, parent, [], self._cache.table(fork)))
         batch.add_prefill(fork, 0, True)
 
     # Admission.
 
     def admit(self, waiting: WaitingQueue, batch: Batch) -> None:
-        """Admit groups from a queue in order, while there are places, blocks and tokens."""
+        """Admit groups from a queue in order, while there are places, memory and tokens."""
         while batch.budget > 0 and (seq_group := waiting.head()) is not None:
             if not self._has_turn(seq_group):
                 waiting.skip(seq_group)
@@ -129,43 +116,28 @@ class PrefillScheduler:
             return AllocStatus.LATER  # its tokens are sent again, so all must be known
         if self._running.num_places + 1 + len(forks) > self._config.max_num_seqs:
             return AllocStatus.LATER
-        found = self._prefixes.find(seq)
-        stored = self._find_on_host(seq, len(found), batch)
-        num_found = (len(found) + len(stored)) * self._blocks.block_size
-        if not seq.seq_group.is_preempting and self._prefixes.is_to_come(
-            seq, len(found) + len(stored)
-        ):
+        hit = self._cache.match_prefix(seq, on_host=self._may_fetch(batch))
+        if not seq.seq_group.is_preempting and self._cache.is_to_come(seq, hit):
             return AllocStatus.LATER
-        if not self._fits(seq.length, num_found, batch):
+        if not self._fits(seq.length, hit.num_tokens, batch):
             return AllocStatus.LATER
-        verdict = self._blocks.can_allocate(seq.length, found)
+        verdict = self._cache.can_admit(seq.length, hit)
         if verdict is AllocStatus.OK:
-            self._start(seq, len(found), num_found)
-            self._running.enter(seq, forks, batch.now_us, arrives=bool(stored))
-            self._prefixes.note_admission(seq)
-            batch.swap_in += self._blocks.fetch(seq.seq_id, seq.length, found, stored)
-            if not stored:
+            seq.start_prefill(self._pipeline.next_step_id, hit.num_tokens)
+            arrives = hit.num_moves > 0
+            self._running.enter(seq, forks, batch.now_us, arrives=arrives)
+            batch.swap_in += self._cache.admit(seq, hit)
+            if not arrives:
                 self.add_row(seq, batch)
         return verdict
 
-    def _find_on_host(self, seq: Sequence, num_found: int, batch: Batch) -> list[int]:
-        """Host blocks that are worth a swap-in.
-
-        None in a step with preemptions: a block that one of the step's copies reads may be free
-        already, and must not be the target of a swap-in, which the worker does first.
-        """
+    def _may_fetch(self, batch: Batch) -> bool:
+        """Whether to swap in what the host has of a prompt. Not in a step with preemptions: what
+        one of the step's copies reads may be free already, and must not be the target of a swap-in,
+        which the worker does first."""
         if batch.has_preempted:
-            return []
-        if not is_fetch_cheaper(self._pipeline.rates, self._blocks.block_size):
-            return []
-        return self._prefixes.find_on_host(seq, num_found)
-
-    def _start(self, seq: Sequence, num_found_blocks: int, num_found_tokens: int) -> None:
-        """Start the prefill after the tokens that were found in the cache."""
-        seq.start_prefill(self._pipeline.next_step_id, num_found_tokens, num_found_blocks)
-        seq_group = seq.seq_group
-        if not seq_group.has_begun:
-            seq_group.num_cached_tokens = min(num_found_tokens, seq_group.num_prompt_tokens)
+            return False
+        return is_fetch_cheaper(self._pipeline.rates, self._cache.tokens_per_move)
 
 
 def _starts(seq_group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:

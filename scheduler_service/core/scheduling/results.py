@@ -1,7 +1,7 @@
 """Processing of a step's result.
 
-Computed blocks become available in the prefix cache, tokens and log probabilities are delivered to
-the frontends, and sequences finish.
+Computed tokens can be found in the prefix cache, tokens and log probabilities are delivered to the
+frontends, and sequences finish.
 """
 
 from scheduler_service.core.policies import Policy
@@ -158,7 +158,7 @@ class ResultProcessor:
     def __init__(self, state: WorkerGroupState, policy: Policy, departures: Departures) -> None:
         self._policy = policy
         self._departures = departures
-        self._prefixes = state.prefixes
+        self._cache = state.cache
         self._pipeline = state.pipeline
         self._totals = state.totals
         self._beams = BeamScheduler(state)
@@ -200,7 +200,8 @@ class ResultProcessor:
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed, unless the sequence has ended since the row
         was planned. What it computed may be the cause, and must not be found by others."""
-        self._prefixes.forget(seq)
+        seq.confirm_prefill(is_complete=False)
+        self._cache.withdraw(seq)
         if not seq.status.is_finished:
             failed = GenerationFailed(error.message, reason=error.reason)
             self._departures.fail_seq_group(seq.seq_group, failed, now_us)
@@ -211,7 +212,8 @@ class ResultProcessor:
         they have not restarted: the computed KV is lost, but the tokens count."""
         for seq, num_tokens, is_last in step.prefills:
             if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
-                self._prefixes.note_prefill(seq, num_tokens, is_last)
+                seq.confirm_prefill(is_complete=is_last)
+                self._cache.offer(seq, num_tokens)
                 self._totals.note_prefill(seq, num_tokens, is_last, now_us)
             elif is_last and seq.status in _OUT and seq.num_in_flight:
                 self._totals.note_prefill(seq, num_tokens, is_last, now_us)

@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Collection
 
-from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase
-from scheduler_service.core.scheduler_stats import WorkerGroupSnapshot
 from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
 from scheduler_service.core.scheduling.departures import Departures
 from scheduler_service.core.scheduling.results import ResultProcessor
 from scheduler_service.core.scheduling.step_planner import StepPlanner
 from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, request_number
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.core.throughput import StepWork
 from scheduler_service.errors import GenerationFailed
@@ -21,14 +19,14 @@ from scheduler_service.errors import GenerationFailed
 class Scheduler:
     """Schedules the requests of one worker group.
 
-    When a sequence leaves the batch, its blocks and its id in the worker are released even if steps
+    When a sequence leaves the batch, its memory and its id in the worker are released even if steps
     in flight use them: the worker executes plans in order, and the next owner uses them in
     a later plan. Tokens of its rows in flight are discarded if it has ended.
     """
 
     def __init__(self, state: WorkerGroupState, policy: Policy) -> None:
         self.capacity = state.capacity
-        self.blocks = state.blocks
+        self.cache = state.cache
         self.seq_groups = state.seq_groups
         self.clock = state.pipeline.clock
         self.rates = state.pipeline.rates
@@ -69,6 +67,16 @@ class Scheduler:
     def queues(self) -> tuple[WaitingQueue, WaitingQueue]:
         """The queues in which groups wait here."""
         return self._state.waiting, self._state.preempting
+
+    @property
+    def num_running_sequences(self) -> int:
+        """Sequences in the batch."""
+        return self._running.num_places
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum number of sequences in the batch."""
+        return self._state.config.max_num_seqs
 
     @property
     def newest_work(self) -> StepWork:
@@ -152,40 +160,8 @@ class Scheduler:
                 seq.restart()
         return list(self.seq_groups), computing
 
-    def snapshot(self) -> WorkerGroupSnapshot:
-        """Counts of the present state."""
-        return WorkerGroupSnapshot(
-            worker_group_id=self.capacity.worker_group_id,
-            model=self.capacity.model,
-            draining=self.is_draining,
-            num_gpu_blocks=self.capacity.num_gpu_blocks,
-            num_free_gpu_blocks=self.blocks.num_free_blocks,
-            num_cpu_blocks=self.capacity.num_cpu_blocks,
-            num_free_cpu_blocks=self.blocks.num_free_host_blocks,
-            num_running_sequences=self._running.num_places,
-            num_steps=self.num_steps,
-            block_size=self.capacity.block_size,
-            max_num_seqs=self._state.config.max_num_seqs,
-            us_per_decode_step=self.rates.us_per_decode_step or 0.0,
-            us_per_prefill_token=self.rates.us_per_prefill_token or 0.0,
-            plan_us=self.clock.plan_us,
-            wire_us=self.clock.wire_us,
-            forward_us=self.clock.forward_us,
-            sample_us=self.clock.sample_us,
-        )
-
-    def block_maps(self) -> tuple[BlockMap, BlockMap]:
-        """The owner of each block on the device and on the host. A block that several requests
-        share is assigned to the one that came here first."""
-        owners = [
-            (seq.seq_id, request_number(seq_group))
-            for seq_group in reversed(self.seq_groups)
-            for seq in seq_group.sequences
-        ]
-        return self.blocks.device_map(owners), self.blocks.host_map(owners)
-
     def prefilling_seq_groups(self) -> set[SequenceGroup]:
-        """Running groups whose prompts are not computed yet, or whose blocks are being swapped
+        """Running groups whose prompts are not computed yet, or whose KV is being swapped
         in."""
         return {seq.seq_group for seq in (*self._running.prefilling, *self._running.arriving)}
 
@@ -196,11 +172,11 @@ class Scheduler:
 
     def take_outgrown(self) -> list[SequenceGroup]:
         """Remove and return the groups with a sequence that has become longer than the whole cache,
-        or with beams that are too large for it together. They keep their blocks until they fail or
+        or with beams that are too large for it together. They keep their memory until they fail or
         move.
 
         Must be called after the plan is complete: other sequences of these groups may have rows in
-        it, so their ids and blocks must not be released by the same plan.
+        it, so their ids and memory must not be released by the same plan.
         """
         outgrown, self._outgrown = dict.fromkeys(self._outgrown), []
         return [seq_group for seq_group in outgrown if seq_group.num_unfinished]
@@ -265,7 +241,6 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants that hold between calls."""
-        self.blocks.check()
         self._departures.check()
         assert not self._outgrown
         self._running.check(self.seq_groups)

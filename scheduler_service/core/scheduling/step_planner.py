@@ -23,8 +23,7 @@ class StepPlanner:
     def __init__(self, state: WorkerGroupState, probe: CapacityProbe) -> None:
         self._state = state
         self._probe = probe
-        self._blocks = state.blocks
-        self._prefixes = state.prefixes
+        self._cache = state.cache
         self._running = state.running
         self._pipeline = state.pipeline
         self._preemption = Preemption(state)
@@ -125,9 +124,9 @@ class StepPlanner:
             batch.add_decode(seq, num_granted)
 
     def _reserve_drafts(self, batch: Batch, seq: Sequence, num_drafts: int) -> int:
-        """Reserve the blocks of up to `num_drafts` drafts after a sequence's last token; returns
-        how many it may have. Nothing is preempted for drafts, and each running sequence finds a
-        block for its next token."""
+        """Reserve memory for up to `num_drafts` drafts after a sequence's last token; returns
+        how many it may have. Nothing is preempted for drafts, and each running sequence finds
+        memory for its next token."""
         request = seq.seq_group.request
         if request.wants_prompt_logprobs:
             return 0
@@ -140,15 +139,15 @@ class StepPlanner:
         num_kept = self._running.num_places
         while seq.reserved_length < end:
             length = seq.reserved_length + 1
-            if not self._blocks.can_append(seq.seq_id, length, num_kept):
+            if not self._cache.can_reserve(seq, length, num_kept):
                 break
-            if (update := self._blocks.append(seq.seq_id, length)) is not None:
-                batch.update_block(seq.seq_id, update)
-            seq.reserve(self._blocks.round_up(length))
+            if (update := self._cache.reserve(seq, length)) is not None:
+                batch.update_table(seq.seq_id, update)
+            seq.reserve(self._cache.round_up(length))
         return min(end, seq.reserved_length) - seq.length
 
     def _reserve(self, batch: Batch, seq: Sequence) -> bool:
-        """Reserve the block of a sequence's last token. Returns False if it gets no row in this
+        """Reserve memory for a sequence's last token. Returns False if it gets no row in this
         step, or has one already, together with the other beams of its group."""
         if seq.seq_group.beams is not None:
             if not self._beams.add_rows(seq.seq_group, batch, self._preemption):
@@ -156,22 +155,22 @@ class StepPlanner:
             return False
         if seq.length >= seq.seq_group.num_prompt_tokens + seq.max_output_tokens:
             return False  # its last token is in flight
-        if not self._blocks.fits(seq.length):
+        if seq.length > self._cache.num_tokens:
             if seq.num_in_flight == 0:
                 batch.outgrown.append(seq.seq_group)
             return False  # its tokens in flight may end it
-        if self._blocks.num_free_blocks == 0 and not self._make_room(seq, batch):
+        if self._cache.is_full and not self._make_room(seq, batch):
             return False
-        update = self._blocks.append(seq.seq_id, seq.length)
+        update = self._cache.reserve(seq, seq.length)
         if update is not None:
-            batch.update_block(seq.seq_id, update)
-        self._prefixes.note_decodes(seq)
-        seq.reserve(self._blocks.round_up(seq.length))
+            batch.update_table(seq.seq_id, update)
+        self._cache.offer(seq, seq.num_confirmed)
+        seq.reserve(self._cache.round_up(seq.length))
         return True
 
     def _make_room(self, seq: Sequence, batch: Batch) -> bool:
-        """Preempt others until there is a block for the sequence; False if it gets none."""
-        while not self._blocks.can_append(seq.seq_id, seq.length):
+        """Preempt others until there is memory for the sequence; False if it gets none."""
+        while not self._cache.can_reserve(seq, seq.length):
             if not self._preemption.make_room(seq.seq_group, batch):
                 batch.outgrown.append(seq.seq_group)
                 return False
@@ -180,26 +179,22 @@ class StepPlanner:
         return True
 
     def _to_plan(self, batch: Batch) -> StepPlan | None:
-        batch.swap_out += self._blocks.end_plan(has_rows=bool(batch.rows))
+        batch.swap_out += self._cache.end_plan(has_rows=bool(batch.rows))
         if batch.is_empty:
             return None
         forget_seq_ids = self._running.take_forget_seq_ids()
         plan, step = batch.to_plan(self._pipeline.next_step_id, forget_seq_ids)
         self._pipeline.push(step)
-        totals = self._state.totals
-        totals.num_prefill_tokens += batch.num_prefill_tokens
-        totals.num_swapped_out_blocks += len(plan.swap_out) // 2
-        totals.num_swapped_in_blocks += len(plan.swap_in) // 2
-        totals.num_copied_blocks += len(plan.copy) // 2
+        self._state.totals.note_plan(plan, batch.num_prefill_tokens)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "
-                "num_waiting=%d num_free_blocks=%d",
+                "num_waiting=%d num_free_tokens=%d",
                 self._state.capacity.worker_group_id,
                 plan.step_id,
                 len(batch.rows),
                 batch.num_prefill_tokens,
                 len(self._state.waiting),
-                self._blocks.num_free_blocks,
+                self._cache.num_free_tokens,
             )
         return plan

@@ -1,13 +1,12 @@
 """The state of one worker group that all parts of its scheduler share: its queues, its running
-sequences, its blocks and its steps in flight."""
+sequences, its KV cache and its steps in flight."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
-from scheduler_service.core.kv_cache.block_manager import BlockManager
-from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
+from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase, StepClock
 from scheduler_service.core.scheduler_stats import ModelTotals
@@ -24,12 +23,12 @@ def _order(seq: Sequence) -> tuple[tuple[int, ...], int]:
 class RunningSet:
     """The running sequences of a worker group, in order of priority.
 
-    A running sequence is in `prefilling`, in `decoding` or in `arriving`, and has blocks, or it
+    A running sequence is in `prefilling`, in `decoding` or in `arriving`, and has memory, or it
     will fork from a sequence in one of these lists. A sequence that leaves because it ended stays
     in its list until `drop_ended`, so that the ends of many sequences in a step cost one pass.
     """
 
-    def __init__(self, blocks: BlockManager, clock: StepClock) -> None:
+    def __init__(self, cache: KVCacheManager, clock: StepClock) -> None:
         self.num_places = 0
         """The number of running sequences, forks that wait for their parent's prefill included."""
         self.num_changes = 0
@@ -37,26 +36,26 @@ class RunningSet:
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
         self.arriving: list[Sequence] = []
-        """Sequences whose blocks the last plan swaps in; they get rows from the next plan on."""
+        """Sequences whose KV the last plan swaps in; they get rows from the next plan on."""
         self.swapped: RemovableHeap[SequenceGroup] = RemovableHeap()
         """Swapped-out groups, in the policy's order. While there are any, nothing else is admitted.
         They cannot wait forever: the memory suffices for them, and running groups end.
         """
-        self._blocks = blocks
+        self._cache = cache
         self._clock = clock
         self._max_hold_us = 0
         self._num_changes_at_patience = -1
         self._has_ended = False
         self._forget_seq_ids: list[int] = []
         self._unknown: set[Sequence] = set()
-        """Sequences that have blocks and have not been sent to the worker yet."""
+        """Sequences that have memory and have not been sent to the worker yet."""
 
     def enter(
         self, seq: Sequence, forks: list[Sequence], now_us: int, *, arrives: bool = False
     ) -> None:
         """Start a sequence that will prefill, and the `forks` that will share its prompt.
 
-        `arrives`: its rows begin in the next plan, because this one swaps in some of its blocks.
+        `arrives`: its rows begin in the next plan, because this one swaps in some of its KV.
         """
         seq.hold_forks(forks)
         self._take_places([seq, *forks], now_us)
@@ -72,11 +71,11 @@ class RunningSet:
         insort(self.decoding, seq, key=_order)
 
     def swap_in(self, seq_group: SequenceGroup, now_us: int) -> list[int]:
-        """Resume the swapped-out sequences of a group; returns the pairs of blocks that move to the
-        device. They decode from the next plan on."""
+        """Resume the swapped-out sequences of a group; returns the plan's `swap_in`.
+        They decode from the next plan on."""
         sequences = seq_group.swapped()
         self.swapped.remove(seq_group)
-        pairs = self._blocks.swap_in([seq.seq_id for seq in sequences])
+        pairs = self._cache.swap_in(sequences)
         for seq in sequences:
             seq.swap_in()
         self._take_places(sequences, now_us)
@@ -85,13 +84,13 @@ class RunningSet:
         return pairs
 
     def release_swapped(self, seq: Sequence) -> None:
-        """Free the blocks of a swapped-out sequence that will not be swapped in."""
-        self._blocks.free_swapped(seq.seq_id)
+        """Free the memory of a swapped-out sequence that will not be swapped in."""
+        self._cache.free_swapped(seq)
         if len(seq.seq_group.swapped()) == 1:
             self.swapped.remove(seq.seq_group)
 
     def land(self) -> list[Sequence]:
-        """Return, in order, the sequences whose blocks the last plan swapped in; they are now
+        """Return, in order, the sequences whose KV the last plan swapped in; they are now
         decoding if their prompts are computed, prefilling otherwise."""
         if not self.arriving:
             return []
@@ -101,7 +100,7 @@ class RunningSet:
         return landed
 
     def is_unknown(self, seq: Sequence) -> bool:
-        """Whether a sequence has blocks and has not been sent to the worker yet."""
+        """Whether a sequence has memory and has not been sent to the worker yet."""
         return seq in self._unknown
 
     def mark_introduced(self, seq: Sequence) -> None:
@@ -142,15 +141,15 @@ class RunningSet:
         return popped[::-1]
 
     def drop_beam(self, seq: Sequence) -> None:
-        """Free the blocks of a decoding beam; the sequence stays in the batch, idle."""
+        """Free the memory of a decoding beam; the sequence stays in the batch, idle."""
         index = bisect_left(self.decoding, seq.order, key=_order)
         assert self.decoding[index] is seq
         del self.decoding[index]
-        self._blocks.free(seq.seq_id)
+        self._cache.free(seq)
         self._forget(seq)
 
     def add_beam(self, seq: Sequence) -> None:
-        """Make an idle sequence decode after it was given the blocks of a beam."""
+        """Make an idle sequence decode after it was given the memory of a beam."""
         insort(self.decoding, seq, key=_order)
         self._unknown.add(seq)
 
@@ -163,25 +162,24 @@ class RunningSet:
         return sorted(popped, key=_order)
 
     def vacate(self, seq: Sequence, now_us: int) -> None:
-        """Stop running a sequence, free its blocks, and let it and its forks wait again."""
-        if self._blocks.holds(seq.seq_id):
-            self._blocks.free(seq.seq_id)
+        """Stop running a sequence, free its memory, and let it and its forks wait again."""
+        if self._cache.holds(seq):
+            self._cache.free(seq)
             self._forget(seq)
         for other in (seq, *seq.live_forks()):
             other.preempt()
             self._note_left(other, now_us)
 
     def swap_out(self, sequences: list[Sequence], now_us: int) -> list[int]:
-        """Stop running sequences of one group; returns the pairs of blocks that move to the
-        host."""
+        """Stop running sequences of one group; returns the plan's `swap_out`."""
         seq_group = sequences[0].seq_group
         if seq_group not in self.swapped:
             self.swapped.push(seq_group.rank, seq_group)
         for seq in sequences:
-            # Blocks for drafts that were refused may never have been written. Beams have none.
-            if not seq_group.is_lockstep and self._blocks.trim(seq.seq_id, seq.length - 1):
+            # Memory for drafts that were refused may never have been written. Beams have none.
+            if not seq_group.is_lockstep and self._cache.trim(seq, seq.length - 1):
                 seq.reserve(seq.length - 1)
-        pairs = self._blocks.swap_out([seq.seq_id for seq in sequences])
+        pairs = self._cache.swap_out(sequences)
         for seq in sequences:
             self._forget(seq)
             seq.swap_out()
@@ -224,7 +222,7 @@ class RunningSet:
         assert self.num_places == len(running)
         assert len(listed) + len(forks) == len(running), "one place for each"
         assert {*listed, *forks} == set(running)
-        assert {s.seq_id for s in listed} == self._blocks.seq_ids(), "one table for each"
+        self._cache.check(listed)
         assert self._unknown <= set(listed)
         for sequences in (self.decoding, self.prefilling):
             orders = [s.order for s in sequences]
@@ -260,7 +258,7 @@ class RunningSet:
 
 
 class WorkerGroupState:
-    """Queue, batch, blocks and plans in flight of one worker group."""
+    """Queue, batch, KV cache and plans in flight of one worker group."""
 
     def __init__(
         self,
@@ -273,18 +271,8 @@ class WorkerGroupState:
         self.capacity = capacity
         self.totals = totals
         self.pipeline = Pipeline(config, capacity, now_us)
-        self.blocks = BlockManager(
-            num_gpu_blocks=capacity.num_gpu_blocks,
-            num_cpu_blocks=capacity.num_cpu_blocks,
-            block_size=capacity.block_size,
-            watermark=config.watermark,
-        )
-        self.prefixes = PrefixCache(
-            self.blocks,
-            enabled=config.enable_prefix_caching,
-            isolate_tenants=config.isolate_tenants,
-        )
-        self.running = RunningSet(self.blocks, self.pipeline.clock)
+        self.cache = KVCacheManager(config, capacity)
+        self.running = RunningSet(self.cache, self.pipeline.clock)
         self.waiting = WaitingQueue()
         self.preempting = WaitingQueue()
         """The waiting group, if any, that preempts others here; it has not run here yet."""

@@ -58,11 +58,11 @@ def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> No
     tenants = Tenants(TenantConfig(), LIMITED)
     queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
     group = make_group(tenants, "limited")
-    group.tenant.num_kv_blocks = 3
+    group.tenant.kv_quota = 3
     queue.add(group)
     queue.skip_tenant_limited(group)
-    for num_blocks, head in ((3, None), (4, None), (2, group)):
-        group.tenant.num_kv_blocks = num_blocks
+    for kv_quota, head in ((3, None), (4, None), (2, group)):
+        group.tenant.kv_quota = kv_quota
         queue.retry_tenant_limited()
         queue.check()
         assert queue.head() is head

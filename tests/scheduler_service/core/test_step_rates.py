@@ -16,7 +16,7 @@ def note(
     forward_us: int = 0,
     sample_us: int = 0,
 ) -> None:
-    work = make_work(num_prefill_tokens=prefill, num_moved_blocks=moved, swaps_in=swaps_in)
+    work = make_work(num_prefill_tokens=prefill, num_moves=moved, swaps_in=swaps_in)
     result = StepResult(
         step_id=1,
         token_ids=[1],
@@ -30,9 +30,7 @@ def note(
 
 def test_nothing_is_known_before_the_first_step() -> None:
     rates = StepRates()
-    assert (
-        rates.us_per_decode_step is rates.us_per_prefill_token is rates.us_per_moved_block is None
-    )
+    assert rates.us_per_decode_step is rates.us_per_prefill_token is rates.us_per_move is None
 
 
 def test_prefill_tokens_cost_what_a_step_takes_beyond_its_decodes() -> None:
@@ -47,14 +45,14 @@ def test_cache_operations_are_not_counted_as_computing() -> None:
     rates = StepRates()
     note(rates, 1500, moved=5, ops_us=500)
     assert rates.us_per_decode_step == 1000
-    assert rates.us_per_moved_block == 100
+    assert rates.us_per_move == 100
 
 
 def test_a_step_that_swaps_out_while_it_computes_takes_as_long_as_it_computes() -> None:
     rates = StepRates()
     note(rates, 1500, moved=5, ops_us=500, forward_us=1200, sample_us=200)
     assert rates.us_per_decode_step == 1400
-    assert rates.us_per_moved_block == 100
+    assert rates.us_per_move == 100
     rates = StepRates()
     note(rates, 1500, moved=5, ops_us=1600, forward_us=1500, sample_us=200)
     assert rates.us_per_decode_step == 1500, "the step before had not been collected yet"
@@ -64,7 +62,7 @@ def test_a_step_that_swaps_in_tells_nothing_of_what_ran_beside() -> None:
     rates = StepRates()
     note(rates, 1500, moved=10, swaps_in=True, ops_us=1400)
     assert rates.us_per_decode_step is None
-    assert rates.us_per_moved_block == 140
+    assert rates.us_per_move == 140
 
 
 def test_averages_follow_the_worker() -> None:

@@ -61,7 +61,7 @@ def test_a_limit_grows_with_tokens_or_with_what_they_attend_to_whichever_is_more
 
 
 def test_moved_blocks_count_as_tokens() -> None:
-    work = make_work(num_tokens=4, num_attended_pairs=400, num_moved_blocks=3)
+    work = make_work(num_tokens=4, num_attended_pairs=400, num_moves=3)
     assert seen((decode(4), 1.0)).limit_s(work) == pytest.approx(10 * 7 / 4)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockUpdate
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.block_manager import BlockUpdate
 from scheduler_service.core.kv_cache.block_pool import BlockPool
 from tests.support.blocks import make_manager
 

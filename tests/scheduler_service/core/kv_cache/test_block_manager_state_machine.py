@@ -13,7 +13,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager, BlockUpdate
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.block_manager import BlockManager, BlockUpdate
 from tests.support.blocks import BLOCK_SIZE, keys_of
 
 

@@ -15,10 +15,10 @@ from tests.support.symbolic_worker import Sampling
 PROMPTS = [[(3 * i * i + k * i + k) % 31 for i in range(24)] for k in range(6)]
 
 
-def measured(*, us_per_prefill_token: int, us_per_moved_block: int) -> StepRates:
+def measured(*, us_per_prefill_token: int, us_per_move: int) -> StepRates:
     rates = StepRates()
-    work = make_work(num_prefill_tokens=10, num_moved_blocks=10, swaps_in=False)
-    ops_us = 10 * us_per_moved_block
+    work = make_work(num_prefill_tokens=10, num_moves=10, swaps_in=False)
+    ops_us = 10 * us_per_move
     busy_us = ops_us + 10 * us_per_prefill_token
     result = StepResult(step_id=1, token_ids=[1], busy_us=busy_us, cache_ops_us=ops_us)
     rates.note(work, result)
@@ -85,13 +85,13 @@ def test_prompt_log_probabilities_that_are_owed_are_computed() -> None:
     assert ask(driver, PROMPTS[0], sampling=sampling).cached_tokens == 0
 
 
-@pytest.mark.parametrize(("us_per_moved_block", "fetches"), [(30, True), (50, False)])
+@pytest.mark.parametrize(("us_per_move", "fetches"), [(30, True), (50, False)])
 def test_blocks_are_brought_back_where_that_costs_less_than_computing_them(
-    us_per_moved_block: int, fetches: bool
+    us_per_move: int, fetches: bool
 ) -> None:
-    rates = measured(us_per_prefill_token=10, us_per_moved_block=us_per_moved_block)
-    assert is_fetch_cheaper(rates, block_size=4) is fetches
-    assert is_fetch_cheaper(StepRates(), block_size=4), "as long as nothing was measured"
+    rates = measured(us_per_prefill_token=10, us_per_move=us_per_move)
+    assert is_fetch_cheaper(rates, tokens_per_move=4) is fetches
+    assert is_fetch_cheaper(StepRates(), tokens_per_move=4), "as long as nothing was measured"
     driver = make_driver()
     for prompt in PROMPTS:
         ask(driver, prompt)

@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler_service.core import SchedulerConfig, StepPlan
-from scheduler_service.core.kv_cache.prefix_cache import block_keys, root_key
+from scheduler_service.core.kv_cache.prefix_keys import block_keys, root_key
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from scheduler_service.core.kv_cache.block_manager import AllocStatus, BlockManager
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.block_manager import BlockManager
 from tests.support.blocks import BLOCK_SIZE, make_manager
 
 

@@ -182,7 +182,7 @@ def test_blocks_on_the_host_count_as_what_it_takes_to_bring_them_back() -> None:
         measure(scheduler)
     both = Deployment(cold, warm)
     turn = both.submit([*conversation, 7], max_tokens=1)
-    assert warm.probe.estimate(turn).num_blocks_to_fetch > 2
+    assert warm.probe.estimate(turn).num_moves > 2
     both.place()
     assert both.where(turn) == "warm"
 

@@ -16,22 +16,22 @@ from tests.support.steps import make_work
 from tests.support.symbolic_worker import Sampling
 
 
-def measured(*, us_per_prefill_token: int, us_per_moved_block: int) -> StepRates:
+def measured(*, us_per_prefill_token: int, us_per_move: int) -> StepRates:
     rates = StepRates()
-    work = make_work(num_prefill_tokens=10, num_moved_blocks=0, swaps_in=False)
+    work = make_work(num_prefill_tokens=10, num_moves=0, swaps_in=False)
     busy_us = 10 * us_per_prefill_token
     rates.note(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
-    work = make_work(num_prefill_tokens=0, num_moved_blocks=10, swaps_in=False)
-    ops_us = 10 * us_per_moved_block
+    work = make_work(num_prefill_tokens=0, num_moves=10, swaps_in=False)
+    ops_us = 10 * us_per_move
     rates.note(work, StepResult(step_id=1, token_ids=[], busy_us=ops_us, cache_ops_us=ops_us))
     return rates
 
 
-@pytest.mark.parametrize(("us_per_moved_block", "swaps"), [(70, True), (90, False)])
+@pytest.mark.parametrize(("us_per_move", "swaps"), [(70, True), (90, False)])
 def test_blocks_are_moved_there_and_back_where_that_costs_less_than_their_tokens(
-    us_per_moved_block: int, swaps: bool
+    us_per_move: int, swaps: bool
 ) -> None:
-    rates = measured(us_per_prefill_token=10, us_per_moved_block=us_per_moved_block)
+    rates = measured(us_per_prefill_token=10, us_per_move=us_per_move)
     for num_sequences in (1, 2):
         decision = is_swap_cheaper(rates, num_sequences=num_sequences, num_moves=8, num_tokens=64)
         assert decision is swaps
@@ -157,9 +157,9 @@ def test_a_prompt_that_is_partly_computed_begins_again() -> None:
 
 
 def test_measured_costs_decide() -> None:
-    for us_per_moved_block, swaps in ((1, True), (10_000, False)):
+    for us_per_move, swaps in ((1, True), (10_000, False)):
         driver = make_driver(PreemptionMode.AUTO, num_gpu_blocks=6)
-        rates = measured(us_per_prefill_token=100, us_per_moved_block=us_per_moved_block)
+        rates = measured(us_per_prefill_token=100, us_per_move=us_per_move)
         driver.core._fleet.schedulers["g0"].rates.__dict__.update(rates.__dict__)
         for i in range(2):
             driver.submit(prompt=[i + 1] * 9, max_tokens=14)
