@@ -143,7 +143,9 @@ class Sequence:
     def num_confirmed(self) -> int:
         """While it decodes: its first tokens whose KV is computed, by results that are in. The last
         known token was sampled, not computed."""
-        return self.num_known - 1 if self.is_prefilled else 0
+        if not self.is_prefilled:
+            return 0
+        return self.seq_group.num_prompt_tokens + len(self.output_token_ids) - 1
 
     @property
     def is_prefilling(self) -> bool:

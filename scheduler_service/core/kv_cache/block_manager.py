@@ -162,12 +162,12 @@ class BlockManager:
         table or a copy of a shared last block; None if neither is needed."""
         table = self._tables[seq_id]
         index = (length - 1) // self.block_size
-        if not self._needs_block(table, index):
+        if index == len(table):
+            table += self.gpu_pool.allocate(1)
+            return BlockUpdate(index=index, block=table[index], copied_from=None)
+        if not self.gpu_pool.is_shared(table[index]):
             return None
         [block] = self.gpu_pool.allocate(1)
-        if index == len(table):
-            table.append(block)
-            return BlockUpdate(index=index, block=block, copied_from=None)
         shared, table[index] = table[index], block
         self.gpu_pool.release([shared])
         return BlockUpdate(index=index, block=block, copied_from=shared)

@@ -52,8 +52,11 @@ class CacheableSequence(Protocol):
     """What the KV cache reads of a sequence; `core/sequence.py` describes it."""
 
     seq_id: int
-    length: int
     prefix_keys: PrefixKeys
+
+    @property
+    def length(self) -> int:
+        """Number of its tokens, including those that are being sampled."""
 
     @property
     def num_known(self) -> int:
