@@ -279,13 +279,11 @@ class BlockManager:
         self._copy_ahead.end_plan(has_rows=has_rows)
         return self.host.end_plan()
 
-    def device_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:
-        """Owners of the device's blocks; `owners`: (sequence id, number of its request)."""
-        return map_blocks(self.gpu_pool, self._tables, owners)
-
-    def host_map(self, owners: Iterable[tuple[int, int]]) -> BlockMap:
-        """Owners of the host's blocks; `owners`: as for `device_map`."""
-        return map_blocks(self.host.pool, self.host.tables, owners)
+    def maps(self, owners: Sequence[tuple[int, int]]) -> tuple[BlockMap, BlockMap]:
+        """Owners of the device's and the host's blocks; `owners`: (sequence id, number of its
+        request)."""
+        host_map = map_blocks(self.host.pool, self.host.tables, owners)
+        return map_blocks(self.gpu_pool, self._tables, owners), host_map
 
     def host_table(self, seq_id: int) -> list[int]:
         """A swapped-out sequence's blocks on the host, in order."""

@@ -285,7 +285,7 @@ class KVCacheManager:
     def maps(self, owners: Sequence[tuple[int, int]]) -> tuple[BlockMap, BlockMap]:
         """Owners of the device's and the host's blocks; `owners`: (sequence id, number of its
         request)."""
-        return self._blocks.device_map(owners), self._blocks.host_map(owners)
+        return self._blocks.maps(owners)
 
     def host_table(self, seq: CacheableSequence) -> list[int]:
         """A swapped-out sequence's block table on the host."""

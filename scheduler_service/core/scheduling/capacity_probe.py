@@ -54,11 +54,6 @@ class CapacityProbe:
         """Whether what one sequence has computed serves others."""
         return self._config.enable_prefix_caching
 
-    @property
-    def min_hit_tokens(self) -> int:
-        """The fewest first tokens that one sequence can reuse of another."""
-        return self._cache.tokens_per_move
-
     def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
         """Tokens of a group that has not run that are not here, on device or host."""
         longest = seq_group.longest

@@ -25,6 +25,7 @@ class Scheduler:
     """
 
     def __init__(self, state: WorkerGroupState, policy: Policy) -> None:
+        self.config = state.config
         self.capacity = state.capacity
         self.cache = state.cache
         self.seq_groups = state.seq_groups
@@ -67,16 +68,6 @@ class Scheduler:
     def queues(self) -> tuple[WaitingQueue, WaitingQueue]:
         """The queues in which groups wait here."""
         return self._state.waiting, self._state.preempting
-
-    @property
-    def num_running_sequences(self) -> int:
-        """Sequences in the batch."""
-        return self._running.num_places
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum number of sequences in the batch."""
-        return self._state.config.max_num_seqs
 
     @property
     def newest_work(self) -> StepWork:
@@ -244,4 +235,4 @@ class Scheduler:
         self._departures.check()
         assert not self._outgrown
         self._running.check(self.seq_groups)
-        assert self._running.num_places <= self._state.config.max_num_seqs
+        assert self._running.num_places <= self.config.max_num_seqs
