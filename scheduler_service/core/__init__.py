@@ -26,7 +26,7 @@ The modules, from the outside in:
     routing/           which worker group serves a waiting request
     scheduling/        Scheduler, one per worker group: schedule() and update()
     policies/          the order in which requests are served
-    kv_cache/          memory on the device and on the host, and the prefix cache
+    kv_cache/          KVCacheManager: memory on device and host, and the prefix cache
     sequence.py        the state of one request and its sequences
     request_queue.py   the queues of waiting requests
     beam_search.py     the beam search of one request, and the sequences that hold its beams

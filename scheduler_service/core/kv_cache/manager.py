@@ -160,8 +160,8 @@ class KVCacheManager:
         starts: list[JointStart[S]] = []
         for seq in sequences:
             hit = self.match_prefix(seq, on_host=False)
-            most = seq.num_known - 1
-            commons = [(min(most, num_common_tokens(seq, s.seq)) // unit, s.seq) for s in starts]
+            limit = seq.num_known - 1
+            commons = [(min(limit, num_common_tokens(seq, s.seq)) // unit, s.seq) for s in starts]
             num_shared, source = max(commons, key=lambda pair: pair[0], default=(0, None))
             num_tokens = num_shared * unit
             if num_tokens > hit.num_tokens:
