@@ -59,10 +59,11 @@ def unpack_floats(data: bytes, name: str = "column") -> list[float]:
     return _unpack(data, name, "f", 4)
 
 
-def _unpack(data: bytes, name: str, code: str, num_bytes: int) -> list[Any]:
-    if len(data) % num_bytes:
-        raise MalformedColumn(name, f"expected a multiple of {num_bytes} bytes, got {len(data)}")
-    return list(struct.unpack(f"<{len(data) // num_bytes}{code}", data))
+def _unpack(data: bytes, name: str, code: str, entry_bytes: int) -> list[Any]:
+    """The elements of whole entries of `entry_bytes` bytes."""
+    if len(data) % entry_bytes:
+        raise MalformedColumn(name, f"expected a multiple of {entry_bytes} bytes, got {len(data)}")
+    return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,10 +99,7 @@ class Column:
 
     def unpack(self, data: bytes) -> list[Any]:
         """The elements; raises MalformedColumn unless there are whole entries."""
-        if len(data) % self.entry_bytes:
-            expected = f"expected a multiple of {self.entry_bytes} bytes, got {len(data)}"
-            raise MalformedColumn(self.name, expected)
-        return list(struct.unpack(f"<{len(data) // struct.calcsize(self.code)}{self.code}", data))
+        return _unpack(data, self.name, self.code, self.entry_bytes)
 
 
 class Columns(Mapping[str, Column]):
