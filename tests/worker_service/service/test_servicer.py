@@ -106,6 +106,16 @@ async def test_plans_sent_ahead_are_answered_in_order() -> None:
         await decode(running, 1, count=40)
 
 
+async def test_a_message_without_plans_is_refused_by_name() -> None:
+    async with running_worker() as running:
+        await running.initialize(1)
+        steps = Steps(running.stub)
+        await steps.send_together()
+        error = await steps.error()
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert error.details().startswith("plans: expected at least one plan")
+
+
 async def test_plans_sent_together_are_executed_in_order() -> None:
     async with running_worker() as running:
         await running.initialize(1)
