@@ -1,6 +1,6 @@
 """Arguments that kernels share: metadata of a batch, tables of sequences, pairs of blocks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -48,6 +48,31 @@ class AttentionMetadata:
 
     plans: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
     """Values that a backend has derived from the batch once for all layers."""
+
+
+LayerCaches = tuple[Tensor, Tensor]
+"""Views of a layer's keys and values in the cache: [num_blocks, block_size, num_kv_heads, head_dim]
+each."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBatch:
+    """The inputs of a model's forward pass, built once per step."""
+
+    token_ids: Tensor
+    """int64 [num_tokens]."""
+
+    positions: Tensor
+    """int64 [num_tokens]."""
+
+    attention: tuple[AttentionMetadata, ...]
+    """By cache group."""
+
+    caches: Sequence[LayerCaches]
+    """By layer."""
+
+    sampled: Tensor | None = None
+    """int64 [num_sampled]: the rows whose logits will be computed; None: none, or not known yet."""
 
 
 class StepInputs(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, Computed, LayerKernels
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
@@ -163,8 +163,8 @@ def _reference() -> Iterator[AttentionBackend]:
 Embed = Callable[[Tensor, Tensor], Tensor]
 """Maps token ids and positions to the residual stream, [num_tokens, hidden_size]."""
 
-Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""Maps the residual stream, positions, the KV cache and the metadata to hidden states."""
+Layers = Callable[[Tensor, StepBatch], Tensor]
+"""Maps the residual stream and the batch to hidden states."""
 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states to logits, float32 [num_rows, vocab_size]."""
@@ -173,19 +173,9 @@ Head = Callable[[Tensor], Tensor]
 class ForwardFn(Protocol):
     """A model's embedding and layers, and its LM head if that is part of a recorded program."""
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        sampled: Tensor | None = None,
-    ) -> Computed:
-        """Run the forward pass.
-
-        token_ids, positions: int64 [num_tokens]; kv_cache: block-major; sampled: int64
-        [num_sampled], rows for which the head is computed, if it is part of the program.
-        """
+    def __call__(self, batch: StepBatch) -> Computed:
+        """Run the forward pass. The head is computed for `batch.sampled`, if it is part of the
+        program."""
         ...
 
 
@@ -207,17 +197,10 @@ class Kernels:
             if found is not None:
                 return RecordedModel(embed, layers, head, found)
 
-        def whole(
-            token_ids: Tensor,
-            positions: Tensor,
-            kv_cache: Tensor,
-            metadata: AttentionMetadata,
-            sampled: Tensor | None = None,
-        ) -> Computed:
-            x = embed(token_ids, positions)
-            return Computed(layers(x, positions, kv_cache, metadata))
+        def run(batch: StepBatch) -> Computed:
+            return Computed(layers(embed(batch.token_ids, batch.positions), batch))
 
-        return whole
+        return run
 
 
 def select_kernels(

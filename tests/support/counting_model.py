@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from pagewire_kernels.reference.backend import ReferenceBackend
 from worker_service.config import ModelConfig
 from worker_service.loader import LoadedModel
@@ -39,23 +39,18 @@ class CountingModel:
         self.batches: list[tuple[int, int]] = []
         """(sequences, tokens) of each forward pass."""
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
+    def forward(self, batch: StepBatch) -> torch.Tensor:
         """Checksums of each row's context, [num_tokens, 1]."""
-        block_size = kv_cache.shape[3]
+        token_ids, [metadata], [(keys, _)] = batch.token_ids, batch.attention, batch.caches
+        block_size = keys.shape[1]
         written = metadata.slot_mapping >= 0
         slots = metadata.slot_mapping[written]
         blocks, offsets = slots // block_size, slots % block_size
-        kv_cache[blocks, 0, 0, offsets, 0, 0] = token_ids[written].float()
+        keys[blocks, offsets, 0, 0] = token_ids[written].float()
         starts = metadata.query_start.tolist()
         self.batches.append((len(starts) - 1, len(token_ids)))
         rows = [
-            self._context_sums(kv_cache, metadata, seq, starts[seq + 1] - starts[seq])
+            self._context_sums(keys, metadata, seq, starts[seq + 1] - starts[seq])
             for seq in range(len(starts) - 1)
         ]
         rows.append(torch.full((len(token_ids) - starts[-1],), torch.nan))  # rows of no sequence
@@ -67,15 +62,15 @@ class CountingModel:
         return -0.125 * distance
 
     def _context_sums(
-        self, kv_cache: torch.Tensor, metadata: AttentionMetadata, seq: int, query_len: int
+        self, keys: torch.Tensor, metadata: AttentionMetadata, seq: int, query_len: int
     ) -> torch.Tensor:
         length = int(metadata.context_lens[seq])
         if length == 0:  # a row that fills up a batch
             return torch.zeros(query_len)
         positions = torch.arange(length)
-        block_size = kv_cache.shape[3]
+        block_size = keys.shape[1]
         blocks = metadata.block_tables[seq].long()[positions // block_size]
-        context = kv_cache[blocks, 0, 0, positions % block_size, 0, 0]
+        context = keys[blocks, positions % block_size, 0, 0]
         sums = torch.cumsum((positions + 1) * (context.double() + 1), dim=0) % VOCAB_SIZE
         if self.poison is not None:
             sums[torch.cumsum(context == self.poison, dim=0) > 0] = torch.nan

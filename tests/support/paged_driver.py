@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from tests.support.paged_batch import unwritten
 from worker_service.models.interface import Model
 
@@ -55,10 +55,12 @@ class PagedDriver:
         )
         token_ids = torch.tensor([token for _, _, tokens in batch for token in tokens])
         hidden = self.model.forward(
-            token_ids.to(self._device),
-            torch.cat(positions).to(self._device),
-            self.kv_cache,
-            metadata,
+            StepBatch(
+                token_ids=token_ids.to(self._device),
+                positions=torch.cat(positions).to(self._device),
+                attention=(metadata,),
+                caches=self.model.kv_cache_spec.by_layer(self.kv_cache),
+            )
         )
         return list(self.model.compute_logits(hidden).cpu().split(lengths))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
@@ -191,18 +191,21 @@ def run_batch(
     lengths = _spread(num_seqs, num_tokens, model.max_model_len)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
     block_tables_shape = (len(lengths), -(-max(lengths) // block_size))
+    metadata = AttentionMetadata(
+        query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+        context_lens=torch.tensor(lengths).int().to(device),
+        block_tables=torch.zeros(block_tables_shape, dtype=torch.int32, device=device),
+        slot_mapping=positions % block_size,
+        max_query_len=max(lengths),
+        max_context_len=max(lengths),
+    )
     hidden = model.forward(
-        torch.zeros_like(positions),
-        positions,
-        cache,
-        AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
-            context_lens=torch.tensor(lengths).int().to(device),
-            block_tables=torch.zeros(block_tables_shape, dtype=torch.int32, device=device),
-            slot_mapping=positions % block_size,
-            max_query_len=max(lengths),
-            max_context_len=max(lengths),
-        ),
+        StepBatch(
+            token_ids=torch.zeros_like(positions),
+            positions=positions,
+            attention=(metadata,),
+            caches=spec.by_layer(cache),
+        )
     )
     logits = model.compute_logits(hidden[: len(lengths)])
     # Sampling from equal logits keeps all of them as candidates, so it needs the most memory.

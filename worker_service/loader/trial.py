@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import Model
 
@@ -81,7 +81,7 @@ class _Trial:
         spec = model.kv_cache_spec
         self._blocks = [-(-length // block_size) for length in lengths]
         shape = (sum(self._blocks), *spec.block_shape(block_size))
-        self._kv_cache = torch.zeros(shape, dtype=spec.dtype, device=device)
+        self._caches = spec.by_layer(torch.zeros(shape, dtype=spec.dtype, device=device))
         generator = torch.Generator().manual_seed(0)
         self._tokens = [
             torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths
@@ -108,10 +108,12 @@ class _Trial:
         )
         tokens = torch.cat([self._tokens[p.sequence][p.start : p.end] for p in parts])
         hidden = self._model.forward(
-            tokens.to(self._device),
-            torch.cat(positions).to(self._device),
-            self._kv_cache,
-            metadata,
+            StepBatch(
+                token_ids=tokens.to(self._device),
+                positions=torch.cat(positions).to(self._device),
+                attention=(metadata,),
+                caches=self._caches,
+            )
         )
         return hidden.clone()  # the next run may overwrite it
 

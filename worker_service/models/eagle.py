@@ -19,11 +19,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
-from worker_service.models.layers import RMSNorm, RotaryTable, caches_by_layer, norm_targets
+from worker_service.models.layers import RMSNorm, RotaryTable, norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
 from worker_service.models.llama import LlamaLayer, LlamaSettings
 from worker_service.models.native import LoadableModule, NativeModel
@@ -126,39 +126,25 @@ class EagleHead(LoadableModule):
         """
         return self.fc(torch.cat(captured, dim=1))
 
-    def write_kv(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        slot_mapping: Tensor,
-    ) -> None:
+    def write_kv(self, batch: StepBatch, hidden: Tensor) -> None:
         """Write the keys and values of rows to the cache.
 
-        token_ids: int64 [num_rows], the tokens at `positions` + 1; hidden: [num_rows, hidden_size],
-        hidden states for the tokens at `positions`; positions, slot_mapping: int64 [num_rows].
+        batch: its tokens are those at `positions` + 1; hidden: [num_tokens, hidden_size], hidden
+        states for the tokens at `positions`.
         """
-        inputs, _ = self._inputs(token_ids, hidden)
-        [caches] = caches_by_layer(kv_cache)
-        self.layer.write_kv(inputs, positions, caches, slot_mapping)
+        inputs, _ = self._inputs(batch.token_ids, hidden)
+        [caches], [metadata] = batch.caches, batch.attention
+        self.layer.write_kv(inputs, batch.positions, caches, metadata.slot_mapping)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Run the head, which also writes keys and values; arguments as for `write_kv`.
 
         Returns the input of `compute_logits`, and the hidden states for the next rows if their
         tokens are drafts: [num_rows, hidden_size] each. Overwrites `hidden`.
         """
-        inputs, residual = self._inputs(token_ids, hidden)
-        [caches] = caches_by_layer(kv_cache)
-        x = self.layer.attend_and_mix(inputs, residual, positions, caches, metadata)
+        inputs, residual = self._inputs(batch.token_ids, hidden)
+        [caches], [metadata] = batch.caches, batch.attention
+        x = self.layer.attend_and_mix(inputs, residual, batch.positions, caches, metadata)
         return self.norm(residual, x), residual
 
     def compute_logits(self, rows: Tensor) -> Tensor:

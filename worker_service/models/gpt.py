@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import (
     ACTIVATIONS,
-    LayerCaches,
     LayerNorm,
     PagedAttention,
     norm_targets,
@@ -177,10 +176,8 @@ class OPTModel(NativeModel):
         rows = positions + self._position_offset if self._position_offset else positions
         return x + nn.functional.embedding(rows, self.position_embedding)
 
-    def run_layers(
-        self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        x = super().run_layers(residual, positions, kv_cache, metadata)
+    def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
+        x = super().run_layers(residual, batch)
         return x if self.project_out is None else self.project_out(x)
 
     @classmethod

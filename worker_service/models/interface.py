@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import LayerCaches, StepBatch
 from pagewire_kernels.interface import Computed, stored_head_size
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.communicator import Communicator
@@ -34,6 +34,11 @@ class KVCacheSpec:
         """Bytes of one block."""
         return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
 
+    def by_layer(self, kv_cache: Tensor) -> tuple[LayerCaches, ...]:
+        """The layers' views of a cache, block-major: [num_blocks, *block_shape(block_size)]."""
+        views = kv_cache.view(len(kv_cache), 2 * self.num_layers, *kv_cache.shape[3:]).unbind(1)
+        return tuple(zip(views[::2], views[1::2], strict=True))
+
 
 class Model(Protocol):
     """A decoder-only language model over a paged KV cache."""
@@ -44,19 +49,9 @@ class Model(Protocol):
     max_model_len: int
     num_parameters: int
 
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-    ) -> torch.Tensor:
-        """Compute the last hidden states of all rows, and write their KV to the cache.
-
-        token_ids, positions: int64 [num_tokens]; kv_cache: block-major [num_blocks,
-        *kv_cache_spec.block_shape(block_size)]; metadata: maps rows to sequences and slots. Returns
-        [num_tokens, hidden_size], which the next call may overwrite.
-        """
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Compute the last hidden states of all rows, and write their KV to the cache. Returns
+        [num_tokens, hidden_size], which the next call may overwrite."""
         ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -69,16 +64,9 @@ class Model(Protocol):
 class ComputesLogits(Protocol):
     """A model that can compute logits in its forward pass."""
 
-    def forward_to_logits(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: AttentionMetadata,
-        sampled: torch.Tensor | None,
-    ) -> Computed:
-        """As `Model.forward`, with the logits of some rows if the recorded program includes the LM
-        head. sampled: int64 [num_sampled], these rows."""
+    def forward_to_logits(self, batch: StepBatch) -> Computed:
+        """As `Model.forward`, with the logits of `batch.sampled` if the recorded program includes
+        the LM head."""
         ...
 
 

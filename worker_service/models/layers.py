@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, LayerCaches
 from pagewire_kernels.interface import AttentionBackend, LayerKernels
 from worker_service.models.interface import ModelContext, WeightTarget
 
@@ -60,17 +60,6 @@ def norm_targets(name: str, norm: RMSNorm | LayerNorm) -> Iterator[WeightTarget]
         yield WeightTarget(f"{name}.weight", norm.weight)
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         yield WeightTarget(f"{name}.bias", norm.bias)
-
-
-LayerCaches = tuple[Tensor, Tensor]
-"""Views of a layer's keys and values in the cache: [num_blocks, block_size, num_kv_heads, head_dim]
-each."""
-
-
-def caches_by_layer(kv_cache: Tensor) -> list[LayerCaches]:
-    """Return the views of all layers: two operations per step, not two per layer."""
-    views = kv_cache.view(len(kv_cache), -1, *kv_cache.shape[3:]).unbind(1)
-    return list(zip(views[::2], views[1::2], strict=True))
 
 
 class PagedAttention:

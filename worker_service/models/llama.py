@@ -7,14 +7,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, LayerCaches
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext, WeightTarget
 from worker_service.models.layers import (
     ACTIVATIONS,
     SCALING_TYPES,
-    LayerCaches,
     PagedAttention,
     RMSNorm,
     RotarySettings,

@@ -3,23 +3,21 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.layout import Layout
 from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
 from worker_service.models.layers import (
-    LayerCaches,
     LayerNorm,
     PagedAttention,
     RMSNorm,
-    caches_by_layer,
     norm_targets,
 )
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
@@ -228,16 +226,15 @@ class NativeModel(LoadableModule):
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Compute the input of the first layer: [num_tokens, hidden_size]."""
 
-    def run_layers(
-        self, residual: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
+    def run_layers(self, residual: Tensor, batch: StepBatch) -> Tensor:
         """Run this rank's layers. Returns the input of the LM head, or of the next stage.
 
         residual: [num_tokens, hidden_size], the residual stream, which is overwritten.
         """
         x = None
         self._captured = {}
-        layers = zip(self._layer_range, self.layers, caches_by_layer(kv_cache), strict=True)
+        positions, [metadata] = batch.positions, batch.attention
+        layers = zip(self._layer_range, self.layers, batch.caches, strict=True)
         for index, layer, caches in layers:
             if index in self._captured_layers:
                 parts = (residual,) if x is None else (residual, x)
@@ -247,34 +244,22 @@ class NativeModel(LoadableModule):
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor:
         """Compute the last hidden states of all rows, [num_tokens, hidden_size]; see
         `interface.Model`.
 
         A pipeline stage receives the output of the previous stage and sends its own to the next,
         each together with the hidden states captured so far.
         """
-        return self.forward_to_logits(token_ids, positions, kv_cache, metadata, None).hidden
+        return self.forward_to_logits(replace(batch, sampled=None)).hidden
 
     @torch.inference_mode()
-    def forward_to_logits(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        sampled: Tensor | None,
-    ) -> Computed:
-        """As `forward`, with logits of the rows `sampled`, int64 [num_sampled], if the LM head is
-        part of the recorded program."""
+    def forward_to_logits(self, batch: StepBatch) -> Computed:
+        """As `forward`, with logits of `batch.sampled` if the LM head is part of the recorded
+        program."""
+        token_ids, positions = batch.token_ids, batch.positions
         if self._run is not None:
-            computed = self._run(token_ids, positions, kv_cache, metadata, sampled)
+            computed = self._run(batch)
             if not self._captured_layers:
                 return computed
             return computed._replace(captured=self._all_captured((), token_ids.shape[0]))
@@ -285,7 +270,7 @@ class NativeModel(LoadableModule):
         else:
             received = self.communicator.receive(token_ids, positions, like=self._received_like)
             x, *earlier = received.split(self.hidden_size, dim=1)
-        x = self.run_layers(x.contiguous(), positions, kv_cache, metadata)
+        x = self.run_layers(x.contiguous(), batch)
         if layout.is_last_stage:
             return Computed(x, captured=self._all_captured(earlier, len(x)))
         self.communicator.send_hidden(torch.cat([x, *earlier, *self._own_captured(len(x))], dim=1))

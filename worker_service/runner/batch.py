@@ -14,7 +14,7 @@ arrays are kept from step to step: allocating them costs more than filling them,
 torch releases the interpreter's lock, which other threads of a worker wait for.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.pinned_memory import upload
@@ -301,38 +301,35 @@ def lay_out(row_ids: Int64Array, num_tokens: Int32Array, table: SequenceTable) -
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ForwardInputs:
-    """Inputs of the model's forward pass, on the device."""
-
-    token_ids: Tensor
-    """int64 [num_tokens]."""
-
-    positions: Tensor
-    """int64 [num_tokens]."""
-
-    metadata: AttentionMetadata
-
-
-def build_inputs(inputs: HostInputs, table: SequenceTable, device: torch.device) -> ForwardInputs:
-    """Copy the inputs to the device, without waiting for it."""
+def build_batch(
+    inputs: HostInputs,
+    table: SequenceTable,
+    caches: Sequence[LayerCaches],
+    sampled: Int64Array | None = None,
+) -> StepBatch:
+    """Copy the inputs to the device of the caches, without waiting for it. sampled: the rows whose
+    logits will be computed, None if they are not known."""
+    device = caches[0][0].device
     block_tables = table.block_tables[inputs.row_ids, : inputs.max_blocks]
-    return ForwardInputs(
+    metadata = AttentionMetadata(
+        query_start=upload(inputs.query_start.astype(np.int32), device),
+        context_lens=upload(inputs.context_lens.astype(np.int32), device),
+        block_tables=upload(block_tables, device),
+        slot_mapping=upload(inputs.slot_mapping, device),
+        max_query_len=inputs.max_query_len,
+        max_context_len=inputs.max_context_len,
+        num_decodes=inputs.num_decodes,
+    )
+    return StepBatch(
         token_ids=upload(inputs.token_ids, device),
         positions=upload(inputs.positions, device),
-        metadata=AttentionMetadata(
-            query_start=upload(inputs.query_start.astype(np.int32), device),
-            context_lens=upload(inputs.context_lens.astype(np.int32), device),
-            block_tables=upload(block_tables, device),
-            slot_mapping=upload(inputs.slot_mapping, device),
-            max_query_len=inputs.max_query_len,
-            max_context_len=inputs.max_context_len,
-            num_decodes=inputs.num_decodes,
-        ),
+        attention=(metadata,),
+        caches=caches,
+        sampled=None if sampled is None else upload(sampled, device),
     )
 
 
-_LEAST_ROOM = 16
+_MIN_CAPACITY = 16
 
 
 class _Views(NamedTuple):
@@ -344,24 +341,27 @@ class _Views(NamedTuple):
     context_lens: Tensor
     block_tables: Tensor
     slot_mapping: Tensor
-    numbers: Tensor
+    sampled: Tensor
+    """All rows."""
 
 
 class DecodeInputs:
     """Builds decode inputs in fixed arrays, so each build overwrites the tensors of the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, caches: Sequence[LayerCaches]) -> None:
+        self._caches = caches
         self._width = 0
-        self._make_room(_LEAST_ROOM, 1, 1)
+        self._reserve(_MIN_CAPACITY, 1, 1)
 
-    def build(self, row_ids: Int64Array, table: SequenceTable) -> ForwardInputs:
-        """Inputs for these rows of the table, each of which computes its next token."""
+    def build(self, row_ids: Int64Array, table: SequenceTable) -> StepBatch:
+        """The batch of these rows of the table, each of which computes its next token, and from
+        each of which is sampled."""
         num_rows, block_size = len(row_ids), table.block_size
         computed = table.num_computed_tokens[row_ids]
         longest = int(computed.max())
         max_blocks = longest // block_size + 1
         if num_rows > len(self._token_ids) or max_blocks > self._width:
-            self._make_room(num_rows, max_blocks, table.block_tables.shape[1])
+            self._reserve(num_rows, max_blocks, table.block_tables.shape[1])
         blocks, offsets = np.divmod(computed, block_size)
         self._positions[:num_rows] = computed
         self._context_lens[:num_rows] = computed
@@ -375,33 +375,32 @@ class DecodeInputs:
         if views is None:
             views = self._of_size[num_rows] = self._views(num_rows)
         # A new object each time, since backends cache what they derive from it.
-        return ForwardInputs(
+        metadata = AttentionMetadata(
+            query_start=views.query_start,
+            context_lens=views.context_lens,
+            block_tables=views.block_tables,
+            slot_mapping=views.slot_mapping,
+            max_query_len=1,
+            max_context_len=longest + 1,
+        )
+        return StepBatch(
             token_ids=views.token_ids,
             positions=views.positions,
-            metadata=AttentionMetadata(
-                query_start=views.query_start,
-                context_lens=views.context_lens,
-                block_tables=views.block_tables,
-                slot_mapping=views.slot_mapping,
-                max_query_len=1,
-                max_context_len=longest + 1,
-            ),
+            attention=(metadata,),
+            caches=self._caches,
+            sampled=views.sampled,
         )
 
-    def numbers(self, num_rows: int) -> Tensor:
-        """0, 1, 2 …: int64 [num_rows], for a number of rows that was built before."""
-        return self._of_size[num_rows].numbers
-
-    def _make_room(self, num_rows: int, max_blocks: int, most_blocks: int) -> None:
-        """Allocate for a power of two of sequences and blocks, at most `most_blocks`."""
-        room = max(_LEAST_ROOM, 1 << (num_rows - 1).bit_length())
-        self._width = max(self._width, min(1 << (max_blocks - 1).bit_length(), most_blocks))
-        self._query_start = np.arange(room + 1, dtype=np.int32)
-        self._token_ids = np.zeros(room, np.int64)
-        self._positions = np.zeros(room, np.int64)
-        self._slot_mapping = np.zeros(room, np.int64)
-        self._context_lens = np.zeros(room, np.int32)
-        self._block_tables = np.full((room, self._width), NO_BLOCK, np.int32)
+    def _reserve(self, num_rows: int, max_blocks: int, table_width: int) -> None:
+        """Allocate for a power of two of sequences and blocks, at most `table_width` blocks."""
+        capacity = max(_MIN_CAPACITY, 1 << (num_rows - 1).bit_length())
+        self._width = max(self._width, min(1 << (max_blocks - 1).bit_length(), table_width))
+        self._query_start = np.arange(capacity + 1, dtype=np.int32)
+        self._token_ids = np.zeros(capacity, np.int64)
+        self._positions = np.zeros(capacity, np.int64)
+        self._slot_mapping = np.zeros(capacity, np.int64)
+        self._context_lens = np.zeros(capacity, np.int32)
+        self._block_tables = np.full((capacity, self._width), NO_BLOCK, np.int32)
         self._of_size: dict[int, _Views] = {}
 
     def _views(self, num_rows: int) -> _Views:
@@ -412,5 +411,5 @@ class DecodeInputs:
             context_lens=torch.from_numpy(self._context_lens[:num_rows]),
             block_tables=torch.from_numpy(self._block_tables[:num_rows]),
             slot_mapping=torch.from_numpy(self._slot_mapping[:num_rows]),
-            numbers=torch.arange(num_rows),
+            sampled=torch.arange(num_rows),
         )

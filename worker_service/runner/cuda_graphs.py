@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata, SamplingRows, StepInputs
+from pagewire_kernels.batch import LayerCaches, SamplingRows, StepInputs
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Column
@@ -148,7 +148,7 @@ class StepGraphs:
     def __init__(
         self,
         model: Model,
-        kv_cache: Tensor,
+        caches: Sequence[LayerCaches],
         device_rows: DeviceRows,
         sampler: DeviceSampler,
         sizes: Sequence[int],
@@ -158,12 +158,12 @@ class StepGraphs:
 
         Records nothing yet."""
         self._model = model
-        self._kv_cache = kv_cache
+        self._caches = caches
         self._device_rows = device_rows
         self._sampler = sampler
         self._sizes = sorted(sizes)
         self._mixed_sizes = sorted(mixed)
-        device, largest = kv_cache.device, self._sizes[-1]
+        device, largest = device_rows.block_tables.device, self._sizes[-1]
         self._mixed_start = self._num_words = _aligned(_NUM_COLUMNS * largest)
         if mixed:
             self._num_words += sum(map(_aligned, self._mixed_lengths(self._mixed_sizes[-1])))
@@ -349,20 +349,15 @@ class StepGraphs:
             seq_rows=row_ids,
             context_lens=context_lens,
         )
-        prepared = self._sampler.prepare(inputs, self._device_rows.block_tables.shape[1])
-        hidden = self._model.forward(
-            prepared.token_ids,
-            prepared.positions,
-            self._kv_cache,
-            AttentionMetadata(
-                query_start=self._query_start[: size + 1],
-                context_lens=context_lens,
-                block_tables=prepared.block_tables,
-                slot_mapping=prepared.slot_mapping,
-                max_query_len=1,
-                max_context_len=self._model.max_model_len,
-            ),
+        batch = self._sampler.prepare(
+            inputs,
+            self._device_rows.block_tables.shape[1],
+            self._caches,
+            self._query_start[: size + 1],
+            max_query_len=1,
+            max_context_len=self._model.max_model_len,
         )
+        hidden = self._model.forward(batch)
         self._states(hidden)[:size].copy_(hidden)
 
     def _states(self, like: Tensor) -> Tensor:
@@ -375,31 +370,24 @@ class StepGraphs:
         words = self.static_inputs.view(torch.int32)
         given = self._mixed_inputs(words, size)
         token_ids, positions, slot_mapping, token_rows = given.by_token
-        prepared = self._sampler.prepare(
-            StepInputs(
-                token_ids=token_ids,
-                positions=positions,
-                slot_mapping=slot_mapping,
-                token_rows=token_rows,
-                seq_rows=given.seq_rows,
-                context_lens=given.context_lens,
-            ),
+        inputs = StepInputs(
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slot_mapping,
+            token_rows=token_rows,
+            seq_rows=given.seq_rows,
+            context_lens=given.context_lens,
+        )
+        batch = self._sampler.prepare(
+            inputs,
             self._device_rows.block_tables.shape[1],
+            self._caches,
+            given.query_start,
+            max_query_len=max(2, size),
+            max_context_len=self._model.max_model_len,
+            device_num_decodes=given.num_decodes,
         )
-        hidden = self._model.forward(
-            prepared.token_ids,
-            prepared.positions,
-            self._kv_cache,
-            AttentionMetadata(
-                query_start=given.query_start,
-                context_lens=given.context_lens,
-                block_tables=prepared.block_tables,
-                slot_mapping=prepared.slot_mapping,
-                max_query_len=max(2, size),
-                max_context_len=self._model.max_model_len,
-                device_num_decodes=given.num_decodes,
-            ),
-        )
+        hidden = self._model.forward(batch)
         torch.index_select(hidden, 0, given.last_states, out=self._states(hidden))
 
     def _sample(self, size: int) -> None:

@@ -5,7 +5,8 @@ with the kernels of `pagewire_kernels`. Tokens stay on the device. Nothing here 
 device, so that a step can be launched while the previous one is computed.
 """
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +15,12 @@ from pagewire_kernels import reference
 from pagewire_kernels.batch import (
     NON_FINITE,
     NOT_SAMPLED,
+    AttentionMetadata,
+    LayerCaches,
     PreparedInputs,
     SamplingRows,
     SamplingTables,
+    StepBatch,
     StepInputs,
     mask_width,
 )
@@ -126,10 +130,31 @@ class DeviceSampler:
         shape = (num_rows, mask_width(vocab_size))
         return torch.zeros(shape, dtype=torch.int32, device=self._tables.params.device)
 
-    def prepare(self, inputs: StepInputs, max_blocks: int) -> PreparedInputs:
-        """Prepare the inputs of the model. max_blocks: columns of its block tables."""
-        return self._kernels.prepare(
+    def prepare(
+        self,
+        inputs: StepInputs,
+        max_blocks: int,
+        caches: Sequence[LayerCaches],
+        query_start: Tensor,
+        **metadata: Any,
+    ) -> StepBatch:
+        """Prepare the inputs of the model. max_blocks: columns of its block tables; metadata: the
+        fields of `AttentionMetadata` that the host decides."""
+        prepared = self._kernels.prepare(
             inputs, self._tables.latest, self._block_tables, self._block_size, max_blocks
+        )
+        attention = AttentionMetadata(
+            query_start=query_start,
+            context_lens=inputs.context_lens,
+            block_tables=prepared.block_tables,
+            slot_mapping=prepared.slot_mapping,
+            **metadata,
+        )
+        return StepBatch(
+            token_ids=prepared.token_ids,
+            positions=prepared.positions,
+            attention=(attention,),
+            caches=caches,
         )
 
     def sample(self, logits: Tensor, rows: SamplingRows, outcome: Tensor) -> None:

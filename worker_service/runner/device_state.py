@@ -43,7 +43,7 @@ def state_bytes(
     if not sizes:
         return rows.num_bytes
     sampler = DeviceSampler(rows, step_kernels(device), block_size, model.vocab_size)
-    graphs = StepGraphs(model, torch.empty(0, device=device), rows, sampler, sizes, mixed)
+    graphs = StepGraphs(model, (), rows, sampler, sizes, mixed)
     return rows.num_bytes + graphs.num_bytes
 
 
@@ -75,14 +75,14 @@ class DeviceState:
 
         Raises CaptureFailed, with the option to change.
         """
-        kv_cache, vocab_size = cache.device_cache, model.vocab_size
-        device = kv_cache.device
+        vocab_size, device = model.vocab_size, cache.device_cache.device
         self.rows = rows_for(model, block_size, num_seqs, device, num_rows, max_count_bytes)
         kernels = kernels or step_kernels(device)
         self.sampler = DeviceSampler(self.rows, kernels, block_size, vocab_size, communicator)
         self.graphs: StepGraphs | None = None
         if recorder is not None and sizes:
-            self.graphs = StepGraphs(model, kv_cache, self.rows, self.sampler, sizes, mixed)
+            caches = model.kv_cache_spec.by_layer(cache.device_cache)
+            self.graphs = StepGraphs(model, caches, self.rows, self.sampler, sizes, mixed)
             _record(self.graphs, recorder)
 
 

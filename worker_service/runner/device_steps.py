@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import (
-    AttentionMetadata,
+    LayerCaches,
     SamplingRows,
     StepInputs,
     mask_width,
@@ -132,7 +132,7 @@ class StepLaunch:
     def __init__(
         self,
         model: Model,
-        kv_cache: Tensor,
+        caches: Sequence[LayerCaches],
         state: DeviceState,
         buffers: StepBuffers,
         sampling: HostSampling,
@@ -143,7 +143,7 @@ class StepLaunch:
         """spans: of prompt tokens whose log probabilities are reported; prompt_targets: the tokens
         of all spans, concatenated; reporting: row ids of the spans' rows that do not sample."""
         self._model = model
-        self._kv_cache = kv_cache
+        self._caches = caches
         self._device_rows = state.rows
         self._sampler = state.sampler
         self._graphs = state.graphs
@@ -194,19 +194,16 @@ class StepLaunch:
         sent = self._buffers.staging.send([*int32, *self._columns(changes)])
         self._apply(sent[len(columns) :])
         *step_inputs, query_start, row_ids, positions, mask_rows, last = sent[: len(columns)]
-        prepared = self._sampler.prepare(StepInputs(*step_inputs), inputs.max_blocks)
-        metadata = AttentionMetadata(
-            query_start=query_start,
-            context_lens=step_inputs[-1],
-            block_tables=prepared.block_tables,
-            slot_mapping=prepared.slot_mapping,
+        batch = self._sampler.prepare(
+            StepInputs(*step_inputs),
+            inputs.max_blocks,
+            self._caches,
+            query_start,
             max_query_len=inputs.max_query_len,
             max_context_len=inputs.max_context_len,
             num_decodes=inputs.num_decodes,
         )
-        hidden = self._model.forward(
-            prepared.token_ids, prepared.positions, self._kv_cache, metadata
-        )
+        hidden = self._model.forward(batch)
         self._hidden = hidden
         self._rows = SamplingRows(row_ids, positions, mask_rows, self._sampler.no_masks)
         # Do not capture `self`: a reference cycle would hold GPU memory until the next collection.
@@ -351,6 +348,7 @@ class DeviceSteps:
         ranks that share the model were interrupted, None for one rank."""
         self._model = model
         self._cache = cache
+        self._caches = model.kv_cache_spec.by_layer(cache.device_cache)
         self._state = state
         self._device = cache.device_cache.device
         self._make_event = make_event
@@ -407,10 +405,9 @@ class DeviceSteps:
         reporting = np.setdiff1d([span.row for span in spans], rows.sampling).astype(np.int64)
         buffers = self._buffers(pending)
         begin = self._make_event()
-        kv_cache = self._cache.device_cache
         launch = StepLaunch(
             self._model,
-            kv_cache,
+            self._caches,
             self._state,
             buffers,
             sampling,

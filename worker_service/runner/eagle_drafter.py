@@ -24,7 +24,7 @@ from worker_service.plan import StepPlan
 from worker_service.runner.batch import (
     DecodeInputs,
     StepRows,
-    build_inputs,
+    build_batch,
     lay_out,
     sampling_batch,
 )
@@ -49,7 +49,8 @@ class EagleDrafter(Drafter):
         """cache: KV cache of `head`, with the same number of blocks as the target's."""
         self._head = head
         self._cache = cache
-        self._inputs = DecodeInputs()
+        self._caches = head.kv_cache_spec.by_layer(cache.device_cache)
+        self._inputs = DecodeInputs(self._caches)
         self._hidden = head.hidden_like
         """By row of the table: the fused hidden state of the last token that the target has
         computed."""
@@ -89,14 +90,8 @@ class EagleDrafter(Drafter):
                 num_fused + index,
                 starts[index] + inputs.positions - firsts[index],
             )
-            batch = build_inputs(inputs, table, hidden.device)
-            self._head.write_kv(
-                batch.token_ids,
-                hidden[sources],
-                batch.positions,
-                self._cache.device_cache,
-                batch.metadata.slot_mapping,
-            )
+            batch = build_batch(inputs, table, self._caches)
+            self._head.write_kv(batch, hidden[sources])
         self._hidden[row_ids] = hidden[starts + ends - firsts - 1]
         length[row_ids], provisional[row_ids] = ends, unknown
         forks, parents = rows.row_ids[rows.forks], rows.row_ids[rows.parents]
@@ -116,9 +111,7 @@ class EagleDrafter(Drafter):
             ids = row_ids[rows]
             table.drafter_state[ids, _POSITION] = ends[rows] + num_drafts[rows] - 2
             batch = self._inputs.build(ids, shifted)
-            output, hidden = self._head(
-                batch.token_ids, hidden, batch.positions, self._cache.device_cache, batch.metadata
-            )
+            output, hidden = self._head(batch, hidden)
             logits = self._head.compute_logits(output)
             sampling = sampling_batch(ids, table, num_drafts=num_drafts[rows])
             tokens = sample(logits, sampling, table.sampling).tokens

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.interface import Computed, HeadOutput
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import ComputesLogits, Model
 from worker_service.pinned_memory import upload
 from worker_service.runner.batch import (
     DecodeInputs,
-    ForwardInputs,
     StepRows,
-    build_inputs,
+    build_batch,
     lay_out,
 )
 from worker_service.runner.sequence_table import SequenceTable
@@ -50,27 +50,26 @@ class HostForward:
     def __init__(self, model: Model, kv_cache: Tensor) -> None:
         self._model = model
         self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
-        self._kv_cache = kv_cache
+        self._caches = model.kv_cache_spec.by_layer(kv_cache)
         self._device = kv_cache.device
-        self._decode_inputs = DecodeInputs() if self._device.type == "cpu" else None
+        self._decodes = DecodeInputs(self._caches) if self._device.type == "cpu" else None
 
     def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
         """Compute the rows that have something to compute; None if there are none."""
         firsts = table.num_computed_tokens[rows.row_ids]
-        if rows.are_decodes and self._decode_inputs is not None and len(rows.row_ids):
-            inputs = self._decode_inputs.build(rows.row_ids, table)
-            numbers = self._decode_inputs.numbers(len(rows.row_ids))
-            starts = numbers.numpy()
-            return self._pass(inputs, numbers, starts, starts + 1, firsts)
+        if rows.are_decodes and self._decodes is not None and len(rows.row_ids):
+            batch = self._decodes.build(rows.row_ids, table)
+            starts = np.arange(len(rows.row_ids))
+            return self._pass(batch, starts, starts + 1, firsts)
         ends = rows.ends()
         if len(ends) == 0 or ends[-1] == 0:
             return None
         row_ids, lengths = rows.row_ids[rows.computes], rows.num_tokens[rows.computes]
-        inputs = build_inputs(lay_out(row_ids, lengths, table), table, self._device)
         # A fork samples from its parent's last state, which is then named twice.
         is_plain = len(rows.sampling) > 0 and len(rows.forks) == 0
-        last = self._index(rows.last_states(ends)) if is_plain else None
-        return self._pass(inputs, last, np.append(0, ends[:-1]), ends, firsts)
+        sampled = rows.last_states(ends) if is_plain else None
+        batch = build_batch(lay_out(row_ids, lengths, table), table, self._caches, sampled)
+        return self._pass(batch, np.append(0, ends[:-1]), ends, firsts)
 
     def last_logits(
         self, rows: StepRows, forward: ForwardPass
@@ -88,19 +87,13 @@ class HostForward:
         return self._logits_at(distinct, forward.hidden)[self._index(inverse)], None
 
     def _pass(
-        self,
-        inputs: ForwardInputs,
-        last: Tensor | None,
-        starts: Int64Array,
-        ends: Int64Array,
-        firsts: Int64Array,
+        self, batch: StepBatch, starts: Int64Array, ends: Int64Array, firsts: Int64Array
     ) -> ForwardPass:
-        """Run the model; last: which hidden states are sampled from."""
-        batch = inputs.token_ids, inputs.positions, self._kv_cache, inputs.metadata
+        """Run the model."""
         if self._to_logits is None:
-            computed = Computed(self._model.forward(*batch))
+            computed = Computed(self._model.forward(batch))
         else:
-            computed = self._to_logits(*batch, last)
+            computed = self._to_logits(batch)
         return ForwardPass(
             hidden=computed.hidden,
             starts=starts,

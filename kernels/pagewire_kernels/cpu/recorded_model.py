@@ -1,7 +1,7 @@
 """Runs a model's forward pass as one recorded program."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum, auto
@@ -9,7 +9,7 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import LayerCaches, StepBatch
 from pagewire_kernels.cpu.layers import find_largest, take
 from pagewire_kernels.cpu.native_library import Library
 from pagewire_kernels.cpu.program import Program, new_rows, record
@@ -22,9 +22,9 @@ logger = logging.getLogger(__name__)
 Embed = Callable[[Tensor, Tensor], Tensor]
 """Maps token ids and positions, int64 [num_tokens], to [num_tokens, hidden_size]."""
 
-Layers = Callable[[Tensor, Tensor, Tensor, AttentionMetadata], Tensor]
-"""Maps x [num_tokens, hidden_size], which may be overwritten, positions, the KV cache and the
-metadata to hidden states [num_tokens, ...]."""
+Layers = Callable[[Tensor, StepBatch], Tensor]
+"""Maps x [num_tokens, hidden_size], which may be overwritten, and the batch to hidden states
+[num_tokens, ...]."""
 
 Head = Callable[[Tensor], Tensor]
 """Maps hidden states [num_rows, ...] to logits, float32 [num_rows, vocab_size]."""
@@ -54,59 +54,45 @@ class RecordedModel:
         self._head = head
         self._library = library
         self._recording: _Recording | None = None
-        self._most_rows = self._most_sampled = 0
+        self._max_rows = self._max_sampled = 0
         """Maxima over all batches so far. A program has room for both, so that alternating batches
         of many rows and batches of many samples do not record it again and again."""
         self._parts = set(Part)
         self._records = True
 
-    def __call__(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        sampled: Tensor | None = None,
-    ) -> Computed:
-        """Compute hidden states and logits, which are valid until the next call.
-
-        token_ids, positions: int64 [num_tokens]; sampled: int64 [num_sampled], rows of the head.
-        """
-        num_sampled = 0 if sampled is None else sampled.shape[0]
+    def __call__(self, batch: StepBatch) -> Computed:
+        """Compute hidden states, and logits of `batch.sampled`, which are valid until the next
+        call."""
         recording = self._recording
-        if recording is None or not recording.fits(token_ids, kv_cache, num_sampled):
-            x = self._embed(token_ids, positions)
-            recording = self._record(x, kv_cache, metadata, num_sampled)
+        if recording is None or not recording.fits(batch):
+            x = self._embed(batch.token_ids, batch.positions)
+            recording = self._record(x, batch)
             if recording is None:
-                return Computed(self._layers(x, positions, kv_cache, metadata))
-        return recording.run(token_ids, positions, metadata, sampled)
+                return Computed(self._layers(x, batch))
+        return recording.run(batch)
 
-    def _record(
-        self, x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata, num_sampled: int
-    ) -> "_Recording | None":
+    def _record(self, x: Tensor, batch: StepBatch) -> "_Recording | None":
         """Record all parts that can be recorded. Returns None if the layers cannot."""
-        self._most_rows = max(self._most_rows, x.shape[0])
-        self._most_sampled = max(self._most_sampled, num_sampled)
+        self._max_rows = max(self._max_rows, x.shape[0])
+        self._max_sampled = max(self._max_sampled, _num_sampled(batch))
         self._recording = None  # frees its buffers first
         while self._records and self._recording is None:
-            recording = _Recording(self._library, kv_cache, self._most_rows, self._most_sampled)
+            recording = _Recording(self._library, batch.caches, self._max_rows, self._max_sampled)
             try:
-                self._record_parts(recording, x, kv_cache, metadata)
+                self._record_parts(recording, x, batch)
             except NotRecordable as error:
                 self._leave_out(recording.at, error)
             else:
                 self._recording = recording
         return self._recording
 
-    def _record_parts(
-        self, recording: "_Recording", x: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> None:
+    def _record_parts(self, recording: "_Recording", x: Tensor, batch: StepBatch) -> None:
         with recording.record():
             if Part.EMBEDDING in self._parts:
                 recording.embed(self._embed)
             else:
                 recording.take_embedded(self._embed, x)
-            recording.run_layers(self._layers, kv_cache, metadata)
+            recording.run_layers(self._layers, batch)
             if Part.HEAD in self._parts:
                 recording.run_head(self._head)
 
@@ -122,12 +108,14 @@ class RecordedModel:
 class _Recording:
     """A program, its inputs and its outputs."""
 
-    def __init__(self, library: Library, kv_cache: Tensor, num_rows: int, num_sampled: int) -> None:
+    def __init__(
+        self, library: Library, caches: Sequence[LayerCaches], num_rows: int, num_sampled: int
+    ) -> None:
         """num_rows, num_sampled: minimum capacity of the buffers."""
         self.at: Part | None = None
         """The part that is being recorded; None for the layers."""
         self._library = library
-        self._made_for = _identity(kv_cache)
+        self._made_for = _identity(caches)
         self._num_threads = torch.get_num_threads()
         self._program = Program(library, _room_for(num_rows))
         self._max_sampled = _room_for(num_sampled)
@@ -156,10 +144,12 @@ class _Recording:
         self._embed = embed
         self._x = new_rows(self._program.max_rows, like.shape[1], like.dtype)
 
-    def run_layers(self, layers: Layers, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
+    def run_layers(self, layers: Layers, batch: StepBatch) -> None:
         self.at = None
-        metadata = replace(metadata, slot_mapping=self._program.slot_mapping)
-        self._hidden = layers(self._x, self._program.positions, kv_cache, metadata)
+        [metadata] = batch.attention
+        attention = (replace(metadata, slot_mapping=self._program.slot_mapping),)
+        batch = replace(batch, positions=self._program.positions, attention=attention)
+        self._hidden = layers(self._x, batch)
 
     def run_head(self, head: Head) -> None:
         self.at = Part.HEAD
@@ -171,25 +161,21 @@ class _Recording:
         logits = head(last)
         self._head = HeadOutput(logits, *find_largest(self._library, logits))
 
-    def fits(self, token_ids: Tensor, kv_cache: Tensor, num_sampled: int) -> bool:
-        """Whether the program can compute these rows with this cache."""
+    def fits(self, batch: StepBatch) -> bool:
+        """Whether the program can compute these rows with these caches."""
         return (
-            token_ids.shape[0] <= self._program.max_rows
-            and num_sampled <= self._max_sampled
-            and self._made_for == _identity(kv_cache)
+            batch.token_ids.shape[0] <= self._program.max_rows
+            and _num_sampled(batch) <= self._max_sampled
+            and self._made_for == _identity(batch.caches)
             and self._num_threads == torch.get_num_threads()
         )
 
-    def run(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        metadata: AttentionMetadata,
-        sampled: Tensor | None,
-    ) -> Computed:
+    def run(self, batch: StepBatch) -> Computed:
+        token_ids, positions, sampled = batch.token_ids, batch.positions, batch.sampled
         num_rows = token_ids.shape[0]
         if self._embed is not None:
             self._x[:num_rows].copy_(self._embed(token_ids, positions))
+        [metadata] = batch.attention
         describe_batch(self._program.batch, metadata, positions, token_ids, sampled)
         self._program.run(self._num_threads)
         hidden = self._hidden[:num_rows]
@@ -203,5 +189,10 @@ def _room_for(num_rows: int) -> int:
     return max(_MIN_ROWS, 1 << max(0, num_rows - 1).bit_length())
 
 
-def _identity(kv_cache: Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    return kv_cache.data_ptr(), kv_cache.shape, kv_cache.dtype
+def _num_sampled(batch: StepBatch) -> int:
+    return 0 if batch.sampled is None else batch.sampled.shape[0]
+
+
+def _identity(caches: Sequence[LayerCaches]) -> tuple[int, int, torch.Size, torch.dtype]:
+    keys = caches[0][0]
+    return len(caches), keys.data_ptr(), keys.shape, keys.dtype

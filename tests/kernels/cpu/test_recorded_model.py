@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from pagewire_kernels.cpu import threads
 from pagewire_kernels.cpu.layers import NativeLayerKernels
 from pagewire_kernels.cpu.linear import HugeMemory, NativeWeight
@@ -59,9 +59,7 @@ class Layers:
     def embed_by_torch(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         return self.table[token_ids]
 
-    def __call__(
-        self, x: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
+    def __call__(self, x: Tensor, batch: StepBatch) -> Tensor:
         update = None
         for layer in range(3):
             weight = self.weights[layer]
@@ -70,10 +68,9 @@ class Layers:
             heads = normed.view(-1, HEADS + 2 * KV_HEADS, HEAD_DIM)
             self.kernels.rotate_and_write_kv(
                 *heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1),
-                kv_cache[:, layer, 0],
-                kv_cache[:, layer, 1],
-                metadata.slot_mapping,
-                positions,
+                *batch.caches[layer],
+                batch.attention[0].slot_mapping,
+                batch.positions,
                 *self.tables,
             )
             normed = self.kernels.activate(normed, "gelu_tanh")
@@ -87,7 +84,9 @@ def _no_head(hidden: Tensor) -> Tensor:
     return hidden * 2
 
 
-def _batch(num_rows: int, seed: int) -> tuple[Tensor, Tensor, AttentionMetadata]:
+def _batch(
+    num_rows: int, seed: int, cache: Tensor | None = None, sampled: Tensor | None = None
+) -> StepBatch:
     generator = torch.Generator().manual_seed(seed)
     slots = torch.randperm(8 * 4, generator=generator)[: min(num_rows, 32)]
     column = torch.zeros(1, dtype=torch.int32)
@@ -100,7 +99,14 @@ def _batch(num_rows: int, seed: int) -> tuple[Tensor, Tensor, AttentionMetadata]
         max_context_len=1,
     )
     positions = torch.randint(50, (num_rows,), generator=generator)
-    return torch.randint(NUM_TOKENS, (num_rows,), generator=generator), positions, metadata
+    cache = _cache(torch.float32) if cache is None else cache
+    return StepBatch(
+        token_ids=torch.randint(NUM_TOKENS, (num_rows,), generator=generator),
+        positions=positions,
+        attention=(metadata,),
+        caches=[(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(3)],
+        sampled=sampled,
+    )
 
 
 def _cache(dtype: torch.dtype) -> Tensor:
@@ -116,21 +122,21 @@ def test_a_program_gives_the_same_bits_and_the_same_cache(
     torch.set_num_threads(num_threads)
     layers, calls = Layers(library, dtype), []
 
-    def counted(x: Tensor, *others: object) -> Tensor:
+    def counted(x: Tensor, batch: StepBatch) -> Tensor:
         calls.append(x.shape[0])
-        return layers(x, *others)  # type: ignore[arg-type]
+        return layers(x, batch)
 
     embed = layers.embed_by_torch if left_out == "embedding" else layers.embed
     head = _no_head if left_out == "head" else layers.head
     recorded = RecordedModel(embed, counted, head, library)
     expected_cache, cache = _cache(dtype), _cache(dtype)
     for step, num_rows in enumerate([3, 1, 64, 65, 7, 700, 2]):  # grows twice
-        token_ids, positions, metadata = _batch(num_rows, step)
         sampled = torch.arange(step % 2, num_rows, 5)
         with torch.inference_mode():
-            computed = recorded(token_ids, positions, cache, metadata, sampled)
-            x = layers.table[token_ids]
-            expected = layers(x, positions, expected_cache, metadata)
+            batch = _batch(num_rows, step, cache, sampled)
+            computed = recorded(batch)
+            x = layers.table[batch.token_ids]
+            expected = layers(x, _batch(num_rows, step, expected_cache))
             logits = layers.head(expected[sampled])
         assert computed.hidden.shape == (num_rows, SIZE // 2)
         assert torch.equal(computed.hidden, expected), num_rows
@@ -146,10 +152,9 @@ def test_a_program_gives_the_same_bits_and_the_same_cache(
 def test_another_cache_is_written_to_once_it_is_given(library: Library) -> None:
     layers = Layers(library, torch.float32)
     recorded = RecordedModel(layers.embed, layers, _no_head, library)
-    token_ids, positions, metadata = _batch(5, 0)
     caches = [_cache(torch.float32) for _ in range(2)]
     for cache in caches:
-        recorded(token_ids, positions, cache, metadata)
+        recorded(_batch(5, 0, cache))
     assert caches[0].any()
     assert torch.equal(*caches)
 
@@ -157,17 +162,16 @@ def test_another_cache_is_written_to_once_it_is_given(library: Library) -> None:
 def test_it_is_recorded_once_for_batches_that_fit(library: Library) -> None:
     layers, calls = Layers(library, torch.float32), []
 
-    def counted(x: Tensor, *others: object) -> Tensor:
+    def counted(x: Tensor, batch: StepBatch) -> Tensor:
         calls.append(x.shape[0])
-        return layers(x, *others)  # type: ignore[arg-type]
+        return layers(x, batch)
 
     recorded, cache = (
         RecordedModel(layers.embed, counted, layers.head, library),
         _cache(torch.float32),
     )
     for num_rows in (1, 64, 2, 100, 128, 1):
-        token_ids, positions, metadata = _batch(num_rows, 0)
-        recorded(token_ids, positions, cache, metadata)
+        recorded(_batch(num_rows, 0, cache))
     assert calls == [64, 128]
 
 
@@ -175,15 +179,14 @@ def test_a_program_keeps_room_for_the_largest_batches_there_were(library: Librar
     """Many rows of which few are sampled from, and few rows that all are, come in turns."""
     layers, calls = Layers(library, torch.float32), []
 
-    def counted(x: Tensor, *others: object) -> Tensor:
+    def counted(x: Tensor, batch: StepBatch) -> Tensor:
         calls.append(x.shape[0])
-        return layers(x, *others)  # type: ignore[arg-type]
+        return layers(x, batch)
 
     recorded = RecordedModel(layers.embed, counted, layers.head, library)
     cache = _cache(torch.float32)
     for num_rows, num_sampled in [(500, 2), (100, 100), (500, 2), (100, 100)]:
-        token_ids, positions, metadata = _batch(num_rows, 0)
-        computed = recorded(token_ids, positions, cache, metadata, torch.arange(num_sampled))
+        computed = recorded(_batch(num_rows, 0, cache, torch.arange(num_sampled)))
         assert computed.head is not None
         assert len(computed.head.logits) == num_sampled
     assert calls == [512, 512]
@@ -238,11 +241,11 @@ def test_rows_that_are_not_the_steps_are_refused_while_recording() -> None:
 def test_layers_that_compute_otherwise_run_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     own = Layers(LIBRARIES[0], torch.float32)
     layers = RecordedModel(own.embed, lambda x, *others: x * 2, _no_head, LIBRARIES[0])
-    token_ids, positions, metadata = _batch(3, 0)
+    batch = _batch(3, 0)
     with caplog.at_level(logging.INFO):
         for _ in range(2):
-            computed = layers(token_ids, positions, _cache(torch.float32), metadata)
-            assert torch.equal(computed.hidden, own.table[token_ids] * 2)
+            computed = layers(batch)
+            assert torch.equal(computed.hidden, own.table[batch.token_ids] * 2)
     assert [record.message for record in caplog.records] == [
         "layers run eagerly, not as a recorded program: they use the operation aten.mul.Tensor"
     ]

@@ -9,7 +9,7 @@ import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import StepBatch
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
@@ -178,10 +178,8 @@ class _Misplaced:
     num_parameters = 0
     kv_cache_spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        return (token_ids + 1000 * torch.arange(len(token_ids))).float()[:, None]
+    def forward(self, batch: StepBatch) -> Tensor:
+        return (batch.token_ids + 1000 * torch.arange(len(batch.token_ids))).float()[:, None]
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         return torch.sin(hidden_states * torch.arange(1, VOCAB_SIZE + 1))

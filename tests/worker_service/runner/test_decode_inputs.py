@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from worker_service.runner.batch import DecodeInputs, build_inputs, lay_out
+from worker_service.runner.batch import DecodeInputs, build_batch, lay_out
 from worker_service.runner.sequence_table import SequenceTable
 
 BLOCK_SIZE, MAX_BLOCKS = 4, 25
+CACHES = [(torch.empty(0), torch.empty(0))]
 
 
 def _table(lengths: list[int], seed: int) -> SequenceTable:
@@ -41,13 +42,13 @@ def test_decodes_before_the_first_longer_row_are_counted(
     row_ids = np.arange(len(num_tokens))
     inputs = lay_out(row_ids, np.array(num_tokens, np.int32), table)
     assert inputs.num_decodes == num_decodes
-    assert build_inputs(inputs, table, torch.device("cpu")).metadata.num_decodes == num_decodes
+    assert build_batch(inputs, table, CACHES).attention[0].num_decodes == num_decodes
 
 
 @pytest.fixture(scope="module")
 def kept() -> DecodeInputs:
     """One for all batches, which leave what they leave."""
-    return DecodeInputs()
+    return DecodeInputs(CACHES)
 
 
 @pytest.mark.parametrize(
@@ -60,24 +61,26 @@ def test_they_are_those_of_any_batch(kept: DecodeInputs, lengths: list[int]) -> 
     row_ids = np.random.default_rng(0).permutation(len(lengths))
     found = kept.build(row_ids, table)
     ones = np.ones(len(lengths), np.int32)
-    expected = build_inputs(lay_out(row_ids, ones, table), table, torch.device("cpu"))
+    expected = build_batch(lay_out(row_ids, ones, table), table, CACHES)
     for name in ("token_ids", "positions"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     for name in ("query_start", "context_lens", "slot_mapping"):
-        column = getattr(found.metadata, name)
-        assert column.dtype == getattr(expected.metadata, name).dtype
-        assert torch.equal(column, getattr(expected.metadata, name)), name
-    blocks, width = found.metadata.block_tables, expected.metadata.block_tables.shape[1]
-    assert torch.equal(blocks[:, :width], expected.metadata.block_tables)
+        column = getattr(found.attention[0], name)
+        assert column.dtype == getattr(expected.attention[0], name).dtype
+        assert torch.equal(column, getattr(expected.attention[0], name)), name
+    blocks, width = found.attention[0].block_tables, expected.attention[0].block_tables.shape[1]
+    assert torch.equal(blocks[:, :width], expected.attention[0].block_tables)
     assert (blocks[:, width:] == -1).all()
     assert blocks.is_contiguous()
-    assert found.metadata.max_query_len == 1
-    assert found.metadata.max_context_len == max(lengths)
-    assert kept.numbers(len(lengths)).tolist() == list(range(len(lengths)))
+    assert found.attention[0].max_query_len == 1
+    assert found.attention[0].max_context_len == max(lengths)
+    assert found.sampled is not None
+    assert found.sampled.tolist() == list(range(len(lengths)))
+    assert found.caches is CACHES
 
 
 def test_each_batch_has_metadata_of_its_own(kept: DecodeInputs) -> None:
     """Attention backends distinguish batches by their metadata object."""
     table = _table([5, 6], seed=0)
     batches = [kept.build(np.arange(2), table) for _ in range(2)]
-    assert batches[0].metadata is not batches[1].metadata
+    assert batches[0].attention[0] is not batches[1].attention[0]

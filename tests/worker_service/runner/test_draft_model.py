@@ -124,7 +124,10 @@ def test_wrong_keys_cost_drafts_and_change_no_token(monkeypatch: pytest.MonkeyPa
     def forget_keys(
         self: DraftModel, row_ids: Int64Array, counts: list[int], table: SequenceTable
     ) -> list[Draft]:
-        self._forward._kv_cache.normal_(generator=torch.Generator().manual_seed(len(row_ids)))
+        generator = torch.Generator().manual_seed(len(row_ids))
+        for keys, values in self._forward._caches:
+            keys.normal_(generator=generator)
+            values.normal_(generator=generator)
         return propose(self, row_ids, counts, table)
 
     monkeypatch.setattr(DraftModel, "propose", forget_keys)

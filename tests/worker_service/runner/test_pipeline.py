@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pytest
 from torch import Tensor
 
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.interface import Computed
 from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
@@ -211,12 +212,12 @@ class Observed:
         self._model = model
         self._on_forward = on_forward
 
-    def forward(self, *inputs: Any) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor:
         self._on_forward()
-        return self._model.forward(*inputs)
+        return self._model.forward(batch)
 
-    def forward_to_logits(self, *inputs: Any) -> Computed:
-        return Computed(self.forward(*inputs[:-1]))
+    def forward_to_logits(self, batch: StepBatch) -> Computed:
+        return Computed(self.forward(batch))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from pagewire_kernels.batch import AttentionMetadata
+from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.interface import AttentionBackend
 from pagewire_kernels.reference import activate
 from worker_service.errors import UnsupportedModel
@@ -46,10 +46,9 @@ class AttentionState:
     """The state that one model's attention function reads; set at each step."""
 
     backend: AttentionBackend
-    kv_cache: Tensor | None = None
-    metadata: AttentionMetadata | None = None
+    batch: StepBatch | None = None
     calls: list[AttentionCall] = field(default_factory=list)
-    """Filled while there is no cache: a trial run."""
+    """Filled while there is no batch: a trial run."""
 
 
 def attach(model: nn.Module, state: AttentionState) -> None:
@@ -102,7 +101,7 @@ def attention_forward(
     """
     state: AttentionState = getattr(module, _STATE)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if state.kv_cache is None or state.metadata is None:
+    if state.batch is None:
         unknown = [
             name
             for name, given in [("attention_mask", attention_mask), *others.items()]
@@ -122,19 +121,17 @@ def attention_forward(
             )
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    key_cache, value_cache = state.kv_cache[:, layer, 0], state.kv_cache[:, layer, 1]
+    caches, [metadata] = state.batch.caches[layer], state.batch.attention
     state.backend.write_kv(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        key_cache,
-        value_cache,
-        state.metadata.slot_mapping,
+        *caches,
+        metadata.slot_mapping,
     )
     output = state.backend.paged_attention(
         query[0].transpose(0, 1),
-        key_cache,
-        value_cache,
-        state.metadata,
+        *caches,
+        metadata,
         scale=query.shape[3] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         soft_cap=softcap,
@@ -277,19 +274,13 @@ class TransformersModel:
         self.kv_cache_spec = self._trial_spec(causal_lm.config.get_text_config(), context)
 
     @torch.inference_mode()
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor:
         """Last hidden states of all rows, [num_tokens, hidden_size]."""
-        self._state.kv_cache, self._state.metadata = kv_cache, metadata
+        self._state.batch = batch
         try:
-            return self._run(token_ids, positions)
+            return self._run(batch.token_ids, batch.positions)
         finally:
-            self._state.kv_cache = self._state.metadata = None
+            self._state.batch = None
 
     @torch.inference_mode()
     def compute_logits(self, hidden_states: Tensor) -> Tensor:

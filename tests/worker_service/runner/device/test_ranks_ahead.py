@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagewire.v1 import sampling_pb2
+from pagewire_kernels.batch import StepBatch
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.step_plan import StepResult
 from tests.support.beams import BeamCase
@@ -48,10 +49,10 @@ class Poisoned:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, token_ids: Tensor, *batch: Any) -> Tensor:
+    def forward(self, batch: StepBatch) -> Tensor:
         self.num_batches += 1
-        hidden = self._model.forward(token_ids, *batch)
-        return hidden.masked_fill((token_ids == POISON).unsqueeze(1), torch.nan)
+        hidden = self._model.forward(batch)
+        return hidden.masked_fill((batch.token_ids == POISON).unsqueeze(1), torch.nan)
 
 
 def group(**options: Any) -> RankThreads:
