@@ -1,52 +1,77 @@
-"""The layout of the code keeps its bounds, and its figures count what they say."""
+"""No modules import each other in a circle, and one module assigns each field of a sequence."""
 
+import ast
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
-from tests.architecture import layout
+from tests.architecture.source_tree import Module, circles, import_graph, read_modules
 from tools.launch import ROOT
 
-FILES = {
-    "scheduler_service/__init__.py": "",
-    "scheduler_service/core/__init__.py": "",
-    "scheduler_service/core/scheduler.py": """
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+CORE = "scheduler_service.core"
+FIELDS = {"length", "num_computed"}
+"""Fields of a sequence that are checked although other classes have fields of these names."""
 
-from scheduler_service.core.pool import Config, Pool
-from scheduler_service.core.queue import Queue
+
+def _assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """The attributes that code assigns or deletes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            yield node
+
+
+def _fields(node: ast.ClassDef) -> set[str]:
+    """The annotated fields in a class's body."""
+    return {
+        field.target.id
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def writers_of_sequences(modules: Mapping[str, Module]) -> dict[str, list[str]]:
+    """The modules of the core that assign each field of `Sequence`: those in FIELDS, and those that
+    no other class of the core has. `self.field` elsewhere is another class's own field."""
+    core = {name: module for name, module in modules.items() if f"{name}.".startswith(f"{CORE}.")}
+    home, fields, other = "", set[str](), set[str]()
+    for name, module in core.items():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and node.name == "Sequence":
+                home, fields = name, _fields(node)
+            elif isinstance(node, ast.ClassDef):
+                own = (field for field in _assigned(node) if ast.unparse(field.value) == "self")
+                other |= _fields(node) | {field.attr for field in own}
+    assert fields, "the core defines the class Sequence"
+    writers: dict[str, set[str]] = {name: set() for name in fields & FIELDS | fields - other}
+    for name, module in core.items():
+        for field in _assigned(module.tree):
+            if field.attr in writers and (name == home or ast.unparse(field.value) != "self"):
+                writers[field.attr].add(name)
+    return {field: sorted(names) for field, names in writers.items()}
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circles(import_graph(read_modules(ROOT))) == []
+
+
+def test_one_module_assigns_each_field_of_a_sequence() -> None:
+    writers = writers_of_sequences(read_modules(ROOT))
+    assert writers.keys() >= FIELDS
+    assert {field: names for field, names in writers.items() if len(names) > 1} == {}
+
+
+FILES = {
+    "scheduler.py": """
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scheduler_service.core.sequence import Sequence
 
 class Scheduler:
-    def __init__(self, config: Config, pool: Pool) -> None:
-        self.length = 0
-        self.queue = Queue(pool, Pool(), limit=3)
-
     def run(self, sequence: "Sequence") -> None:
+        self.length = 0
         sequence.num_computed += 1
 """,
-    "scheduler_service/core/pool.py": """
-from dataclasses import dataclass
-
-@dataclass(frozen=True)
-class Config:
-    size: int
-
-class Pool: ...
-""",
-    "scheduler_service/core/queue.py": """
-from scheduler_service.core.pool import Pool
-
-class Queue:
-    def __init__(self, pool: Pool, other: "Pool | None", *, limit: int) -> None: ...
-""",
-    "scheduler_service/core/sequence.py": """
-from dataclasses import dataclass
-
-@dataclass
+    "sequence.py": """
 class Sequence:
     length: int
     num_computed: int = 0
@@ -56,57 +81,18 @@ class Sequence:
 
         self.length, self.num_computed = 0, 0
 """,
-    "scheduler_service/frontend/__init__.py": "",
-    "worker_service/runner.py": "# Generated from runner.txt.\n\n",
-    "kernels/pagewire_kernels/cpu.py": "\n",
-    "kernels/pagewire_kernels/cpu.cpp": "int one;\n",
-    "protos/pagewire/v1/step_pb2.py": "x = 1\n",
-    "tests/test_it.py": "y = 2\n",
 }
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def test_circles_through_types_and_functions_and_second_writers_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "scheduler_service/core"
+    folder.mkdir(parents=True)
     for name, text in FILES.items():
-        file = tmp_path / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return tmp_path
-
-
-def test_every_figure_counts_what_its_title_says(checkout: Path) -> None:
-    assert layout.measure(checkout).figures == {
-        "core_modules": 5,
-        "frontend_modules": 1,
-        "worker_modules": 1,
-        "kernel_modules": 1,
-        "kernel_files": 2,
-        "scheduler_collaborators": 2,  # Pool and Queue; the configuration is a value
-        "max_collaborators": 2,
-        "length_writers": 1,  # the scheduler's own `self.length` is another field
-        "num_computed_writers": 2,
-        "field_writers": 2,
-        "import_circles": 1,  # scheduler and sequence: a type-only import, one in a function
-        "lines": sum(
-            text.count("\n")
-            for name, text in FILES.items()
-            if name.startswith("scheduler_service/") or name == "kernels/pagewire_kernels/cpu.py"
-        ),
+        (folder / name).write_text(text)
+    modules = read_modules(tmp_path)
+    scheduler, sequence = f"{CORE}.scheduler", f"{CORE}.sequence"
+    assert circles(import_graph(modules)) == [(scheduler, sequence)]
+    assert writers_of_sequences(modules) == {
+        "length": [sequence],
+        "num_computed": [scheduler, sequence],
     }
-
-
-def test_details_name_what_is_counted(checkout: Path) -> None:
-    details = layout.measure(checkout).details
-    assert details["import circles"] == {
-        "1": "scheduler_service.core.scheduler - scheduler_service.core.sequence"
-    }
-    assert details["fields of Sequence assigned in several modules"] == {
-        "num_computed": "scheduler_service.core.scheduler, scheduler_service.core.sequence"
-    }
-
-
-def test_the_layout_of_this_project_keeps_its_bounds() -> None:
-    report = layout.measure(ROOT)
-    for name, (title, bound) in layout.FIGURES.items():
-        found = report.figures[name]
-        assert bound is None or found <= bound, f"{title}: {found}\n{report.details}"

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import profile_steps
-from benchmarks.gpu_day import ROOT, STAGES, Day, Part, main, run_parts
+from benchmarks.gpu_day import ROOT, STAGES, Day, Part, run_parts
 from benchmarks.profile_steps import idle_share
 from benchmarks.tune_attention import SEQUENCES
 from tools import gpu_payload
@@ -60,18 +59,6 @@ def test_a_stage_can_be_rehearsed(stage: int, day: Day) -> None:
         assert (day.output / name).stat().st_size > 0
 
 
-def test_steps_are_profiled(day: Day) -> None:
-    [part] = [part for part in STAGES[3] if part.name == "profile_steps"]
-    profile_steps.main([*day.words(part)[3:], "--checkpoints", str(day.checkpoints)])
-    found = json.loads((day.output / "profile_steps.json").read_text())
-    assert (found["decode"]["steps"], found["mixed"]["steps"]) == (3, 5)
-    for kind in ("decode", "mixed"):
-        assert found[kind]["rows"] == {"decode": 4, "mixed": 5}[kind]
-        assert 0 <= found[kind]["idle_share"] < 1
-        assert found[kind]["us_per_step"] > 0
-        assert (day.output / f"profile_{kind}.json.gz").stat().st_size > 0
-
-
 def test_every_part_runs_a_module_and_has_a_name_of_its_own(day: Day, gpu: Day) -> None:
     for parts in STAGES.values():
         assert len({part.name for part in parts}) == len(parts)
@@ -92,15 +79,6 @@ def test_peers_take_part_where_they_are_given(gpu: Day, day: Day) -> None:
     assert "-python" not in shlex.join(day.words(peers))
 
 
-@pytest.mark.parametrize(("memory_gib", "alone"), [(79.6, True), (139.8, False)])
-def test_engines_that_do_not_fit_together_run_one_after_the_other(
-    memory_gib: float, alone: bool, tmp_path: Path
-) -> None:
-    gpu = Day(output=tmp_path, is_dry=False, memory_gib=memory_gib, checkpoints=tmp_path)
-    [peers] = [part for part in STAGES[5] if part.name == "peers"]
-    assert ("--one-at-a-time" in gpu.words(peers)) == alone
-
-
 def test_a_failing_part_does_not_stop_the_others_and_one_without_end_is_ended(gpu: Day) -> None:
     parts = [
         Part(name="fails", limit_s=60, command="no_such_module"),
@@ -116,17 +94,6 @@ def test_a_failing_part_does_not_stop_the_others_and_one_without_end_is_ended(gp
     assert works.code == 0
     summary = json.loads((gpu.output / "summary.json").read_text())
     assert [each["part"] for each in summary] == ["fails", "hangs", "absent", "works"]
-
-
-def test_nothing_begins_once_a_stage_has_no_time_left(gpu: Day) -> None:
-    parts = [Part(name="late", limit_s=60, command="platform")]
-    assert [outcome.why for outcome in run_parts(parts, gpu, stage_s=5)] == ["no time is left"]
-    assert not (gpu.output / "late.log").exists()
-
-
-def test_stages_are_numbered_from_one_to_eight() -> None:
-    with pytest.raises(SystemExit):
-        main(["--stage", "9", "--dry-run"])
 
 
 def test_carried_packages_are_found_by_processes_in_other_folders() -> None:

@@ -103,33 +103,9 @@ def test_who_is_far_behind_runs_less_often() -> None:
     }
 
 
-def test_runs_of_engines_that_did_not_run_together_are_joined() -> None:
-    joined = Results()
-    for name, seconds in (("a", 2.0), ("b", 1.0)):
-        joined.add(run_all([Made(name, seconds)], [WORKLOADS["single"]], repeats=1))
-    assert {name: len(runs) for name, runs in joined.runs["single"].items()} == {"a": 1, "b": 1}
-    assert joined.fastest_s("single") == 1.0
-
-
 def test_too_few_tokens_are_no_result() -> None:
     with pytest.raises(WrongOutput, match="vllm: requested"):
         run_all([Made("vllm", 1.0, missing=1)], [WORKLOADS["single"]])
-
-
-def test_short_workloads_take_more_turns() -> None:
-    engines = [Made("pagewire", 1.0), Made("vllm", 1.4), Made("transformers", 1.6)]
-    results = run_all(engines, [WORKLOADS["single"]], repeats=2, least_s=5.5, most_repeats=5)
-    turns = {name: len(runs) for name, runs in results.runs["single"].items()}
-    assert turns == {"pagewire": 5, "vllm": 4, "transformers": 1}
-
-
-@pytest.mark.parametrize(
-    "patience",
-    [{"slow_repeats": 0}, {"repeats": 2, "slow_repeats": 3}, {"repeats": 3, "most_repeats": 2}],
-)
-def test_everybody_runs(patience: dict[str, int]) -> None:
-    with pytest.raises(ValueError, match="expected 1 <= slow_repeats <= repeats <= "):
-        Patience(**patience)
 
 
 def results_of(**rates: Sequence[float]) -> Results:
@@ -171,11 +147,6 @@ def test_ratios_are_of_medians_against_the_best_peer() -> None:
         "vllm": 0.125,
         "transformers": 0.0,
     }
-
-
-def test_without_peers_there_is_nothing_to_compare() -> None:
-    (row,) = compare(results_of(pagewire=[10]), {})
-    assert not {"ratio", "best_peer", "share_of_floor", "services_over_in_process"} & set(row)
 
 
 def test_facts_name_engines_ceilings_absent_peers_and_agreement() -> None:

@@ -58,14 +58,6 @@ def test_a_shared_prefix_is_computed_and_read_once() -> None:
     assert step.num_bytes(SHAPE, "bfloat16") == expected
 
 
-def test_all_tokens_are_computed_once() -> None:
-    jobs = [job(100 * i, 20 + i, 1 + i) for i in range(7)]
-    steps = list(ideal_steps(jobs, 32))
-    assert sum(step.num_tokens for step in steps) == sum(20 + i + i for i in range(7))
-    assert sum(row.samples for step in steps for row in step.rows) == sum(range(1, 8))
-    assert all(step.num_tokens <= 32 for step in steps)
-
-
 def test_a_prompt_in_pieces_takes_as_many_operations_as_in_one() -> None:
     def flops(budget: int) -> int:
         return sum(step.num_flops(SHAPE) for step in ideal_steps([job(0, 9, 1)], budget))
@@ -99,9 +91,3 @@ def test_the_slower_of_memory_and_multipliers_decides() -> None:
 
     assert floor(1.0, 1e30) == pytest.approx(step.num_bytes(SHAPE, "float32"))
     assert floor(1e30, 1.0) == pytest.approx(step.num_flops(SHAPE))
-
-
-def test_the_mean_of_two_ceilings_is_that_of_their_times() -> None:
-    slow = Ceilings(read_bytes_per_s=20.0, flops_per_s=5.0)
-    fast = Ceilings(read_bytes_per_s=60.0, flops_per_s=5.0)
-    assert slow.mean(fast) == Ceilings(read_bytes_per_s=30.0, flops_per_s=5.0)

@@ -1,12 +1,10 @@
-"""The benchmark of the core's own time runs and says what it measured; the times are not judged."""
+"""The core's steps, as the benchmark of its own time takes them: bytes of plans, and its rival."""
 
-import json
 import sys
-from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduler_overhead import VllmProcess, main, measure
+from benchmarks.scheduler_overhead import VllmProcess, measure
 from benchmarks.steady_core import Queue, SteadyCore
 from scheduler_service import wire
 from scheduler_service.core import StepPlan
@@ -18,33 +16,6 @@ for line in sys.stdin:
     asked = json.loads(line)
     print(json.dumps([[8.0, 2.0]] * asked["steps"] if "steps" in asked else {}), flush=True)
 """
-
-
-def test_it_writes_a_row_for_each_queue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--running", "2", "4", "--prompt-tokens", "20", "40", "--groups", "1", "4"]
-    main([*flags, "--drafts", "0", "--steps", "3", "--results", str(tmp_path)])
-    content = json.loads((tmp_path / "scheduler_overhead.json").read_text())
-    rows = content["rows"]
-    assert [(row["groups"], row["prompt_tokens"], row["running"]) for row in rows] == [
-        (1, 20, 2),
-        (1, 20, 4),
-        (1, 40, 2),
-        (1, 40, 4),
-        (4, 20, 4),
-        (4, 40, 4),
-    ]
-    assert all(row["all_us"] >= row["deciding_us"] > 0 for row in rows)
-    assert all("vllm_all_us" not in row for row in rows)
-    assert content["machine"]["cores"] >= 1
-    assert "budget" in capsys.readouterr().out
-
-
-def test_a_core_that_records_takes_turns_with_one_that_does_not(tmp_path: Path) -> None:
-    flags = ["--running", "2", "--prompt-tokens", "20", "--groups", "1", "2", "--drafts", "0"]
-    main([*flags, "--record", "--steps", "3", "--results", str(tmp_path)])
-    content = json.loads((tmp_path / "scheduler_overhead.json").read_text())
-    assert all(row["recording_us"] > 0 for row in content["rows"])
-    assert content["columns"]["recording_us"] == "with --record, µs"
 
 
 def test_a_rival_takes_its_turns_on_the_same_queue() -> None:

@@ -1,0 +1,135 @@
+"""Scripts run on the smallest scale and publish their rows; what they measure is not judged."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import frontend, many_groups, recovery, scheduler_overhead, speculation
+from benchmarks.online import best_goodput
+from benchmarks.processes import processor_seconds, resident_bytes, tree
+from benchmarks.speculation import copied
+from benchmarks.startup import Start, compare
+from pagewire_client import SamplingParams
+
+STREAMS = ["--streams", "4", "--tokens", "5", "--pace", "0", "--frontends", "2", "--turns", "1"]
+GROUPS = ["--rows", "4", "--prompt-tokens", "8", "--output-tokens", "8", "--seconds", "0.3"]
+QUEUES = ["--running", "4", "--prompt-tokens", "20", "--groups", "1", "4", "--drafts", "0"]
+DRAFTS = ["--dtype", "float32", "--streams", "1", "--turns", "1", "--tokens", "24"]
+
+SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[Any]]] = {
+    "frontend": (frontend.main, STREAMS, "way", "cpu_us_per_token", ["grpc", "http"]),
+    "many_groups": (
+        many_groups.main,
+        [*GROUPS, "--groups", "1", "2", "--step-us", "2000"],
+        "groups",
+        "tokens_per_s",
+        [1, 2],
+    ),
+    "recovery_simulated": (
+        recovery.main,
+        ["--kills", "1", "--model", "simulated"],
+        "victim",
+        "p50_ms",
+        ["worker", "core", "frontend"],
+    ),
+    "scheduler_overhead": (
+        scheduler_overhead.main,
+        [*QUEUES, "--record", "--steps", "3"],
+        "groups",
+        "recording_us",
+        [1, 4],
+    ),
+    "speculation_embedded_float32_ngram": (
+        speculation.main,
+        ["embedded", *DRAFTS],
+        "workload",
+        "ratio",
+        list(speculation.WORKLOADS),
+    ),
+}
+"""By result: the script, its flags, a column with the value of each row, and a measured column."""
+SLOW = {"frontend", "speculation_embedded_float32_ngram"}
+"""Those that `make test-long` runs."""
+
+
+@pytest.mark.parametrize(
+    "result",
+    [pytest.param(name, marks=[pytest.mark.long] if name in SLOW else []) for name in SCRIPTS],
+)
+def test_a_script_publishes_a_row_for_each_case(result: str, tmp_path: Path) -> None:
+    main, flags, case, measured, cases = SCRIPTS[result]
+    main([*flags, "--results", str(tmp_path)])
+    rows = json.loads((tmp_path / f"{result}.json").read_text())["rows"]
+    assert [row[case] for row in rows] == cases
+    assert all(row[measured] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "recovery_s"),
+    [
+        ([9.9, 10.3, 10.31, 10.9], 0.3),  # a later pause is another matter
+        ([9.9, 10.01, 10.02, 10.3, 10.31], 0.3),  # what was on its way is not the next token
+        ([9.0, 9.9, 10.02, 10.03], 0.02),  # nor is the time before the kill
+    ],
+)
+def test_the_next_token_is_the_one_behind_the_pause(
+    arrivals: list[float], recovery_s: float
+) -> None:
+    stream = recovery.Stream([1], SamplingParams(), arrivals)
+    assert stream.recovery_s(killed_at=10.0) == pytest.approx(recovery_s)
+
+
+def test_the_process_or_the_machine_limits_a_deployment() -> None:
+    idle = dict.fromkeys(("core_cores", "worker_cores", "all_worker_cores", "frontend_cores"), 0.2)
+    rows = [
+        {"groups": 1, "tokens_per_s": 100, "step_ms": 5.0} | idle,
+        {"groups": 4, "tokens_per_s": 300, "step_ms": 5.0} | idle | {"core_cores": 0.95},
+        {"groups": 8, "tokens_per_s": 320, "step_ms": 5.0} | idle | {"all_worker_cores": 1.7},
+    ]
+    many_groups.compare(rows, num_cores=2)
+    assert [row["limited_by"] for row in rows] == ["", "core", "machine"]
+    assert [row["of_linear"] for row in rows] == [1.0, 0.75, 0.4]
+
+
+def test_the_best_rate_is_the_last_before_one_that_misses_its_limits() -> None:
+    shares = [1.0, 0.9, 0.89, 1.0]
+    rows = [{"engine": "a", "rate": rate, "good_share": s} for rate, s in enumerate(shares, 1)]
+    rows += [{"engine": "b", "rate": rate, "good_share": s} for rate, s in enumerate((0.5, 1.0))]
+    assert best_goodput(rows) == {"a": 2, "b": 0.0}
+
+
+def test_tokens_are_copied_that_follow_three_tokens_of_the_prompt_as_they_do_there() -> None:
+    prompt = [1, 2, 3, 4, 5, 6]
+    assert copied(prompt, [1, 2, 3, 4, 5]) == 2
+    assert copied(prompt, [2, 3, 4, 9, 3, 4, 5, 6]) == 1
+    assert copied([1, 2, 3, 4, 1, 2, 3], [4, 4]) == 1  # the prompt's end counts as context
+
+
+def test_starts_are_compared_by_their_medians() -> None:
+    def starts(*values: tuple[float, float]) -> list[Start]:
+        return [Start(first_token_s=s, peak_mib=mib, foreign_cores=0.0) for s, mib in values]
+
+    ours = starts((4.0, 500), (9.0, 700), (5.0, 600))
+    theirs = starts((40.0, 1200), (42.0, 1300), (41.0, 1500))
+    rows = compare({"pagewire": ours, "vllm": theirs})
+    assert [row["first_token_s"] for row in rows] == [5.0, 41.0]
+    assert rows[1]["times_pagewire_first_token"] == 8.2
+    assert rows[1]["times_pagewire_peak"] == round(1300 / 600, 2)
+
+
+def test_memory_and_time_are_those_of_a_process_and_its_children() -> None:
+    child = "import sys; held = b'x' * (64 << 20); print('ready', flush=True); sys.stdin.read()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert len(tree(process.pid)) == 2
+        assert resident_bytes(process.pid) >= 64 << 20
+        assert processor_seconds(process.pid) > 0
