@@ -43,9 +43,9 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.models.interface import Model
 from worker_service.models.native import NativeModel
-from worker_service.runner.draft_model import DraftModel
-from worker_service.runner.eagle_drafter import EagleDrafter
-from worker_service.runner.suffix_drafter import SuffixDrafter
+from worker_service.runner.drafting.draft_model import DraftModel
+from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 
 EMBEDDED = Path(__file__).parents[2] / "worker_service/embedded_model"
 

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(900)  # each is many tests
 ROOT = Path(__file__).parents[2]
 NO_CACHE = ("-p", "no:cacheprovider")
 GPU_TESTS = Path("tests/kernels/gpu")
-SAMPLER = Path("tests/worker_service/runner/device/test_device_sampler.py")
+SAMPLER = Path("tests/worker_service/runner/device/test_sampler.py")
 NATIVE_ONLY = "test_selection.py"
 """None of its tests can be interpreted."""
 

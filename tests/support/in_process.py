@@ -33,7 +33,7 @@ from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
-from worker_service.runner.drafter import Draft, Drafter, SequenceDrafter
+from worker_service.runner.drafting.drafter import Draft, Drafter, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire as worker_wire
 

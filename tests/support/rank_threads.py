@@ -24,9 +24,9 @@ from worker_service.distributed.layout import Layout
 from worker_service.engine.executor import ModelFacts
 from worker_service.loader import LoadedModel, load_model
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import GraphRecorder, Replay
-from worker_service.runner.device_state import DeviceState
-from worker_service.runner.in_flight_step import DeviceEvent
+from worker_service.runner.device.cuda_graphs import GraphRecorder, Replay
+from worker_service.runner.device.in_flight_step import DeviceEvent
+from worker_service.runner.device.state import DeviceState
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
 

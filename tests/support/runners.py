@@ -10,13 +10,13 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.models.transformers_backend.model import TransformersModel
 from worker_service.plan import monotonic_us
-from worker_service.runner.cuda_graphs import CudaGraphRecorder, Replay
-from worker_service.runner.device_state import DeviceState
-from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.drafter import Drafter
-from worker_service.runner.in_flight_step import DeviceEvent
+from worker_service.runner.device.cuda_graphs import CudaGraphRecorder, Replay
+from worker_service.runner.device.in_flight_step import DeviceEvent
+from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.steps import DeviceSteps
+from worker_service.runner.drafting.drafter import Drafter
+from worker_service.runner.drafting.speculation import DraftLengths, Proposal, Speculation
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import DraftLengths, Proposal, Speculation
 
 SIZES = [1, 2, 4, 8]
 MIXED_SIZES = [4, 16, 32]

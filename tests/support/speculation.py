@@ -13,7 +13,7 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
-from worker_service.runner.drafter import Drafter
+from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.model_executor import ModelExecutor, Profiler
 
 NUM_DRAFTS = 3

@@ -6,7 +6,7 @@
 
 The core sends every plan to every rank, and each rank keeps the same state of the sequences, so
 ranks exchange only hidden states, partial sums, logits and sampled tokens
-(`runner/micro_batches.py`, `runner/sequence_state.py`).
+(`runner/batch/micro_batches.py`, `runner/state/sequence_state.py`).
 
 Promises. One rank samples, so tokens cannot differ between ranks. On CPUs a row's numbers do not
 depend on the rest of the batch, as with one rank; they differ in the last bits between groups of

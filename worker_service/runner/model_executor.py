@@ -22,22 +22,22 @@ from worker_service.loader.load import arithmetic_of
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import (
+from worker_service.runner.device.cuda_graphs import (
     CudaGraphRecorder,
     GraphRecorder,
     graph_sizes,
     mixed_sizes,
 )
-from worker_service.runner.device_sampler import sample_padding, step_kernels
-from worker_service.runner.device_state import DeviceState, state_bytes
-from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.draft_model import DraftModel
-from worker_service.runner.drafter import Drafter
-from worker_service.runner.eagle_drafter import EagleDrafter
-from worker_service.runner.in_flight_step import CudaEvent, DeviceEvent
+from worker_service.runner.device.in_flight_step import CudaEvent, DeviceEvent
+from worker_service.runner.device.sampler import sample_padding, step_kernels
+from worker_service.runner.device.state import DeviceState, state_bytes
+from worker_service.runner.device.steps import DeviceSteps
+from worker_service.runner.drafting.draft_model import DraftModel
+from worker_service.runner.drafting.drafter import Drafter
+from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.drafting.speculation import DraftLengths, Speculation
+from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import DraftLengths, Speculation
-from worker_service.runner.suffix_drafter import SuffixDrafter
 
 if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars

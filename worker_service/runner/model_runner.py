@@ -34,14 +34,19 @@ from worker_service.plan import (
     TokenLogprobs,
     monotonic_us,
 )
-from worker_service.runner.batch import StepRows, prompt_spans, resolve_rows, sampling_batch
-from worker_service.runner.device_steps import DeviceSteps
-from worker_service.runner.forward import ForwardPass, HostForward
-from worker_service.runner.micro_batches import micro_batches
-from worker_service.runner.sequence_state import RankOutcomes, SequenceState
-from worker_service.runner.sequence_table import SequenceTable
-from worker_service.runner.speculation import Speculation
-from worker_service.runner.step_outcome import StepOutcome, StepStart, nothing_sampled
+from worker_service.runner.batch.micro_batches import micro_batches
+from worker_service.runner.batch.step_outcome import StepOutcome, StepStart, nothing_sampled
+from worker_service.runner.batch.step_rows import (
+    StepRows,
+    prompt_spans,
+    resolve_rows,
+    sampling_batch,
+)
+from worker_service.runner.device.steps import DeviceSteps
+from worker_service.runner.drafting.speculation import Speculation
+from worker_service.runner.host.forward import ForwardPass, HostForward
+from worker_service.runner.state.sequence_state import RankOutcomes, SequenceState
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.logprobs import prompt_logprobs
 from worker_service.sampling.sampler import NO_TOKEN, Largest, sample
 from worker_service.structured.masks import MaskedRows

@@ -9,5 +9,5 @@
 
 The outcome of a row depends only on its own logits, parameters and tokens; on the CPU it is bitwise
 independent of the rest of the batch. No function keeps state between steps; the state of a sequence
-is in `SamplingTable`. On a GPU, `runner/device_sampler.py` samples, with the edits of this package.
+is in `SamplingTable`. On a GPU, `runner/device/sampler.py` samples, with the edits of this package.
 """

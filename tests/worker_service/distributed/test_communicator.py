@@ -24,7 +24,7 @@ from worker_service.distributed.communicator import (
 )
 from worker_service.distributed.layout import Layout
 from worker_service.errors import GroupBroken, InvalidOption
-from worker_service.runner.cuda_graphs import CudaGraphRecorder, Replay
+from worker_service.runner.device.cuda_graphs import CudaGraphRecorder, Replay
 
 CPU = torch.device("cpu")
 

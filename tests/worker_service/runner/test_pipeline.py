@@ -20,8 +20,8 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.micro_batches import LEAST_TOKENS, micro_batches
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.batch.micro_batches import LEAST_TOKENS, micro_batches
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.service import wire
 
 SOON_S = 30

@@ -17,14 +17,19 @@ from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.runner.batch import lay_out
-from worker_service.runner.cuda_graphs import MAX_MIXED_CONTEXT, Replay, graph_sizes, mixed_sizes
-from worker_service.runner.device_rows import capacity
-from worker_service.runner.device_state import DeviceState, rows_for, state_bytes
-from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.batch.step_rows import lay_out
+from worker_service.runner.device.cuda_graphs import (
+    MAX_MIXED_CONTEXT,
+    Replay,
+    graph_sizes,
+    mixed_sizes,
+)
+from worker_service.runner.device.rows import capacity
+from worker_service.runner.device.state import DeviceState, rows_for, state_bytes
+from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_executor import Profiler
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 
 
 @pytest.mark.parametrize("max_size", [0, 1, 3, 4, 8, 100, 256, 300, 512])

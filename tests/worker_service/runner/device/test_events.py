@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from worker_service.runner import in_flight_step
-from worker_service.runner.in_flight_step import CudaEvent
+from worker_service.runner.device import in_flight_step
+from worker_service.runner.device.in_flight_step import CudaEvent
 
 
 @pytest.fixture(autouse=True)

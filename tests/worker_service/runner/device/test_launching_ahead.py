@@ -19,10 +19,10 @@ from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
-from worker_service.runner.device_rows import MAX_EDITS
-from worker_service.runner.device_state import DeviceState
-from worker_service.runner.device_steps import DeviceSteps, StepLaunch
-from worker_service.runner.in_flight_step import InFlightStep
+from worker_service.runner.device.in_flight_step import InFlightStep
+from worker_service.runner.device.rows import MAX_EDITS
+from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.steps import DeviceSteps, StepLaunch
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 

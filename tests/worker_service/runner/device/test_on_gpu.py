@@ -15,9 +15,9 @@ from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_model
 from worker_service.plan import StepPlan
-from worker_service.runner.cuda_graphs import CudaGraphRecorder
-from worker_service.runner.device_state import DeviceState
-from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.device.cuda_graphs import CudaGraphRecorder
+from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 

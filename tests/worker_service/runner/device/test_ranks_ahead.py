@@ -27,7 +27,7 @@ from worker_service.config import RunnerConfig
 from worker_service.distributed.layout import Layout
 from worker_service.errors import CaptureFailed, GroupBroken
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import Replay
+from worker_service.runner.device.cuda_graphs import Replay
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -19,9 +19,9 @@ from tests.support.vocabularies import grammars
 from tests.support.worker_driver import Row, sampler_params
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.runner.cuda_graphs import Replay
-from worker_service.runner.device_state import DeviceState
-from worker_service.runner.device_steps import DeviceSteps
+from worker_service.runner.device.cuda_graphs import Replay
+from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2"}

@@ -27,7 +27,7 @@ from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.pinned_memory import upload
 from worker_service.plan import RowErrorReason, StepPlan
-from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
+from worker_service.runner.state.sequence_table import NO_BLOCK, SequenceTable
 from worker_service.sampling.sampler import SamplingBatch
 from worker_service.structured.masks import MaskedRows
 

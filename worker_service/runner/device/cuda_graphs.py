@@ -28,9 +28,9 @@ from pagewire_kernels.batch import LayerCaches, SamplingRows, StepInputs
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import ALIGNMENT, Column
-from worker_service.runner.batch import HostInputs
-from worker_service.runner.device_rows import DeviceRows
-from worker_service.runner.device_sampler import DeviceSampler
+from worker_service.runner.batch.step_rows import HostInputs
+from worker_service.runner.device.rows import DeviceRows
+from worker_service.runner.device.sampler import DeviceSampler
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Steps on a GPU, which are launched without waiting for the device.
 
 A launch sends the changes of the plan and the inputs of the step in one copy from pinned memory;
-state that is on the device already is gathered by row (`device_rows.py`). Sampled tokens stay on
+state that is on the device already is gathered by row (`rows.py`). Sampled tokens stay on
 the device for the next step, and are copied to the host in the background (`in_flight_step.py`). A
 batch replays a CUDA graph if one was captured for its size (`cuda_graphs.py`): of decodes, or of
 decodes and chunks of prompts. Large prefills, prefills with a long context, and prompts whose log
@@ -23,8 +23,8 @@ A launch waits until the host knows tokens only in these cases:
 | bad words of several tokens | the tokens of the sequences that have them |
 | constraints | the tokens of the sequences that have them, but only after its own forward pass is
   launched, which the device computes at the same time |
-| more sequences, edits or penalties than `device_rows.py` has room for | every step launched
-  before; the step itself is computed on the host (`model_runner.py`), which waits for the device |
+| more sequences, edits or penalties than `rows.py` has room for | every step launched
+  before; the step itself is computed on the host, which waits for the device |
 """
 
 from collections import deque
@@ -47,11 +47,16 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import HostInputs, PromptSpan, StepRows, lay_out, prompt_spans
-from worker_service.runner.cuda_graphs import StepGraphs
-from worker_service.runner.device_sampler import LogprobTensors
-from worker_service.runner.device_state import DeviceState
-from worker_service.runner.in_flight_step import (
+from worker_service.runner.batch.step_outcome import StepStart
+from worker_service.runner.batch.step_rows import (
+    HostInputs,
+    PromptSpan,
+    StepRows,
+    lay_out,
+    prompt_spans,
+)
+from worker_service.runner.device.cuda_graphs import StepGraphs
+from worker_service.runner.device.in_flight_step import (
     CudaEvent,
     DeviceEvent,
     FetchedCandidates,
@@ -61,9 +66,10 @@ from worker_service.runner.in_flight_step import (
     LastFinishTime,
     StepBuffers,
 )
-from worker_service.runner.sequence_state import NO_PLACEHOLDER, PendingTokens, SequenceState
-from worker_service.runner.sequence_table import SequenceTable
-from worker_service.runner.step_outcome import StepStart
+from worker_service.runner.device.sampler import LogprobTensors
+from worker_service.runner.device.state import DeviceState
+from worker_service.runner.state.sequence_state import NO_PLACEHOLDER, PendingTokens, SequenceState
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.logprobs import prompt_logits
 from worker_service.sampling.sampler import NO_LOGPROBS
 

@@ -21,16 +21,16 @@ from worker_service.array_types import Int64Array
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.eagle import EagleHead
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import (
+from worker_service.runner.batch.step_rows import (
     DecodeInputs,
     StepRows,
     build_batch,
     lay_out,
     sampling_batch,
 )
-from worker_service.runner.drafter import Draft, Drafter
-from worker_service.runner.forward import ForwardPass
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.drafting.drafter import Draft, Drafter
+from worker_service.runner.host.forward import ForwardPass
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
 _LENGTH, _PROVISIONAL, _POSITION = range(3)

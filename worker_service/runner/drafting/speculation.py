@@ -40,11 +40,11 @@ import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import Drafts, StepRows
-from worker_service.runner.drafter import Draft, Drafter
-from worker_service.runner.forward import ForwardPass
-from worker_service.runner.sequence_state import SequenceState
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.batch.step_rows import Drafts, StepRows
+from worker_service.runner.drafting.drafter import Draft, Drafter
+from worker_service.runner.host.forward import ForwardPass
+from worker_service.runner.state.sequence_state import SequenceState
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 
 _NUM_PAIRS = 48

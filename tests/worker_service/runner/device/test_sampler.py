@@ -10,11 +10,11 @@ from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
 from tests.support.gpu_kernels import DEVICE, MARKS
 from worker_service.pinned_memory import Staging
 from worker_service.plan import NewSequence, RowErrorReason, SamplerParams
-from worker_service.runner.batch import sampling_batch
-from worker_service.runner.device_rows import FAILURES, DeviceRows
-from worker_service.runner.device_sampler import DeviceSampler, sample_padding
-from worker_service.runner.in_flight_step import FetchedLogprobs, StepBuffers
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.batch.step_rows import sampling_batch
+from worker_service.runner.device.in_flight_step import FetchedLogprobs, StepBuffers
+from worker_service.runner.device.rows import FAILURES, DeviceRows
+from worker_service.runner.device.sampler import DeviceSampler, sample_padding
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
 from worker_service.structured.masks import MaskedRows
 

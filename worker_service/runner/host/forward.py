@@ -11,13 +11,13 @@ from pagewire_kernels.interface import Computed, HeadOutput
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import ComputesLogits, Model
 from worker_service.pinned_memory import upload
-from worker_service.runner.batch import (
+from worker_service.runner.batch.step_rows import (
     DecodeInputs,
     StepRows,
     build_batch,
     lay_out,
 )
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import Largest
 
 

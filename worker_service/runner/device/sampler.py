@@ -25,7 +25,7 @@ from pagewire_kernels.batch import (
     mask_width,
 )
 from worker_service.distributed.communicator import Communicator
-from worker_service.runner.device_rows import DeviceRows
+from worker_service.runner.device.rows import DeviceRows
 from worker_service.sampling.draw import largest
 from worker_service.sampling.logprobs import MIN_WINDOW, window
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import StepRows, sampling_batch
-from worker_service.runner.drafter import Draft, Drafter
-from worker_service.runner.forward import HostForward
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.batch.step_rows import StepRows, sampling_batch
+from worker_service.runner.drafting.drafter import Draft, Drafter
+from worker_service.runner.host.forward import HostForward
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
 MAX_CATCH_UP = 512

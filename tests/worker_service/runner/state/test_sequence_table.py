@@ -6,7 +6,7 @@ import numpy as np
 
 from worker_service.array_types import Int32Array
 from worker_service.plan import NewSequence, SamplerParams
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 
 
 def _resident_bytes() -> int:

@@ -9,9 +9,9 @@ from worker_service.distributed.communicator import Communicator
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.runner.cuda_graphs import GraphRecorder, StepGraphs
-from worker_service.runner.device_rows import MAX_COUNT_BYTES, DeviceRows, capacity
-from worker_service.runner.device_sampler import DeviceSampler, StepKernels, step_kernels
+from worker_service.runner.device.cuda_graphs import GraphRecorder, StepGraphs
+from worker_service.runner.device.rows import MAX_COUNT_BYTES, DeviceRows, capacity
+from worker_service.runner.device.sampler import DeviceSampler, StepKernels, step_kernels
 
 logger = logging.getLogger(__name__)
 

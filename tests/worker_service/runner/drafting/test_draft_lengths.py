@@ -5,7 +5,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from worker_service.runner.speculation import DraftLengths, Proposal
+from worker_service.runner.drafting.speculation import DraftLengths, Proposal
 
 ROWS = [Proposal(row_id, 4) for row_id in range(3)]
 

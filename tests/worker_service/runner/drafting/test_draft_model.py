@@ -25,12 +25,12 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_draft_model, load_model
-from worker_service.runner import draft_model
-from worker_service.runner.draft_model import DraftModel
-from worker_service.runner.drafter import Draft
+from worker_service.runner.drafting import draft_model
+from worker_service.runner.drafting.draft_model import DraftModel
+from worker_service.runner.drafting.drafter import Draft
+from worker_service.runner.drafting.speculation import Speculation
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.sequence_table import SequenceTable
-from worker_service.runner.speculation import Speculation
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.service import wire
 
 

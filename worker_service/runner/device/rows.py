@@ -31,7 +31,7 @@ from pagewire_kernels.batch import (
 from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column
 from worker_service.plan import FILTERS, RowErrorReason
-from worker_service.runner.sequence_table import NO_BLOCK, SequenceTable
+from worker_service.runner.state.sequence_table import NO_BLOCK, SequenceTable
 from worker_service.sampling.logit_edits import LogitEdits
 from worker_service.sampling.sampler import SamplingTable
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from worker_service.runner.batch import DecodeInputs, build_batch, lay_out
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.batch.step_rows import DecodeInputs, build_batch, lay_out
+from worker_service.runner.state.sequence_table import SequenceTable
 
 BLOCK_SIZE, MAX_BLOCKS = 4, 25
 CACHES = [(torch.empty(0), torch.empty(0))]

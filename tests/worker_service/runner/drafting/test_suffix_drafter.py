@@ -15,7 +15,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine
 from tests.support.speculation import SpeculatingEngine
 from worker_service.array_types import Int32Array
-from worker_service.runner.suffix_drafter import (
+from worker_service.runner.drafting.suffix_drafter import (
     MAX_MATCH,
     OutputHistory,
     SuffixDrafter,
@@ -89,7 +89,7 @@ def test_equal_hashes_are_not_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     def one_hash(tenants: object, previous: Int32Array, tokens: Int32Array) -> np.ndarray:
         return np.zeros(len(tokens), np.uint16)
 
-    monkeypatch.setattr("worker_service.runner.suffix_drafter._hash", one_hash)
+    monkeypatch.setattr("worker_service.runner.drafting.suffix_drafter._hash", one_hash)
     test_the_longest_match_is_followed()
     test_tokens_of_other_tenants_are_never_found()
 

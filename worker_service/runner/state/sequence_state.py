@@ -6,10 +6,10 @@ each sequence, and an `Outcome` will give the tokens. They are *resolved* into t
 sequences once they have arrived, or when a plan needs to know one now. Steps resolve in the order
 in which they were launched.
 
-There are two kinds of outcomes: an in-flight step of a GPU (`in_flight_step.py`), and the message
-in which the sampling rank broadcasts its tokens (`RankOutcomes`). Since only one rank samples,
-ranks cannot disagree. The others wait for a row's token only when they compute that row again, so
-that the first stage of a pipeline can continue with other rows.
+There are two kinds of outcomes: an in-flight step of a GPU (`device/in_flight_step.py`), and the
+message in which the sampling rank broadcasts its tokens (`RankOutcomes`). Since only one rank
+samples, ranks cannot disagree. The others wait for a row's token only when they compute that row
+again, so that the first stage of a pipeline can continue with other rows.
 
 When a step resolves depends on the speed of a device or of other ranks. So it changes nothing that
 a later batch depends on: a failed row remains in the batches, in which it fails again, until a plan
@@ -26,10 +26,10 @@ from worker_service.array_types import Int64Array
 from worker_service.distributed.communicator import Communicator, Transfer
 from worker_service.errors import GroupBroken, InvalidPlan
 from worker_service.plan import NewSequence, StepPlan
-from worker_service.runner.batch import StepRows
-from worker_service.runner.device_rows import FAILURES
-from worker_service.runner.sequence_table import SequenceTable
-from worker_service.runner.step_outcome import StepOutcome
+from worker_service.runner.batch.step_outcome import StepOutcome
+from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.device.rows import FAILURES
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 from worker_service.structured.masks import ConstrainedRow, TokenMasks
 

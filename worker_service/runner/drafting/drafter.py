@@ -8,9 +8,9 @@ import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.plan import StepPlan
-from worker_service.runner.batch import StepRows
-from worker_service.runner.forward import ForwardPass
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.host.forward import ForwardPass
+from worker_service.runner.state.sequence_table import SequenceTable
 
 MAX_MATCH = 16
 """Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""

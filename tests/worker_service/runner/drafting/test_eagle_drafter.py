@@ -31,9 +31,9 @@ from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_eagle_head, load_model
 from worker_service.models.eagle import EagleHead
-from worker_service.runner.drafter import Draft
-from worker_service.runner.eagle_drafter import EagleDrafter
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.drafting.drafter import Draft
+from worker_service.runner.drafting.eagle_drafter import EagleDrafter
+from worker_service.runner.state.sequence_table import SequenceTable
 
 LAYERS = [1, 2, 4]
 

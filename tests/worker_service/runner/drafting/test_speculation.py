@@ -20,10 +20,10 @@ from worker_service.config import RunnerConfig
 from worker_service.errors import InvalidOption, InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
-from worker_service.runner.drafter import Draft, SequenceDrafter
+from worker_service.runner.drafting.drafter import Draft, SequenceDrafter
+from worker_service.runner.drafting.speculation import Speculation
+from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.speculation import Speculation
-from worker_service.runner.suffix_drafter import SuffixDrafter
 from worker_service.service import wire
 
 EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"

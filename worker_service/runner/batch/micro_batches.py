@@ -25,7 +25,7 @@ import numpy as np
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
 from worker_service.plan import StepPlan
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 
 LEAST_TOKENS = 16
 """Fewest tokens in a piece: a part may be longer than the mean by about this many."""

@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.runner.batch import StepRows
-from worker_service.runner.drafter import (
+from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.drafting.drafter import (
     MAX_MATCH,
     Draft,
     SequenceDrafter,
     find_continued,
     most_frequent,
 )
-from worker_service.runner.forward import ForwardPass
-from worker_service.runner.sequence_table import SequenceTable
+from worker_service.runner.host.forward import ForwardPass
+from worker_service.runner.state.sequence_table import SequenceTable
 
 HISTORY_TOKENS = 1 << 17
 """Capacity of the history, in output tokens of all tenants: about 130 outputs of 1000 tokens, in

@@ -16,7 +16,7 @@ from worker_service.plan import (
     StepTimings,
     TokenLogprobs,
 )
-from worker_service.runner.device_rows import FAILURES
+from worker_service.runner.device.rows import FAILURES
 from worker_service.sampling.sampler import NO_TOKEN
 
 _CODES = {reason: code for code, reason in FAILURES.items()}

@@ -1,8 +1,9 @@
 """A step that was launched on a device, until the host has its result.
 
 The outcome of a step is read twice. The collector thread *collects* it for the core as soon as it
-is available. The model thread *resolves* it into the table of sequences (`sequence_state.py`).
-Neither waits for the other, and neither changes what the other reads.
+is available. The model thread *resolves* it into the table of sequences
+(`state/sequence_state.py`). Neither waits for the other, and neither changes what the other
+reads.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,9 +29,9 @@ from worker_service.plan import (
     TokenLogprobs,
     monotonic_us,
 )
-from worker_service.runner.batch import PromptSpan
-from worker_service.runner.device_rows import FAILURES
-from worker_service.runner.step_outcome import StepOutcome, StepStart, nothing_sampled
+from worker_service.runner.batch.step_outcome import StepOutcome, StepStart, nothing_sampled
+from worker_service.runner.batch.step_rows import PromptSpan
+from worker_service.runner.device.rows import FAILURES
 from worker_service.sampling.logprobs import of_prompt, table_of
 from worker_service.sampling.sampler import NO_TOKEN
 

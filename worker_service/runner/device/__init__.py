@@ -1,0 +1,14 @@
+"""Steps on a GPU, which are launched without waiting for it.
+
+| file | holds |
+| --- | --- |
+| `rows.py` | block tables, sampling parameters and latest tokens, in device memory |
+| `sampler.py` | prepares inputs and samples on the device, where tokens stay |
+| `cuda_graphs.py` | steps captured once and replayed, by padded batch size |
+| `state.py` | rows, sampler and graphs, which outlive an epoch |
+| `in_flight_step.py` | a launched step, until the host has its result |
+| `steps.py` | launches steps |
+
+All of it works on a CPU too, where work is done as soon as it is queued: tests prove there that
+launching ahead, padding and replaying change no token.
+"""

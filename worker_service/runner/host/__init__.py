@@ -1,0 +1,1 @@
+"""Steps that the host computes at once; `forward.py` is their forward pass."""
