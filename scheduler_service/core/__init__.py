@@ -27,9 +27,9 @@ The modules, from the outside in:
     scheduling/        Scheduler, one per worker group: schedule() and update()
     policies/          the order in which requests are served
     kv_cache/          KVCacheManager: memory on device and host, and the prefix cache
-    sequence.py        the state of one request and its sequences
+    sequence.py        the state of one request and its sequences, and its strategy
     request_queue.py   the queues of waiting requests
-    beam_search.py     the beam search of one request, and the sequences that hold its beams
+    beam_search.py     which beams of a beam search continue, and when it ends
     tenants.py         what each tenant uses and may use
     scheduler_stats.py counters, histograms and snapshots
     throughput.py      what steps cost, and how fast queues are served

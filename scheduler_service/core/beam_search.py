@@ -19,12 +19,6 @@ Among equal scores the beam that comes first wins, then the more probable token;
 define which. Two differences: a token whose log probability is minus infinity is no candidate,
 where transformers would continue with it if nothing else were left; and a finished sequence is
 preferred to none, where transformers prefers none to a score below -1e9.
-
-The request has one sequence per beam for its whole life. Each beam that continues is *held* by one
-of them; the others are idle. When a step's candidates are in, the search chooses: a beam that
-continues in one way keeps its sequence; if it continues in several, all but the first fork from
-it, into idle sequences. So the worker gets tokens to append, forks, and sequences to forget.
-Nothing is reported to the frontend before the search has ended.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +26,6 @@ from ctypes import c_float
 from dataclasses import dataclass
 from enum import Enum
 from heapq import merge
-from typing import Generic, Protocol, TypeVar
 
 from scheduler_service.core.step_plan import RowCandidates
 
@@ -210,84 +203,3 @@ class BeamSearch:
 def _float32(number: float) -> float:
     """Round to float32."""
     return c_float(number).value
-
-
-class BeamSequence(Protocol):
-    """The interface of a sequence that a beam group uses."""
-
-    order: tuple[tuple[int, ...], int]
-
-    @property
-    def num_in_flight(self) -> int: ...
-
-
-Seq = TypeVar("Seq", bound=BeamSequence)
-
-
-@dataclass(frozen=True, slots=True)
-class Continuation(Generic[Seq]):
-    """A beam that continued by one token, which is still to be sent to the worker."""
-
-    seq: Seq
-    token: int
-    parent: Seq | None
-    """The sequence that it forks from; None: it continues in place."""
-
-
-class BeamGroup(Generic[Seq]):
-    """The sequences that hold a request's beams, the best first.
-
-    The state of one step (`source_of`, `continuations`, candidates) is dropped when the group
-    leaves the batch: all its tokens are known by then, and the candidates are recomputed.
-    """
-
-    def __init__(self, search: BeamSearch, sequences: Sequence[Seq]) -> None:
-        self.search = search
-        self.held = list(sequences[:1])
-        """The sequences of the beams that continue, in the search's order."""
-        self.continuations: list[Continuation[Seq]] = []
-        """The changes that the next plan sends to the worker; forks come last."""
-        self.source_of: dict[Seq, Seq] = {}
-        """While the group is recomputed: by sequence, the one that computes its first tokens."""
-        self.num_prefilling = 0
-        """Held sequences that have not been computed up to their last token."""
-        self._candidates: dict[Seq, RowCandidates] = {}
-
-    @property
-    def is_due(self) -> bool:
-        """Whether all beams may compute their last tokens."""
-        return self.num_prefilling == 0 and not any(seq.num_in_flight for seq in self.held)
-
-    def has_candidates(self, seq: Seq) -> bool:
-        """Whether a step that computed all of a sequence's tokens has its result."""
-        return seq in self._candidates
-
-    def collect(self, seq: Seq, candidates: RowCandidates) -> bool:
-        """Add the candidates of one beam; returns whether all beams have theirs."""
-        self._candidates[seq] = candidates
-        return len(self._candidates) == len(self.held)
-
-    def leave(self) -> None:
-        """Forget the step in progress: the group leaves the batch."""
-        self.continuations = []
-        self.source_of = {}
-        self.num_prefilling = 0
-        self._candidates = {}
-
-    def advance(self) -> list[tuple[Seq, int]]:
-        """Advance the search; return the parent sequence and the next token of each beam that
-        continues, in order. Unless the search is done, `hold` then sets the beams' sequences."""
-        holders = self.held
-        if not self.search.has_begun:
-            holders = holders * len(self.search.beams)  # all are the prompt alone
-        self.search.advance([self._candidates[seq] for seq in holders])
-        self._candidates = {}
-        beams = [(holders[beam.parent], beam.path) for beam in self.search.beams]
-        return [(seq, path.token) for seq, path in beams if path is not None]
-
-    def hold(self, continuations: list[Continuation[Seq]]) -> None:
-        """Set the sequences that hold the beams that continue, in order."""
-        self.held = [each.seq for each in continuations]
-        self.continuations = sorted(
-            continuations, key=lambda each: (each.parent is not None, each.seq.order)
-        )

@@ -158,9 +158,9 @@ class SchedulerCore:
 
     def stop_choice(self, frontend_id: str, handle: int, num_tokens: int, now: float) -> None:
         """End a choice at a stop string; only its first `num_tokens` output tokens count. No effect
-        on a choice that has ended meanwhile, or on a beam search, which has no stop strings."""
+        on a choice that has ended meanwhile, or whose request reports only at its end."""
         seq = self._registry.find_sequence(frontend_id, handle)
-        if seq is None or seq.status.is_finished or seq.seq_group.is_lockstep:
+        if seq is None or seq.status.is_finished or not seq.seq_group.strategy.streams:
             return
         seq.truncate(num_tokens)
         self._end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now)
@@ -238,7 +238,7 @@ class SchedulerCore:
         scheduler = self._fleet.schedulers[worker_group_id]
         scheduler.update(result, to_us(now))
         self._close_ended([scheduler], now)
-        self._fleet.model_of(scheduler).requeue(scheduler.take_moved())
+        self._fleet.model_of(scheduler).requeue(scheduler.pop_moved())
 
     # Outputs.
 
@@ -368,7 +368,7 @@ class SchedulerCore:
 
     def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
         """Close the groups that have ended in schedulers; return whether there were any."""
-        ended = [seq_group for scheduler in schedulers for seq_group in scheduler.take_ended()]
+        ended = [seq_group for scheduler in schedulers for seq_group in scheduler.pop_ended()]
         for seq_group in ended:
             self._close(seq_group, now)
         return bool(ended)

@@ -63,6 +63,11 @@ class Request:
     """Those of them that died in steps that it had to itself."""
 
     @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed for it."""
+        return self.num_choices if self.beam_search is None else self.beam_search.width
+
+    @property
     def is_continued(self) -> bool:
         """Whether it continues after a loss. It was admitted once, so it is not refused because of
         later requests."""

@@ -100,7 +100,7 @@ class ModelTotals:
         seq_group = seq.seq_group
         seq_group.clock.timeline.add(RequestEvent.PREFILLED, now_us, num_tokens)
         is_first_token = is_last and seq.choice_index == 0 and not seq.output_token_ids
-        if is_first_token and not seq_group.is_lockstep:
+        if is_first_token and seq_group.strategy.streams:
             seq_group.clock.timeline.add(RequestEvent.FIRST_TOKEN, now_us, num_tokens + 1)
             if not seq_group.request.is_continued:
                 self.first_token.add(now_us - seq_group.clock.submitted_us)

@@ -1,7 +1,7 @@
 """The state of one request: its sequences, and the frontend that gets its outputs.
 
-A `SequenceGroup` is one request, a `Sequence` one choice of it, or one beam of a beam search (see
-`beam_search.py`).
+A `SequenceGroup` is one request, a `Sequence` one choice of it, or one beam of a beam search. Its
+`Strategy` says how its result comes about.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import ClassVar
 
-from scheduler_service.core.beam_search import BeamGroup
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 from scheduler_service.core.request import EngineOutputs, Request
@@ -168,6 +168,11 @@ class Sequence:
         return self.tenant.name
 
     @property
+    def max_length(self) -> int:
+        """Number of its tokens at which it ends in its worker group."""
+        return self.seq_group.num_prompt_tokens + self.max_output_tokens
+
+    @property
     def num_in_flight(self) -> int:
         """Number of sampled tokens whose values are in flight; the most if there are drafts."""
         return self.length - self.num_known
@@ -182,7 +187,7 @@ class Sequence:
         return [*self.seq_group.request.prompt_token_ids[start:end], *output]
 
     def num_common_tokens(self, other: Sequence) -> int:
-        """In how many first tokens it equals another sequence of its beam search."""
+        """In how many first tokens it equals another sequence of its group, which is as long."""
         num_tokens = self.seq_group.num_prompt_tokens
         for token, others in zip(self.output_token_ids, other.output_token_ids, strict=True):
             if token != others:
@@ -232,8 +237,7 @@ class Sequence:
 
     def reserve(self, num_tokens: int) -> None:
         """Allow decoding up to a length, or to its end, without asking the KV cache."""
-        max_length = self.seq_group.num_prompt_tokens + self.max_output_tokens
-        self.reserved_length = min(num_tokens, max_length - 1)
+        self.reserved_length = min(num_tokens, self.max_length - 1)
 
     def extend(self) -> None:
         """Count a token that is being sampled."""
@@ -323,9 +327,9 @@ class Sequence:
 
     def _leave_batch(self, status: SequenceStatus) -> None:
         self.status = status
-        if self.seq_group.beams is not None:
-            self.seq_group.beams.leave()
-            self.length = self.num_known  # the search chooses again
+        if self.seq_group.strategy.is_lockstep:
+            self.seq_group.strategy.leave_batch()
+            self.length = self.num_known  # the next tokens are chosen again
         self.num_computed = 0
         self.is_prefilled = False
         self.reserved_length = 0
@@ -356,11 +360,32 @@ def extend_all(
     return total_length
 
 
+class Strategy:
+    """How the result of a request comes about from its sequences: the part of its state that only
+    this kind of work has. `scheduling/strategy.py` plans its steps and processes their results."""
+
+    is_lockstep: ClassVar[bool] = False
+    """Whether its sequences advance and leave the batch only together."""
+    streams: ClassVar[bool] = True
+    """Whether each token that a sequence samples is delivered at once."""
+
+    def start(self, sequences: list[Sequence]) -> None:
+        """Begin with these sequences, none of which is in a batch."""
+
+    def active(self, seq_group: SequenceGroup) -> Iterable[Sequence]:
+        """The unfinished sequences without idle ones."""
+        return seq_group.unfinished()
+
+    def leave_batch(self) -> None:
+        """Forget the step in progress: the group leaves the batch."""
+
+
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
     """One request: sequences that share a prompt."""
 
     request: Request
+    strategy: Strategy
     tenant: TenantUsage
     frontend: Frontend
     rank: tuple[int, ...]
@@ -368,8 +393,6 @@ class SequenceGroup:
     clock: RequestClock
     sequences: list[Sequence] = field(default_factory=list)
     """One per choice, in order; in a beam search one per beam."""
-    beams: BeamGroup[Sequence] | None = None
-    """The sequences that hold beams, in a beam search."""
     num_unfinished: int = 0
     num_running: int = 0
     """Sequences that are RUNNING."""
@@ -408,14 +431,9 @@ class SequenceGroup:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
-    def is_lockstep(self) -> bool:
-        """Whether it is a beam search: its sequences advance and leave the batch only together."""
-        return self.beams is not None
-
-    @property
     def max_hold_us(self) -> int:
-        """How long its tokens may be held back; a beam search cannot advance without them."""
-        return 0 if self.is_lockstep else self.request.max_hold_us
+        """How long its results may be held back."""
+        return self.request.max_hold_us if self.strategy.streams else 0
 
     @property
     def longest(self) -> Sequence:
@@ -491,8 +509,15 @@ class SequenceGroup:
         return (seq for seq in self.sequences if not seq.status.is_finished)
 
     def active(self) -> Iterable[Sequence]:
-        """Its unfinished sequences without the idle ones of a beam search."""
-        return self.unfinished() if self.beams is None else self.beams.held
+        """Its unfinished sequences without idle ones."""
+        return self.strategy.active(self)
+
+    def set_sequences(self, sequences: list[Sequence]) -> None:
+        """Set all its sequences, which stay the same while it is live. Without any at its end, the
+        reference cycles are broken, so that memory is freed without the garbage collector."""
+        self.sequences = sequences
+        self.num_unfinished = len(self.waiting())
+        self.strategy.start(sequences)
 
     def end(self, seq: Sequence, status: SequenceStatus) -> None:
         """End one of its sequences, which must not be running."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from scheduler_service.core.beam_search import BeamGroup, BeamSearch
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import RequestClock, RequestPhase
+from scheduler_service.core.scheduling.strategies import make_strategy
 from scheduler_service.core.sequence import Frontend, Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.tenants import Tenants
 
@@ -65,6 +65,7 @@ class RequestRegistry:
         phase = RequestPhase.RECOVERY if request.is_continued else RequestPhase.QUEUE
         seq_group = SequenceGroup(
             request=request,
+            strategy=make_strategy(request),
             tenant=self._tenants.find(request.tenant),
             frontend=frontend,
             rank=self._rank(request, (now_us - request.waited_us, self._num_arrivals)),
@@ -72,13 +73,8 @@ class RequestRegistry:
             num_worker_losses=request.num_worker_losses,
             num_lone_losses=request.num_lone_worker_losses,
         )
-        beam_search = request.beam_search
-        num_sequences = request.num_choices if beam_search is None else beam_search.width
-        seq_group.sequences = [self._make_sequence(seq_group, i) for i in range(num_sequences)]
-        if beam_search is not None:
-            search = BeamSearch(beam_search, request.stop_token_ids, request.max_tokens)
-            seq_group.beams = BeamGroup(search, seq_group.sequences)
-        seq_group.num_unfinished = len(seq_group.waiting())
+        indices = range(request.num_sequences)
+        seq_group.set_sequences([self._make_sequence(seq_group, index) for index in indices])
         return seq_group
 
     def add(self, seq_group: SequenceGroup) -> None:
@@ -101,8 +97,7 @@ class RequestRegistry:
             del seq_group.frontend.sequences[seq.handle]
         for seq in seq_group.sequences:
             self._live_seq_ids.remove(seq.seq_id)
-        # Break the reference cycles, so that memory is freed without the garbage collector.
-        seq_group.sequences, seq_group.beams = [], None
+        seq_group.set_sequences([])
 
     def remove_frontend(self, frontend_id: str) -> None:
         """Remove a frontend and its outputs; its groups must have been removed before."""

@@ -18,8 +18,7 @@ from scheduler_service.core.routing.router import (
     eligible,
 )
 from scheduler_service.core.scheduler_stats import ModelSnapshot, ModelTotals
-from scheduler_service.core.scheduling.scheduler import Scheduler
-from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.scheduling.scheduler import Scheduler, make_scheduler
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.core.throughput import QueueThroughput
@@ -163,7 +162,7 @@ class ServedModel:
     def reopen(self) -> None:
         """Queue all requests that have not started for routing again."""
         for scheduler in self.schedulers:
-            self.requeue(scheduler.take_not_started())
+            self.requeue(scheduler.pop_not_started())
         for seq_group in self.unschedulable.take_all():
             self.waiting.add(seq_group)
 
@@ -181,12 +180,12 @@ class ServedModel:
                     scheduler.capacity.worker_group_id,
                     num_leaving,
                 )
-            self.requeue(scheduler.take_moved())
+            self.requeue(scheduler.pop_moved())
 
     def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
         """Move requests that outgrew a worker group to larger ones; fail them if there is none and
         none is expected back. Returns whether there were any."""
-        outgrown = here.take_outgrown()
+        outgrown = here.pop_outgrown()
         moving: set[SequenceGroup] = set()
         for seq_group in outgrown:
             seq_group.outgrown_tokens = here.capacity.num_cache_tokens
@@ -203,7 +202,7 @@ class ServedModel:
                 here.fail_outgrown(seq_group, now_us)
         if moving:
             here.start_moving(moving.__contains__, now_us)
-            self.requeue(here.take_moved())
+            self.requeue(here.pop_moved())
         return bool(outgrown)
 
     def _has_larger(self, seq_group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
@@ -361,8 +360,7 @@ class Fleet:
         check_capacity(self._config, capacity)
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
-        state = WorkerGroupState(self._config, capacity, totals, now_us)
-        scheduler = Scheduler(state, model.policy)
+        scheduler = make_scheduler(self._config, capacity, totals, model.policy, now_us)
         self.schedulers[capacity.worker_group_id] = scheduler
         model.add(scheduler)
         return model

@@ -278,7 +278,7 @@ class RoutingRound:
         seq_group.kv_quota = seq_group.max_kv_quota(scheduler.capacity)
         seq_group.tenant.kv_quota += seq_group.kv_quota
         self._policy.note_placed(seq_group)
-        scheduler.take(seq_group, now_us)
+        scheduler.accept(seq_group, now_us)
         self.routed[seq_group] = scheduler
         if not scheduler.probe.has_room:
             self._with_room.discard(scheduler)

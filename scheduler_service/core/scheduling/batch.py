@@ -1,5 +1,6 @@
 """A step plan while its rows are being chosen."""
 
+from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import BlockUpdate
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.sequence import Sequence, SequenceGroup
@@ -13,9 +14,11 @@ MIN_CHUNK_TOKENS = 16
 class Batch:
     """Rows of one step. Decodes come first: one token each, and all of them sample."""
 
-    def __init__(self, now_us: int, token_budget: int) -> None:
+    def __init__(self, config: SchedulerConfig, step_id: int, now_us: int) -> None:
+        self.step_id = step_id
         self.now_us = now_us
-        self.budget = token_budget
+        self._chunks_prompts = config.enable_chunked_prefill
+        self.budget = config.max_num_batched_tokens
         """Tokens that may still be added."""
         self._cost: PrefillCost | None = None
         self._budget_us = 0.0
@@ -24,8 +27,8 @@ class Batch:
         self.swap_out: list[int] = []
         """Pairs of blocks, as in the plan."""
         self.swap_in: list[int] = []
-        self.beam_groups: set[SequenceGroup] = set()
-        """Beam groups that have had their turn."""
+        self.lockstep_groups: set[SequenceGroup] = set()
+        """Groups that have had their turn, of those whose sequences advance together."""
         self.has_preempted = False
         """Whether a sequence was preempted because memory ran out."""
         self.num_prefill_tokens = 0
@@ -41,7 +44,7 @@ class Batch:
         self._new_sequences: list[NewSequence] = []
         self._copy: list[int] = []
         self._appended_tokens: list[int] = []
-        self._lockstep_rows: list[int] = []
+        self._candidate_rows: list[int] = []
         self._block_updates: list[int] = []
         self._prefill_tokens: list[int] = []
         self._prefill_samples: list[bool] = []
@@ -73,7 +76,7 @@ class Batch:
 
     def add_beam(self, seq: Sequence) -> None:
         """Add a decode row that reports candidates."""
-        self._lockstep_rows.append(len(self.rows))
+        self._candidate_rows.append(len(self.rows))
         self.num_attended_pairs += seq.length
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
@@ -85,8 +88,8 @@ class Batch:
     def add_prefill(self, seq: Sequence, num_tokens: int, sample: bool) -> None:
         """Add a row of prompt tokens, or of none where a fork samples from its parent's logits.
         The sequence counts them as computed already."""
-        if sample and seq.seq_group.is_lockstep:
-            self._lockstep_rows.append(len(self.rows))
+        if sample and seq.seq_group.strategy.is_lockstep:
+            self._candidate_rows.append(len(self.rows))
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
@@ -115,16 +118,22 @@ class Batch:
         num_tokens = self._cost.tokens_within(max(0.0, self._budget_us), num_computed)
         return int(min(self.budget, max(num_tokens, MIN_CHUNK_TOKENS - self.num_prefill_tokens)))
 
+    def fits(self, seq: Sequence, num_computed: int) -> bool:
+        """Whether there is capacity for the next chunk of a sequence after its first
+        `num_computed` tokens."""
+        num_needed = 1 if self._chunks_prompts else seq.length - num_computed
+        return self.max_chunk(num_computed) >= num_needed
+
     @property
     def is_empty(self) -> bool:
         """Whether the worker has nothing to do. A batch without rows may still move blocks, which
         have to be on the device before the first row."""
         return not (self.rows or self.swap_out or self.swap_in)
 
-    def to_plan(self, step_id: int, forget_seq_ids: list[int]) -> tuple[StepPlan, InFlightStep]:
+    def to_plan(self, forget_seq_ids: list[int]) -> tuple[StepPlan, InFlightStep]:
         """The plan, and the in-flight step that its result will be matched with."""
         plan = StepPlan(
-            step_id=step_id,
+            step_id=self.step_id,
             forget_seq_ids=forget_seq_ids,
             swap_out=self.swap_out,
             swap_in=self.swap_in,
@@ -146,12 +155,12 @@ class Batch:
             missing = len(self.rows) - len(self.lookahead)
             plan.lookahead = self.lookahead + [0] * missing
         return plan, InFlightStep(
-            step_id,
+            self.step_id,
             self.rows,
             sampled,
             plan.lookahead,
             self._prefills,
-            self._lockstep_rows,
+            self._candidate_rows,
             self._work(),
         )
 
@@ -169,7 +178,7 @@ class Batch:
     def _in_batch_order(self) -> list[NewSequence]:
         """The new sequences in the order of their rows. Beams, and sequences that were swapped in,
         may have been added in another order."""
-        if self._appended_tokens or self._lockstep_rows:
+        if self._appended_tokens or self._candidate_rows:
             places = {seq_id: row for row, seq_id in enumerate(self.seq_ids)}
             self._new_sequences.sort(key=lambda new: places[new.seq_id])
         return self._new_sequences

@@ -1,4 +1,10 @@
-"""Scheduling of beam groups: their admission, their rows, and the results of their searches.
+"""Beam search: the sequences that hold a request's beams, and how they are scheduled.
+
+A request has one sequence per beam for its whole life. Each beam that continues is *held* by one of
+them; the others are idle. When a step's candidates are in, the search chooses (`beam_search.py`): a
+beam that continues in one way keeps its sequence; if it continues in several, all but the first
+fork from it, into idle sequences. So the worker gets tokens to append, forks, and sequences to
+forget. Nothing is reported to the frontend before the search has ended.
 
 The beams of a group advance in lockstep: all compute their last tokens in one step, and none before
 all candidates of the previous step have arrived and the search has chosen. So a group is never
@@ -11,38 +17,140 @@ needs no more memory than before, with or without a prefix cache.
 """
 
 import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from scheduler_service.core.beam_search import BeamGroup, Continuation, Path
+from scheduler_service.core.beam_search import BeamSearch, Path
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import JointStart
 from scheduler_service.core.request import ChoiceFinished
+from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.batch import Batch, make_fork
+from scheduler_service.core.scheduling.departures import Departures
+from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.strategy import AddRows, StrategyScheduler
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, Strategy
 from scheduler_service.core.step_plan import RowCandidates, RowLogprobs
+from scheduler_service.errors import GenerationFailed
 
 
-class BeamScheduler:
-    """Admits beam groups, plans their rows, and advances their searches. It has no state of its
-    own: each part of the scheduler that meets beams has one."""
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """A beam that continued by one token, which is still to be sent to the worker."""
 
-    def __init__(self, state: WorkerGroupState) -> None:
-        self._config = state.config
-        self._cache = state.cache
-        self._running = state.running
-        self._pipeline = state.pipeline
+    seq: Sequence
+    token: int
+    parent: Sequence | None
+    """The sequence that it forks from; None: it continues in place."""
+
+
+class Beams(Strategy):
+    """The sequences that hold a request's beams, the best first.
+
+    The state of one step (`source_of`, `continuations`, candidates) is dropped when the group
+    leaves the batch: all its tokens are known by then, and the candidates are recomputed.
+    """
+
+    is_lockstep = True
+    streams = False
+
+    def __init__(self, search: BeamSearch) -> None:
+        self.search = search
+        self.held: list[Sequence] = []
+        """The sequences of the beams that continue, in the search's order."""
+        self.continuations: list[Continuation] = []
+        """The changes that the next plan sends to the worker; forks come last."""
+        self.source_of: dict[Sequence, Sequence] = {}
+        """While the group is recomputed: by sequence, the one that computes its first tokens."""
+        self.num_prefilling = 0
+        """Held sequences that have not been computed up to their last token."""
+        self._candidates: dict[Sequence, RowCandidates] = {}
+
+    def start(self, sequences: list[Sequence]) -> None:
+        """Begin with the first sequence, which holds the prompt."""
+        self.held = sequences[:1]
+
+    def active(self, seq_group: SequenceGroup) -> Iterable[Sequence]:
+        """The sequences that hold beams."""
+        del seq_group
+        return self.held
+
+    @property
+    def is_due(self) -> bool:
+        """Whether all beams may compute their last tokens."""
+        return self.num_prefilling == 0 and not any(seq.num_in_flight for seq in self.held)
+
+    def has_candidates(self, seq: Sequence) -> bool:
+        """Whether a step that computed all of a sequence's tokens has its result."""
+        return seq in self._candidates
+
+    def collect(self, seq: Sequence, candidates: RowCandidates) -> bool:
+        """Add the candidates of one beam; returns whether all beams have theirs."""
+        self._candidates[seq] = candidates
+        return len(self._candidates) == len(self.held)
+
+    def leave_batch(self) -> None:
+        """Forget the step in progress: the group leaves the batch."""
+        self.continuations = []
+        self.source_of = {}
+        self.num_prefilling = 0
+        self._candidates = {}
+
+    def advance(self) -> list[tuple[Sequence, int]]:
+        """Advance the search; return the parent sequence and the next token of each beam that
+        continues, in order. Unless the search is done, `hold` then sets the beams' sequences."""
+        holders = self.held
+        if not self.search.has_begun:
+            holders = holders * len(self.search.beams)  # all are the prompt alone
+        self.search.advance([self._candidates[seq] for seq in holders])
+        self._candidates = {}
+        beams = [(holders[beam.parent], beam.path) for beam in self.search.beams]
+        return [(seq, path.token) for seq, path in beams if path is not None]
+
+    def hold(self, continuations: list[Continuation]) -> None:
+        """Set the sequences that hold the beams that continue, in order."""
+        self.held = [continuation.seq for continuation in continuations]
+        self.continuations = sorted(
+            continuations, key=lambda beam: (beam.parent is not None, beam.seq.order)
+        )
+
+
+class BeamScheduler(StrategyScheduler):
+    """Admits beam groups, plans their rows, and advances their searches."""
+
+    def __init__(
+        self,
+        running: RunningSet,
+        pipeline: Pipeline,
+        preemption: Preemption,
+        departures: Departures,
+        totals: ModelTotals,
+    ) -> None:
+        self._running = running
+        self._cache = running.cache
+        self._pipeline = pipeline
+        self._preemption = preemption
+        self._departures = departures
+        self._totals = totals
+
+    def place(self, seq_group: SequenceGroup, now_us: int) -> None:
+        """End a search that has as many tokens as it can have here."""
+        search = _beams(seq_group).search
+        search.limit(seq_group.sequences[0].max_output_tokens)
+        if search.is_done:
+            self._finish(seq_group, now_us)
 
     # Admission.
 
-    def admit(self, seq_group: SequenceGroup, batch: Batch) -> AllocStatus:
+    def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit all sequences of a group, with the memory of all its beams, or none of them."""
         beams = _beams(seq_group)
-        if self._running.num_places + len(seq_group.sequences) > self._config.max_num_seqs:
+        if not self._running.has_places(len(seq_group.sequences)):
             return AllocStatus.LATER
         starts = self._cache.start_jointly(beams.held, Sequence.num_common_tokens)
-        num_missing = starts[0].seq.length - starts[0].num_tokens
-        if not self._config.enable_chunked_prefill and num_missing > batch.budget:
+        if not batch.fits(starts[0].seq, starts[0].num_tokens):
             return AllocStatus.LATER
         verdict = self._cache.can_admit_jointly(starts)
         if verdict is AllocStatus.OK:
@@ -50,15 +158,16 @@ class BeamScheduler:
             beams.num_prefilling = len(starts)
             self._cache.admit_jointly(starts)
             for start in starts:
-                self._enter(start, idle if start is starts[0] else [], batch.now_us)
+                self._enter(start, idle if start is starts[0] else [], batch)
+            add_rows(beams.held, batch)
         return verdict
 
-    def _enter(self, start: JointStart[Sequence], idle: list[Sequence], now_us: int) -> None:
+    def _enter(self, start: JointStart[Sequence], idle: list[Sequence], batch: Batch) -> None:
         seq = start.seq
-        seq.start_prefill(self._pipeline.next_step_id, start.num_tokens)
+        seq.start_prefill(batch.step_id, start.num_tokens)
         if start.source is not None:
             _beams(seq.seq_group).source_of[seq] = start.source
-        self._running.enter(seq, idle, now_us)
+        self._running.enter(seq, idle, batch.now_us)
 
     def may_prefill(self, seq: Sequence) -> bool:
         """Whether a beam that is recomputed may get a row: only once the tokens that it shares are
@@ -66,33 +175,45 @@ class BeamScheduler:
         source = _beams(seq.seq_group).source_of.get(seq)
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return False
-        if self._running.is_unknown(seq):
+        if self._running.is_unintroduced(seq):
             seq.rejoin(self._pipeline.next_step_id)
         return True
 
     # One token for each beam.
 
-    def add_rows(self, seq_group: SequenceGroup, batch: Batch, preemption: Preemption) -> bool:
-        """Add a row for each beam if they are due; a second call for the same batch has no effect.
-        Returns False if the beams can never continue here."""
-        if seq_group in batch.beam_groups:
-            return True
-        batch.beam_groups.add(seq_group)
+    def end_prefill(self, seq: Sequence, batch: Batch) -> None:
+        """Report the beam's candidates; all beams continue together."""
+        del batch
+        _beams(seq.seq_group).num_prefilling -= 1
+        seq.start_decode(0)
+        self._running.begin_decoding(seq)
+
+    def reserve(self, seq: Sequence, batch: Batch) -> bool:
+        """Add a row for each beam of the group if they are due, once in a batch."""
+        seq_group = seq.seq_group
+        if seq_group not in batch.lockstep_groups:
+            batch.lockstep_groups.add(seq_group)
+            if not self._extend(seq_group, batch):
+                batch.outgrown.append(seq_group)
+        return False
+
+    def _extend(self, seq_group: SequenceGroup, batch: Batch) -> bool:
+        """Add the rows; returns False if the beams can never continue here."""
         beams = _beams(seq_group)
         if not beams.is_due:
             return True
-        if beams.held[0].length > self._cache.num_tokens:
-            return False
         held = beams.held
+        if held[0].length > self._cache.num_tokens:
+            return False
         while not self._cache.can_reserve_all(held):
-            if not preemption.make_room(seq_group, batch):
+            if not self._preemption.make_room(seq_group, batch):
                 return False
             if seq_group.num_running == 0:
                 return True
         self._add_rows(beams, batch)
         return True
 
-    def _add_rows(self, beams: BeamGroup[Sequence], batch: Batch) -> None:
+    def _add_rows(self, beams: Beams, batch: Batch) -> None:
         """Add the rows. Forks reserve first: of the beams that share their last memory, the last to
         reserve keeps it and the others copy it, and a fork's table is sent as a whole anyway."""
         continued = {child.seq: child for child in beams.continuations}
@@ -100,7 +221,7 @@ class BeamScheduler:
         tables = {child.seq: self._fork_table(child.seq, batch) for child in forks}
         forked = {child.seq for child in forks}
         for seq in sorted((s for s in beams.held if s not in forked), key=lambda s: s.order):
-            self._reserve(seq, batch)
+            self._reserve_last(seq, batch)
             if seq in continued:
                 batch.append_token(seq.seq_id, continued[seq].token)
             batch.add_beam(seq)
@@ -113,7 +234,7 @@ class BeamScheduler:
             child.seq.extend()
         beams.continuations = []
 
-    def _reserve(self, seq: Sequence, batch: Batch) -> None:
+    def _reserve_last(self, seq: Sequence, batch: Batch) -> None:
         update = self._cache.reserve(seq, seq.length)
         if update is not None:
             batch.update_table(seq.seq_id, update)
@@ -128,21 +249,32 @@ class BeamScheduler:
 
     # Results.
 
-    def receive(self, seq: Sequence, step_id: int, candidates: RowCandidates) -> bool:
-        """Receive the candidates for a beam's next token. Returns True if the search has ended.
-        Results of steps from before a preemption are ignored."""
+    def receive(self, seq: Sequence, step_id: int, value: RowCandidates, now_us: int) -> None:
+        """Collect the candidates for a beam's next token; with those of all beams, continue the
+        search. Results of steps from before a preemption are ignored."""
         if seq.status is not SequenceStatus.RUNNING or step_id < seq.first_step_id:
-            return False
+            return
         beams = _beams(seq.seq_group)
-        if not beams.collect(seq, candidates):
-            return False
+        if not beams.collect(seq, value):
+            return
         continuations = beams.advance()
         if beams.search.is_done:
-            return True
-        self._continue(beams, continuations)
-        return False
+            self._finish(seq.seq_group, now_us)
+        else:
+            self._continue(beams, continuations)
 
-    def _continue(self, beams: BeamGroup[Sequence], chosen: list[tuple[Sequence, int]]) -> None:
+    def _finish(self, seq_group: SequenceGroup, now_us: int) -> None:
+        """Deliver what the search has found, and end its group."""
+        num_tokens = _deliver(seq_group)
+        if num_tokens is None:
+            message = "the request's own constraints excluded every token"
+            error = GenerationFailed(message, reason="NO_CANDIDATES")
+            self._departures.fail_seq_group(seq_group, error, now_us)
+        else:
+            self._totals.num_generated_tokens += num_tokens
+            self._departures.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
+
+    def _continue(self, beams: Beams, chosen: list[tuple[Sequence, int]]) -> None:
         """Give each new beam a sequence: its parent's, or an idle one."""
         continued = {parent for parent, _ in chosen}
         spare = [fork for seq in beams.held for fork in seq.release_forks()]
@@ -150,7 +282,7 @@ class BeamScheduler:
             if seq not in continued:
                 self._drop(seq)
                 spare.append(seq)
-        continuations: list[Continuation[Sequence]] = []
+        continuations: list[Continuation] = []
         in_place: set[Sequence] = set()
         for parent, token in chosen:
             if parent not in in_place:
@@ -178,19 +310,18 @@ class BeamScheduler:
         self._running.add_beam(child)
 
 
-def _beams(seq_group: SequenceGroup) -> BeamGroup[Sequence]:
-    assert seq_group.beams is not None
-    return seq_group.beams
+def _beams(seq_group: SequenceGroup) -> Beams:
+    assert isinstance(seq_group.strategy, Beams)
+    return seq_group.strategy
 
 
-def deliver_beams(seq_group: SequenceGroup) -> int | None:
+def _deliver(seq_group: SequenceGroup) -> int | None:
     """Send all tokens of the best sequences to the frontend; return their number.
 
     Returns None, and sends nothing, if the search found fewer sequences than requested because
     the request's own constraints left no candidates.
     """
-    assert seq_group.beams is not None
-    best = seq_group.beams.search.finished[: seq_group.request.num_choices]
+    best = _beams(seq_group).search.finished[: seq_group.request.num_choices]
     if len(best) < seq_group.request.num_choices:
         return None
     return sum(
@@ -228,12 +359,3 @@ def _beam_logprobs(step: Path, num_top: int) -> RowLogprobs:
         logprobs=struct.pack(f"<{len(logprobs)}f", *logprobs),
         sampled_rank=step.place + 1,
     )
-
-
-def without_beams(
-    sampled: list[Sequence], token_ids: list[int]
-) -> tuple[list[Sequence], list[int]]:
-    """The rows of sequences that are not beams."""
-    pairs = zip(sampled, token_ids, strict=True)
-    chosen = [(seq, token) for seq, token in pairs if not seq.seq_group.is_lockstep]
-    return [seq for seq, _ in chosen], [token for _, token in chosen]

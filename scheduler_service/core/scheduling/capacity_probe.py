@@ -3,12 +3,15 @@
 from dataclasses import dataclass
 from itertools import chain
 
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import PrefixHit
 from scheduler_service.core.policies import Policy
+from scheduler_service.core.scheduling.placed_groups import PlacedGroups
 from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
-from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
+from scheduler_service.core.throughput import StepRates
 
 RUNNING = SequenceStatus.RUNNING
 
@@ -29,13 +32,23 @@ class CapacityEstimate:
 class CapacityProbe:
     """Questions about one worker group. They change nothing but a cached answer."""
 
-    def __init__(self, state: WorkerGroupState, policy: Policy) -> None:
-        self._state = state
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        capacity: WorkerGroupCapacity,
+        placed: PlacedGroups,
+        running: RunningSet,
+        rates: StepRates,
+        policy: Policy,
+    ) -> None:
+        self._config = config
+        self._capacity = capacity
+        self._placed = placed
+        self._running = running
+        self._cache = running.cache
+        self._rates = rates
         self._policy = policy
-        self._config = state.config
-        self._cache = state.cache
-        self._running = state.running
-        self._in_vain: tuple[SequenceGroup, int] | None = None
+        self._failed: tuple[SequenceGroup, int] | None = None
         """The last group that could not preempt any other, and the running set's changes until
         then: it asks again in every step, and the answer holds while the same sequences run."""
 
@@ -46,8 +59,8 @@ class CapacityProbe:
 
     @property
     def num_sequences(self) -> int:
-        """Running and waiting sequences."""
-        return self._state.num_sequences
+        """Running and waiting sequences, except for swapped-out ones."""
+        return self._running.num_places + self._placed.num_waiting_sequences
 
     @property
     def caches_prefixes(self) -> bool:
@@ -62,26 +75,25 @@ class CapacityProbe:
     @property
     def has_room(self) -> bool:
         """Whether any group may have capacity here now."""
-        state = self._state
-        if state.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
+        if self.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
             return False
-        if state.preempting or state.running.swapped:
+        if self._placed.preempting or self._running.swapped:
             return False
         # Beyond that it would only wait here, and could not go elsewhere.
         return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
 
     def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
         """The estimate for a group that fits here."""
-        state, longest = self._state, seq_group.longest
-        is_fetched = is_fetch_cheaper(state.pipeline.rates, self._cache.tokens_per_move)
+        longest, waiting = seq_group.longest, self._placed.waiting
+        is_fetched = is_fetch_cheaper(self._rates, self._cache.tokens_per_move)
         hit = self._cache.match_prefix(longest, on_host=is_fetched)
         memory_shortage = self._cache.shortage(
             longest.num_known,
             hit,
-            num_waiting_tokens=state.waiting.num_tokens,
-            num_waiting=len(state.waiting),
+            num_waiting_tokens=waiting.num_tokens,
+            num_waiting=len(waiting),
         )
-        num_sequences = state.num_sequences
+        num_sequences = self.num_sequences
         places_short = num_sequences + len(seq_group.waiting()) - self._config.max_num_seqs
         return CapacityEstimate(
             num_tokens_to_compute=longest.num_known - hit.num_tokens,
@@ -98,10 +110,10 @@ class CapacityProbe:
         """Whether the group would have capacity here now by preempting running or waiting groups.
         False while a group that must start before it waits here: that one is to get the places and
         memory."""
-        state = self._state
-        if state.preempting or seq_group.is_suspect or not seq_group.fits(state.capacity):
+        preempting = self._placed.preempting
+        if preempting or seq_group.is_suspect or not seq_group.fits(self._capacity):
             return False
-        waiting = chain(state.waiting, state.running.swapped)
+        waiting = chain(self._placed.waiting, self._running.swapped)
         if any(self._policy.precedes(other, seq_group) for other in waiting):
             return False
         return self.find_victims(seq_group) is not None
@@ -110,16 +122,16 @@ class CapacityProbe:
         """The fewest groups that must be preempted for a waiting group to be admitted, in order.
         None if it takes precedence over no group here, or if there is no room for it even so.
 
-        Beam groups are not preempted: their sequences change in every step, so the memory that
-        they would free is unknown.
+        Groups in lockstep are not preempted: their sequences change in every step, so the memory
+        that they would free is unknown.
         """
         question = (seq_group, self._running.num_changes)
-        if question == self._in_vain:
+        if question == self._failed:
             return None
-        yielding = self._policy.yielding(seq_group, self._state.seq_groups)
+        yielding = self._policy.yielding(seq_group, self._placed.seq_groups)
         first = next(yielding, None)
         if first is None:
-            self._in_vain = question
+            self._failed = question
             return None
         hit = self._cache.match_prefix(seq_group.longest, on_host=False)
         victims: list[SequenceGroup] = []
@@ -127,7 +139,8 @@ class CapacityProbe:
         for other in chain([first], yielding):
             if self._would_fit(seq_group, hit, num_places, num_tokens):
                 return victims
-            if other.num_running and not other.is_lockstep and other is not self._state.suspect:
+            is_lockstep = other.strategy.is_lockstep
+            if other.num_running and not is_lockstep and other is not self._placed.suspect:
                 victims.append(other)
                 num_places += other.num_running
                 num_tokens += self._cache.num_tokens_freed(other.running())
@@ -146,11 +159,11 @@ class CapacityProbe:
     @property
     def has_suspect(self) -> bool:
         """Whether a suspect is here."""
-        return self._state.suspect is not None
+        return self._placed.suspect is not None
 
     @property
     def num_tokens_to_prefill(self) -> int:
         """Tokens of prompts that are not computed yet."""
         prefilling = [seq for seq in self._running.prefilling if seq.status is RUNNING]
         num_begun = sum(seq.length - seq.num_computed for seq in prefilling)
-        return num_begun + self._state.waiting.num_tokens
+        return num_begun + self._placed.waiting.num_tokens

@@ -41,7 +41,7 @@ class InFlightStep:
     prefills: list[tuple[Sequence, int, bool]]
     """Rows of prefills: the sequence, how many of its tokens are computed with this step, and
     whether these are all. Forks, whose parents compute for them, are among them."""
-    lockstep_rows: list[int]
+    candidate_rows: list[int]
     """Rows that report candidates, in order."""
     work: StepWork
     """Estimated duration on the worker."""
@@ -174,10 +174,10 @@ class Pipeline:
                     raise ResultMismatch(f"seq_id={seq.seq_id} has neither a token nor an error")
 
     def _check_candidates(self, step: InFlightStep, result: StepResult) -> None:
-        missing = [row for row in step.lockstep_rows if row not in result.candidates]
+        missing = [row for row in step.candidate_rows if row not in result.candidates]
         if any(row not in result.errors for row in missing):
             raise ResultMismatch(f"row {missing[0]} has neither candidates nor an error")
-        if len(missing) + len(result.candidates) != len(step.lockstep_rows):
+        if len(missing) + len(result.candidates) != len(step.candidate_rows):
             raise ResultMismatch("result has candidates for a row that was to choose")
         for candidates in result.candidates.values():
             tokens = candidates.token_ids

@@ -29,8 +29,10 @@ import logging
 
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.request_timing import RequestEvent
+from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.batch import Batch, make_new_sequence
-from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.scheduling.placed_groups import PlacedGroups
+from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.step_plan import NewSequence
 from scheduler_service.core.throughput import StepRates
@@ -69,11 +71,21 @@ def is_fetch_cheaper(rates: StepRates, tokens_per_move: int) -> bool:
 class Preemption:
     """Takes groups out of the batch, by swap or by recompute, and brings swapped-out ones back."""
 
-    def __init__(self, state: WorkerGroupState) -> None:
-        self._state = state
-        self._cache = state.cache
-        self._running = state.running
-        self._landed: list[tuple[Sequence, NewSequence]] = []
+    def __init__(
+        self,
+        mode: PreemptionMode,
+        placed: PlacedGroups,
+        running: RunningSet,
+        rates: StepRates,
+        totals: ModelTotals,
+    ) -> None:
+        self._mode = mode
+        self._placed = placed
+        self._running = running
+        self._cache = running.cache
+        self._rates = rates
+        self._totals = totals
+        self._swapped_in: list[tuple[Sequence, NewSequence]] = []
         self._log = _PreemptionLog()
 
     # Out of the batch.
@@ -83,15 +95,16 @@ class Preemption:
         preempt its last sequence. Returns False if the group cannot continue even alone.
 
         Preempts only sequences that have no row in the batch yet, provided that decodes get their
-        rows in order; a beam group must ask before any of its beams has a row.
+        rows in order; a group in lockstep must ask before any of its sequences has a row.
         """
         running, last = self._running, self._running.last()
-        is_own = last.seq_group is seq_group
-        if is_own and seq_group.is_lockstep and self._is_alone(seq_group):
+        is_last = last.seq_group is seq_group
+        is_lockstep = seq_group.strategy.is_lockstep
+        if is_last and is_lockstep and self._is_alone(seq_group):
             return False
         batch.has_preempted = True
-        self._state.totals.num_preemptions += 1
-        if is_own and not seq_group.is_lockstep and seq_group.num_running > 1:
+        self._totals.num_preemptions += 1
+        if is_last and not is_lockstep and seq_group.num_running > 1:
             self._recompute([running.pop_last()], batch)
             return True
         swaps = self._should_swap(last.seq_group)
@@ -102,7 +115,7 @@ class Preemption:
         """Preempt a group for one that takes precedence over it. Must be called before any sequence
         has a row in the batch."""
         batch.has_preempted = True
-        self._state.totals.num_preemptions += 1
+        self._totals.num_preemptions += 1
         swaps = self._should_swap(victim)
         self._preempt(self._running.pop_seq_group(victim), swaps, batch)
 
@@ -118,8 +131,7 @@ class Preemption:
 
     def _should_swap(self, seq_group: SequenceGroup) -> bool:
         """Whether to move a group's KV to the host, rather than free it."""
-        mode = self._state.config.preemption_mode
-        if mode is PreemptionMode.RECOMPUTE:
+        if self._mode is PreemptionMode.RECOMPUTE:
             return False
         # A partly computed prompt has no output yet, and choices may be waiting to fork from it:
         # it starts again, with what the prefix cache has.
@@ -132,10 +144,10 @@ class Preemption:
             return False  # it is unknown how many of its tokens will be written
         if not self._cache.can_swap_out(sequences):
             return False
-        if mode is PreemptionMode.SWAP:
+        if self._mode is PreemptionMode.SWAP:
             return True
         return is_swap_cheaper(
-            self._state.pipeline.rates,
+            self._rates,
             num_sequences=len(sequences),
             num_moves=self._cache.num_moves(sequences),
             num_tokens=self._cache.num_tokens_to_recompute(sequences),
@@ -143,17 +155,17 @@ class Preemption:
 
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
         """Free the memory of sequences of one group, and queue it to be computed again."""
-        self._log.note("recompute", victims, batch.now_us)
+        self._log.record("recompute", victims, batch.now_us)
         victims[0].seq_group.note(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
             self._cache.offer(seq, seq.num_confirmed)
             self._running.vacate(seq, batch.now_us)
-        self._state.waiting.add(victims[0].seq_group)
+        self._placed.waiting.add(victims[0].seq_group)
 
     def _swap_out(self, victims: list[Sequence], batch: Batch) -> None:
         """Move the KV of all running sequences of a group to the host."""
         seq_group = victims[0].seq_group
-        self._log.note("swap", victims, batch.now_us)
+        self._log.record("swap", victims, batch.now_us)
         seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
             self._cache.offer(seq, seq.num_confirmed)
@@ -171,33 +183,31 @@ class Preemption:
             swapped = seq_group.swapped()
             batch.swap_in += self._running.swap_in(seq_group, batch.now_us)
             for seq in swapped:  # late results of beams are ignored
-                seq.rejoin(self._state.pipeline.next_step_id)
+                seq.rejoin(batch.step_id)
 
     def _can_swap_in(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
             return False  # the worker will need all their tokens
-        if self._running.num_places + len(sequences) > self._state.config.max_num_seqs:
-            return False
-        return self._cache.can_swap_in(sequences)
+        return self._running.has_places(len(sequences)) and self._cache.can_swap_in(sequences)
 
-    def land(self) -> None:
+    def resume_swapped_in(self, batch: Batch) -> None:
         """Resume the sequences whose KV the last plan swapped in: they were swapped out,
         or their prompts were found on the host."""
-        for seq in self._running.land():
-            seq.rejoin(self._state.pipeline.next_step_id)
+        for seq in self._running.pop_swapped_in():
+            seq.rejoin(batch.step_id)
             self._cache.offer(seq, seq.num_computed)
             if seq.is_prefilled:
                 table = self._cache.table(seq)  # before the step changes it
-                self._landed.append((seq, make_new_sequence(seq, table)))
+                self._swapped_in.append((seq, make_new_sequence(seq, table)))
 
-    def introduce_landed(self, batch: Batch) -> None:
-        """Send the worker the landed sequences that got decode rows; the others were preempted
+    def introduce_swapped_in(self, batch: Batch) -> None:
+        """Send the worker the swapped-in sequences that got decode rows; the others were preempted
         again, or have outgrown the cache."""
-        for seq, new_sequence in self._landed:
+        for seq, new_sequence in self._swapped_in:
             if seq.num_in_flight:
                 batch.add_new(new_sequence)
                 self._running.mark_introduced(seq)
-        self._landed = []
+        self._swapped_in = []
 
 
 class _PreemptionLog:
@@ -211,7 +221,7 @@ class _PreemptionLog:
         self._counts = {"swap": 0, "recompute": 0}
         self._due_us = 0
 
-    def note(self, mode: str, victims: list[Sequence], now_us: int) -> None:
+    def record(self, mode: str, victims: list[Sequence], now_us: int) -> None:
         """Count the preemption of sequences of one group."""
         self._counts[mode] += 1
         if logger.isEnabledFor(logging.DEBUG):

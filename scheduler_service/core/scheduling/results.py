@@ -4,13 +4,13 @@ Computed tokens can be found in the prefix cache, tokens and log probabilities a
 frontends, and sequences finish.
 """
 
+from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request import RequestFinished, RequestTimings
 from scheduler_service.core.scheduler_stats import ModelTotals
-from scheduler_service.core.scheduling.beams import BeamScheduler, deliver_beams, without_beams
 from scheduler_service.core.scheduling.departures import Departures, finish_choice
-from scheduler_service.core.scheduling.pipeline import InFlightStep
-from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.scheduling.pipeline import InFlightStep, Pipeline
+from scheduler_service.core.scheduling.strategies import StrategySchedulers
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import RowError, RowLogprobs, RowPromptLogprobs, StepResult
 from scheduler_service.errors import GenerationFailed
@@ -85,6 +85,15 @@ def take_drafts(
     return sampled, token_ids
 
 
+def without_candidates(
+    sampled: list[Sequence], token_ids: list[int]
+) -> tuple[list[Sequence], list[int]]:
+    """The rows that have a token, of those that sample. The others have failed, or report
+    candidates."""
+    pairs = [pair for pair in zip(sampled, token_ids, strict=True) if pair[1] >= 0]
+    return [seq for seq, _ in pairs], [token for _, token in pairs]
+
+
 def finish_resumed(seq: Sequence) -> None:
     """End a choice that comes with all the tokens it can have."""
     output = seq.output_token_ids
@@ -155,13 +164,21 @@ _OUT = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 class ResultProcessor:
     """Records what a step computed, delivers its tokens and ends sequences."""
 
-    def __init__(self, state: WorkerGroupState, policy: Policy, departures: Departures) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        pipeline: Pipeline,
+        departures: Departures,
+        strategies: StrategySchedulers,
+        policy: Policy,
+        totals: ModelTotals,
+    ) -> None:
+        self._cache = cache
+        self._pipeline = pipeline
         self._departures = departures
-        self._cache = state.cache
-        self._pipeline = state.pipeline
-        self._totals = state.totals
-        self._beams = BeamScheduler(state)
+        self._strategies = strategies
+        self._policy = policy
+        self._totals = totals
 
     def receive(self, result: StepResult, now_us: int) -> None:
         """Process the result of the oldest step in flight. Raises ResultMismatch and changes
@@ -177,25 +194,14 @@ class ResultProcessor:
         if step.lookahead is not None:
             sampled, token_ids = take_drafts(step, result, self._totals)
         served, num_drafts = sampled, len(sampled) - len(step.sampled)
-        if step.lockstep_rows:
+        if step.candidate_rows:
             self._receive_candidates(step, result, now_us)
-            sampled, token_ids = without_beams(sampled, token_ids)
+            sampled, token_ids = without_candidates(sampled, token_ids)
         num_accepted, finished = deliver_tokens(sampled, token_ids)
         self._count(step, num_accepted, num_drafts, waited_us)
         self._policy.note_tokens(served)
         for seq, status in finished:
             self._departures.end_sequence(seq, status, now_us)
-
-    def finish_search(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """Deliver what a beam search has found, and end its group."""
-        num_tokens = deliver_beams(seq_group)
-        if num_tokens is None:
-            message = "the request's own constraints excluded every token"
-            error = GenerationFailed(message, reason="NO_CANDIDATES")
-            self._departures.fail_seq_group(seq_group, error, now_us)
-        else:
-            self._totals.num_generated_tokens += num_tokens
-            self._departures.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed, unless the sequence has ended since the row
@@ -219,20 +225,21 @@ class ResultProcessor:
                 self._totals.note_prefill(seq, num_tokens, is_last, now_us)
 
     def _receive_candidates(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
-        for row in step.lockstep_rows:
+        for row in step.candidate_rows:
             candidates, seq = result.candidates.get(row), step.rows[row]
-            if candidates is not None and self._beams.receive(seq, step.step_id, candidates):
-                self.finish_search(seq.seq_group, now_us)
+            if candidates is not None:
+                strategy = self._strategies.of(seq.seq_group)
+                strategy.receive(seq, step.step_id, candidates, now_us)
 
     def _count(
         self, step: InFlightStep, num_accepted: int, num_drafts: int, waited_us: int
     ) -> None:
         """Count tokens and their latencies. A decode has a row in every step, so each has waited
-        for its token since the step before; drafts come with it. Beams are not counted: they
-        report at the end."""
+        for its token since the step before; drafts come with it. Strategies that report at the
+        end are not counted."""
         self._totals.num_generated_tokens += num_accepted
         first = [seq for seq, _, is_last in step.prefills if is_last and not seq.status.is_finished]
-        num_decoded = num_accepted - sum(not seq.seq_group.is_lockstep for seq in first)
+        num_decoded = num_accepted - sum(seq.seq_group.strategy.streams for seq in first)
         num_drafts = min(num_drafts, num_decoded)
         if num_decoded > num_drafts:
             self._totals.inter_token.add(waited_us, num_decoded - num_drafts)

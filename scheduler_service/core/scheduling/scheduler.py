@@ -2,14 +2,23 @@
 
 from collections.abc import Callable, Collection
 
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase
+from scheduler_service.core.scheduler_stats import ModelTotals
+from scheduler_service.core.scheduling.beams import Beams, BeamScheduler
 from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
 from scheduler_service.core.scheduling.departures import Departures
+from scheduler_service.core.scheduling.pipeline import Pipeline
+from scheduler_service.core.scheduling.placed_groups import PlacedGroups
+from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.results import ResultProcessor
+from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.sampling import Sampling, SamplingScheduler
 from scheduler_service.core.scheduling.step_planner import StepPlanner
-from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.scheduling.strategies import StrategySchedulers
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepPlan, StepResult
 from scheduler_service.core.throughput import StepWork
@@ -24,25 +33,42 @@ class Scheduler:
     a later plan. Tokens of its rows in flight are discarded if it has ended.
     """
 
-    def __init__(self, state: WorkerGroupState, policy: Policy) -> None:
-        self.config = state.config
-        self.capacity = state.capacity
-        self.cache = state.cache
-        self.seq_groups = state.seq_groups
-        self.clock = state.pipeline.clock
-        self.rates = state.pipeline.rates
-        self.probe = CapacityProbe(state, policy)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        capacity: WorkerGroupCapacity,
+        *,
+        policy: Policy,
+        totals: ModelTotals,
+        placed: PlacedGroups,
+        running: RunningSet,
+        pipeline: Pipeline,
+        probe: CapacityProbe,
+        planner: StepPlanner,
+        departures: Departures,
+        strategies: StrategySchedulers,
+        results: ResultProcessor,
+    ) -> None:
+        self.config = config
+        self.capacity = capacity
+        self.cache = running.cache
+        self.seq_groups = placed.seq_groups
+        self.clock = pipeline.clock
+        self.rates = pipeline.rates
+        self.probe = probe
         self.is_draining = False
         self.num_steps = 0
         self.num_changes = 0
         """Increases whenever there may be more capacity than before."""
         self._policy = policy
-        self._state = state
-        self._running = state.running
-        self._pipeline = state.pipeline
-        self._planner = StepPlanner(state, self.probe)
-        self._departures = Departures(state)
-        self._results = ResultProcessor(state, policy, self._departures)
+        self._totals = totals
+        self._placed = placed
+        self._running = running
+        self._pipeline = pipeline
+        self._planner = planner
+        self._departures = departures
+        self._strategies = strategies
+        self._results = results
         self._outgrown: list[SequenceGroup] = []
 
     # The interface to the core.
@@ -50,14 +76,14 @@ class Scheduler:
     def is_full(self, *, is_awaited: bool) -> bool:
         """Whether no step can be planned before a result arrives. `is_awaited`: requests that are
         not routed yet wait for room."""
-        if self._state.suspect is not None:
+        if self._placed.suspect is not None:
             return len(self._pipeline) > 0  # it must be clear in whose step a worker dies
         return self._pipeline.is_full(self._max_results(is_awaited))
 
     @property
     def is_short_of_memory(self) -> bool:
         """Whether a group preempts others here, or a preempted one waits to be swapped in."""
-        return bool(self._state.preempting or self._running.swapped)
+        return bool(self._placed.preempting or self._running.swapped)
 
     @property
     def num_swapped(self) -> int:
@@ -67,53 +93,38 @@ class Scheduler:
     @property
     def queues(self) -> tuple[WaitingQueue, WaitingQueue]:
         """The queues in which groups wait here."""
-        return self._state.waiting, self._state.preempting
+        return self._placed.waiting, self._placed.preempting
 
     @property
     def newest_work(self) -> StepWork:
         """The work of the newest step in flight."""
         return self._pipeline.newest_work
 
-    def take(self, seq_group: SequenceGroup, now_us: int) -> None:
+    def accept(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group that was routed here."""
-        self.seq_groups[seq_group] = None
-        if seq_group.is_suspect:
-            self._state.put_on_trial(seq_group)
+        self._placed.add(seq_group)
         if self._policy.preempts:  # it may be preempted for requests that had no room here
             self.num_changes += 1
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
-        self._state.totals.num_inexact_recoveries += seq_group.enter(self.capacity)
+        self._totals.num_inexact_recoveries += seq_group.enter(self.capacity)
         room = self.capacity.max_model_len - seq_group.num_prompt_tokens
         max_output_tokens = min(seq_group.request.max_tokens, room)
         for seq in seq_group.sequences:
             seq.limit_output(max_output_tokens)
-        if seq_group.beams is not None:
-            seq_group.beams.search.limit(max_output_tokens)
-            if seq_group.beams.search.is_done:
-                self._results.finish_search(seq_group, now_us)
-        else:
-            self._departures.end_full(seq_group)
+        self._strategies.of(seq_group).place(seq_group, now_us)
         if seq_group.num_unfinished:
-            (self._state.preempting if seq_group.is_preempting else self._state.waiting).add(
-                seq_group
-            )
+            self._placed.enqueue(seq_group)
 
-    def take_not_started(self) -> list[SequenceGroup]:
+    def pop_not_started(self) -> list[SequenceGroup]:
         """Remove and return the groups that have not run here."""
         self.num_changes += 1
-        phases = (RequestPhase.QUEUE, RequestPhase.RECOVERY)
-        waiting = (*self._state.preempting, *self._state.waiting)
-        seq_groups = [seq_group for seq_group in waiting if seq_group.clock.phase in phases]
-        for seq_group in seq_groups:
-            self._departures.discard(seq_group)
-            del self.seq_groups[seq_group]
-        return seq_groups
+        return self._placed.pop_not_started()
 
     def start_moving(self, may_move: Callable[[SequenceGroup], bool], now_us: int) -> int:
-        """Stop scheduling the groups that may move, and return their number. `take_moved` returns
+        """Stop scheduling the groups that may move, and return their number. `pop_moved` returns
         them once they have no rows in flight."""
         self.num_changes += 1
-        migrating = self._departures.migrating
+        migrating = self._placed.migrating
         moving = [g for g in self.seq_groups if g not in migrating and may_move(g)]
         for seq_group in moving:
             self._departures.begin_move(seq_group, now_us)
@@ -122,20 +133,22 @@ class Scheduler:
     @property
     def migrating(self) -> Collection[SequenceGroup]:
         """Groups that are to move and still have rows in flight."""
-        return self._departures.migrating
+        return self._placed.migrating.keys()
 
-    def take_moved(self) -> list[SequenceGroup]:
+    def pop_moved(self) -> list[SequenceGroup]:
         """Remove and return the groups that are to move and have no rows in flight any more."""
         self.num_changes += 1
-        return self._departures.take_moved()
+        if not self._placed.migrating:
+            return []
+        return self._placed.pop_moved({seq.seq_group for seq in self._pipeline.open_rows()})
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
         """Release everything: the worker is lost. Returns all groups, which start again with the
         tokens that they have, and those groups, ended ones included, that the worker was computing.
         Nothing may be scheduled here afterwards."""
         computing = {seq.seq_group for seq in self._pipeline.open_rows()}
-        self._state.waiting.take_all()
-        self._state.preempting.take_all()
+        self._placed.waiting.take_all()
+        self._placed.preempting.take_all()
         for seq_group in self.seq_groups:
             seq_group.note(RequestEvent.WORKER_LOST, now_us)
             if seq_group.num_running:
@@ -154,14 +167,16 @@ class Scheduler:
     def prefilling_seq_groups(self) -> set[SequenceGroup]:
         """Running groups whose prompts are not computed yet, or whose KV is being swapped
         in."""
-        return {seq.seq_group for seq in (*self._running.prefilling, *self._running.arriving)}
+        return {
+            seq.seq_group for seq in (*self._running.prefilling, *self._running.swap_in_pending)
+        }
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence and free what it held."""
         self.num_changes += 1
         self._departures.end_sequence(seq, status, now_us)
 
-    def take_outgrown(self) -> list[SequenceGroup]:
+    def pop_outgrown(self) -> list[SequenceGroup]:
         """Remove and return the groups with a sequence that has become longer than the whole cache,
         or with beams that are too large for it together. They keep their memory until they fail or
         move.
@@ -175,25 +190,24 @@ class Scheduler:
     def fail_outgrown(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End an outgrown group that no other worker group can continue."""
         tokens = self.capacity.num_cache_tokens
-        subject = "beams have" if seq_group.is_lockstep else "sequence has"
         error = GenerationFailed(
-            f"the {subject} outgrown the KV cache of {tokens} tokens",
+            f"the request has outgrown the KV cache of {tokens} tokens",
             reason="KV_CACHE_TOO_SMALL",
             details={"num_tokens": seq_group.max_known_tokens, "num_cache_tokens": tokens},
         )
         self.num_changes += 1
         self._departures.fail_seq_group(seq_group, error, now_us)
 
-    def take_ended(self) -> list[SequenceGroup]:
+    def pop_ended(self) -> list[SequenceGroup]:
         """Groups whose sequences have all ended since the last call."""
-        return self._departures.take_ended()
+        return self._departures.pop_ended()
 
     # One step.
 
     def schedule(self, now_us: int, *, is_awaited: bool) -> StepPlan | None:
         """The next step's plan; None if there is nothing to do, or the pipeline is full.
 
-        Sequences that have outgrown the cache have no row in it; call `take_outgrown` afterwards.
+        Sequences that have outgrown the cache have no row in it; call `pop_outgrown` afterwards.
         """
         if self.is_full(is_awaited=is_awaited):
             return None
@@ -208,15 +222,15 @@ class Scheduler:
     def _max_results(self, is_awaited: bool) -> int:
         """Maximum number of results in a message: one while any request waits or prompts are
         computed, because requests that arrive then should follow at once."""
-        state = self._state
+        placed = self._placed
         if (
             not self._pipeline.may_hold_results
             or is_awaited
             or self.is_draining
-            or state.suspect is not None
-            or state.waiting
-            or state.preempting
-            or state.running.swapped
+            or placed.suspect is not None
+            or placed.waiting
+            or placed.preempting
+            or self._running.swapped
         ):
             return 1
         if self._pipeline.is_prefilling:
@@ -233,6 +247,46 @@ class Scheduler:
     def check(self) -> None:
         """Assert the invariants that hold between calls."""
         self._departures.check()
+        self._placed.check()
         assert not self._outgrown
         self._running.check(self.seq_groups)
         assert self._running.num_places <= self.config.max_num_seqs
+
+
+def make_scheduler(
+    config: SchedulerConfig,
+    capacity: WorkerGroupCapacity,
+    totals: ModelTotals,
+    policy: Policy,
+    now_us: int,
+) -> Scheduler:
+    """A scheduler for a worker group that is ready. `totals`: of its model."""
+    pipeline = Pipeline(config, capacity, now_us)
+    placed = PlacedGroups()
+    running = RunningSet(KVCacheManager(config, capacity), pipeline.clock, config.max_num_seqs)
+    rates = pipeline.rates
+    preemption = Preemption(config.preemption_mode, placed, running, rates, totals)
+    departures = Departures(placed, running)
+    strategies = StrategySchedulers(
+        {
+            Sampling: SamplingScheduler(running, rates, preemption, departures),
+            Beams: BeamScheduler(running, pipeline, preemption, departures, totals),
+        }
+    )
+    probe = CapacityProbe(config, capacity, placed, running, rates, policy)
+    return Scheduler(
+        config,
+        capacity,
+        policy=policy,
+        totals=totals,
+        placed=placed,
+        running=running,
+        pipeline=pipeline,
+        probe=probe,
+        planner=StepPlanner(
+            config, capacity, placed, running, pipeline, probe, preemption, strategies, totals
+        ),
+        departures=departures,
+        strategies=strategies,
+        results=ResultProcessor(running.cache, pipeline, departures, strategies, policy, totals),
+    )

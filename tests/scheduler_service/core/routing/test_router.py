@@ -13,8 +13,12 @@ from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import RouteEstimate, Router
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.capacity_probe import CapacityEstimate, CapacityProbe
-from scheduler_service.core.scheduling.scheduler import Scheduler
-from scheduler_service.core.scheduling.worker_group_state import WorkerGroupState
+from scheduler_service.core.scheduling.scheduler import (
+    Scheduler,
+)
+from scheduler_service.core.scheduling.scheduler import (
+    make_scheduler as make_group_scheduler,
+)
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
@@ -100,7 +104,7 @@ class Deployment:
                     num_tokens = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
                     result = StepResult(step_id=plan.step_id, token_ids=[3] * num_tokens)
                     scheduler.update(result, self.now_us)
-                for group in scheduler.take_ended():
+                for group in scheduler.pop_ended():
                     self._registry.remove(group, self.now_us)
                     self.model.release(group)
 
@@ -110,7 +114,7 @@ def make_scheduler(group_id: str, **changes: object) -> Scheduler:
     values = {"num_gpu_blocks": 512, "max_model_len": 1024} | changes
     policy = FirstComeFirstServed(Tenants(CONFIG.default_tenant, {}))
     capacity = make_capacity(group_id, **values)
-    return Scheduler(WorkerGroupState(CONFIG, capacity, ModelTotals(), 0), policy)
+    return make_group_scheduler(CONFIG, capacity, ModelTotals(), policy, 0)
 
 
 def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10) -> None:
@@ -482,7 +486,7 @@ def test_output_is_continued_by_another_arithmetic_if_none_is_equal_and_that_is_
     _lose(deployment, schedulers[0])
     assert deployment.where(group) in ("b", "c")
     assert group.clock.timings.num_inexact_recoveries == 1
-    totals = [scheduler._state.totals.num_inexact_recoveries for scheduler in schedulers]
+    totals = [scheduler._totals.num_inexact_recoveries for scheduler in schedulers]
     assert sum(totals) == 1
     deployment.run(2)
     _lose(deployment, next(s for s in deployment.schedulers if group in s.seq_groups))

@@ -1,16 +1,12 @@
-"""The state of one worker group that all parts of its scheduler share: its queues, its running
-sequences, its KV cache and its steps in flight."""
+"""The batch of one worker group: its running sequences, and the memory and the places they hold."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.manager import KVCacheManager
-from scheduler_service.core.request_queue import RemovableHeap, WaitingQueue
+from scheduler_service.core.request_queue import RemovableHeap
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase, StepClock
-from scheduler_service.core.scheduler_stats import ModelTotals
-from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 RUNNING = SequenceStatus.RUNNING
@@ -23,46 +19,52 @@ def _order(seq: Sequence) -> tuple[tuple[int, ...], int]:
 class RunningSet:
     """The running sequences of a worker group, in order of priority.
 
-    A running sequence is in `prefilling`, in `decoding` or in `arriving`, and has memory, or it
-    will fork from a sequence in one of these lists. A sequence that leaves because it ended stays
-    in its list until `drop_ended`, so that the ends of many sequences in a step cost one pass.
+    A running sequence is in `prefilling`, in `decoding` or in `swap_in_pending`, and has memory, or
+    it will fork from a sequence in one of these lists. A sequence that leaves because it ended
+    stays in its list until `drop_ended`, so that the ends of many sequences in a step cost one
+    pass.
     """
 
-    def __init__(self, cache: KVCacheManager, clock: StepClock) -> None:
+    def __init__(self, cache: KVCacheManager, clock: StepClock, max_num_seqs: int) -> None:
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
         self.num_places = 0
         """The number of running sequences, forks that wait for their parent's prefill included."""
         self.num_changes = 0
         """Number of times that sequences started or stopped running."""
         self.decoding: list[Sequence] = []
         self.prefilling: list[Sequence] = []
-        self.arriving: list[Sequence] = []
+        self.swap_in_pending: list[Sequence] = []
         """Sequences whose KV the last plan swaps in; they get rows from the next plan on."""
         self.swapped: RemovableHeap[SequenceGroup] = RemovableHeap()
         """Swapped-out groups, in the policy's order. While there are any, nothing else is admitted.
         They cannot wait forever: the memory suffices for them, and running groups end.
         """
-        self._cache = cache
         self._clock = clock
         self._max_hold_us = 0
-        self._num_changes_at_patience = -1
+        self._num_changes_at_hold = -1
         self._has_ended = False
         self._forget_seq_ids: list[int] = []
-        self._unknown: set[Sequence] = set()
+        self._unintroduced: set[Sequence] = set()
         """Sequences that have memory and have not been sent to the worker yet."""
 
+    def has_places(self, num_sequences: int) -> bool:
+        """Whether the batch can take this many more sequences."""
+        return self.num_places + num_sequences <= self.max_num_seqs
+
     def enter(
-        self, seq: Sequence, forks: list[Sequence], now_us: int, *, arrives: bool = False
+        self, seq: Sequence, forks: list[Sequence], now_us: int, *, awaits_swap_in: bool = False
     ) -> None:
         """Start a sequence that will prefill, and the `forks` that will share its prompt.
 
-        `arrives`: its rows begin in the next plan, because this one swaps in some of its KV.
+        `awaits_swap_in`: its rows begin in the next plan, because this one swaps in some of its KV.
         """
         seq.hold_forks(forks)
         self._take_places([seq, *forks], now_us)
         seq.seq_group.has_begun = True
-        self._unknown.add(seq)
-        if arrives:
-            self.arriving.append(seq)
+        self._unintroduced.add(seq)
+        if awaits_swap_in:
+            self.swap_in_pending.append(seq)
         else:
             insort(self.prefilling, seq, key=_order)
 
@@ -75,48 +77,48 @@ class RunningSet:
         They decode from the next plan on."""
         sequences = seq_group.swapped()
         self.swapped.remove(seq_group)
-        pairs = self._cache.swap_in(sequences)
+        pairs = self.cache.swap_in(sequences)
         for seq in sequences:
             seq.swap_in()
         self._take_places(sequences, now_us)
-        self._unknown.update(sequences)
-        self.arriving += sequences
+        self._unintroduced.update(sequences)
+        self.swap_in_pending += sequences
         return pairs
 
     def release_swapped(self, seq: Sequence) -> None:
         """Free the memory of a swapped-out sequence that will not be swapped in."""
-        self._cache.free_swapped(seq)
+        self.cache.free_swapped(seq)
         if len(seq.seq_group.swapped()) == 1:
             self.swapped.remove(seq.seq_group)
 
-    def land(self) -> list[Sequence]:
+    def pop_swapped_in(self) -> list[Sequence]:
         """Return, in order, the sequences whose KV the last plan swapped in; they are now
         decoding if their prompts are computed, prefilling otherwise."""
-        if not self.arriving:
+        if not self.swap_in_pending:
             return []
-        landed, self.arriving = sorted(self.arriving, key=_order), []
-        for seq in landed:
+        swapped_in, self.swap_in_pending = sorted(self.swap_in_pending, key=_order), []
+        for seq in swapped_in:
             insort(self.decoding if seq.is_prefilled else self.prefilling, seq, key=_order)
-        return landed
+        return swapped_in
 
-    def is_unknown(self, seq: Sequence) -> bool:
+    def is_unintroduced(self, seq: Sequence) -> bool:
         """Whether a sequence has memory and has not been sent to the worker yet."""
-        return seq in self._unknown
+        return seq in self._unintroduced
 
     def mark_introduced(self, seq: Sequence) -> None:
         """Record that the plan being made sends a sequence to the worker."""
-        self._unknown.discard(seq)
+        self._unintroduced.discard(seq)
 
     def max_hold_us(self) -> int:
         """How long the clients of all running requests can wait for their tokens; 0 while prompts
         are computed."""
-        if self.prefilling or self.arriving:
+        if self.prefilling or self.swap_in_pending:
             return 0
-        if self.num_changes != self._num_changes_at_patience:
+        if self.num_changes != self._num_changes_at_hold:
             # Sequences that have ended stay in the list until the next plan.
             seq_groups = {seq.seq_group for seq in self.decoding if seq.status is RUNNING}
             self._max_hold_us = min((seq_group.max_hold_us for seq_group in seq_groups), default=0)
-            self._num_changes_at_patience = self.num_changes
+            self._num_changes_at_hold = self.num_changes
         return self._max_hold_us
 
     def last(self) -> Sequence:
@@ -145,13 +147,13 @@ class RunningSet:
         index = bisect_left(self.decoding, seq.order, key=_order)
         assert self.decoding[index] is seq
         del self.decoding[index]
-        self._cache.free(seq)
+        self.cache.free(seq)
         self._forget(seq)
 
     def add_beam(self, seq: Sequence) -> None:
         """Make an idle sequence decode after it was given the memory of a beam."""
         insort(self.decoding, seq, key=_order)
-        self._unknown.add(seq)
+        self._unintroduced.add(seq)
 
     def pop_seq_group(self, seq_group: SequenceGroup) -> list[Sequence]:
         """Remove a group's sequences from their lists, and return them in order; the caller then
@@ -163,12 +165,12 @@ class RunningSet:
 
     def vacate(self, seq: Sequence, now_us: int) -> None:
         """Stop running a sequence, free its memory, and let it and its forks wait again."""
-        if self._cache.holds(seq):
-            self._cache.free(seq)
+        if self.cache.holds(seq):
+            self.cache.free(seq)
             self._forget(seq)
         for other in (seq, *seq.live_forks()):
             other.preempt()
-            self._note_left(other, now_us)
+            self._give_up_place(other, now_us)
 
     def swap_out(self, sequences: list[Sequence], now_us: int) -> list[int]:
         """Stop running sequences of one group; returns the plan's `swap_out`."""
@@ -176,34 +178,34 @@ class RunningSet:
         if seq_group not in self.swapped:
             self.swapped.push(seq_group.rank, seq_group)
         for seq in sequences:
-            # Memory for drafts that were refused may never have been written. Beams have none.
-            if not seq_group.is_lockstep and self._cache.trim(seq, seq.length - 1):
+            # Memory for drafts that were refused may never have been written.
+            if not seq_group.strategy.is_lockstep and self.cache.trim(seq, seq.length - 1):
                 seq.reserve(seq.length - 1)
-        pairs = self._cache.swap_out(sequences)
+        pairs = self.cache.swap_out(sequences)
         for seq in sequences:
             self._forget(seq)
             seq.swap_out()
-            self._note_left(seq, now_us)
+            self._give_up_place(seq, now_us)
         return pairs
 
     @contextmanager
     def only(self, has_turn: Callable[[SequenceGroup], bool]) -> Iterator[None]:
         """Hide the sequences of groups that do not have their turn while a step is planned."""
-        lists = self.decoding, self.prefilling, self.arriving
+        lists = self.decoding, self.prefilling, self.swap_in_pending
         hidden = [[seq for seq in listed if not has_turn(seq.seq_group)] for listed in lists]
-        self.decoding, self.prefilling, self.arriving = (
+        self.decoding, self.prefilling, self.swap_in_pending = (
             [seq for seq in listed if has_turn(seq.seq_group)] for listed in lists
         )
         yield
-        lists = self.decoding, self.prefilling, self.arriving
-        self.decoding, self.prefilling, self.arriving = (
+        lists = self.decoding, self.prefilling, self.swap_in_pending
+        self.decoding, self.prefilling, self.swap_in_pending = (
             sorted(shown + rest, key=_order) for shown, rest in zip(lists, hidden, strict=True)
         )
 
     def drop_ended(self) -> None:
         """Remove sequences that no longer run from the lists."""
         if self._has_ended:
-            self.arriving = [seq for seq in self.arriving if seq.status is RUNNING]
+            self.swap_in_pending = [seq for seq in self.swap_in_pending if seq.status is RUNNING]
             self.decoding = [seq for seq in self.decoding if seq.status is RUNNING]
             self.prefilling = [seq for seq in self.prefilling if seq.status is RUNNING]
             self._has_ended = False
@@ -216,14 +218,14 @@ class RunningSet:
     def check(self, seq_groups: Iterable[SequenceGroup]) -> None:
         """Assert the invariants; `seq_groups` are all groups of this worker group."""
         running = [s for g in seq_groups for s in g.sequences if s.status is RUNNING]
-        lists = self.decoding + self.prefilling + self.arriving
+        lists = self.decoding + self.prefilling + self.swap_in_pending
         listed = [s for s in lists if s.status is RUNNING]
         forks = [fork for leader in listed for fork in leader.live_forks()]
         assert self.num_places == len(running)
         assert len(listed) + len(forks) == len(running), "one place for each"
         assert {*listed, *forks} == set(running)
-        self._cache.check(listed)
-        assert self._unknown <= set(listed)
+        self.cache.check(listed)
+        assert self._unintroduced <= set(listed)
         for sequences in (self.decoding, self.prefilling):
             orders = [s.order for s in sequences]
             assert orders == sorted(orders)
@@ -240,7 +242,7 @@ class RunningSet:
         self.num_places += len(sequences)
         self.num_changes += 1
 
-    def _note_left(self, seq: Sequence, now_us: int) -> None:
+    def _give_up_place(self, seq: Sequence, now_us: int) -> None:
         self.num_places -= 1
         self.num_changes += 1
         self._has_ended = True
@@ -251,60 +253,7 @@ class RunningSet:
 
     def _forget(self, seq: Sequence) -> None:
         """Make the next plan instruct the worker to forget a sequence."""
-        if seq in self._unknown:
-            self._unknown.remove(seq)
+        if seq in self._unintroduced:
+            self._unintroduced.remove(seq)
         else:
             self._forget_seq_ids.append(seq.seq_id)
-
-
-class WorkerGroupState:
-    """Queue, batch, KV cache and plans in flight of one worker group."""
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        capacity: WorkerGroupCapacity,
-        totals: ModelTotals,
-        now_us: int,
-    ) -> None:
-        self.config = config
-        self.capacity = capacity
-        self.totals = totals
-        self.pipeline = Pipeline(config, capacity, now_us)
-        self.cache = KVCacheManager(config, capacity)
-        self.running = RunningSet(self.cache, self.pipeline.clock)
-        self.waiting = WaitingQueue()
-        self.preempting = WaitingQueue()
-        """The waiting group, if any, that preempts others here; it has not run here yet."""
-        self.seq_groups: dict[SequenceGroup, None] = {}
-        """All groups of this worker group, in order of arrival."""
-
-        self._suspect: SequenceGroup | None = None
-        self._is_trial = False
-
-    @property
-    def suspect(self) -> SequenceGroup | None:
-        """The suspect that is tried here, until it has passed the point at which workers died."""
-        suspect = self._suspect
-        if suspect is not None and not (suspect in self.seq_groups and suspect.is_suspect):
-            suspect = self._suspect = None
-        return suspect
-
-    def put_on_trial(self, suspect: SequenceGroup) -> None:
-        """Compute a suspect in steps of its own. There is no other one here."""
-        self._suspect = suspect
-
-    def change_turn(self) -> None:
-        """Plan for the suspect if the last step was for the others, and for the others if not."""
-        self._is_trial = not self._is_trial
-
-    def has_turn(self, seq_group: SequenceGroup) -> bool:
-        """Whether a group may have rows in the step that is being planned."""
-        suspect = self.suspect
-        return suspect is None or (seq_group is suspect) == self._is_trial
-
-    @property
-    def num_sequences(self) -> int:
-        """Running and waiting sequences, except for swapped-out ones."""
-        num_waiting = self.waiting.num_sequences + self.preempting.num_sequences
-        return self.running.num_places + num_waiting

@@ -1,0 +1,146 @@
+"""Scheduling of requests whose choices are sampled, each token from the ones before it.
+
+Choices without output share the first one's prefill, and fork from it. Then each of them advances
+by itself.
+"""
+
+from collections.abc import Iterator
+
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.scheduling.batch import Batch, make_fork
+from scheduler_service.core.scheduling.departures import Departures
+from scheduler_service.core.scheduling.preemption import Preemption, is_fetch_cheaper
+from scheduler_service.core.scheduling.running_set import RunningSet
+from scheduler_service.core.scheduling.strategy import AddRows, StrategyScheduler
+from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, Strategy
+from scheduler_service.core.throughput import StepRates
+
+
+class Sampling(Strategy):
+    """A sequence for each choice; a token that is sampled is delivered."""
+
+
+class SamplingScheduler(StrategyScheduler):
+    """Schedules sampled choices."""
+
+    def __init__(
+        self,
+        running: RunningSet,
+        rates: StepRates,
+        preemption: Preemption,
+        departures: Departures,
+    ) -> None:
+        self._running = running
+        self._cache = running.cache
+        self._rates = rates
+        self._preemption = preemption
+        self._departures = departures
+
+    def place(self, seq_group: SequenceGroup, now_us: int) -> None:
+        """End those choices that already have the maximum of tokens here."""
+        del now_us
+        self._departures.end_full(seq_group)
+
+    # Admission.
+
+    def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
+        """Admit the sequences one after the other, as long as there is room."""
+        for seq, forks in _starts(seq_group):
+            if batch.budget == 0:
+                return AllocStatus.LATER
+            verdict = self._admit_sequence(seq, forks, batch, add_rows)
+            if verdict is not AllocStatus.OK:
+                return verdict
+        return AllocStatus.OK
+
+    def _admit_sequence(
+        self, seq: Sequence, forks: list[Sequence], batch: Batch, add_rows: AddRows
+    ) -> AllocStatus:
+        """Admit a sequence and those that will fork from it."""
+        if any(other.num_in_flight for other in (seq, *forks)):
+            return AllocStatus.LATER  # its tokens are sent again, so all must be known
+        if not self._running.has_places(1 + len(forks)):
+            return AllocStatus.LATER
+        hit = self._cache.match_prefix(seq, on_host=self._may_fetch(batch))
+        if not seq.seq_group.is_preempting and self._cache.is_to_come(seq, hit):
+            return AllocStatus.LATER
+        if not batch.fits(seq, hit.num_tokens):
+            return AllocStatus.LATER
+        verdict = self._cache.can_admit(seq.length, hit)
+        if verdict is AllocStatus.OK:
+            seq.start_prefill(batch.step_id, hit.num_tokens)
+            awaits_swap_in = hit.num_moves > 0
+            self._running.enter(seq, forks, batch.now_us, awaits_swap_in=awaits_swap_in)
+            batch.swap_in += self._cache.admit(seq, hit)
+            if not awaits_swap_in:
+                add_rows([seq], batch)
+        return verdict
+
+    def _may_fetch(self, batch: Batch) -> bool:
+        """Whether to swap in what the host has of a prompt. Not in a step with preemptions: what
+        one of the step's copies reads may be free already, and must not be the target of a swap-in,
+        which the worker does first."""
+        tokens_per_move = self._cache.tokens_per_move
+        return not batch.has_preempted and is_fetch_cheaper(self._rates, tokens_per_move)
+
+    # Rows.
+
+    def end_prefill(self, seq: Sequence, batch: Batch) -> None:
+        """Decode from now on, as do the choices that fork from the prompt."""
+        seq.start_decode(self._cache.round_up(seq.length))
+        self._running.begin_decoding(seq)
+        for fork in seq.release_forks():
+            self._fork(seq, fork, batch)
+
+    def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
+        """Make a choice sample from its parent's last logits and share its memory."""
+        self._cache.fork(parent, fork)
+        fork.fork_from(parent, batch.step_id)
+        # The first to write after the shared tokens must copy.
+        parent.reserve(fork.length)
+        fork.start_decode(fork.length)
+        self._running.begin_decoding(fork)
+        batch.add_new(make_fork(fork, parent, [], self._cache.table(fork)))
+        batch.add_prefill(fork, 0, True)
+
+    def reserve(self, seq: Sequence, batch: Batch) -> bool:
+        """Reserve memory for a sequence's last token, if necessary by preemption."""
+        if seq.length >= seq.max_length:
+            return False  # its last token is in flight
+        if seq.length > self._cache.num_tokens:
+            if seq.num_in_flight == 0:
+                batch.outgrown.append(seq.seq_group)
+            return False  # its tokens in flight may end it
+        if self._cache.is_full and not self._make_room(seq, batch):
+            return False
+        update = self._cache.reserve(seq, seq.length)
+        if update is not None:
+            batch.update_table(seq.seq_id, update)
+        self._cache.offer(seq, seq.num_confirmed)
+        seq.reserve(self._cache.round_up(seq.length))
+        return True
+
+    def _make_room(self, seq: Sequence, batch: Batch) -> bool:
+        """Preempt others until there is memory for the sequence; False if it gets none."""
+        while not self._cache.can_reserve(seq, seq.length):
+            if not self._preemption.make_room(seq.seq_group, batch):
+                batch.outgrown.append(seq.seq_group)
+                return False
+            if seq.status is not SequenceStatus.RUNNING:
+                return False
+        return True
+
+
+def _starts(seq_group: SequenceGroup) -> Iterator[tuple[Sequence, list[Sequence]]]:
+    """The group's waiting sequences to prefill, each with the sequences that fork from it.
+
+    Sequences without output share the first one's prefill; those with output differ from each
+    other, and each is computed separately.
+    """
+    waiting = seq_group.waiting()
+    fresh = [seq for seq in waiting if not seq.output_token_ids]
+    if fresh:
+        yield fresh[0], fresh[1:]
+    for seq in waiting:
+        if seq.output_token_ids:
+            yield seq, []

@@ -1,0 +1,28 @@
+"""The strategies: how the result of a request comes about, by what it wants."""
+
+from collections.abc import Mapping
+
+from scheduler_service.core.beam_search import BeamSearch
+from scheduler_service.core.request import Request
+from scheduler_service.core.scheduling.beams import Beams
+from scheduler_service.core.scheduling.sampling import Sampling
+from scheduler_service.core.scheduling.strategy import StrategyScheduler
+from scheduler_service.core.sequence import SequenceGroup, Strategy
+
+
+def make_strategy(request: Request) -> Strategy:
+    """The strategy of a new request."""
+    if request.beam_search is not None:
+        return Beams(BeamSearch(request.beam_search, request.stop_token_ids, request.max_tokens))
+    return Sampling()
+
+
+class StrategySchedulers:
+    """A worker group's schedulers by strategy."""
+
+    def __init__(self, schedulers: Mapping[type[Strategy], StrategyScheduler]) -> None:
+        self._schedulers = schedulers
+
+    def of(self, seq_group: SequenceGroup) -> StrategyScheduler:
+        """The one that schedules a group."""
+        return self._schedulers[type(seq_group.strategy)]
