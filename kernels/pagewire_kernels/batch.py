@@ -26,7 +26,8 @@ class AttentionMetadata:
     """int32 [num_seqs]: number of tokens in the KV cache, those of this step included."""
 
     block_tables: torch.Tensor
-    """int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are -1."""
+    """int32 [num_seqs, max_blocks]; entries beyond a sequence's last block are -1. Where all rows
+    have a window, entries of blocks that no row sees may be -1, or blocks of other sequences."""
 
     slot_mapping: torch.Tensor
     """int64 [num_tokens]: `block * block_size + offset` where each row's KV is written; a negative

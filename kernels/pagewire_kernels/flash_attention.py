@@ -36,6 +36,9 @@ class Attend:
     key_cache: Tensor
     value_cache: Tensor
     metadata: AttentionMetadata
+    tables: Tensor
+    """The block tables, with the null block in place of blocks before the window."""
+
     scale: float
     sliding_window: int | None
     soft_cap: float | None
@@ -84,7 +87,7 @@ class FlashAttention3:
             attend.key_cache,
             attend.value_cache,
             cache_seqlens=metadata.context_lens,
-            page_table=metadata.block_tables,
+            page_table=attend.tables,
             cu_seqlens_q=metadata.query_start,
             max_seqlen_q=metadata.max_query_len,
             softmax_scale=attend.scale,
@@ -130,7 +133,7 @@ class FlashAttention2:
             "window_size": attend.window(unbounded=(-1, -1)),
             "softcap": attend.soft_cap or 0.0,
             "alibi_slopes": None if slopes is None else slopes.float(),
-            "block_table": metadata.block_tables,
+            "block_table": attend.tables,
         }
         lengths = metadata.context_lens
         output: Tensor
@@ -186,7 +189,7 @@ class VllmFlashAttention:
             window_size=attend.window(unbounded=(-1, -1)),
             softcap=attend.soft_cap or 0.0,
             alibi_slopes=None if slopes is None else slopes.float(),
-            block_table=metadata.block_tables,
+            block_table=attend.tables,
             fa_version=self._fa_version,
         )
         return output
@@ -227,7 +230,7 @@ class TorchVarlen:
             window_size=attend.window(unbounded=(-1, 0)),
             enable_gqa=attend.query.shape[1] != attend.key_cache.shape[2],
             seqused_k=metadata.context_lens,
-            block_table=metadata.block_tables,
+            block_table=attend.tables,
         )
         return output
 
@@ -364,12 +367,32 @@ class FlashBackend:
                 key_cache=key_cache,
                 value_cache=value_cache,
                 metadata=metadata,
+                tables=_readable_tables(metadata, key_cache, sliding_window),
                 scale=scale,
                 sliding_window=sliding_window,
                 soft_cap=soft_cap,
                 alibi_slopes=alibi_slopes,
             )
         )
+
+
+def _readable_tables(metadata: AttentionMetadata, cache: Tensor, window: int | None) -> Tensor:
+    """The block tables of a step, with the null block in place of those before the window, which
+    may have been released: tiles that straddle the edge of the window are read from their start,
+    and values are multiplied by weights of zero. Computed once for all layers of a window."""
+    if window is None:
+        return metadata.block_tables
+    num_blocks, block_size = cache.shape[:2]
+    key = "readable tables", window, block_size, num_blocks
+    if key not in metadata.plans:
+        first_rows = metadata.context_lens - metadata.query_start.diff()
+        first_blocks = (first_rows - window + 1).div(block_size, rounding_mode="floor")
+        tables = metadata.block_tables
+        columns = torch.arange(tables.shape[1], dtype=torch.int32, device=tables.device)
+        is_readable = columns >= first_blocks[:, None]
+        metadata.plans[key] = tables.where(is_readable, num_blocks - 1)
+    readable: Tensor = metadata.plans[key]
+    return readable
 
 
 def _refuse(condition: bool, feature: str) -> None:

@@ -202,7 +202,12 @@ def _name(dtype: torch.dtype) -> str:
 
 class AttentionBackend(Protocol):
     """Writes to and attends over a paged KV cache. Arguments are those of the functions of the same
-    names in `pagewire_kernels.reference`."""
+    names in `pagewire_kernels.reference`.
+
+    The last block of a cache is the *null block*: it is in no table, and zero. Keys and values that
+    no row sees may be anything, NaN included, and blocks before a window may have been released: a
+    backend whose kernel reads them reads the null block instead.
+    """
 
     @property
     def name(self) -> str:

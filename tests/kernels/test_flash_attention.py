@@ -93,6 +93,24 @@ def test_a_package_gets_what_it_expects(name: str, option: str, parts: str) -> N
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_the_null_block_is_read_instead_of_released_ones(name: str) -> None:
+    call = CALLS[name]
+    size = call.abilities.block_multiple
+    shape = Shape(block_size=max(8, size), dtype=torch.bfloat16)
+    sequences = PagedSequences(shape, [2 * shape.block_size + 30, 1, 12])
+    (length, *_), window = sequences.lengths, 7
+    parts = [(0, length - 2, length), (1, 0, 1), (2, 11, 12)]
+    before, _ = _both(call, sequences, parts, sliding_window=window)
+    sequences.release(parts, window)
+    backend = FlashBackend(call, reference.write_kv)
+    queries, metadata = sequences.rows(sequences.queries, parts), sequences.metadata(parts)
+    caches = sequences.key_cache, sequences.value_cache
+    after = backend.paged_attention(queries, *caches, metadata, scale=0.3, sliding_window=window)
+    assert torch.equal(after, before)
+    assert bool((metadata.block_tables[0] == -1).any())
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_as_many_kv_heads_as_query_heads_are_served(name: str) -> None:
     sequences = _sequences(CALLS[name], num_heads=2, num_kv_heads=2)
     output, expected = _both(CALLS[name], sequences, PARTS["decode"])

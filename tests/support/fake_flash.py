@@ -239,6 +239,8 @@ def _attend(
     left, right = window_size
     assert right in (-1, 0)
     assert longest == (int(query_start.diff().max()), int(lengths.max()))
+    _read_all(key_cache, tables, lengths)
+    _read_all(value_cache, tables, lengths)
     metadata = AttentionMetadata(
         query_start=query_start,
         context_lens=lengths,
@@ -257,3 +259,13 @@ def _attend(
         soft_cap=softcap or None,
         alibi_slopes=alibi_slopes,
     )
+
+
+def _read_all(cache: Tensor, tables: Tensor, lengths: Tensor) -> None:
+    """Read every key or value of the sequences, as tiles that straddle a window's edge may: finite
+    numbers from blocks that exist."""
+    block_size = cache.shape[1]
+    for table, length in zip(tables.tolist(), lengths.tolist(), strict=True):
+        blocks = table[: -(-length // block_size)]
+        assert all(0 <= block < len(cache) for block in blocks)
+        assert bool(cache[blocks].flatten(0, 1)[:length].isfinite().all())

@@ -33,7 +33,7 @@ class PagedSequences:
     """Some sequences whose queries, keys and values are known at every position.
 
     Their blocks lie scattered in one layer of a block-major cache of NaN, so that reading anything
-    that was not written shows.
+    that was not written shows. The last block, the null block, is zero.
     """
 
     def __init__(self, shape: Shape, lengths: list[int], seed: int = 0) -> None:
@@ -49,7 +49,10 @@ class PagedSequences:
             row[: len(blocks)] = blocks
         dtype = s.cache_dtype or s.dtype
         head_size = stored_head_size(s.head_dim, dtype)
-        self.cache = unwritten((num_blocks, 3, 2, s.block_size, s.num_kv_heads, head_size), dtype)
+        self.cache = unwritten(
+            (num_blocks + 1, 3, 2, s.block_size, s.num_kv_heads, head_size), dtype
+        )
+        self.cache[-1] = 0
         self.key_cache, self.value_cache = self.cache[:, 1, 0], self.cache[:, 1, 1]
 
         def rows(num_heads: int) -> list[Tensor]:
@@ -81,6 +84,15 @@ class PagedSequences:
             max_context_len=max(end for _, _, end in parts),
             num_decodes=num_decodes,
         )
+
+    def release(self, parts: list[tuple[int, int, int]], window: int) -> None:
+        """Release the blocks that no row of the batch sees: fill them with NaN, and set their
+        entries in the tables to -1."""
+        for sequence, start, _ in parts:
+            released = self.tables[sequence][: max(0, start - window + 1) // self.shape.block_size]
+            blocks = self.cache[released.long()]
+            self.cache[released.long()] = unwritten(tuple(blocks.shape), blocks.dtype)
+            released.fill_(-1)
 
     def rows(self, of: list[Tensor], parts: list[tuple[int, int, int]]) -> Tensor:
         """Flattened rows of a batch's queries, keys or values."""

@@ -46,7 +46,12 @@ def paged_attention(
     num_kv_heads = key_cache.shape[2]
     heads = (num_kv_heads, query.shape[1] // num_kv_heads)
     sequences, positions, rows = _tiles(metadata)
-    context_lens = metadata.context_lens[sequences, None]
+    # The keys that some row of a tile sees, [num_tiles, 1] each; what is outside may be anything.
+    end_key = metadata.context_lens[sequences, None]
+    first_key = torch.zeros_like(end_key)
+    if sliding_window is not None:
+        first_row = positions.masked_fill(rows < 0, torch.iinfo(positions.dtype).max)
+        first_key = first_row.amin(1, keepdim=True) - sliding_window + 1
     tables = metadata.block_tables[sequences].long()
     tile_queries = query[rows.clamp(0, len(query) - 1)].float()
     # [num_tiles, num_kv_heads, tokens, heads of a KV head, head_dim]
@@ -63,7 +68,8 @@ def paged_attention(
         key_at = torch.arange(first, first + _STEP_KEYS, device=query.device)
         keys = _gather(key_cache, tables, first)
         values = _gather(value_cache, tables, first)
-        values.masked_fill_((key_at >= context_lens)[:, None, :, None], 0.0)
+        unseen = (key_at < first_key) | (key_at >= end_key)
+        values.masked_fill_(unseen[:, None, :, None], 0.0)
 
         scores = (queries @ keys.transpose(2, 3)).view(*outputs.shape[:-1], _STEP_KEYS)
         if soft_cap is not None:

@@ -99,6 +99,7 @@ def _attend_span(
     query,
     begin,
     end,
+    first_key,
     row_at,
     slopes,
     table,
@@ -122,7 +123,9 @@ def _attend_span(
 ):
     """Attention of a tile over keys `begin` (a multiple of TILE_KEYS) to `end`.
 
-    Returns the maximum score and the sum of weights of each row, and the weighted sum of values.
+    Keys before `first_key`, the first that a row of the tile sees, are not read: blocks before a
+    window may have been released, so they may hold NaN, or be -1 in the table. Returns the maximum
+    score and the sum of weights of each row, and the weighted sum of values.
     """
     maximum = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TILE_ROWS], tl.float32)
@@ -131,6 +134,8 @@ def _attend_span(
     for start in range(begin, end, TILE_KEYS):
         key_at = start + tl.arange(0, TILE_KEYS)
         is_inside = key_at < end
+        if HAS_WINDOW:
+            is_inside = is_inside & (key_at >= first_key)
         block = tl.load(table + key_at // BLOCK_SIZE, mask=is_inside, other=0).to(tl.int64)
         offset = key_at % BLOCK_SIZE
         mask = is_inside[:, None] & (column < HEAD_DIM)[None, :]
@@ -336,10 +341,10 @@ def attend(
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + head, mask=is_row, other=0.0)
 
-    begin = 0
+    begin, first_key = 0, 0
     if HAS_WINDOW:
-        begin = tl.maximum(context_len - query_len + first - window + 1, 0)
-        begin = begin // TILE_KEYS * TILE_KEYS
+        first_key = tl.maximum(context_len - query_len + first - window + 1, 0)
+        begin = first_key // TILE_KEYS * TILE_KEYS
     end = context_len - query_len + tl.minimum(first + TILE_TOKENS, query_len)
     table = block_tables + (first_seq + seq).to(tl.int64) * table_stride
     key_cache += kv_head.to(tl.int64) * key_head_stride
@@ -365,6 +370,7 @@ def attend(
             query,
             begin,
             end,
+            first_key,
             row_at,
             slopes,
             table,
@@ -392,6 +398,7 @@ def attend(
                 query,
                 tl.maximum(begin, span),
                 tl.minimum(end, span + step),
+                first_key,
                 row_at,
                 slopes,
                 table,

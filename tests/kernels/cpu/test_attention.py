@@ -151,6 +151,32 @@ def test_a_nan_spoils_its_own_sequence_only(
 @each_cache
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("head_dim", [32, 39])
+@pytest.mark.parametrize("block_size", [8, 48, 80])
+@pytest.mark.parametrize("window", [1, 20, 100])
+def test_released_blocks_are_not_read(
+    backend: AttentionBackend,
+    cache_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    window: int,
+) -> None:
+    shape = Shape(dtype=dtype, cache_dtype=cache_dtype, head_dim=head_dim, block_size=block_size)
+    sequences = PagedSequences(shape, [33, 400, 390, 17])
+    parts = [(0, 32, 33), (1, 399, 400), (2, 200, 390), (3, 0, 17)]
+    before, _ = _both(backend, sequences, parts, scale=0.3, sliding_window=window)
+    sequences.release(parts, window)
+    queries = sequences.rows(sequences.queries, parts)
+    caches = sequences.key_cache, sequences.value_cache
+    arguments = queries, *caches, sequences.metadata(parts)
+    after = backend.paged_attention(*arguments, scale=0.3, sliding_window=window)
+    assert torch.equal(after, before)
+
+
+@each_backend
+@each_cache
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [32, 39])
 def test_keys_and_values_are_stored_bit_by_bit(
     backend: AttentionBackend, cache_dtype: torch.dtype | None, dtype: torch.dtype, head_dim: int
 ) -> None:

@@ -101,6 +101,17 @@ def test_a_ragged_batch_agrees_with_the_reference(options: dict[str, Any]) -> No
     assert_agrees(output, _expected(sequences, RAGGED, scale=0.3, **options))
 
 
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_released_blocks_are_not_read(launch: str) -> None:
+    sequences = PagedSequences(Shape(), LENGTHS)
+    _written(sequences)
+    parts = DECODES if LAUNCHES[launch].num_planned else RAGGED
+    options = {"scale": 0.3, "sliding_window": 7, "launch": LAUNCHES[launch]}
+    before = _attend(sequences, parts, **options)
+    sequences.release(parts, 7)
+    assert torch.equal(_attend(sequences, parts, **options), before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("launch", LAUNCHES.values(), ids=LAUNCHES)
 def test_decodes_agree_with_the_reference(dtype: torch.dtype, launch: Launch) -> None:

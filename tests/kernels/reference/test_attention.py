@@ -63,6 +63,27 @@ def test_a_window_hides_all_but_the_last_positions() -> None:
     torch.testing.assert_close(window, expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_released_blocks_are_not_read(cache_dtype: torch.dtype | None) -> None:
+    sequences = PagedSequences(Shape(cache_dtype=cache_dtype), [33, 400, 390, 17])
+    _fill(sequences, [(i, 0, length) for i, length in enumerate(sequences.lengths)])
+    parts = [(0, 32, 33), (1, 399, 400), (2, 203, 390), (3, 0, 17)]
+
+    def attended() -> torch.Tensor:
+        return reference.paged_attention(
+            sequences.rows(sequences.queries, parts),
+            sequences.key_cache,
+            sequences.value_cache,
+            sequences.metadata(parts),
+            scale=0.2,
+            sliding_window=20,
+        )
+
+    before = attended()
+    sequences.release(parts, 20)
+    assert torch.equal(attended(), before)
+
+
 def test_a_sink_takes_its_share_of_the_weight_and_gives_nothing() -> None:
     sequences = PagedSequences(Shape(), [1])
     parts = [(0, 0, 1)]

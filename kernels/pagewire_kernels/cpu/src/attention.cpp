@@ -97,7 +97,7 @@ class Attention {
       }
       for (int64_t head = 0; head < item.num_heads; ++head) {
         Ahead ahead = ahead_of(after, head, item.num_heads);
-        take_head(item, key, smaller(kStep, end - key), head, ahead);
+        take_head(item, key, head, ahead);
       }
       memcpy(offsets_, offsets_after_, sizeof(offsets_));
     }
@@ -114,11 +114,13 @@ class Attention {
   }
 
   // Computes the rows of a head for one step.
-  void take_head(const Item& item, int64_t key, int64_t num_keys, int64_t head, Ahead& ahead) {
+  void take_head(const Item& item, int64_t key, int64_t head, Ahead& ahead) {
     const int64_t at = (item.first_head + head) * task_.head_bytes;
     const int64_t rows_per_head = item.num_tokens * task_.group;
-    gather(task_.key_cache + at, num_keys, scratch_.padded_keys, keys_, key_scales_);
-    gather(task_.value_cache + at, num_keys, scratch_.padded_values, values_, value_scales_);
+    const int64_t num_keys = smaller(kStep, item.end_key() - key);
+    const int64_t first = larger(0, item.first_visible_key(task_.window) - key);
+    gather(task_.key_cache + at, first, num_keys, scratch_.padded_keys, keys_, key_scales_);
+    gather(task_.value_cache + at, first, num_keys, scratch_.padded_values, values_, value_scales_);
     const bool is_direct = rows_per_head <= kRows;
     if (!is_direct) {
       // The rest of a tile must not be NaN.
@@ -137,27 +139,38 @@ class Attention {
     }
   }
 
-  // The offsets in the cache of the keys of an item's step at `key`; past the item's end, the last
-  // offset is repeated.
+  // The offsets in the cache of the keys of an item's step at `key`. Before the first visible key and
+  // past the item's end, the nearest one's is repeated: blocks before a window may have been released,
+  // and their entries in the table be negative.
   void find_keys(const Item& item, int64_t key, int64_t* offsets) const {
     const int32_t* const table = task_.batch->block_tables + item.seq * task_.batch->table_width;
-    int64_t block = key / task_.block_size, offset = key % task_.block_size;
+    const int64_t first = larger(key, item.first_visible_key(task_.window));
+    int64_t block = first / task_.block_size, offset = first % task_.block_size;
     for (int64_t i = 0; i < kStep; ++i) {
       offsets[i] = table[block] * task_.block_bytes + offset * task_.token_bytes;
-      if (key + i + 1 < item.end_key() && ++offset == task_.block_size) {
+      const int64_t after = key + i + 1;
+      if (after > first && after < item.end_key() && ++offset == task_.block_size) {
         offset = 0;
         ++block;
       }
     }
   }
 
-  // The addresses of the step's keys or values, padded, and their scales if they have any. From
-  // `num_keys` on they are zeros: slots that are not written may hold anything, and 0 * NaN is NaN.
-  void gather(const char* cache, int64_t num_keys, char* padded, const Cached** rows,
+  // The addresses of the step's keys or values, padded, and their scales if they have any. Before
+  // `first` and from `num_keys` on they are zeros: slots that were released, or are not written, may
+  // hold anything, and 0 * NaN is NaN.
+  void gather(const char* cache, int64_t first, int64_t num_keys, char* padded, const Cached** rows,
               float* scales) const {
     const int64_t head_bytes = task_.head_dim * static_cast<int64_t>(sizeof(Cached));
     const int64_t padded_bytes = dim_ * static_cast<int64_t>(sizeof(Cached));
-    for (int64_t i = 0; i < num_keys; ++i) {
+    const auto clear = [&](int64_t i, int64_t end) {
+      for (; i < end; ++i) {
+        rows[i] = reinterpret_cast<const Cached*>(scratch_.no_key);
+        scales[i] = 0.0f;
+      }
+    };
+    clear(0, first);
+    for (int64_t i = first; i < num_keys; ++i) {
       const char* from = cache + offsets_[i];
       if constexpr (kHasScales) scales[i] = load_scale(from, task_.head_dim);
       if (dim_ != task_.head_dim) {
@@ -168,10 +181,7 @@ class Attention {
       }
       rows[i] = reinterpret_cast<const Cached*>(from);
     }
-    for (int64_t i = num_keys; i < kStep; ++i) {
-      rows[i] = reinterpret_cast<const Cached*>(scratch_.no_key);
-      scales[i] = 0.0f;
-    }
+    clear(num_keys, kStep);
   }
 
   void take_step(const Item& item, int64_t key, int64_t first_row, int64_t num_rows,

@@ -45,10 +45,12 @@ struct Item {
   int64_t num_heads;
 
   int64_t end_key() const { return position + num_tokens; }
-  // The first key of the first step that any row sees.
-  int64_t first_key(int64_t window) const {
-    return window > 0 ? larger(0, position - window + 1) / kStep * kStep : 0;
+  // The first key that any row sees.
+  int64_t first_visible_key(int64_t window) const {
+    return window > 0 ? larger(0, position - window + 1) : 0;
   }
+  // The first key of its step.
+  int64_t first_key(int64_t window) const { return first_visible_key(window) / kStep * kStep; }
 };
 
 // The smallest factor above 1 of n > 1.
