@@ -252,9 +252,8 @@ def _random_id() -> str:
 class CacheConfig:
     """Size and shape of the paged KV cache."""
 
-    # A power of two, so that kernels can shift instead of divide.
     block_size: int | None = None
-    """Tokens per KV block, a power of two."""
+    """Tokens per KV block, of the cache group with most: a multiple of 16, or 1, 2, 4 or 8."""
 
     # fp8 is e4m3, with a scale per layer; int8 has one per token and head.
     kv_cache_dtype: str = "auto"
@@ -272,8 +271,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         size, share = self.block_size, self.gpu_memory_utilization
-        is_power = size is None or (size >= 1 and not size & (size - 1))
-        _expect(is_power, "block_size", "a power of two", size)
+        is_size = size is None or (size > 0 and (size in (1, 2, 4, 8) or size % 16 == 0))
+        _expect(is_size, "block_size", "a multiple of 16, or 1, 2, 4 or 8", size)
         _expect_one_of(KV_CACHE_DTYPES, "kv_cache_dtype", self.kv_cache_dtype)
         _expect(0.0 < share <= 1.0, "gpu_memory_utilization", "above 0 to 1", share)
         memory, swap = self.kv_cache_memory, self.swap_space

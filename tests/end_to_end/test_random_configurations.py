@@ -260,7 +260,7 @@ def worker_with_draft_model(
         num_cpu_blocks=0,
         device=CPU,
     )
-    drafter = DraftModel(model, cache.device_cache)
+    drafter = DraftModel(model, cache.caches)
     options |= {"num_gpu_blocks": num_gpu_blocks, "block_size": block_size}
     return SpeculatingWorker(model, drafter=drafter, **options)
 

@@ -15,7 +15,7 @@ from pagewire_kernels.batch import AttentionMetadata, StepBatch
 from pagewire_kernels.reference.backend import ReferenceBackend
 from worker_service.config import ModelConfig
 from worker_service.loader import LoadedModel
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.kv_cache_spec import KVCacheSpec
 
 VOCAB_SIZE = 97
 
@@ -28,7 +28,9 @@ def next_token(token_ids: Sequence[int]) -> int:
 class CountingModel:
     """See the module's docstring. Token `poison` makes the logits of later rows NaN."""
 
-    kv_cache_spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32)
+    kv_cache_spec = KVCacheSpec.uniform(
+        num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.float32
+    )
     architecture = "CountingForCausalLM"
     vocab_size = VOCAB_SIZE
     num_parameters = 0

@@ -6,8 +6,11 @@ import torch
 from torch import Tensor
 
 from pagewire_kernels.batch import AttentionMetadata, StepBatch
-from tests.support.paged_batch import unwritten
+from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.models.interface import Model
+
+NAN = 255
+"""A byte that, repeated, is NaN in each dtype; in int8, as scales."""
 
 
 class PagedDriver:
@@ -24,45 +27,68 @@ class PagedDriver:
         device: str = "cpu",
     ) -> None:
         self.model = model
-        self._block_size = block_size
         spec = model.kv_cache_spec
-        per_sequence = -(-max_tokens // block_size)
-        num_blocks = per_sequence * max_seqs
-        shape = (num_blocks, *spec.block_shape(block_size))
+        self.groups = spec.groups(block_size)
+        counts = [max_seqs * -(-max_tokens // group.block_tokens) for group in self.groups]
         self._device = torch.device(device)
-        self.kv_cache = unwritten(shape, spec.dtype).to(self._device)
-        order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
-        self._tables = order.view(max_seqs, per_sequence)
+        pool = torch.full((sum(counts) + 1, spec.block_bytes(block_size)), NAN, dtype=torch.uint8)
+        pool[-1] = 0
+        self.pool = pool.to(self._device)
+        self._caches = spec.views(self.pool, block_size)
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed))
+        self.tables = [blocks.view(max_seqs, -1) for blocks in order.split(counts)]
+        """By cache group: [max_seqs, blocks of a sequence]."""
 
     def run(self, batch: Sequence[tuple[int, int, Sequence[int]]]) -> list[Tensor]:
         """Compute tokens of sequences: (sequence, position of the first, tokens). Returns the
-        logits of each part's rows, [num_tokens, vocab_size]."""
-        lengths = [len(tokens) for _, _, tokens in batch]
+        logits of each part's rows, [num_tokens, vocab_size].
+
+        Blocks that no row sees through its window are released first: filled with NaN, and -1 in
+        the table.
+        """
+        groups = list(zip(self.groups, self.tables, strict=True))
+        for group, tables in groups:
+            for sequence, start, _ in batch:
+                self._release(group, tables[sequence], start)
         positions = [torch.arange(start, start + len(tokens)) for _, start, tokens in batch]
-        tables = self._tables[[sequence for sequence, _, _ in batch]]
-        slots = [
-            table[where // self._block_size] * self._block_size + where % self._block_size
-            for table, where in zip(tables, positions, strict=True)
-        ]
-        context_lens = [start + len(tokens) for _, start, tokens in batch]
-        metadata = AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
-            context_lens=torch.tensor(context_lens, dtype=torch.int32).to(self._device),
-            block_tables=tables.int().contiguous().to(self._device),
-            slot_mapping=torch.cat(slots).to(self._device),
-            max_query_len=max(lengths),
-            max_context_len=max(context_lens),
-        )
         token_ids = torch.tensor([token for _, _, tokens in batch for token in tokens])
         hidden = self.model.forward(
             StepBatch(
                 token_ids=token_ids.to(self._device),
                 positions=torch.cat(positions).to(self._device),
-                attention=(metadata,),
-                caches=self.model.kv_cache_spec.by_layer(self.kv_cache),
+                attention=tuple(
+                    self._metadata(batch, tables, group.block_tokens) for group, tables in groups
+                ),
+                caches=self._caches,
             )
         )
+        lengths = [len(tokens) for _, _, tokens in batch]
         return list(self.model.compute_logits(hidden).cpu().split(lengths))
+
+    def _metadata(
+        self, batch: Sequence[tuple[int, int, Sequence[int]]], tables: Tensor, size: int
+    ) -> AttentionMetadata:
+        slots = []
+        for sequence, start, tokens in batch:
+            where = torch.arange(start, start + len(tokens))
+            slots.append(tables[sequence, where // size] * size + where % size)
+        lengths = [len(tokens) for _, _, tokens in batch]
+        context_lens = [start + len(tokens) for _, start, tokens in batch]
+        return AttentionMetadata(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
+            context_lens=torch.tensor(context_lens, dtype=torch.int32).to(self._device),
+            block_tables=tables[[part[0] for part in batch]].int().to(self._device),
+            slot_mapping=torch.cat(slots).to(self._device),
+            max_query_len=max(lengths),
+            max_context_len=max(context_lens),
+        )
+
+    def _release(self, group: CacheGroup, table: Tensor, position: int) -> None:
+        """Release what no row from `position` on sees."""
+        if group.lifetime == CacheLifetime.WINDOW:
+            released = table[: max(0, position - group.span + 1) // group.block_tokens]
+            self.pool[released[released >= 0].to(self._device)] = NAN
+            released.fill_(-1)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from worker_service.kv_cache.cache_engine import _allocate
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.kv_cache_spec import KVCacheSpec
 
 
 class Runtime:
@@ -39,11 +39,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     return runtime
 
 
-SPEC = KVCacheSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32)
+SPEC = KVCacheSpec.uniform(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 
 
 def _pinned_cache() -> torch.Tensor:
-    return _allocate(SPEC, 4, 5, torch.device("cpu"), pinned=True)
+    return _allocate(5, SPEC.block_bytes(4), torch.device("cpu"), pinned=True)
 
 
 def test_a_cache_is_pinned_where_it_is_with_all_its_storage_and_no_more(runtime: Runtime) -> None:
@@ -71,5 +71,5 @@ def test_memory_that_cannot_be_pinned_is_an_error(runtime: Runtime) -> None:
 
 
 def test_other_host_caches_are_not_pinned(runtime: Runtime) -> None:
-    _allocate(SPEC, 4, 5, torch.device("cpu"))
+    _allocate(5, SPEC.block_bytes(4), torch.device("cpu"))
     assert not runtime.registered

@@ -1,9 +1,10 @@
 """The KV caches on device and host, and the operations that move whole blocks.
 
-The layout is block-major, `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`: one
-block, all layers, keys and values, is one contiguous piece of memory, so swapping it out, swapping
-it in and copying it move one piece each. In int8, a head's codes are followed by their scale, so
-that these operations move scales without knowing of them.
+A cache is a pool of blocks, uint8 `[num_blocks, block_bytes]`. A block is one contiguous piece of
+memory, whatever the cache group that it is used in, so swapping it out, swapping it in and copying
+it move one piece each. Layers are strided views of the pool (`models/kv_cache_spec.py`). In int8, a
+head's codes are followed by their scale, so that these operations move scales without knowing of
+them. The device has one block more than the scheduler knows: the null block, which is zero.
 
 On a GPU the operations run on a stream of their own, and overlap the step's forward pass; the next
 plan waits for them. Targets of swap-ins are used from the next plan on (`plan.proto`). The forward
@@ -51,7 +52,7 @@ from pagewire_kernels.cpu.native_library import Library, library
 from pagewire_kernels.reference import swap_blocks
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.pinned_memory import pin_in_place
 from worker_service.plan import StepPlan, monotonic_us
 
@@ -265,15 +266,19 @@ class CacheEngine:
         mover: BlockMover | None = None,
         stream: OperationStream | None = None,
     ) -> None:
-        """mover, stream: None takes the fastest for the device; on a CPU there is no stream."""
+        """block_size: tokens per block of the cache group with most; mover, stream: None takes
+        the fastest for the device; on a CPU there is no stream."""
         self._mover = mover_for(device) if mover is None else mover
-        self.device_cache = _allocate(spec, block_size, num_gpu_blocks, device)
+        block_bytes = spec.block_bytes(block_size)
+        pool = _allocate(num_gpu_blocks + 1, block_bytes, device)
+        self.caches = spec.views(pool, block_size)
+        """Keys and values by layer, the null block at the end."""
+        self.device_cache = pool[:num_gpu_blocks]
         on_gpu = device.type == "cuda"
         self._stream = _SideStream(device) if stream is None and on_gpu else stream
         self.host_cache = _allocate(
-            spec,
-            block_size,
             num_cpu_blocks,
+            block_bytes,
             torch.device("cpu"),
             pinned=on_gpu and num_cpu_blocks > 0,
         )
@@ -414,25 +419,23 @@ def _no_time() -> int:
 
 
 def _allocate(
-    spec: KVCacheSpec,
-    block_size: int,
     num_blocks: int,
+    block_bytes: int,
     device: torch.device,
     *,
     pinned: bool = False,
 ) -> Tensor:
     """A zeroed cache. Pages of host memory are allocated when they are first written to, or all at
     once if they are pinned for GPUs."""
-    shape = (num_blocks, *spec.block_shape(block_size))
     if device.type != "cpu":
-        return torch.zeros(shape, dtype=spec.dtype, device=device)
-    num_bytes = num_blocks * spec.block_bytes(block_size)
+        return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+    num_bytes = num_blocks * block_bytes
     pages = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     if pinned:
         pin_in_place(pages)
     memory = torch.from_numpy(pages)
     start = -memory.data_ptr() % _ALIGNMENT
-    return memory[start : start + num_bytes].view(spec.dtype).view(shape)
+    return memory[start : start + num_bytes].view(num_blocks, block_bytes)
 
 
 def _check(pairs: Int32Array, source: Tensor, target: Tensor, field: str) -> None:

@@ -187,24 +187,28 @@ def run_batch(
 ) -> None:
     """Compute one batch of synthetic sequences, over a cache of a single block that all share."""
     spec = model.kv_cache_spec
-    cache = torch.zeros(1, *spec.block_shape(block_size), dtype=spec.dtype, device=device)
+    pool = torch.zeros(1, spec.block_bytes(block_size), dtype=torch.uint8, device=device)
     lengths = _spread(num_seqs, num_tokens, model.max_model_len)
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)
-    block_tables_shape = (len(lengths), -(-max(lengths) // block_size))
-    metadata = AttentionMetadata(
-        query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
-        context_lens=torch.tensor(lengths).int().to(device),
-        block_tables=torch.zeros(block_tables_shape, dtype=torch.int32, device=device),
-        slot_mapping=positions % block_size,
-        max_query_len=max(lengths),
-        max_context_len=max(lengths),
-    )
+
+    def metadata(block_tokens: int) -> AttentionMetadata:
+        shape = len(lengths), -(-max(lengths) // block_tokens)
+        return AttentionMetadata(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(device),
+            context_lens=torch.tensor(lengths).int().to(device),
+            block_tables=torch.zeros(shape, dtype=torch.int32, device=device),
+            slot_mapping=positions % block_tokens,
+            max_query_len=max(lengths),
+            max_context_len=max(lengths),
+        )
+
+    groups = spec.groups(block_size)
     hidden = model.forward(
         StepBatch(
             token_ids=torch.zeros_like(positions),
             positions=positions,
-            attention=(metadata,),
-            caches=spec.by_layer(cache),
+            attention=tuple(metadata(group.block_tokens) for group in groups),
+            caches=spec.views(pool, block_size),
         )
     )
     logits = model.compute_logits(hidden[: len(lengths)])

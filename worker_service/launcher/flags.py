@@ -320,7 +320,7 @@ CPU_SHARE = flag(
 CACHE = ConfigFlags(
     CacheConfig,
     settings={
-        "block_size": {"show_default": "by attention backend, 64 on a CPU and mostly 16 on a GPU"},
+        "block_size": {"show_default": "64 on a CPU, mostly 16 on a GPU; several groups: more"},
         "kv_cache_memory": _BYTES
         | {
             "show_default": "on a CPU a quarter of what is free, at most 4GiB; on a GPU what is "

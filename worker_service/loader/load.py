@@ -82,7 +82,8 @@ class LoadedModel:
     resolved."""
 
     block_size: int
-    """Tokens per KV block: as configured, or the attention backend's default."""
+    """Tokens per KV block, of the cache group with most: as configured, or chosen by the attention
+    backend's default."""
 
     model_dir: Path
     hf_config: Mapping[str, Any]
@@ -286,7 +287,8 @@ def load_model(
     if device.type == "cpu":
         num_parameters = model.num_parameters // config.layout.world_size
         set_threads(config.threads, num_parameters, config.cpu_share)
-    block_size = cache.block_size or kernels.attention.abilities.default_block_size
+    spec, preferred = model.kv_cache_spec, kernels.attention.abilities.default_block_size
+    block_size = cache.block_size or spec.choose_block_size(preferred)
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
     loaded = LoadedModel(
         model=model,
@@ -415,6 +417,14 @@ def _is_batch_invariant(
 
 
 def _log(loaded: LoadedModel, seconds: float) -> None:
+    spec, block_size = loaded.model.kv_cache_spec, loaded.block_size
+    groups = [f"{g.lifetime.value}:{g.span}:{g.block_tokens}" for g in spec.groups(block_size)]
+    logger.info(
+        "kv cache groups lifetimes:spans:block_tokens=%s block_bytes=%d padding=%.3f",
+        ",".join(groups),
+        spec.block_bytes(block_size),
+        spec.padding(block_size),
+    )
     logger.info(
         "model loaded architecture=%s parameters=%d weights=%s dtype=%s device=%s"
         " batch_invariant=%s seconds=%.1f",

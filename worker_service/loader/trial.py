@@ -76,12 +76,18 @@ class _Trial:
     ) -> None:
         self._model = model
         self._device = device
-        self._block_size = block_size
         self.lengths = lengths
         spec = model.kv_cache_spec
-        self._blocks = [-(-length // block_size) for length in lengths]
-        shape = (sum(self._blocks), *spec.block_shape(block_size))
-        self._caches = spec.by_layer(torch.zeros(shape, dtype=spec.dtype, device=device))
+        self._block_tokens = [group.block_tokens for group in spec.groups(block_size)]
+        widths = [-(-max(lengths) // tokens) for tokens in self._block_tokens]
+        counts = [len(lengths) * width for width in widths]
+        self._tables = [
+            blocks.view(len(lengths), -1) for blocks in torch.arange(sum(counts)).split(counts)
+        ]
+        """By cache group: [num_seqs, max_blocks]."""
+        pool_shape = sum(counts) + 1, spec.block_bytes(block_size)
+        pool = torch.zeros(pool_shape, dtype=torch.uint8, device=device)
+        self._caches = spec.views(pool, block_size)
         generator = torch.Generator().manual_seed(0)
         self._tokens = [
             torch.randint(model.vocab_size, (length,), generator=generator) for length in lengths
@@ -89,34 +95,33 @@ class _Trial:
 
     def run(self, parts: list[_Part]) -> Tensor:
         """Compute a batch of parts. Returns hidden states [num_tokens, hidden_size]."""
-        size = self._block_size
-        positions = [torch.arange(part.start, part.end) for part in parts]
-        tables = [self._block_table(part.sequence) for part in parts]
-        slots = [
-            table[where // size] * size + where % size
-            for table, where in zip(tables, positions, strict=True)
-        ]
-        lengths = [part.end - part.start for part in parts]
-        padded = torch.nn.utils.rnn.pad_sequence(tables, batch_first=True, padding_value=-1)
-        metadata = AttentionMetadata(
-            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
-            context_lens=torch.tensor([p.end for p in parts]).int().to(self._device),
-            block_tables=padded.int().to(self._device),
-            slot_mapping=torch.cat(slots).to(self._device),
-            max_query_len=max(lengths),
-            max_context_len=max(part.end for part in parts),
-        )
+        groups = zip(self._tables, self._block_tokens, strict=True)
+        attention = tuple(self._metadata(parts, tables, size) for tables, size in groups)
+        positions = torch.cat([torch.arange(part.start, part.end) for part in parts])
         tokens = torch.cat([self._tokens[p.sequence][p.start : p.end] for p in parts])
         hidden = self._model.forward(
             StepBatch(
                 token_ids=tokens.to(self._device),
-                positions=torch.cat(positions).to(self._device),
-                attention=(metadata,),
+                positions=positions.to(self._device),
+                attention=attention,
                 caches=self._caches,
             )
         )
         return hidden.clone()  # the next run may overwrite it
 
-    def _block_table(self, sequence: int) -> Tensor:
-        first = sum(self._blocks[:sequence])
-        return torch.arange(first, first + self._blocks[sequence])
+    def _metadata(self, parts: list[_Part], tables: Tensor, block_tokens: int) -> AttentionMetadata:
+        slots = []
+        for part in parts:
+            where = torch.arange(part.start, part.end)
+            blocks = tables[part.sequence, where // block_tokens]
+            slots.append(blocks * block_tokens + where % block_tokens)
+        lengths = [part.end - part.start for part in parts]
+        sequences = [part.sequence for part in parts]
+        return AttentionMetadata(
+            query_start=torch.tensor([0, *lengths]).cumsum(0).int().to(self._device),
+            context_lens=torch.tensor([part.end for part in parts]).int().to(self._device),
+            block_tables=tables[sequences].int().to(self._device),
+            slot_mapping=torch.cat(slots).to(self._device),
+            max_query_len=max(lengths),
+            max_context_len=max(part.end for part in parts),
+        )

@@ -1,6 +1,7 @@
 """Decoder-only models over a paged KV cache.
 
     interface.py           the model protocol of the runner, and what a model is built with
+    kv_cache_spec.py       the KV of each layer, cache groups, and where layers lie in a block
     registry.py            from an architecture's name to a native model
     llama.py gpt.py        native models: Llama, Mistral, Qwen2, Qwen3; GPT-2, OPT
     eagle.py               the draft head of EAGLE-3

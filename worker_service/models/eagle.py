@@ -22,7 +22,8 @@ from torch import Tensor
 from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.select import Kernels
 from worker_service.distributed.layout import Shard
-from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
+from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.models.layers import RMSNorm, RotaryTable, norm_targets
 from worker_service.models.linear import Linear, VocabEmbedding, VocabHead
 from worker_service.models.llama import LlamaLayer, LlamaSettings
@@ -62,7 +63,7 @@ class EagleHead(LoadableModule):
         self.vocab_size = s.vocab_size
         self.max_model_len = min(s.max_model_len, target.max_model_len)
         self.captured_layers = settings.captured_layers
-        self.kv_cache_spec = KVCacheSpec(
+        self.kv_cache_spec = KVCacheSpec.uniform(
             num_layers=1,
             num_kv_heads=s.num_kv_heads,
             head_dim=s.head_dim,

@@ -1,6 +1,5 @@
 """The interface of models, the context in which they are built, and targets of their weights."""
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,35 +8,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerCaches, StepBatch
-from pagewire_kernels.interface import Computed, stored_head_size
+from pagewire_kernels.batch import StepBatch
+from pagewire_kernels.interface import Computed
 from pagewire_kernels.quantized_weight import QuantizedWeight
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout, Shard
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVCacheSpec:
-    """Shape of the KV of one token."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-
-    def block_shape(self, block_size: int) -> tuple[int, ...]:
-        """Shape of a block of `block_size` tokens: all layers, keys and values with any scales."""
-        head_size = stored_head_size(self.head_dim, self.dtype)
-        return self.num_layers, 2, block_size, self.num_kv_heads, head_size
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block."""
-        return math.prod(self.block_shape(block_size)) * self.dtype.itemsize
-
-    def by_layer(self, kv_cache: Tensor) -> tuple[LayerCaches, ...]:
-        """The layers' views of a cache, block-major: [num_blocks, *block_shape(block_size)]."""
-        views = kv_cache.view(len(kv_cache), 2 * self.num_layers, *kv_cache.shape[3:]).unbind(1)
-        return tuple(zip(views[::2], views[1::2], strict=True))
+from worker_service.models.kv_cache_spec import KVCacheSpec
 
 
 class Model(Protocol):

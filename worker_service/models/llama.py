@@ -32,9 +32,6 @@ class LlamaSettings(ModelSettings):
     """Shape of a Llama-like model."""
 
     rotary: RotarySettings
-    sliding_windows: tuple[int | None, ...]
-    """The sliding window of each layer; None: full attention."""
-
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool

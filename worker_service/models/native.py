@@ -13,7 +13,8 @@ from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
 from pagewire_kernels.interface import Computed
 from pagewire_kernels.select import ForwardFn, Kernels
 from worker_service.distributed.layout import Layout
-from worker_service.models.interface import KVCacheSpec, ModelContext, WeightTarget
+from worker_service.models.interface import ModelContext, WeightTarget
+from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
 from worker_service.models.layers import (
     LayerNorm,
     PagedAttention,
@@ -48,6 +49,13 @@ class ModelSettings:
 
     norm_eps: float
     tie_word_embeddings: bool
+    sliding_windows: tuple[int | None, ...] = ()
+    """The sliding window of each layer, None for full attention; empty if no layer has one."""
+
+    def windows_within(self, max_model_len: int) -> Iterator[int | None]:
+        """The sliding window of each layer; None where it hides nothing of any sequence."""
+        for window in self.sliding_windows or (None,) * self.num_layers:
+            yield window if window is not None and window < max_model_len else None
 
     def require_shards(self, layout: Layout) -> None:
         """Raise InvalidOption unless the ranks can share the model."""
@@ -155,11 +163,14 @@ class NativeModel(LoadableModule):
         """Number of layers of all stages."""
         s.require_shards(layout)
         self._layer_range = layout.layer_range(s.num_layers)
+        num_kv_heads = layout.kv_head_shard(s.num_kv_heads).size
         self.kv_cache_spec = KVCacheSpec(
-            num_layers=len(self._layer_range),
-            num_kv_heads=layout.kv_head_shard(s.num_kv_heads).size,
-            head_dim=s.head_dim,
+            layers=tuple(
+                LayerKV(num_kv_heads=num_kv_heads, head_dim=s.head_dim, window=window)
+                for window in s.windows_within(max_model_len)
+            ),
             dtype=context.kv_dtype,
+            stage=self._layer_range,
         )
         self.embedding = self.head = self.norm = None
         if layout.is_first_stage:
@@ -233,13 +244,13 @@ class NativeModel(LoadableModule):
         """
         x = None
         self._captured = {}
-        positions, [metadata] = batch.positions, batch.attention
-        layers = zip(self._layer_range, self.layers, batch.caches, strict=True)
-        for index, layer, caches in layers:
+        groups = self.kv_cache_spec.group_of
+        layers = zip(self._layer_range, self.layers, batch.caches, groups, strict=True)
+        for index, layer, caches, group in layers:
             if index in self._captured_layers:
                 parts = (residual,) if x is None else (residual, x)
                 self._captured[index] = [self._kernels.layers.copy(part) for part in parts]
-            residual, x = layer(residual, x, positions, caches, metadata)
+            residual, x = layer(residual, x, batch.positions, caches, batch.attention[group])
         if self.norm is not None:
             return self.norm(residual, x)
         return residual if x is None else residual.add_(x)

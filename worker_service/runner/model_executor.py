@@ -249,7 +249,7 @@ class ModelExecutor:
             self._draft_cache.populate(available_host_memory)
         if isinstance(self._draft, EagleHead):
             return EagleDrafter(self._draft, self._draft_cache)
-        return DraftModel(self._draft, self._draft_cache.device_cache)
+        return DraftModel(self._draft, self._draft_cache.caches)
 
     def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
         """Launches steps ahead on a GPU; None elsewhere."""

@@ -81,7 +81,7 @@ class ModelRunner:
         self._cache = cache
         self._block_size = block_size
         self._grammars = grammars
-        self._forward = HostForward(model, cache.device_cache)
+        self._forward = HostForward(model, cache.caches)
         self._ranks = RankOutcomes(communicator or Communicator(Layout()))
         self._device = device
         self._speculation = speculation or Speculation()

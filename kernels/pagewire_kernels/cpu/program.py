@@ -4,7 +4,7 @@ A step of a model on a CPU consists of a few hundred small operations. Dispatchi
 and waking threads for it, takes longer than most of them do for a few rows. So the model runs once
 while a program is recorded: each operation appends its kernel and task instead of running, and
 returns a tensor in one of the program's buffers. Tasks read everything that differs between steps
-from the program's `Batch`.
+from the program's `Batch` of the layer's cache group.
 """
 
 import ctypes
@@ -69,14 +69,16 @@ class ProgramTask(NativeStruct):
 class Program:
     """A list of kernels and their tasks, for batches of up to `max_rows` rows."""
 
-    def __init__(self, library: Library, max_rows: int) -> None:
+    def __init__(self, library: Library, max_rows: int, num_groups: int = 1) -> None:
+        """num_groups: cache groups of the model."""
         self.max_rows = max_rows
-        self.batch = Batch(num_rows=max_rows)
+        self.batches = [Batch(num_rows=max_rows) for _ in range(num_groups)]
+        """By cache group. They differ in slots and block tables only."""
         self.buffers = Buffers()
         # Placeholders for a step's inputs while recording; no kernel reads them.
         self.token_ids = torch.empty(max_rows, dtype=torch.int64)
         self.positions = torch.empty(max_rows, dtype=torch.int64)
-        self.slot_mapping = torch.empty(max_rows, dtype=torch.int64)
+        self.slot_mappings = [torch.empty(max_rows, dtype=torch.int64) for _ in self.batches]
         self.num_sampled: int | None = None
         """Maximum number of rows of the steps after `begin_sampled`; None before."""
         self._kernel = library.kernel("run_program")
@@ -117,7 +119,7 @@ class Program:
         return int(self._program.num_taken_over)
 
     def run(self, num_threads: int, team: threads.Team = threads.run) -> None:
-        """Run all steps for the batch that `batch` describes."""
+        """Run all steps for the batch that `batches` describe."""
         if num_threads > self._program.num_shares:
             self._make_shares(num_threads)
         self._program.state = self._program.num_threads = 0
@@ -191,7 +193,7 @@ def count_address(num_rows: int) -> int:
     if program is not None and program.num_sampled is not None:
         if num_rows != program.num_sampled:
             raise NotRecordable(f"{num_rows} rows, not those that are sampled from")
-        return ctypes.addressof(program.batch) + Batch.num_sampled.offset
+        return ctypes.addressof(program.batches[0]) + Batch.num_sampled.offset
     return ctypes.addressof(batch_of(num_rows)) + Batch.num_rows.offset
 
 
@@ -240,14 +242,14 @@ def batch_of(
         batch.positions = address(positions)
         batch.slot_mapping = address(slot_mapping)
         return batch
-    expected = (
-        (token_ids, program.token_ids),
-        (positions, program.positions),
-        (slot_mapping, program.slot_mapping),
-    )
-    for given, own in expected:
-        if given is not None and given.data_ptr() != own.data_ptr():
-            raise NotRecordable("tokens, positions or slots that are not the step's own")
+    expected = (token_ids, [program.token_ids]), (positions, [program.positions])
+    group = 0
+    for given, own in (*expected, (slot_mapping, program.slot_mappings)):
+        if given is not None:
+            addresses = [column.data_ptr() for column in own]
+            if given.data_ptr() not in addresses:
+                raise NotRecordable("tokens, positions or slots that are not the step's own")
+            group = addresses.index(given.data_ptr())
     if num_rows != program.max_rows:
         raise NotRecordable(f"{num_rows} rows, not the step's own")
-    return program.batch
+    return program.batches[group]

@@ -77,7 +77,7 @@ class RecordedModel:
         self._max_sampled = max(self._max_sampled, _num_sampled(batch))
         self._recording = None  # frees its buffers first
         while self._records and self._recording is None:
-            recording = _Recording(self._library, batch.caches, self._max_rows, self._max_sampled)
+            recording = _Recording(self._library, batch, self._max_rows, self._max_sampled)
             try:
                 self._record_parts(recording, x, batch)
             except NotRecordable as error:
@@ -108,16 +108,15 @@ class RecordedModel:
 class _Recording:
     """A program, its inputs and its outputs."""
 
-    def __init__(
-        self, library: Library, caches: Sequence[LayerCaches], num_rows: int, num_sampled: int
-    ) -> None:
-        """num_rows, num_sampled: minimum capacity of the buffers."""
+    def __init__(self, library: Library, batch: StepBatch, num_rows: int, num_sampled: int) -> None:
+        """batch: any batch over the caches; num_rows, num_sampled: minimum capacity of the
+        buffers."""
         self.at: Part | None = None
         """The part that is being recorded; None for the layers."""
         self._library = library
-        self._made_for = _identity(caches)
+        self._made_for = _identity(batch.caches)
         self._num_threads = torch.get_num_threads()
-        self._program = Program(library, _room_for(num_rows))
+        self._program = Program(library, _room_for(num_rows), len(batch.attention))
         self._max_sampled = _room_for(num_sampled)
         self._embed: Embed | None = None
         """The embedding, if it is not recorded; its rows are copied into the program."""
@@ -146,8 +145,8 @@ class _Recording:
 
     def run_layers(self, layers: Layers, batch: StepBatch) -> None:
         self.at = None
-        [metadata] = batch.attention
-        attention = (replace(metadata, slot_mapping=self._program.slot_mapping),)
+        groups = zip(batch.attention, self._program.slot_mappings, strict=True)
+        attention = tuple(replace(metadata, slot_mapping=slots) for metadata, slots in groups)
         batch = replace(batch, positions=self._program.positions, attention=attention)
         self._hidden = layers(self._x, batch)
 
@@ -156,7 +155,12 @@ class _Recording:
         program = self._program
         program.begin_sampled(self._max_sampled)
         last = take(
-            self._library, self._hidden, self._max_sampled, program.batch, "num_sampled", "sampled"
+            self._library,
+            self._hidden,
+            self._max_sampled,
+            program.batches[0],
+            "num_sampled",
+            "sampled",
         )
         logits = head(last)
         self._head = HeadOutput(logits, *find_largest(self._library, logits))
@@ -175,8 +179,8 @@ class _Recording:
         num_rows = token_ids.shape[0]
         if self._embed is not None:
             self._x[:num_rows].copy_(self._embed(token_ids, positions))
-        [metadata] = batch.attention
-        describe_batch(self._program.batch, metadata, positions, token_ids, sampled)
+        for native, metadata in zip(self._program.batches, batch.attention, strict=True):
+            describe_batch(native, metadata, positions, token_ids, sampled)
         self._program.run(self._num_threads)
         hidden = self._hidden[:num_rows]
         if self._head is None or sampled is None:

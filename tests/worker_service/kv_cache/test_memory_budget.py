@@ -1,6 +1,5 @@
 """How many blocks fit."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
 from worker_service.kv_cache import memory_budget
 from worker_service.kv_cache.memory_budget import available_host_memory, profile_blocks
+from worker_service.models.kv_cache_spec import KVCacheSpec
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -78,7 +78,9 @@ def test_by_default_the_cache_holds_no_more_than_the_largest_batch_can_use() -> 
 
 def test_by_default_the_cache_is_bounded_by_what_is_free_and_a_constant() -> None:
     model = CountingModel()
-    model.kv_cache_spec = replace(model.kv_cache_spec, num_layers=1, head_dim=2**20)
+    model.kv_cache_spec = KVCacheSpec.uniform(
+        num_layers=1, num_kv_heads=1, head_dim=2**20, dtype=torch.float32
+    )
     block_bytes = model.kv_cache_spec.block_bytes(1)
     blocks = profile(CacheConfig(block_size=1), model, seqs=10_000).num_gpu_blocks
     assert 0 < blocks * block_bytes <= memory_budget.MAX_DEFAULT_CPU_BYTES

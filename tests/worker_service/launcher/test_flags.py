@@ -167,7 +167,11 @@ def test_a_second_signal_ends_the_process_in_the_middle_of_a_stream() -> None:
         (["--listen", "nowhere"], 2, "listen: expected HOST:PORT or unix:PATH, got 'nowhere'"),
         (["--core", "nowhere"], 2, "core: expected HOST:PORT or unix:PATH, got 'nowhere'"),
         (["--advertise", "x"], 2, "advertise: expected HOST:PORT or unix:PATH, got 'x'"),
-        (["--block-size", "12"], 2, "block_size: expected a power of two, got 12"),
+        (
+            ["--block-size", "12"],
+            2,
+            "block_size: expected a multiple of 16, or 1, 2, 4 or 8, got 12",
+        ),
         (["--dtype", "float8"], 2, "dtype: expected one of"),
         (["--dtype", "float8", "--tensor-parallel-size", "2"], 2, "dtype: expected one of"),
         (["--threads", "0"], 2, "threads: expected at least 1, got 0"),

@@ -108,7 +108,7 @@ def test_facts_are_those_of_the_checkpoint(family: str) -> None:
     assert model.architecture == type(reference).__name__
     assert model.vocab_size == VOCAB_SIZE
     assert model.num_parameters == reference.num_parameters()
-    assert model.kv_cache_spec.num_layers == reference.config.num_hidden_layers
+    assert len(model.kv_cache_spec.layers) == reference.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 70])

@@ -17,7 +17,7 @@ from worker_service.config import ModelConfig
 from worker_service.errors import InvalidOption, UnsupportedModel
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.trial import try_model
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.kv_cache_spec import KVCacheSpec
 
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -176,7 +176,9 @@ class _Misplaced:
     vocab_size = VOCAB_SIZE
     max_model_len = 256
     num_parameters = 0
-    kv_cache_spec = KVCacheSpec(num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32)
+    kv_cache_spec = KVCacheSpec.uniform(
+        num_layers=1, num_kv_heads=1, head_dim=16, dtype=torch.float32
+    )
 
     def forward(self, batch: StepBatch) -> Tensor:
         return (batch.token_ids + 1000 * torch.arange(len(batch.token_ids))).float()[:, None]

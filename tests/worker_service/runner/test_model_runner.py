@@ -172,7 +172,7 @@ def test_swapping_out_and_in_to_other_blocks_changes_nothing(make_bench: MakeBen
     bench.step([Row(1, 6)])
     first, second = bench.plans.tables[1]
     bench.step([], swap_out=column([first, 5, second, 3]))
-    bench.cache.device_cache[first] = bench.cache.device_cache[second] = 0.0
+    bench.cache.device_cache[first] = bench.cache.device_cache[second] = 0
     bench.plans.tables[1] = [30, 31]
     assert bench.step([], swap_in=column([5, 30, 3, 31])).token_ids.tolist() == []
     result = bench.step([Row(1)], block_updates=column([1, 0, 30, 1, 1, 31]))
@@ -184,17 +184,17 @@ def test_a_swap_out_frees_its_block_for_a_swap_in_and_a_copy_of_the_same_step(
 ) -> None:
     bench = make_bench()
     cache, host = bench.cache.device_cache, bench.cache.host_cache
-    cache[0], cache[1], cache[2], host[7] = 10.0, 11.0, 12.0, 70.0
+    cache[0], cache[1], cache[2], host[7] = 10, 11, 12, 70
     swaps = {"swap_out": column([0, 2, 1, 3]), "swap_in": column([7, 0, 2, 5])}
     bench.step([], **swaps, copy=column([2, 1, 1, 9]))
     blocks = (host[2], host[3], cache[0], cache[5], cache[1], cache[9])
-    assert [float(block.flatten()[0]) for block in blocks] == [
-        10.0,
-        11.0,
-        70.0,
-        10.0,  # by way of the host
-        12.0,
-        11.0,  # all sources of the copies are read first
+    assert [int(block[0]) for block in blocks] == [
+        10,
+        11,
+        70,
+        10,  # by way of the host
+        12,
+        11,  # all sources of the copies are read first
     ]
 
 

@@ -16,7 +16,8 @@ from pagewire_kernels.batch import StepBatch
 from pagewire_kernels.interface import AttentionBackend
 from pagewire_kernels.reference import activate
 from worker_service.errors import UnsupportedModel
-from worker_service.models.interface import KVCacheSpec, ModelContext
+from worker_service.models.interface import ModelContext
+from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
 from worker_service.models.linear import PackedWeight, can_pack, pack
 from worker_service.models.transformers_backend.packed import Tables
 
@@ -46,6 +47,9 @@ class AttentionState:
     """The state that one model's attention function reads; set at each step."""
 
     backend: AttentionBackend
+    groups: tuple[int, ...] = ()
+    """The cache group of each layer."""
+
     batch: StepBatch | None = None
     calls: list[AttentionCall] = field(default_factory=list)
     """Filled while there is no batch: a trial run."""
@@ -121,7 +125,7 @@ def attention_forward(
             )
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
-    caches, [metadata] = state.batch.caches[layer], state.batch.attention
+    caches, metadata = state.batch.caches[layer], state.batch.attention[state.groups[layer]]
     state.backend.write_kv(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -140,20 +144,27 @@ def attention_forward(
     return output.unsqueeze(0), None
 
 
-def cache_spec(architecture: str, config: Any, calls: list[AttentionCall]) -> KVCacheSpec:
-    """The cache's shape, the same for all layers. Raises UnsupportedModel if there is none.
+def cache_spec(
+    architecture: str, config: Any, calls: list[AttentionCall], max_model_len: int
+) -> KVCacheSpec:
+    """The KV of each layer. Raises UnsupportedModel if its attention is not supported.
 
     config: the model's `transformers` configuration, that of the text part.
     """
     for feature in _obstacles(config, calls):
         raise UnsupportedModel(f"{architecture} cannot be served: {feature}")
-    first = calls[0]
-    return KVCacheSpec(
-        num_layers=len(calls),
-        num_kv_heads=first.num_kv_heads,
-        head_dim=first.key_dim,
-        dtype=first.dtype,
-    )
+    layers = []
+    for call in sorted(calls, key=lambda call: call.layer):
+        window = call.sliding_window
+        hides_some = window is not None and window < max_model_len
+        layers.append(
+            LayerKV(
+                num_kv_heads=call.num_kv_heads,
+                head_dim=call.key_dim,
+                window=window if hides_some else None,
+            )
+        )
+    return KVCacheSpec(layers=tuple(layers), dtype=calls[0].dtype)
 
 
 def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:
@@ -276,7 +287,7 @@ class TransformersModel:
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> Tensor:
         """Last hidden states of all rows, [num_tokens, hidden_size]."""
-        self._state.batch = batch
+        self._state.batch, self._state.groups = batch, self.kv_cache_spec.group_of
         try:
             return self._run(batch.token_ids, batch.positions)
         finally:
@@ -313,7 +324,7 @@ class TransformersModel:
                 f"{self.architecture} cannot be served: a trial run failed with"
                 f" {type(error).__name__}: {error}"
             ) from error
-        spec = cache_spec(self.architecture, config, calls)
+        spec = cache_spec(self.architecture, config, calls, self.max_model_len)
         return spec if context.cache_dtype is None else replace(spec, dtype=context.cache_dtype)
 
 

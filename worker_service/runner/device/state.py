@@ -81,7 +81,7 @@ class DeviceState:
         self.sampler = DeviceSampler(self.rows, kernels, block_size, vocab_size, communicator)
         self.graphs: StepGraphs | None = None
         if recorder is not None and sizes:
-            caches = model.kv_cache_spec.by_layer(cache.device_cache)
+            caches = cache.caches
             self.graphs = StepGraphs(model, caches, self.rows, self.sampler, sizes, mixed)
             _record(self.graphs, recorder)
 

@@ -354,7 +354,7 @@ class DeviceSteps:
         ranks that share the model were interrupted, None for one rank."""
         self._model = model
         self._cache = cache
-        self._caches = model.kv_cache_spec.by_layer(cache.device_cache)
+        self._caches = cache.caches
         self._state = state
         self._device = cache.device_cache.device
         self._make_event = make_event

@@ -11,11 +11,12 @@ Drafts are sampled with the same parameters and random numbers as tokens: the cl
 are, the more often they draw the same token.
 """
 
+from collections.abc import Sequence
 from copy import copy
 
 import numpy as np
-from torch import Tensor
 
+from pagewire_kernels.batch import LayerCaches
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
@@ -37,10 +38,10 @@ class DraftModel(Drafter):
 
     takes_time = True
 
-    def __init__(self, model: Model, cache: Tensor) -> None:
-        """cache: KV cache of `model`, with the same number and size of blocks as the target's."""
+    def __init__(self, model: Model, caches: Sequence[LayerCaches]) -> None:
+        """caches: keys and values of the layers of `model`, in as many blocks as the target's."""
         self._max_model_len = model.max_model_len
-        self._forward = HostForward(model, cache)
+        self._forward = HostForward(model, caches)
 
     def begin(self, plan: StepPlan, table: SequenceTable) -> None:
         """Keep only the KV in blocks before the first one that changes in a block table."""

@@ -49,7 +49,7 @@ class EagleDrafter(Drafter):
         """cache: KV cache of `head`, with the same number of blocks as the target's."""
         self._head = head
         self._cache = cache
-        self._caches = head.kv_cache_spec.by_layer(cache.device_cache)
+        self._caches = cache.caches
         self._inputs = DecodeInputs(self._caches)
         self._hidden = head.hidden_like
         """By row of the table: the fused hidden state of the last token that the target has

@@ -1,12 +1,13 @@
 """The forward pass of a step that is computed at once: operation by operation, or on a CPU as one
 recorded program."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from pagewire_kernels.batch import StepBatch
+from pagewire_kernels.batch import LayerCaches, StepBatch
 from pagewire_kernels.interface import Computed, HeadOutput
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import ComputesLogits, Model
@@ -47,11 +48,12 @@ class ForwardPass:
 class HostForward:
     """Runs a model over one cache. Inputs are built on the host."""
 
-    def __init__(self, model: Model, kv_cache: Tensor) -> None:
+    def __init__(self, model: Model, caches: Sequence[LayerCaches]) -> None:
+        """caches: keys and values of the model's layers."""
         self._model = model
         self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
-        self._caches = model.kv_cache_spec.by_layer(kv_cache)
-        self._device = kv_cache.device
+        self._caches = caches
+        self._device = caches[0][0].device
         self._decodes = DecodeInputs(self._caches) if self._device.type == "cpu" else None
 
     def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:

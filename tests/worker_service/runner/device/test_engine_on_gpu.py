@@ -18,12 +18,12 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import profile_blocks
 from worker_service.loader import load_model
-from worker_service.models.interface import KVCacheSpec
+from worker_service.models.kv_cache_spec import KVCacheSpec
 
 pytestmark = pytest.mark.gpu
 
 CHUNKED = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16)
-SPEC = KVCacheSpec(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+SPEC = KVCacheSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
@@ -113,20 +113,20 @@ def test_blocks_move_between_gpu_and_host() -> None:
     )
     engine.finish()
     assert engine.device_us() > 0
-    assert engine.device_cache[:, 0, 0, 0, 0, 0].tolist() == [2.0, 2.0, 3.0, 1.0, 4.0, 3.0]
-    assert engine.host_cache[[1, 2], 0, 0, 0, 0, 0].tolist() == [4.0, 1.0]
+    assert engine.device_cache[:, 0].tolist() == [2, 2, 3, 1, 4, 3]
+    assert engine.host_cache[[1, 2], 0].tolist() == [4, 1]
 
 
 def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them() -> None:
     device = torch.device("cuda")
-    spec = KVCacheSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    spec = KVCacheSpec.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     engine = CacheEngine(spec, block_size=16, num_gpu_blocks=514, num_cpu_blocks=512, device=device)
-    engine.host_cache[:] = 3.0
-    engine.device_cache[512] = 5.0
+    engine.host_cache[:] = 3
+    engine.device_cache[512] = 5
     pairs = [(block, block) for block in range(512)]  # a gigabyte
     for _ in range(2):  # the first time includes start-up
         engine.finish()
-        engine.device_cache[511] = 0.0
+        engine.device_cache[511] = 0
         engine.execute(moving_plan(swap_in=pairs, copy=[(512, 513)]))
         computed = engine.device_cache[513].sum()
         done = torch.cuda.Event()
@@ -145,14 +145,14 @@ def test_a_step_computes_while_blocks_are_swapped_out_unless_it_may_overwrite_th
     overwrites: bool,
 ) -> None:
     device = torch.device("cuda")
-    spec = KVCacheSpec(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    spec = KVCacheSpec.uniform(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     engine = CacheEngine(spec, block_size=16, num_gpu_blocks=512, num_cpu_blocks=512, device=device)
-    engine.device_cache[:] = 3.0
+    engine.device_cache[:] = 3
     pairs = [(block, block) for block in range(512)]  # a gigabyte
     updates = [(1, 0, 511)] if overwrites else []
     for _ in range(2):  # the first time includes start-up
         engine.finish()
-        engine.host_cache[511] = 0.0
+        engine.host_cache[511] = 0
         engine.execute(moving_plan(swap_out=pairs, block_updates=updates))
         done = torch.cuda.Event()
         done.record()
@@ -160,7 +160,7 @@ def test_a_step_computes_while_blocks_are_swapped_out_unless_it_may_overwrite_th
         last_block = float(engine.host_cache[511].max())
     assert last_block == (3.0 if overwrites else 0.0)
     engine.execute(moving_plan())
-    engine.device_cache[511] = 5.0
+    engine.device_cache[511] = 5
     torch.cuda.synchronize()
     assert float(engine.host_cache[511].min()) == 3.0
 

@@ -42,9 +42,7 @@ class Engine(SpeculatingEngine):
         super().__init__(model, **options)
 
     def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> DraftModel:
-        self.drafter = DraftModel(
-            self.draft, self.make_cache(self.draft, num_gpu_blocks).device_cache
-        )
+        self.drafter = DraftModel(self.draft, self.make_cache(self.draft, num_gpu_blocks).caches)
         return self.drafter
 
 
@@ -92,7 +90,7 @@ def test_a_copied_block_is_computed_again() -> None:
         )
         for _ in range(2)
     ]
-    drafter = DraftModel(loaded(str(checkpoint("llama"))).model, caches[1].device_cache)
+    drafter = DraftModel(loaded(str(checkpoint("llama"))).model, caches[1].caches)
     runner = ModelRunner(model, caches[0], 4, speculation=Speculation(drafter, AllDrafts()))
     plans = PlanBuilder(block_size=4)
 

@@ -1,0 +1,140 @@
+"""Cache groups of models, tokens per block, and where layers lie in a block."""
+
+import pytest
+import torch
+
+from worker_service.cache_groups import CacheGroup, CacheLifetime
+from worker_service.models.kv_cache_spec import (
+    BLOCK_ALIGNMENT,
+    MAX_BLOCK_TOKENS,
+    KVCacheSpec,
+    LayerKV,
+)
+
+Layers = tuple[int, int, int, int | None]
+"""Number of layers, KV heads, head size and window."""
+
+SHAPES: dict[str, list[Layers]] = {
+    "gemma 3 270m": [(15, 1, 256, 512), (3, 1, 256, None)],
+    "gemma 3 1b": [(22, 1, 256, 512), (4, 1, 256, None)],
+    "gemma 3 4b": [(29, 4, 256, 1024), (5, 4, 256, None)],
+    "gemma 3 12b": [(40, 8, 256, 1024), (8, 8, 256, None)],
+    "gemma 3 27b": [(52, 16, 128, 1024), (10, 16, 128, None)],
+    "gemma 3n e4b": [(16, 2, 256, 512), (4, 2, 256, None)],
+    "gemma 4 31b": [(50, 16, 256, 1024), (10, 4, 512, None)],
+    "gemma 4 26b": [(25, 8, 256, 1024), (5, 2, 512, None)],
+    "gemma 4 e4b": [(20, 2, 256, 512), (4, 2, 512, None)],
+    "gemma 4 e2b": [(12, 1, 256, 512), (3, 1, 512, None)],
+    "gpt-oss 20b": [(12, 8, 64, 128), (12, 8, 64, None)],
+    "gpt-oss 120b": [(18, 8, 64, 128), (18, 8, 64, None)],
+    "gemma 2 9b": [(21, 8, 256, 4096), (21, 8, 256, None)],
+    "llama 4 scout's ratio": [(36, 8, 128, 8192), (12, 8, 128, None)],
+    "mistral 7b": [(32, 8, 128, 4096)],
+    "llama 8b": [(32, 8, 128, None)],
+    "three lifetimes": [(8, 2, 128, 256), (8, 2, 128, 1024), (4, 2, 128, None)],
+}
+DTYPES = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+NUM_TOKENS = 4096
+
+
+def _spec(shape: list[Layers], dtype: torch.dtype, num_ranks: int = 1) -> KVCacheSpec:
+    return KVCacheSpec(
+        layers=tuple(
+            LayerKV(num_kv_heads=max(1, heads // num_ranks), head_dim=size, window=window)
+            for count, heads, size, window in shape
+            for _ in range(count)
+        ),
+        dtype=dtype,
+        releases_windows=True,
+    )
+
+
+@pytest.mark.parametrize("preferred", [16, 64])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_blocks_of_all_groups_are_used_but_for_a_twentieth(
+    shape: list[Layers], dtype: torch.dtype, num_ranks: int, preferred: int
+) -> None:
+    spec = _spec(shape, dtype, num_ranks)
+    block_size = spec.choose_block_size(preferred)
+    groups = spec.groups(block_size)
+    block_bytes = spec.block_bytes(block_size)
+    assert block_bytes % BLOCK_ALIGNMENT == 0
+    assert max(group.block_tokens for group in groups) == block_size <= MAX_BLOCK_TOKENS
+    assert all(group.block_tokens % 16 == 0 for group in groups)
+    used = reserved = 0
+    for index, group in enumerate(groups):
+        kept = [kv for kv, own in zip(spec.layers, spec.group_of, strict=True) if own == index]
+        token_bytes = sum(kv.num_elements(dtype) for kv in kept) * dtype.itemsize
+        num_blocks = min(group.span or NUM_TOKENS, NUM_TOKENS) / group.block_tokens
+        used += num_blocks * group.block_tokens * token_bytes
+        reserved += num_blocks * block_bytes
+        assert group.block_tokens * token_bytes <= block_bytes
+    assert used >= 0.95 * reserved
+    assert spec.padding(block_size) <= 0.05
+
+
+def test_groups_are_ordered_by_their_windows_after_the_one_that_keeps_all() -> None:
+    spec = _spec([(2, 1, 64, 512), (2, 1, 64, None), (4, 1, 64, 128)], torch.float32)
+    assert spec.groups(64) == (
+        CacheGroup(lifetime=CacheLifetime.GROWING, block_tokens=64),
+        CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=32, span=128),
+        CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=64, span=512),
+    )
+    assert spec.group_of == (2, 2, 0, 0, 1, 1, 1, 1)
+
+
+def test_the_smallest_blocks_of_a_cpu_have_sixty_four_tokens() -> None:
+    spec = _spec(SHAPES["gemma 3 270m"], torch.bfloat16)
+    assert spec.choose_block_size(preferred=64) == 320
+    assert [group.block_tokens for group in spec.groups(320)] == [320, 64]
+    assert spec.choose_block_size(preferred=16) == 80
+
+
+def test_one_group_has_the_preferred_size() -> None:
+    assert _spec(SHAPES["llama 8b"], torch.bfloat16).choose_block_size(preferred=64) == 64
+    assert _spec(SHAPES["mistral 7b"], torch.bfloat16).choose_block_size(preferred=256) == 256
+
+
+def test_a_configured_size_is_that_of_the_group_with_most_tokens_per_block() -> None:
+    spec = _spec(SHAPES["gemma 3 27b"], torch.bfloat16)
+    assert [group.block_tokens for group in spec.groups(320)] == [320, 64]
+    assert [group.block_tokens for group in spec.groups(8)] == [8, 2]
+
+
+def test_windows_are_kept_like_everything_else_until_they_are_released() -> None:
+    layers = _spec(SHAPES["gemma 3 270m"], torch.bfloat16).layers
+    spec = KVCacheSpec(layers=layers, dtype=torch.bfloat16, releases_windows=False)
+    assert spec.groups(64) == (CacheGroup(block_tokens=64),)
+    assert set(spec.group_of) == {0}
+
+
+def test_stages_of_a_pipeline_agree_on_groups_and_hold_their_own_layers() -> None:
+    whole = _spec(SHAPES["gemma 3 270m"], torch.bfloat16)
+    stages = [
+        KVCacheSpec(
+            layers=whole.layers, dtype=whole.dtype, releases_windows=True, stage=range(*stage)
+        )
+        for stage in ((0, 9), (9, 18))
+    ]
+    assert all(stage.groups(320) == whole.groups(320) for stage in stages)
+    assert stages[0].group_of + stages[1].group_of == whole.group_of
+    assert stages[0].block_bytes(320) == 9 * 64 * 1024
+    assert stages[1].block_bytes(320) == max(3 * 320, 6 * 64) * 1024
+    assert stages[1].padding(320) == pytest.approx(1 - 6 * 64 / (3 * 320))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_layers_of_a_group_share_a_block_without_overlap(dtype: torch.dtype) -> None:
+    spec = _spec([(2, 3, 20, 32), (1, 2, 16, None), (1, 1, 48, None)], dtype)
+    pool = torch.zeros(3, spec.block_bytes(48), dtype=torch.uint8)
+    views = spec.views(pool, 48)
+    groups = spec.groups(48)
+    for index, group in enumerate(groups):
+        kept = [kv for kv, own in zip(views, spec.group_of, strict=True) if own == index]
+        for number, tensor in enumerate(tensor for pair in kept for tensor in pair):
+            assert tensor.shape[:2] == (3, group.block_tokens)
+            tensor.view(torch.int8).fill_(number + 1)
+        for number, tensor in enumerate(tensor for pair in kept for tensor in pair):
+            assert bool((tensor.view(torch.int8) == number + 1).all())

@@ -1,0 +1,80 @@
+"""Models whose windows are cache groups of their own, over a cache whose released blocks are NaN.
+
+`PagedDriver` releases every block that no row sees, so that reading one shows in the tokens."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint
+from tests.support.paged_driver import PagedDriver
+from tests.support.transformers_oracle import oracle
+from worker_service.cache_groups import CacheLifetime
+from worker_service.config import CacheConfig, ModelConfig
+from worker_service.loader import load_model
+from worker_service.loader.trial import try_model
+from worker_service.models.interface import Model
+
+NATIVE = ("mistral", "qwen2_sliding")
+THROUGH_TRANSFORMERS = ("gemma2", "gemma3", "gpt_oss", "phi3")
+FAMILIES = NATIVE + THROUGH_TRANSFORMERS
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def _model(family: str, dtype: str = "float32", kv_cache_dtype: str = "auto") -> Model:
+    config = ModelConfig(model=str(checkpoint(family)), device="cpu", dtype=dtype)
+    model = load_model(config, CacheConfig(kv_cache_dtype=kv_cache_dtype)).model
+    model.kv_cache_spec = replace(model.kv_cache_spec, releases_windows=True)
+    return model
+
+
+def _prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
+        for length in (1, 12, 33, 58)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sequences_of_several_windows_continue_as_transformers_does(family: str) -> None:
+    model, prompts = _model(family), _prompts()
+    expected = [oracle(checkpoint(family)).generate(prompt, 24) for prompt in prompts]
+    for block_size, chunk in ((8, None), (16, 13), (4, 5)):
+        driver = PagedDriver(model, block_size=block_size)
+        assert driver.generate(prompts, 24, chunk=chunk) == expected
+        windows = [group.lifetime == CacheLifetime.WINDOW for group in driver.groups]
+        assert windows == ([True] if family in ("mistral", "phi3") else [False, True])
+        assert int((driver.tables[-1][3] == -1).sum()) >= 60 // 16, "blocks were released"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8")]
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_released_windows_change_no_bit(family: str, dtype: str, kv_cache_dtype: str) -> None:
+    model, prompts = _model(family, dtype, kv_cache_dtype), _prompts()
+    released = PagedDriver(model)
+    model.kv_cache_spec = replace(model.kv_cache_spec, releases_windows=False)
+    kept = PagedDriver(model)
+    assert len(kept.groups) == 1
+    for start, end in ((0, 1), (1, 11), (11, 40), (40, 41), (41, 58)):
+        batch = [(i, start, p[start:end]) for i, p in enumerate(prompts) if len(p) > start]
+        expected = kept.run(batch)
+        model.kv_cache_spec = replace(model.kv_cache_spec, releases_windows=True)
+        assert all(map(torch.equal, released.run(batch), expected))
+        model.kv_cache_spec = replace(model.kv_cache_spec, releases_windows=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_trial_run_computes_with_several_groups(family: str) -> None:
+    assert try_model(_model(family), torch.device("cpu"), 16)
+
+
+def test_a_window_that_hides_nothing_keeps_its_layers_in_the_growing_group() -> None:
+    for family in ("qwen2_sliding", "gemma3"):
+        config = ModelConfig(model=str(checkpoint(family)), device="cpu", max_model_len=9)
+        spec = replace(load_model(config).model.kv_cache_spec, releases_windows=True)
+        assert [group.lifetime for group in spec.groups(16)] == [CacheLifetime.GROWING]

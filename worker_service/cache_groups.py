@@ -1,0 +1,32 @@
+"""Cache groups: layers whose KV, or state, is kept for the same time.
+
+Nothing here imports torch.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class CacheLifetime(Enum):
+    """How long what a token adds to a cache is kept; `model.proto` defines each."""
+
+    GROWING = "growing"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    STATE = "state"
+    FIXED = "fixed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheGroup:
+    """One cache group, as `model.proto` describes it."""
+
+    lifetime: CacheLifetime = CacheLifetime.GROWING
+    block_tokens: int = 0
+    """Tokens per block; 0 in a group of states."""
+
+    span: int = 0
+    """Tokens of a window or a chunk; 0 elsewhere."""
+
+    num_blocks: int = 0
+    """Blocks of a sequence in a group of states; 0 elsewhere."""

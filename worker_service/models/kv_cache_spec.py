@@ -1,0 +1,171 @@
+"""What tokens leave in the KV cache, by layer, and where it lies in the pool of blocks.
+
+All blocks of a worker have the same number of bytes. A block belongs to one cache group while it is
+in use, and holds keys and values of some consecutive tokens of a sequence in the layers of that
+group: layer after layer, keys before values. Groups differ in bytes per token, so they differ in
+tokens per block, too, which are chosen so that little of a block remains unused.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from pagewire_kernels.batch import LayerCaches
+from pagewire_kernels.interface import stored_head_size
+from worker_service.cache_groups import CacheGroup, CacheLifetime
+
+RELEASES_WINDOWS = False
+"""Whether layers with a window are cache groups of their own, so that the scheduler releases what
+no token sees any more. Until it does, all layers are one group that keeps all tokens."""
+
+BLOCK_ALIGNMENT = 128
+"""Blocks have a multiple of this number of bytes: vector registers of CPUs need 64, GPUs 128."""
+
+BLOCK_UNIT = 16
+"""Tokens per block are a multiple of this, unless a smaller number is configured."""
+
+MAX_BLOCK_TOKENS = 512
+MAX_PADDING = 0.05
+"""Share of a block that may remain unused, where tokens per block are not configured."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerKV:
+    """Keys and values of one token in one layer, on one rank."""
+
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+    """Tokens that a token sees, itself included; None: all before it."""
+
+    def num_elements(self, dtype: torch.dtype) -> int:
+        """Elements of key and value, with any scales."""
+        return 2 * self.num_kv_heads * stored_head_size(self.head_dim, dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec:
+    """The KV of one token in a model, and its cache groups."""
+
+    layers: tuple[LayerKV, ...]
+    """Of all stages of a pipeline: they determine the groups, on which ranks must agree."""
+
+    dtype: torch.dtype
+    stage: range | None = None
+    """Indices of this rank's layers, whose KV its blocks hold; None: all."""
+
+    releases_windows: bool = RELEASES_WINDOWS
+
+    @classmethod
+    def uniform(
+        cls, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> "KVCacheSpec":
+        """The specification of layers that are all equal."""
+        layer = LayerKV(num_kv_heads=num_kv_heads, head_dim=head_dim)
+        return cls(layers=(layer,) * num_layers, dtype=dtype)
+
+    @cached_property
+    def group_of(self) -> tuple[int, ...]:
+        """The cache group of each of this rank's layers."""
+        spans = self._spans
+        return tuple(spans.index(self._span(layer)) for layer in self._held)
+
+    def groups(self, block_size: int) -> tuple[CacheGroup, ...]:
+        """The cache groups: the one that keeps all tokens, if any, and windows, smallest first.
+
+        block_size: tokens per block of the group with most.
+        """
+        tokens = _tokens_of_blocks(self._token_bytes(self.layers), block_size)
+        return tuple(
+            CacheGroup(
+                lifetime=CacheLifetime.WINDOW if span else CacheLifetime.GROWING,
+                block_tokens=block_tokens,
+                span=span,
+            )
+            for span, block_tokens in zip(self._spans, tokens, strict=True)
+        )
+
+    def choose_block_size(self, preferred: int) -> int:
+        """The block size without a configured one: the smallest with which no group has fewer than
+        `preferred` tokens per block, and little of a block remains unused; of any, if there is no
+        such one, that which leaves least unused."""
+        token_bytes = self._token_bytes(self.layers)
+        if len(token_bytes) == 1:
+            return preferred
+        sizes = range(BLOCK_UNIT, MAX_BLOCK_TOKENS + 1, BLOCK_UNIT)
+        fits = {size: _tokens_of_blocks(token_bytes, size) for size in sizes}
+        paddings = {size: _padding(token_bytes, fits[size]) for size in sizes}
+        good = [size for size in sizes if paddings[size] <= MAX_PADDING]
+        large = [size for size in good if min(fits[size]) >= preferred]
+        if large:
+            return min(large, key=lambda size: (min(fits[size]), paddings[size]))
+        if good:
+            return max(good, key=lambda size: (min(fits[size]), -paddings[size]))
+        return min(sizes, key=lambda size: paddings[size])
+
+    def padding(self, block_size: int) -> float:
+        """The largest share of a block that a group leaves unused on this rank."""
+        tokens = [group.block_tokens for group in self.groups(block_size)]
+        used = self._token_bytes(self._held)
+        return _padding(used, tokens)
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of this rank."""
+        used = self._token_bytes(self._held)
+        groups = zip(used, self.groups(block_size), strict=True)
+        most = max(token_bytes * group.block_tokens for token_bytes, group in groups)
+        return -(-most // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+    def views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
+        """Keys and values of this rank's layers. pool: uint8 [num_blocks, block_bytes]."""
+        return tuple(self._views(pool.view(self.dtype), block_size))
+
+    def _views(self, pool: Tensor, block_size: int) -> Iterator[LayerCaches]:
+        groups = self.groups(block_size)
+        ends = [0] * len(groups)  # elements of a block that layers before occupy
+        for layer, index in zip(self._held, self.group_of, strict=True):
+            tokens, start = groups[index].block_tokens, ends[index]
+            ends[index] += tokens * layer.num_elements(self.dtype)
+            heads = layer.num_kv_heads, stored_head_size(layer.head_dim, self.dtype)
+            keys, values = pool[:, start : ends[index]].unflatten(1, (2, tokens, *heads)).unbind(1)
+            yield keys, values
+
+    @property
+    def _held(self) -> tuple[LayerKV, ...]:
+        return self.layers if self.stage is None else tuple(self.layers[i] for i in self.stage)
+
+    @property
+    def _spans(self) -> list[int]:
+        return sorted({self._span(layer) for layer in self.layers})
+
+    def _span(self, layer: LayerKV) -> int:
+        """The window of a layer's group; 0 in the group that keeps all tokens."""
+        return (layer.window or 0) if self.releases_windows else 0
+
+    def _token_bytes(self, layers: tuple[LayerKV, ...]) -> list[int]:
+        """Bytes of a token by group, in these layers."""
+        size = self.dtype.itemsize
+        return [
+            sum(size * kv.num_elements(self.dtype) for kv in layers if self._span(kv) == span)
+            for span in self._spans
+        ]
+
+
+def _tokens_of_blocks(token_bytes: list[int], block_size: int) -> tuple[int, ...]:
+    """Tokens per block by group, of which the one with fewest bytes per token has `block_size`:
+    the combination of roundings to units that leaves least unused."""
+    unit = BLOCK_UNIT if block_size % BLOCK_UNIT == 0 else 1
+    units = block_size // unit * min(token_bytes)
+    choices = [
+        sorted({max(1, units // size) * unit, -(-units // size) * unit}) for size in token_bytes
+    ]
+    return min(product(*choices), key=lambda tokens: _padding(token_bytes, tokens))
+
+
+def _padding(token_bytes: list[int], tokens: tuple[int, ...] | list[int]) -> float:
+    used = [size * count for size, count in zip(token_bytes, tokens, strict=True)]
+    return 1 - min(used) / max(used)
