@@ -71,7 +71,7 @@ class Sequence:
         message = plan_pb2.NewSequence(
             seq_id=self.seq_id,
             choice_index=self.choice_index,
-            block_ids=columns.pack(self.blocks),
+            tables=[plan_pb2.BlockTable(block_ids=columns.pack(self.blocks))],
             sampling=self.sampling,
             prompt_logprobs_start=self.prompt_logprobs_start,
         )

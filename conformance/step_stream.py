@@ -175,7 +175,7 @@ class StepStream:
         swap_out: Pairs = (),
         swap_in: Pairs = (),
         copy: Pairs = (),
-        block_updates: Items[tuple[int, int, int]] = (),
+        block_updates: Items[tuple[int, int, int, int]] = (),
         max_results: int = 0,
     ) -> plan_pb2.StepPlan:
         """The next plan, with the new sequences and the blocks that its rows need.
@@ -297,7 +297,7 @@ class StepStream:
         """Cancel the stream."""
         self._call.cancel()
 
-    def _grow(self, rows: Items[Row]) -> list[tuple[int, int, int]]:
+    def _grow(self, rows: Items[Row]) -> list[tuple[int, int, int, int]]:
         """Allocate blocks for each row; returns the updates of sequences that the worker has."""
         updates = []
         for row in rows:
@@ -309,7 +309,7 @@ class StepStream:
             end = sequence.num_computed_tokens + row.num_tokens + num_drafts
             missing = -(-end // self.block_size) - len(sequence.blocks)
             for block in self.take_blocks(max(missing, 0)):
-                updates.append((sequence.seq_id, len(sequence.blocks), block))
+                updates.append((sequence.seq_id, 0, len(sequence.blocks), block))
                 sequence.blocks.append(block)
         new_ids = {sequence.seq_id for sequence in self._new}
         return [update for update in updates if update[0] not in new_ids]

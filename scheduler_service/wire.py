@@ -19,6 +19,7 @@ from scheduler_service.core.request import (
     RequestTimings,
 )
 from scheduler_service.core.step_plan import (
+    BlockTable,
     NewSequence,
     RowCandidates,
     RowError,
@@ -34,6 +35,7 @@ MAX_HANDLE = 2**31 - 1
 
 _PLAN = columns_of(plan_pb2.StepPlan.DESCRIPTOR)
 _NEW_SEQUENCE = columns_of(plan_pb2.NewSequence.DESCRIPTOR)
+_BLOCK_TABLE = columns_of(plan_pb2.BlockTable.DESCRIPTOR)
 _OUTPUTS = columns_of(scheduler_service_pb2.SchedulerMessage.DESCRIPTOR)
 
 FINISH_REASONS: Mapping[str, inference_pb.FinishReason.ValueType] = {
@@ -65,12 +67,19 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
         choice_index=sequence.choice_index,
         num_prompt_tokens=sequence.num_prompt_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
+        tables=[_encode_table(table) for table in sequence.tables],
         sampling=sequence.sampling,
         parent_seq_id=sequence.parent_seq_id,
         prompt_logprobs_start=sequence.prompt_logprobs_start,
         traceparent=sequence.traceparent,
         tenant=sequence.tenant,
         **_NEW_SEQUENCE.pack(sequence),
+    )
+
+
+def _encode_table(table: BlockTable) -> plan_pb2.BlockTable:
+    return plan_pb2.BlockTable(
+        group=table.group, first_index=table.first_index, **_BLOCK_TABLE.pack(table)
     )
 
 

@@ -190,6 +190,17 @@ class PromptLogprobs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BlockTable:
+    """The blocks of one sequence in one cache group."""
+
+    group: int
+    first_index: int
+    """Entries before this one name no block."""
+
+    block_ids: Int32Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class NewSequence:
     """A sequence that is new to the worker."""
 
@@ -198,7 +209,7 @@ class NewSequence:
     token_ids: Int32Array
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: Int32Array
+    tables: tuple[BlockTable, ...]
     sampling: SamplerParams
     parent_seq_id: int | None
     prompt_logprobs_start: int
@@ -225,7 +236,7 @@ class StepPlan:
 
     new_sequences: tuple[NewSequence, ...]
     block_updates: Int32Array
-    """[n, 3]: sequence id, index in its block table, device block."""
+    """[n, 4]: sequence id, cache group, index in its table of the group, device block."""
 
     seq_ids: Int32Array
     """[num_rows]."""

@@ -100,6 +100,6 @@ for _field, _size in (
     ("swap_out", 4),
     ("swap_in", 12),
     ("copy", 7),
-    ("block_updates", 8),
+    ("block_updates", 12),
 ):
     _malformed(_field, _size)

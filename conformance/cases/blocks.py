@@ -9,10 +9,10 @@ from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire import columns
 
-TRIPLES = "Triples (sequence id, index in its block table, device block)"
+UPDATES = "(sequence id, cache group, index in its block table of the group, device block)"
 
 
-@stream_case("plan", "The block table. int32 column of device blocks.")
+@stream_case("plan", "The entries from first_index on. int32 column of device blocks.")
 def blocks_may_be_anywhere_in_the_cache(worker: Worker, stream: StepStream) -> Alone:
     prompt = worker.prompt(1)
     blocks = stream.take_blocks(min(stream.num_gpu_blocks, 64))
@@ -38,12 +38,12 @@ def an_entry_may_be_replaced_once_its_block_was_copied(worker: Worker, stream: S
     index = len(sequence.blocks) - 1
     source, target = sequence.blocks[index], stream.take_blocks(1)[0]
     sequence.blocks[index] = target
-    updates = [(sequence.seq_id, index, target)]
+    updates = [(sequence.seq_id, 0, index, target)]
     stream.generate(sequence, 3, copy=[(source, target)], block_updates=updates)
     return {"a sequence moved to a copy": sequence}
 
 
-@case("plan", "The block table. int32 column of device blocks.")
+@case("plan", "The entries from first_index on. int32 column of device blocks.")
 def a_block_beyond_the_cache_is_refused(worker: Worker) -> None:
     for block in (2**31 - 1, -1):
         with worker.open() as stream:
@@ -51,27 +51,27 @@ def a_block_beyond_the_cache_is_refused(worker: Worker) -> None:
             stream.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "new_sequences")
 
 
-@refusal_case("plan", TRIPLES, "block_updates")
+@refusal_case("plan", UPDATES, "block_updates")
 def an_update_to_a_block_beyond_the_cache_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    stream.send_changed(block_updates=[known.seq_id, len(known.blocks), 2**31 - 1])
+    stream.send_changed(block_updates=[known.seq_id, 0, len(known.blocks), 2**31 - 1])
 
 
 @refusal_case("plan", "an index one past the end appends", "block_updates")
 def an_update_beyond_the_tables_end_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    stream.send_changed(block_updates=[known.seq_id, len(known.blocks) + 1, known.blocks[-1] + 1])
+    stream.send_changed(block_updates=[known.seq_id, 0, len(known.blocks) + 1, known.blocks[-1] + 1])
 
 
-@refusal_case("plan", TRIPLES, "block_updates")
+@refusal_case("plan", UPDATES, "block_updates")
 def an_update_of_an_unknown_sequence_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    stream.send_changed(block_updates=[known.seq_id + 7, 0, known.blocks[-1] + 1])
+    stream.send_changed(block_updates=[known.seq_id + 7, 0, 0, known.blocks[-1] + 1])
 
 
-@refusal_case("plan", "The block table. int32 column of device blocks.", "num_tokens", "seq_ids")
+@refusal_case("plan", "The entries from first_index on. int32 column of device blocks.", "num_tokens", "seq_ids")
 def a_row_that_lacks_blocks_is_refused(worker: Worker, stream: StepStream) -> None:
     sequence = stream.new(worker.prompt(1))
     plan = stream.plan(sequence)
-    plan.new_sequences[0].block_ids = columns.pack(sequence.blocks[:-1])
+    plan.new_sequences[0].tables[0].block_ids = columns.pack(sequence.blocks[:-1])
     stream.send_plan(plan)

@@ -35,7 +35,7 @@ def forks_draw_for_themselves(worker: Worker, stream: StepStream) -> Alone:
     for fork in forks:
         copies.append((fork.blocks[-1], stream.take_blocks(1)[0]))
         fork.blocks[-1] = copies[-1][1]
-    updates = [(fork.seq_id, len(fork.blocks) - 1, fork.blocks[-1]) for fork in forks]
+    updates = [(fork.seq_id, 0, len(fork.blocks) - 1, fork.blocks[-1]) for fork in forks]
     stream.step(parent, *forks, copy=copies, block_updates=updates)
     stream.step(parent, *forks)
     return {f"choice {each.choice_index} of a family of forks": each for each in (parent, *forks)}

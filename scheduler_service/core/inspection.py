@@ -246,9 +246,9 @@ class Inspector:
             if scheduler is not None and detail.include_blocks:
                 for seq in seq_group.sequences:
                     if scheduler.cache.holds(seq):
-                        snapshot.block_tables.append(scheduler.cache.table(seq))
+                        snapshot.block_tables.append(scheduler.cache.device_blocks(seq))
                     elif seq.status is SequenceStatus.SWAPPED:
-                        snapshot.host_block_tables.append(scheduler.cache.host_table(seq))
+                        snapshot.host_block_tables.append(scheduler.cache.host_blocks(seq))
             inspection.requests.append(snapshot)
         inspection.num_unlisted_requests = len(ordered) - len(inspection.requests)
         inspection.ended_requests = list(self._ended)

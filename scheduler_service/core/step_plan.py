@@ -9,6 +9,16 @@ from typing import Any
 
 
 @dataclass(slots=True, kw_only=True)
+class BlockTable:
+    """The blocks of one sequence in one cache group."""
+
+    group: int
+    first_index: int
+    """Entries before this one name no block."""
+    block_ids: list[int]
+
+
+@dataclass(slots=True, kw_only=True)
 class NewSequence:
     """A sequence that the worker has not seen, or has forgotten."""
 
@@ -17,7 +27,7 @@ class NewSequence:
     token_ids: list[int]
     num_prompt_tokens: int
     num_computed_tokens: int
-    block_ids: list[int]
+    tables: list[BlockTable]
     sampling: Any
     """The request's `SamplerParams`, which the core does not read."""
     parent_seq_id: int | None = None
@@ -34,7 +44,7 @@ class StepPlan:
 
     Flat lists of pairs and triples: `swap_out` is [device, host, device, host, ...],
     `swap_in` [host, device, ...], `copy` [source, target, ...], `block_updates`
-    [seq_id, index, block, ...], `appended_tokens` [seq_id, token, ...].
+    [seq_id, group, index, block, ...], `appended_tokens` [seq_id, token, ...].
     """
 
     step_id: int

@@ -23,8 +23,8 @@ def show_plan(plan: StepPlan | None) -> list[str]:
     lines += [_show_new(new) for new in plan.new_sequences]
     for seq_id, token in _tuples(plan.appended_tokens, 2):
         lines.append(f"{seq_id} continues with {token}")
-    for seq_id, index, block in _tuples(plan.block_updates, 3):
-        lines.append(f"block table of {seq_id}: entry {index} is block {block}")
+    for seq_id, group, index, block in _tuples(plan.block_updates, 4):
+        lines.append(f"table {group} of {seq_id}: entry {index} is block {block}")
     return [*lines, f"rows {' '.join(_show_rows(plan)) or 'none'}"]
 
 
@@ -37,7 +37,8 @@ def _show_new(new: NewSequence) -> str:
         origin = f"prompt={new.num_prompt_tokens} output={num_output}"
     if new.num_computed_tokens:
         origin += f" computed={new.num_computed_tokens}"
-    return f"new {new.seq_id} choice={new.choice_index} {origin} {new.block_ids}"
+    tables = " ".join(f"{table.group}:{table.first_index}+{table.block_ids}" for table in new.tables)
+    return f"new {new.seq_id} choice={new.choice_index} {origin} {tables}"
 
 
 def _show_rows(plan: StepPlan) -> Iterator[str]:

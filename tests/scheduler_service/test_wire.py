@@ -22,6 +22,7 @@ from scheduler_service.core.request import (
     RequestTimings,
 )
 from scheduler_service.core.step_plan import (
+    BlockTable,
     NewSequence,
     RowCandidates,
     RowError,
@@ -41,7 +42,10 @@ int32 = st.integers(-(2**31), 2**31 - 1)
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 count = st.integers(0, 2**31 - 1)
 pairs = st.lists(st.tuples(count, count), max_size=9).map(flat)
-triples = st.lists(st.tuples(count, count, count), max_size=9).map(flat)
+quadruples = st.lists(st.tuples(count, count, count, count), max_size=9).map(flat)
+tables = st.lists(
+    st.builds(BlockTable, group=count, first_index=count, block_ids=ids), max_size=3
+)
 
 NEW_SEQUENCE = {
     "seq_id": st.integers(1, 2**31 - 1),
@@ -49,7 +53,7 @@ NEW_SEQUENCE = {
     "token_ids": ids,
     "num_prompt_tokens": count,
     "num_computed_tokens": count,
-    "block_ids": ids,
+    "tables": tables,
     "sampling": st.builds(
         sampling_pb2.SamplerParams, seed=st.integers(0, 2**64 - 1), logprobs=st.none() | count
     ),
@@ -65,7 +69,7 @@ PLAN = {
     "swap_in": pairs,
     "copy": pairs,
     "new_sequences": st.lists(st.builds(NewSequence, **NEW_SEQUENCE), max_size=3),
-    "block_updates": triples,
+    "block_updates": quadruples,
     "seq_ids": ids,
     "num_tokens": st.none() | ids,
     "sample": st.none() | st.lists(st.booleans(), max_size=20),
@@ -116,9 +120,17 @@ def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
     for sent, new in zip(message.new_sequences, plan.new_sequences, strict=True):
         assert_same_columns(sent, new)
         for name in names_of(NewSequence) - columns_of(sent.DESCRIPTOR).keys():
-            if name != "parent_seq_id" or sent.HasField("parent_seq_id"):
+            if name == "tables":
+                assert_same_tables(sent, new)
+            elif name != "parent_seq_id" or sent.HasField("parent_seq_id"):
                 assert getattr(sent, name) == getattr(new, name)
         assert sent.HasField("parent_seq_id") == (new.parent_seq_id is not None)
+
+
+def assert_same_tables(sent: plan_pb2.NewSequence, new: NewSequence) -> None:
+    for message, table in zip(sent.tables, new.tables, strict=True):
+        assert_same_columns(message, table)
+        assert (message.group, message.first_index) == (table.group, table.first_index)
 
 
 def assert_same_columns(message: Message, values: object) -> None:
@@ -126,14 +138,14 @@ def assert_same_columns(message: Message, values: object) -> None:
         assert column.unpack(getattr(message, name)) == (getattr(values, name) or [])
 
 
-def test_a_batch_of_decodes_costs_four_bytes_a_row_and_twelve_a_new_block() -> None:
+def test_a_batch_of_decodes_costs_four_bytes_a_row_and_sixteen_a_new_block() -> None:
     seq_ids = list(range(1000, 1256))
     steady = StepPlan(step_id=5, seq_ids=seq_ids)
-    growing = StepPlan(step_id=6, seq_ids=seq_ids, block_updates=[1000, 9, 77])
+    growing = StepPlan(step_id=6, seq_ids=seq_ids, block_updates=[1000, 0, 9, 77])
     assert wire.encode_plan(steady, 1).ByteSize() <= 4 * 256 + 16
     # The new block's column also costs its own tag and length.
     grown = wire.encode_plan(growing, 1).ByteSize() - wire.encode_plan(steady, 1).ByteSize()
-    assert grown == 12 + 2
+    assert grown == 16 + 2
 
 
 def test_a_result_keeps_every_field() -> None:

@@ -67,7 +67,8 @@ class FakeModel:
         for new in plan.new_sequences:
             self._take_in(new)
         updates = column(plan.block_updates)
-        for seq_id, index, block in zip(updates[::3], updates[1::3], updates[2::3], strict=True):
+        quadruples = zip(*(updates[i::4] for i in range(4)), strict=True)
+        for seq_id, _group, index, block in quadruples:
             table = self.sequences[seq_id].block_ids
             table[index : index + 1] = [block]
         self._check_blocks(column(plan.copy))
@@ -79,7 +80,9 @@ class FakeModel:
         if new.HasField("parent_seq_id"):
             parent = self.sequences[new.parent_seq_id]
             tokens, num_computed = parent.token_ids + tokens, parent.num_computed
-        self.sequences[new.seq_id] = HeldSequence(tokens, num_computed, column(new.block_ids))
+        self.sequences[new.seq_id] = HeldSequence(
+            tokens, num_computed, [b for table in new.tables for b in column(table.block_ids)]
+        )
 
     def _check_blocks(self, copies: list[int]) -> None:
         used = {b for sequence in self.sequences.values() for b in sequence.block_ids}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from worker_service.array_types import Int32Array
-from worker_service.plan import NewSequence, SamplerParams, StepPlan
+from worker_service.plan import BlockTable, NewSequence, SamplerParams, StepPlan
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -19,7 +19,7 @@ def moving_plan(
     swap_out: Pairs = (),
     swap_in: Pairs = (),
     copy: Pairs = (),
-    block_updates: Sequence[tuple[int, int, int]] = (),
+    block_updates: Sequence[tuple[int, int, int, int]] = (),
     new_sequences: Sequence[NewSequence] = (),
 ) -> StepPlan:
     """A plan without rows."""
@@ -33,7 +33,7 @@ def moving_plan(
         copy=_column(copy, 2),
         new_sequences=tuple(new_sequences),
         appended_tokens=_column((), 2),
-        block_updates=_column(block_updates, 3),
+        block_updates=_column(block_updates, 4),
         seq_ids=nothing,
         num_tokens=nothing,
         sample=nothing.astype(bool),
@@ -49,7 +49,7 @@ def new_sequence(block_ids: Sequence[int]) -> NewSequence:
         token_ids=np.array([1], np.int32),
         num_prompt_tokens=1,
         num_computed_tokens=0,
-        block_ids=np.array(block_ids, np.int32),
+        tables=(BlockTable(group=0, first_index=0, block_ids=np.array(block_ids, np.int32)),),
         sampling=SamplerParams(),
         parent_seq_id=None,
         prompt_logprobs_start=0,

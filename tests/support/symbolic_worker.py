@@ -255,8 +255,8 @@ class SymbolicWorker:
 
     def _copy(self, plan: StepPlan) -> None:
         pairs = grouped(plan.copy, 2)
-        updated = {block for _, _, block in grouped(plan.block_updates, 3)}
-        coming = {block for new in plan.new_sequences for block in new.block_ids}
+        updated = {block for _, _, _, block in grouped(plan.block_updates, 4)}
+        coming = {block for new in plan.new_sequences for block in _blocks(new)}
         for source, target in pairs:
             self._check_block(source)
             self._check_block(target)
@@ -272,9 +272,10 @@ class SymbolicWorker:
         seq_id = new.seq_id
         require(seq_id not in self.sequences, f"sequence {seq_id} is known already")
         require(0 < seq_id < 2**31, f"sequence id {seq_id} is out of range")
-        for block in new.block_ids:
+        blocks = _blocks(new)
+        for block in blocks:
             self._check_block(block)
-        require(len(new.block_ids) == len(set(new.block_ids)), f"{seq_id} has a block twice")
+        require(len(blocks) == len(set(blocks)), f"{seq_id} has a block twice")
         seq = WorkerSequence(
             seq_id=seq_id,
             choice_index=new.choice_index,
@@ -283,7 +284,7 @@ class SymbolicWorker:
             prompt_logprobs_start=new.prompt_logprobs_start,
             tokens=[],
             histories=[],
-            block_table=list(new.block_ids),
+            block_table=blocks,
             num_computed=new.num_computed_tokens,
         )
         if new.parent_seq_id is not None:
@@ -346,7 +347,8 @@ class SymbolicWorker:
 
     def _update_blocks(self, column: list[int]) -> None:
         seen = set()
-        for seq_id, index, block in grouped(column, 3):
+        for seq_id, group, index, block in grouped(column, 4):
+            require(group == 0, f"there is no group {group}")
             self._check_block(block)
             seq = self.sequences.get(seq_id)
             require(seq is not None, f"block update for unknown sequence {seq_id}")
@@ -529,6 +531,10 @@ class SymbolicWorker:
 
     def _check_block(self, block: int) -> None:
         require(0 <= block < self.num_gpu_blocks, f"block {block} does not exist")
+
+
+def _blocks(new: NewSequence) -> list[int]:
+    return [block for table in new.tables for block in table.block_ids]
 
 
 def logprobs_of(token: int) -> RowLogprobs:

@@ -35,6 +35,11 @@ class Row:
     sample: bool = True
 
 
+def block_table(block_ids: Iterable[int]) -> list[plan_pb2.BlockTable]:
+    """A sequence's block table in the first group, and in no other."""
+    return [plan_pb2.BlockTable(block_ids=column(block_ids))]
+
+
 @dataclass
 class PlanBuilder:
     """Builds plans with consecutive step ids; hands out blocks in ascending order."""
@@ -85,7 +90,7 @@ class PlanBuilder:
                 choice_index=choice_index,
                 sampling=sampling,
                 parent_seq_id=parent,
-                block_ids=column(self.tables[parent]),
+                tables=block_table(self.tables[parent]),
             )
         )
 
@@ -94,7 +99,7 @@ class PlanBuilder:
         self.lengths[seq_id] += num_tokens
         table = self.tables[seq_id]
         while len(table) * self.block_size < self.lengths[seq_id]:
-            self._updates += [seq_id, len(table), self.next_block]
+            self._updates += [seq_id, 0, len(table), self.next_block]
             table.append(self.next_block)
             self.next_block += 1
 

@@ -409,8 +409,8 @@ def _precede_forward(plan: StepPlan) -> bool:
     their targets: it writes to a block that is swapped out only if the plan assigns it."""
     if len(plan.copy) or not len(plan.swap_out):
         return len(plan.copy) > 0
-    assigned = [new.block_ids for new in plan.new_sequences]
-    assigned.append(plan.block_updates[:, 2])
+    assigned = [table.block_ids for new in plan.new_sequences for table in new.tables]
+    assigned.append(plan.block_updates[:, 3])
     return bool(np.isin(plan.swap_out[:, 0], np.concatenate(assigned)).any())
 
 

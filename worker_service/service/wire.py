@@ -19,6 +19,7 @@ from worker_service.engine.executor import ModelFacts
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     ROW_ERROR_MESSAGES,
+    BlockTable,
     Constraint,
     ConstraintKind,
     NewSequence,
@@ -123,6 +124,14 @@ def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequenc
         prompt_logprobs_start=message.prompt_logprobs_start,
         traceparent=message.traceparent,
         tenant=message.tenant,
+        tables=tuple(
+            BlockTable(
+                group=table.group,
+                first_index=table.first_index,
+                **_decode_columns(table, f"{path}tables[{index}]."),
+            )
+            for index, table in enumerate(message.tables)
+        ),
         **_decode_columns(message, path),
     )
 

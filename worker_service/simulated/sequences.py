@@ -119,10 +119,12 @@ class SimulatedSequenceTable:
             sequence.extend((token,))
 
     def update_blocks(self, updates: Int32Array) -> None:
-        """Set or append block table entries. updates: [n, 3] as in the plan."""
+        """Set or append block table entries. updates: [n, 4] as in the plan."""
         seen: set[tuple[int, int]] = set()
-        for seq_id, index, block in updates.tolist():
+        for seq_id, group, index, block in updates.tolist():
             sequence = self.get(seq_id, "block_updates")
+            if group != 0:
+                raise InvalidPlan("block_updates", f"expected group 0, got {group}")
             self._memory.check_block(block, "block_updates")
             if (seq_id, index) in seen:
                 self._refuse_update(seq_id, index, "is set twice")
@@ -144,7 +146,8 @@ class SimulatedSequenceTable:
             raise InvalidPlan(
                 f"{field}.num_prompt_tokens", f"{expected}, got {new.num_prompt_tokens}"
             )
-        capacity = min(len(new.token_ids), len(new.block_ids) * self._memory.block_size)
+        num_blocks = sum(len(table.block_ids) for table in new.tables)
+        capacity = min(len(new.token_ids), num_blocks * self._memory.block_size)
         if new.num_computed_tokens > capacity:
             expected = f"expected at most {capacity}, as many as tokens and blocks hold"
             got = new.num_computed_tokens
@@ -185,13 +188,20 @@ class SimulatedSequenceTable:
             raise InvalidPlan(field, f"expected token ids from 0 to {self._vocab_size - 1}")
 
     def _checked_blocks(self, new: NewSequence, field: str) -> list[int]:
-        blocks: list[int] = new.block_ids.tolist()
+        if not new.tables:
+            return []
+        table, path = new.tables[0], f"{field}.tables[0]"
+        if len(new.tables) > 1 or table.group != 0:
+            raise InvalidPlan(f"{field}.tables", "expected one table, of group 0")
+        if table.first_index != 0:
+            raise InvalidPlan(f"{path}.first_index", f"expected 0, got {table.first_index}")
+        blocks: list[int] = table.block_ids.tolist()
         for block in blocks:
-            self._memory.check_block(block, f"{field}.block_ids")
+            self._memory.check_block(block, f"{path}.block_ids")
         if len(set(blocks)) != len(blocks):
-            raise InvalidPlan(f"{field}.block_ids", "a block is named twice")
+            raise InvalidPlan(f"{path}.block_ids", "a block is named twice")
         if len(blocks) > self._max_blocks:
-            raise InvalidPlan(f"{field}.block_ids", f"expected at most {self._max_blocks} blocks")
+            raise InvalidPlan(f"{path}.block_ids", f"expected at most {self._max_blocks} blocks")
         return blocks
 
     def _refuse_update(self, seq_id: int, index: int, problem: str) -> None:

@@ -110,8 +110,8 @@ class StepPlan(_message.Message):
     copy: _builtins.bytes
     """Pairs (source, target) of device blocks, int32 column: copy-on-write."""
     block_updates: _builtins.bytes
-    """Triples (sequence id, index in its block table, device block), int32 column:
-    sets that entry; an index one past the end appends.
+    """Quadruples (sequence id, cache group, index in its block table of the group, device
+    block), int32 column: sets that entry; an index one past the end appends.
     """
     seq_ids: _builtins.bytes
     """The batch: one row per scheduled sequence. int32 column of sequence ids, no id
@@ -191,7 +191,7 @@ class NewSequence(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PARENT_SEQ_ID_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
@@ -216,8 +216,6 @@ class NewSequence(_message.Message):
     """Number of tokens whose KV is already in the blocks below (a cached prefix, a
     swapped-in sequence). In a fork the parent's number applies and this is 0.
     """
-    block_ids: _builtins.bytes
-    """The block table. int32 column of device blocks."""
     parent_seq_id: _builtins.int
     """Present in a fork: the sequence whose tokens and computed tokens it takes over,
     as they are before this step's forward pass. A fork whose row in this plan
@@ -239,6 +237,12 @@ class NewSequence(_message.Message):
     as which tokens to guess, may affect a sequence with another number. No token depends on it.
     """
     @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
+        """One block table for each of the model's cache groups in which the sequence has blocks,
+        in ascending order of groups.
+        """
+
+    @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplerParams:
         """How tokens are sampled."""
 
@@ -250,7 +254,7 @@ class NewSequence(_message.Message):
         token_ids: _builtins.bytes = ...,
         num_prompt_tokens: _builtins.int = ...,
         num_computed_tokens: _builtins.int = ...,
-        block_ids: _builtins.bytes = ...,
+        tables: _abc.Iterable[Global___BlockTable] | None = ...,
         sampling: _sampling_pb2.SamplerParams | None = ...,
         parent_seq_id: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
@@ -259,13 +263,45 @@ class NewSequence(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "parent_seq_id", b"parent_seq_id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "block_ids", b"block_ids", "choice_index", b"choice_index", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "choice_index", b"choice_index", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "tables", b"tables", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_seq_id: _TypeAlias = _typing.Literal["parent_seq_id"]  # noqa: Y015
     _WhichOneofArgType__parent_seq_id: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_seq_id) -> _WhichOneofReturnType__parent_seq_id | None: ...
 
 Global___NewSequence: _TypeAlias = NewSequence  # noqa: Y015
+
+@_typing.final
+class BlockTable(_message.Message):
+    """The blocks of one sequence in one cache group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    FIRST_INDEX_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    group: _builtins.int
+    """Index in ModelInfo.cache_groups."""
+    first_index: _builtins.int
+    """Index of the first block below. The entries before it are of tokens that no row of the
+    sequence will read, and name no block; 0 in groups that keep all their tokens.
+    """
+    block_ids: _builtins.bytes
+    """The entries from first_index on. int32 column of device blocks."""
+    def __init__(
+        self,
+        *,
+        group: _builtins.int = ...,
+        first_index: _builtins.int = ...,
+        block_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_index", b"first_index", "group", b"group"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockTable: _TypeAlias = BlockTable  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):

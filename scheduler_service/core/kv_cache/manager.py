@@ -14,6 +14,7 @@ from scheduler_service.core.kv_cache.block_manager import BlockManager, BlockUpd
 from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
+from scheduler_service.core.step_plan import BlockTable
 
 S = TypeVar("S", bound=CacheableSequence)
 
@@ -199,9 +200,9 @@ class KVCacheManager:
         """Whether the sequence has memory on the device."""
         return self._blocks.holds(seq.seq_id)
 
-    def table(self, seq: CacheableSequence) -> list[int]:
-        """The sequence's block table on the device, for the plan."""
-        return self._blocks.table(seq.seq_id)
+    def tables(self, seq: CacheableSequence) -> list[BlockTable]:
+        """The sequence's block tables on the device, for the plan."""
+        return [BlockTable(group=0, first_index=0, block_ids=self._blocks.table(seq.seq_id))]
 
     def can_reserve(self, seq: CacheableSequence, length: int, num_others: int = 0) -> bool:
         """Whether the sequence's token number `length` can be made writable, so that `num_others`
@@ -287,8 +288,12 @@ class KVCacheManager:
         request)."""
         return self._blocks.maps(owners)
 
-    def host_table(self, seq: CacheableSequence) -> list[int]:
-        """A swapped-out sequence's block table on the host."""
+    def device_blocks(self, seq: CacheableSequence) -> list[int]:
+        """A sequence's blocks on the device, in order."""
+        return self._blocks.table(seq.seq_id)
+
+    def host_blocks(self, seq: CacheableSequence) -> list[int]:
+        """A swapped-out sequence's blocks on the host, in order."""
         return self._blocks.host_table(seq.seq_id)
 
     def check(self, running: Iterable[CacheableSequence]) -> None:

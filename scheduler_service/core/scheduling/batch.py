@@ -4,7 +4,7 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import BlockUpdate
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.step_plan import NewSequence, StepPlan
+from scheduler_service.core.step_plan import BlockTable, NewSequence, StepPlan
 from scheduler_service.core.throughput import PrefillCost, StepWork
 
 MIN_CHUNK_TOKENS = 16
@@ -54,7 +54,7 @@ class Batch:
         """Change a running sequence's block table, copying the shared block that it replaces."""
         if update.copied_from is not None:
             self._copy += (update.copied_from, update.block)
-        self._block_updates += (seq_id, update.index, update.block)
+        self._block_updates += (seq_id, update.group, update.index, update.block)
 
     def copy_shared(self, update: BlockUpdate) -> None:
         """Copy the shared block, if any, that a change of a block table replaces."""
@@ -185,7 +185,7 @@ class Batch:
 
 
 def make_fork(
-    seq: Sequence, parent: Sequence, token_ids: list[int], block_ids: list[int]
+    seq: Sequence, parent: Sequence, token_ids: list[int], tables: list[BlockTable]
 ) -> NewSequence:
     """The introduction of a sequence that shares the parent's tokens and adds `token_ids`."""
     return NewSequence(
@@ -194,13 +194,13 @@ def make_fork(
         token_ids=token_ids,
         num_prompt_tokens=0,
         num_computed_tokens=0,
-        block_ids=block_ids,
+        tables=tables,
         sampling=seq.seq_group.request.sampling,
         parent_seq_id=parent.seq_id,
     )
 
 
-def make_new_sequence(seq: Sequence, block_ids: list[int]) -> NewSequence:
+def make_new_sequence(seq: Sequence, tables: list[BlockTable]) -> NewSequence:
     """The introduction of a sequence, whose blocks hold its first `num_computed` tokens."""
     seq_group = seq.seq_group
     return NewSequence(
@@ -209,7 +209,7 @@ def make_new_sequence(seq: Sequence, block_ids: list[int]) -> NewSequence:
         token_ids=[*seq_group.request.prompt_token_ids, *seq.output_token_ids],
         num_prompt_tokens=seq_group.num_prompt_tokens,
         num_computed_tokens=seq.num_computed,
-        block_ids=block_ids,
+        tables=tables,
         sampling=seq_group.request.sampling,
         prompt_logprobs_start=seq_group.prompt_logprobs_start,
         traceparent=seq_group.request.traceparent,

@@ -218,7 +218,7 @@ class BeamScheduler(StrategyScheduler):
         reserve keeps it and the others copy it, and a fork's table is sent as a whole anyway."""
         continued = {child.seq: child for child in beams.continuations}
         forks = [child for child in beams.continuations if child.parent is not None]
-        tables = {child.seq: self._fork_table(child.seq, batch) for child in forks}
+        tables = {child.seq: self._fork_tables(child.seq, batch) for child in forks}
         forked = {child.seq for child in forks}
         for seq in sorted((s for s in beams.held if s not in forked), key=lambda s: s.order):
             self._reserve_last(seq, batch)
@@ -240,12 +240,12 @@ class BeamScheduler(StrategyScheduler):
             batch.update_table(seq.seq_id, update)
         self._cache.offer(seq, seq.num_confirmed)
 
-    def _fork_table(self, seq: Sequence, batch: Batch) -> list[int]:
+    def _fork_tables(self, seq: Sequence, batch: Batch) -> list[BlockTable]:
         update = self._cache.reserve(seq, seq.length)
         if update is not None:
             batch.copy_shared(update)
         self._cache.offer(seq, seq.num_confirmed)
-        return self._cache.table(seq)
+        return self._cache.tables(seq)
 
     # Results.
 

@@ -197,8 +197,8 @@ class Preemption:
             seq.rejoin(batch.step_id)
             self._cache.offer(seq, seq.num_computed)
             if seq.is_prefilled:
-                table = self._cache.table(seq)  # before the step changes it
-                self._swapped_in.append((seq, make_new_sequence(seq, table)))
+                tables = self._cache.tables(seq)  # before the step changes it
+                self._swapped_in.append((seq, make_new_sequence(seq, tables)))
 
     def introduce_swapped_in(self, batch: Batch) -> None:
         """Send the worker the swapped-in sequences that got decode rows; the others were preempted

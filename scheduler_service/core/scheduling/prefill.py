@@ -40,7 +40,7 @@ class PrefillScheduler:
         """Add a row for a sequence's next tokens; its strategy decides what follows the last."""
         if self._running.is_unintroduced(seq):
             self._running.mark_introduced(seq)
-            batch.add_new(make_new_sequence(seq, self._running.cache.table(seq)))
+            batch.add_new(make_new_sequence(seq, self._running.cache.tables(seq)))
         num_tokens = min(batch.max_chunk(seq.num_computed), seq.length - seq.num_computed)
         is_last = seq.advance_prefill(num_tokens)
         batch.add_prefill(seq, num_tokens, is_last)

@@ -4,6 +4,16 @@ import { column } from "./columns.js";
 import { PlanError } from "./errors.js";
 import { readParams } from "./sampler.js";
 
+/** The blocks of a model with one cache group, which keeps all tokens. */
+function readTable(tables, path) {
+  if (tables.length === 0) return [];
+  const [{ group, first_index: first, block_ids: blocks }] = tables;
+  if (tables.length > 1 || group !== 0 || first !== 0) {
+    throw new PlanError(path, "expected one table, of group 0 and from index 0 on");
+  }
+  return column(blocks, `${path}[0].block_ids`);
+}
+
 export class Sequences {
   #known = new Map();
 
@@ -38,12 +48,12 @@ export class Sequences {
       choiceIndex: message.choice_index,
       params: readParams(message.sampling, this.model.vocab_size, `${path}.sampling`),
       promptLogprobsStart: message.prompt_logprobs_start,
-      blocks: column(message.block_ids, `${path}.block_ids`),
+      blocks: readTable(message.tables, `${path}.tables`),
       parent: null,
       failure: null,
       lastLogits: null,
     };
-    sequence.blocks.forEach((block) => this.#checkBlock(block, `${path}.block_ids`));
+    sequence.blocks.forEach((block) => this.#checkBlock(block, `${path}.tables[0].block_ids`));
     if (message._parent_seq_id) this.#inherit(sequence, message, tokens, path);
     else this.#begin(sequence, message, tokens, path);
     if (sequence.tokens.length > this.model.max_model_len) {
@@ -91,8 +101,9 @@ export class Sequences {
   }
 
   /** Set or append block table entries. */
-  update([id, index, block]) {
+  update([id, group, index, block]) {
     const { blocks } = this.get(id, "block_updates");
+    if (group !== 0) throw new PlanError("block_updates", `expected group 0, got ${group}`);
     this.#checkBlock(block, "block_updates");
     if (index < 0 || index > blocks.length) {
       throw new PlanError("block_updates", `entry ${index} does not follow ${blocks.length}`);

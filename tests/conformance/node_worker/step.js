@@ -19,7 +19,7 @@ export function executeStep(plan, sequences, cache, receivedUs) {
     copy: column(plan.copy, "copy", 2),
   };
   const appended = column(plan.appended_tokens, "appended_tokens", 2);
-  const updates = column(plan.block_updates, "block_updates", 3);
+  const updates = column(plan.block_updates, "block_updates", 4);
   sequences.forget(column(plan.forget_seq_ids, "forget_seq_ids"));
   cache.move(moves);
   const cacheDoneUs = nowUs();

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from scheduler_service.core import NewSequence, StepPlan
+from scheduler_service.core.step_plan import BlockTable
 from tests.support.symbolic_worker import PlanError, Sampling, SymbolicWorker, undisturbed
 
 SAMPLING = Sampling(seed=1)
@@ -17,7 +18,7 @@ def new(seq_id: int, blocks: list[int], num_tokens: int = 6, **changes: object) 
         token_ids=[3] * num_tokens,
         num_prompt_tokens=num_tokens,
         num_computed_tokens=0,
-        block_ids=blocks,
+        tables=[BlockTable(group=0, first_index=0, block_ids=blocks)],
         sampling=SAMPLING,
     )
     return dataclasses.replace(sequence, **changes)  # type: ignore[arg-type]
@@ -38,7 +39,7 @@ def worker_with_two_choices() -> SymbolicWorker:
 
 def test_a_right_plan_gives_the_undisturbed_tokens() -> None:
     worker = worker_with_two_choices()
-    plan = StepPlan(step_id=2, copy=[1, 2], block_updates=[1, 1, 2], seq_ids=[1, 2])
+    plan = StepPlan(step_id=2, copy=[1, 2], block_updates=[1, 0, 1, 2], seq_ids=[1, 2])
     tokens = worker.execute(plan).token_ids
     expected = [undisturbed([3] * 6, choice, SAMPLING, frozenset(), 2)[1] for choice in (0, 1)]
     assert tokens == expected
@@ -51,12 +52,12 @@ def test_a_right_plan_gives_the_undisturbed_tokens() -> None:
         (StepPlan(step_id=2, seq_ids=[1, 2]), "shared by"),
         (StepPlan(step_id=2, seq_ids=[9]), "unknown"),
         (StepPlan(step_id=2, forget_seq_ids=[9], seq_ids=[1]), "unknown"),
-        (StepPlan(step_id=2, block_updates=[1, 1, 2], seq_ids=[1, 2]), "something else"),
-        (StepPlan(step_id=2, copy=[5, 2], block_updates=[1, 1, 2], seq_ids=[1]), "nobody has"),
+        (StepPlan(step_id=2, block_updates=[1, 0, 1, 2], seq_ids=[1, 2]), "something else"),
+        (StepPlan(step_id=2, copy=[5, 2], block_updates=[1, 0, 1, 2], seq_ids=[1]), "nobody has"),
         (StepPlan(step_id=2, copy=[1, 2], seq_ids=[1]), "nobody gets"),
         (StepPlan(step_id=2, copy=[1, 0], seq_ids=[1]), "in use"),
-        (StepPlan(step_id=2, block_updates=[1, 3, 2], seq_ids=[1]), "leaves a gap"),
-        (StepPlan(step_id=2, block_updates=[1, 2, 9], seq_ids=[1]), "does not exist"),
+        (StepPlan(step_id=2, block_updates=[1, 0, 3, 2], seq_ids=[1]), "leaves a gap"),
+        (StepPlan(step_id=2, block_updates=[1, 0, 2, 9], seq_ids=[1]), "does not exist"),
         (StepPlan(step_id=2, forget_seq_ids=[2], seq_ids=[1, 1]), "two rows"),
         (StepPlan(step_id=2, forget_seq_ids=[2], seq_ids=[1], num_tokens=[2]), "does not have"),
         (StepPlan(step_id=2, forget_seq_ids=[2], seq_ids=[1], num_tokens=[0]), "nothing"),
@@ -184,7 +185,7 @@ def test_a_sequence_that_was_swapped_out_and_in_goes_on() -> None:
         ({"swap_out": [0, 0], "swap_in": [0, 1]}, "in use"),
         ({"swap_out": [1, 0], "seq_ids": [1]}, "which is swapped out"),
         (
-            {"swap_out": [0, 0], "swap_in": [0, 5], "copy": [5, 6], "block_updates": [1, 2, 6]},
+            {"swap_out": [0, 0], "swap_in": [0, 5], "copy": [5, 6], "block_updates": [1, 0, 2, 6]},
             "on its way",
         ),
         (

@@ -32,7 +32,7 @@ def new(seq_id: int, traceparent: str = "", parent: int | None = None, cached: i
         token_ids=np.zeros(0, np.int32),
         num_prompt_tokens=0,
         num_computed_tokens=cached,
-        block_ids=np.zeros(0, np.int32),
+        tables=(),
         sampling=None,  # type: ignore[arg-type]
         parent_seq_id=parent,
         prompt_logprobs_start=0,
@@ -71,7 +71,7 @@ class Worker:
             swap_in=pairs,
             copy=pairs,
             new_sequences=new,
-            block_updates=np.zeros((0, 3), np.int32),
+            block_updates=np.zeros((0, 4), np.int32),
             seq_ids=np.array(rows, np.int32),
             num_tokens=np.full(size, tokens, np.int32),
             sample=np.full(size, sample),

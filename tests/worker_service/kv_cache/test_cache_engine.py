@@ -296,18 +296,18 @@ OUT, IN = [(0, 0), (3, 1)], [(2, 4)]
     ("plan", "calls"),
     [
         (moving_plan(), []),
-        (moving_plan(block_updates=[(1, 0, 3)]), []),
+        (moving_plan(block_updates=[(1, 0, 0, 3)]), []),
         (moving_plan(swap_out=OUT), ["out"]),
         (moving_plan(swap_out=OUT, swap_in=IN), ["out", "in"]),
         (moving_plan(swap_in=IN), ["in"]),
-        (moving_plan(swap_in=IN, block_updates=[(1, 0, 3)]), ["in"]),
+        (moving_plan(swap_in=IN, block_updates=[(1, 0, 0, 3)]), ["in"]),
         (moving_plan(copy=[(1, 2)]), ["copy", "wait"]),
         (
-            moving_plan(swap_out=OUT, swap_in=IN, copy=[(1, 2)], block_updates=[(1, 0, 2)]),
+            moving_plan(swap_out=OUT, swap_in=IN, copy=[(1, 2)], block_updates=[(1, 0, 0, 2)]),
             ["out", "copy", "wait", "in"],
         ),
-        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 1), (0, 3, 2)]), ["out"]),
-        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 1), (1, 9, 3)]), ["out", "wait"]),
+        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 0, 1), (0, 0, 3, 2)]), ["out"]),
+        (moving_plan(swap_out=OUT, block_updates=[(3, 0, 0, 1), (1, 0, 9, 3)]), ["out", "wait"]),
         (
             moving_plan(swap_out=OUT, new_sequences=[new_sequence([1]), new_sequence([2, 4])]),
             ["out"],

@@ -9,7 +9,7 @@ import pytest
 from pagewire.v1 import plan_pb2
 from tests.support import simulated
 from tests.support.runners import RUNNERS
-from tests.support.worker_driver import Row, column, sampler_params
+from tests.support.worker_driver import Row, column, sampler_params, block_table
 from tests.worker_service.runner import test_model_runner as real
 from worker_service.errors import InvalidPlan
 from worker_service.plan import StepResult
@@ -52,7 +52,7 @@ def started(bench: Any, tokens: Sequence[int] = PROMPT) -> StepResult:
         seq_id=1,
         token_ids=column(tokens),
         num_prompt_tokens=len(PROMPT),
-        block_ids=column([0, 1, 2]),
+        tables=block_table([0, 1, 2]),
         sampling=CHOOSING,
     )
     return execute(bench, 1, [Row(1, len(tokens))], new_sequences=[new])
@@ -68,7 +68,7 @@ def fork(seq_id: int, tokens: Sequence[int], blocks: Sequence[int]) -> plan_pb2.
         seq_id=seq_id,
         parent_seq_id=1,
         token_ids=column(tokens),
-        block_ids=column(blocks),
+        tables=block_table(blocks),
         sampling=CHOOSING,
     )
 
@@ -130,7 +130,7 @@ def test_a_worker_chooses_its_own_sequences_tokens(make_bench: Callable[[], Any]
         seq_id=1,
         token_ids=column(PROMPT),
         num_prompt_tokens=6,
-        block_ids=column([0, 1]),
+        tables=block_table([0, 1]),
         sampling=sampler_params(),
     )
     execute(bench, 1, [Row(1, 6)], new_sequences=[new])
@@ -146,7 +146,7 @@ def test_a_token_beyond_the_models_length_is_refused(make_bench: Callable[[], An
         seq_id=1,
         token_ids=column(tokens),
         num_prompt_tokens=6,
-        block_ids=column(range(-(-limit // 4))),
+        tables=block_table(range(-(-limit // 4))),
         sampling=CHOOSING,
     )
     execute(bench, 1, [Row(1, limit)], new_sequences=[new])

@@ -10,7 +10,7 @@ import torch
 from pagewire.v1 import plan_pb2, sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.runners import RUNNERS, host
-from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params
+from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params, block_table
 from worker_service.errors import InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
@@ -115,7 +115,7 @@ def test_an_already_computed_prefix_is_not_computed_again(make_bench: MakeBench)
     bench.plans.add(1, prompt)
     bench.step([Row(1, 10)])
     shared = bench.plans.tables[1][:2]
-    bench.plans.add(2, [*prompt[:8], 50], num_computed_tokens=8, block_ids=column(shared))
+    bench.plans.add(2, [*prompt[:8], 50], num_computed_tokens=8, tables=block_table(shared))
     bench.plans.tables[2] = list(shared)
     bench.plans.lengths[2] = 8
     assert bench.step([Row(2, 1)]).token_ids.tolist() == [next_token([*prompt[:8], 50])]
@@ -158,7 +158,7 @@ def test_a_fork_goes_on_by_itself_after_copy_on_write(make_bench: MakeBench) -> 
     # The second block is shared and about to be written to: sequence 2 gets a copy of it.
     shared, copy = bench.plans.tables[1][1], 40
     bench.plans.tables[2][1] = copy
-    updates = column([2, 1, copy])
+    updates = column([2, 0, 1, copy])
     bench.step([Row(1), Row(2)], copy=column([shared, copy]), block_updates=updates)
     tokens = [bench.step([Row(1), Row(2)]).token_ids.tolist() for _ in range(4)]
     expected = continuation(prompt, 6)[2:]
@@ -175,7 +175,7 @@ def test_swapping_out_and_in_to_other_blocks_changes_nothing(make_bench: MakeBen
     bench.cache.device_cache[first] = bench.cache.device_cache[second] = 0
     bench.plans.tables[1] = [30, 31]
     assert bench.step([], swap_in=column([5, 30, 3, 31])).token_ids.tolist() == []
-    result = bench.step([Row(1)], block_updates=column([1, 0, 30, 1, 1, 31]))
+    result = bench.step([Row(1)], block_updates=column([1, 0, 0, 30, 1, 0, 1, 31]))
     assert result.token_ids.tolist() == continuation(prompt, 2)[1:]
 
 
@@ -220,7 +220,7 @@ def test_more_sequences_than_rows_are_admitted(make_bench: MakeBench) -> None:
         # All share one block: each computes one token and reads back its own.
         rows.append(Row(seq_id, 1))
     plan = bench.plans.plan(rows)
-    updates = np.array([[seq_id, 0, 0] for seq_id in range(1, 200)])
+    updates = np.array([[seq_id, 0, 0, 0] for seq_id in range(1, 200)])
     plan.block_updates = column(updates.flatten())
     plan.sample = bytes(199)
     bench.execute(plan)
@@ -327,11 +327,11 @@ BAD_PLANS = {
     "samples too early": ({"seq_ids": column([1]), "num_tokens": column([2])}, "sample"),
     "no tokens": ({"seq_ids": column([1]), "num_tokens": column([0])}, "num_tokens"),
     "negative": ({"seq_ids": column([1]), "num_tokens": column([-1])}, "num_tokens"),
-    "block out of range": ({"block_updates": column([1, 0, NUM_BLOCKS])}, "block_updates"),
-    "negative block": ({"block_updates": column([1, 0, -1])}, "block_updates"),
-    "gap in the table": ({"block_updates": column([1, 2, 5])}, "block_updates"),
-    "beyond the table": ({"block_updates": column([1, 64, 5])}, "block_updates"),
-    "blocks of nobody": ({"block_updates": column([9, 0, 5])}, "block_updates"),
+    "block out of range": ({"block_updates": column([1, 0, 0, NUM_BLOCKS])}, "block_updates"),
+    "negative block": ({"block_updates": column([1, 0, 0, -1])}, "block_updates"),
+    "gap in the table": ({"block_updates": column([1, 0, 2, 5])}, "block_updates"),
+    "beyond the table": ({"block_updates": column([1, 0, 64, 5])}, "block_updates"),
+    "blocks of nobody": ({"block_updates": column([9, 0, 0, 5])}, "block_updates"),
     "swap out of range": ({"swap_out": column([0, 8])}, "swap_out"),
     "swap in from nowhere": ({"swap_in": column([-1, 0])}, "swap_in"),
     "copy out of range": ({"copy": column([0, NUM_BLOCKS])}, "copy"),
@@ -365,7 +365,7 @@ def test_a_row_without_the_blocks_it_needs_is_refused(make_bench: MakeBench) -> 
         token_ids=column([1, 2, 3, 4, 5]),
         num_prompt_tokens=5,
         sampling=GREEDY,
-        block_ids=column([0]),
+        tables=block_table([0]),
     )
     plan = plan_pb2.StepPlan(new_sequences=[new], seq_ids=column([1]), num_tokens=column([5]))
     with pytest.raises(InvalidPlan, match="lacks blocks"):
@@ -382,8 +382,8 @@ BAD_SEQUENCES = {
     "negative token": ({"token_ids": column([1, -1])}, "token_ids"),
     "too long": ({"token_ids": column([1] * 257)}, "token_ids"),
     "computed without blocks": ({"num_computed_tokens": 1}, "num_computed_tokens"),
-    "block out of range": ({"block_ids": column([NUM_BLOCKS])}, "block_ids"),
-    "too many blocks": ({"block_ids": column([0] * 65)}, "block_ids"),
+    "block out of range": ({"tables": block_table([NUM_BLOCKS])}, "block_ids"),
+    "too many blocks": ({"tables": block_table([0] * 65)}, "block_ids"),
     "unknown parent": ({"parent_seq_id": 5}, "parent_seq_id"),
     "NaN temperature": ({"sampling": sampler_params(temperature=float("nan"))}, "temperature"),
     "top_p": ({"sampling": sampler_params(top_p=0.0)}, "top_p"),

@@ -278,7 +278,7 @@ async def test_a_plan_out_of_turn_ends_the_stream_after_the_results_before_it(
     [
         ({"seq_ids": column([8])}, "seq_ids"),
         ({"copy": b"odd"}, "copy"),
-        ({"block_updates": column([1, 0, NUM_BLOCKS])}, "block_updates"),
+        ({"block_updates": column([1, 0, 0, NUM_BLOCKS])}, "block_updates"),
     ],
 )
 async def test_a_bad_plan_ends_its_stream_and_the_worker_serves_the_next(

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.simulated import Bench, undisturbed
-from tests.support.worker_driver import Row, column, sampler_params
+from tests.support.worker_driver import Row, column, sampler_params, block_table
 from worker_service.plan import RowErrorReason
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -63,7 +63,7 @@ def test_a_fork_shares_its_parents_blocks_and_copies_the_last_before_it_writes()
     outputs = [[token] for token in bench.tokens(Row(1, 6), Row(2, 0))]
     bench.plans.tables[2] = [0, 9]
     bench.plans.lengths[2] = 6
-    for fields in ({"copy": column([1, 9]), "block_updates": column([2, 1, 9])}, {}, {}):
+    for fields in ({"copy": column([1, 9]), "block_updates": column([2, 0, 1, 9])}, {}, {}):
         for output, token in zip(outputs, bench.tokens(Row(1), Row(2), **fields), strict=True):
             output.append(token)
     assert outputs[0] == undisturbed(PROMPT, 4, sampling=SAMPLED)
@@ -85,7 +85,7 @@ def test_a_sequence_goes_on_after_it_was_swapped_out_and_in_elsewhere() -> None:
         PROMPT + tokens,
         num_prompt_tokens=len(PROMPT),
         num_computed_tokens=8,
-        block_ids=column([20, 10]),
+        tables=block_table([20, 10]),
         sampling=SAMPLED,
     )
     bench.plans.tables[1], bench.plans.lengths[1] = [20, 10], 8
@@ -125,7 +125,7 @@ def test_a_cached_prefix_is_read_by_those_that_share_it_even_after_its_writer_le
     bench.plans.add(1, PROMPT)
     bench.step(Row(1, 6))
     for seq_id, forgotten in ((2, []), (3, [1])):
-        bench.plans.add(seq_id, [*PROMPT[:4], 50], num_computed_tokens=4, block_ids=column([0]))
+        bench.plans.add(seq_id, [*PROMPT[:4], 50], num_computed_tokens=4, tables=block_table([0]))
         bench.plans.tables[seq_id], bench.plans.lengths[seq_id] = [0], 4
         tokens = bench.tokens(Row(seq_id, 1), forget_seq_ids=column(forgotten))
         assert tokens == undisturbed([*PROMPT[:4], 50], 1)

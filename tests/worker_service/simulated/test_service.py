@@ -20,7 +20,7 @@ from tests.support.cluster import SERVING, health
 from tests.support.requests import bad_field
 from tests.support.running_worker import RunningWorker, Steps
 from tests.support.simulated import undisturbed
-from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, values
+from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, values, block_table
 from tools.launch import environment
 from worker_service.config import (
     CacheConfig,
@@ -115,7 +115,7 @@ async def test_a_greater_epoch_takes_over_and_finds_nothing_of_the_older_one() -
             token_ids=column([*PROMPT, 1]),
             num_prompt_tokens=7,
             num_computed_tokens=6,
-            block_ids=column([0, 1]),
+            tables=block_table([0, 1]),
             sampling=GREEDY,
         )
         new = Steps(worker.stub)

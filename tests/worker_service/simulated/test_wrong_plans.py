@@ -6,7 +6,7 @@ import pytest
 
 from pagewire.v1 import plan_pb2
 from tests.support.simulated import Bench
-from tests.support.worker_driver import GREEDY, Row, column, sampler_params
+from tests.support.worker_driver import GREEDY, Row, column, sampler_params, block_table
 from worker_service.errors import InvalidPlan
 
 PROMPT = [5, 6, 7, 8, 9, 10]
@@ -23,7 +23,7 @@ def started() -> Bench:
 def new(seq_id: int, tokens: list[int], blocks: list[int], **fields: Any) -> plan_pb2.NewSequence:
     fields = {"num_prompt_tokens": len(tokens), "sampling": GREEDY} | fields
     return plan_pb2.NewSequence(
-        seq_id=seq_id, token_ids=column(tokens), block_ids=column(blocks), **fields
+        seq_id=seq_id, token_ids=column(tokens), tables=block_table(blocks), **fields
     )
 
 
@@ -79,7 +79,7 @@ def test_a_block_table_entry_changed_under_a_sequence() -> None:
         "seq_ids",
         "sequence 1 reads position 0 from device block 9",
         Row(1),
-        block_updates=column([1, 0, 9]),
+        block_updates=column([1, 0, 0, 9]),
     )
 
 
@@ -91,7 +91,7 @@ def test_a_write_to_a_block_given_to_two() -> None:
 def test_a_write_to_a_shared_last_block_without_a_copy() -> None:
     bench = started()
     fork = plan_pb2.NewSequence(
-        seq_id=2, parent_seq_id=1, block_ids=column([0, 1]), sampling=GREEDY
+        seq_id=2, parent_seq_id=1, tables=block_table([0, 1]), sampling=GREEDY
     )
     problem = "sequence 1 writes to device block 1, which is shared with sequence 2"
     refused(bench, "seq_ids", problem, Row(1), Row(2), **with_new(fork))
@@ -100,7 +100,7 @@ def test_a_write_to_a_shared_last_block_without_a_copy() -> None:
 def test_a_lost_copy() -> None:
     bench = started()
     fork = plan_pb2.NewSequence(
-        seq_id=2, parent_seq_id=1, block_ids=column([0, 9]), sampling=GREEDY
+        seq_id=2, parent_seq_id=1, tables=block_table([0, 9]), sampling=GREEDY
     )
     problem = "sequence 2 reads position 4 from device block 9 offset 0, where nothing was written"
     refused(bench, "seq_ids", problem, Row(1), Row(2), **with_new(fork))
@@ -109,7 +109,7 @@ def test_a_lost_copy() -> None:
 def test_a_copy_of_the_wrong_block() -> None:
     bench = started()
     fork = plan_pb2.NewSequence(
-        seq_id=2, parent_seq_id=1, block_ids=column([0, 9]), sampling=GREEDY
+        seq_id=2, parent_seq_id=1, tables=block_table([0, 9]), sampling=GREEDY
     )
     problem = "sequence 2 reads position 4 from device block 9 offset 0, where another history"
     refused(bench, "seq_ids", problem, Row(1), Row(2), copy=column([0, 9]), **with_new(fork))
@@ -192,7 +192,7 @@ def test_blocks_swapped_in_the_wrong_way_round() -> None:
     [
         ("forget_seq_ids", {"forget_seq_ids": column([9])}),
         ("forget_seq_ids", {"forget_seq_ids": column([1, 1])}),
-        ("block_updates", {"block_updates": column([9, 0, 3])}),
+        ("block_updates", {"block_updates": column([9, 0, 0, 3])}),
         (
             "new_sequences[0].parent_seq_id",
             with_new(plan_pb2.NewSequence(seq_id=2, parent_seq_id=9, sampling=GREEDY)),
@@ -214,9 +214,9 @@ def test_a_row_of_a_sequence_that_is_not_known() -> None:
         ("seq_id", "expected 1 to", new(0, PROMPT, [2])),
         ("token_ids", "expected token ids from 0 to 996", new(2, [997], [2])),
         ("token_ids", "expected at most 64 in all, got 65", new(2, [1] * 65, [])),
-        ("block_ids", "expected device blocks from 0 to 31, got 32", new(2, PROMPT, [32])),
-        ("block_ids", "a block is named twice", new(2, PROMPT, [4, 4])),
-        ("block_ids", "expected at most 16 blocks", new(2, PROMPT, list(range(2, 19)))),
+        ("tables[0].block_ids", "expected device blocks from 0 to 31, got 32", new(2, PROMPT, [32])),
+        ("tables[0].block_ids", "a block is named twice", new(2, PROMPT, [4, 4])),
+        ("tables[0].block_ids", "expected at most 16 blocks", new(2, PROMPT, list(range(2, 19)))),
         ("num_prompt_tokens", "expected 1 to 6", new(2, PROMPT, [2], num_prompt_tokens=0)),
         ("num_prompt_tokens", "expected 1 to 6", new(2, PROMPT, [2], num_prompt_tokens=7)),
         ("num_computed_tokens", "at most 4", new(2, PROMPT, [2], num_computed_tokens=5)),
@@ -240,18 +240,18 @@ def test_a_new_sequence_that_cannot_be(
 @pytest.mark.parametrize(
     ("updates", "problem"),
     [
-        ([1, 3, 8], "entry 3 of sequence 1 does not follow a table of 2"),
-        ([1, -1, 8], "entry -1 of sequence 1 does not follow"),
-        ([1, 2, 32], "expected device blocks from 0 to 31, got 32"),
-        ([1, 2, 8, 1, 2, 9], "entry 2 of sequence 1 is set twice"),
-        ([1, 2, 0], "entry 2 of sequence 1 gives it block 0 twice"),
+        ([1, 0, 3, 8], "entry 3 of sequence 1 does not follow a table of 2"),
+        ([1, 0, -1, 8], "entry -1 of sequence 1 does not follow"),
+        ([1, 0, 2, 32], "expected device blocks from 0 to 31, got 32"),
+        ([1, 0, 2, 8, 1, 0, 2, 9], "entry 2 of sequence 1 is set twice"),
+        ([1, 0, 2, 0], "entry 2 of sequence 1 gives it block 0 twice"),
     ],
 )
 def test_a_block_update_that_cannot_be(updates: list[int], problem: str) -> None:
     refused(started(), "block_updates", problem, block_updates=column(updates))
 
 
-FORK = plan_pb2.NewSequence(seq_id=2, parent_seq_id=1, block_ids=column([0, 1]), sampling=GREEDY)
+FORK = plan_pb2.NewSequence(seq_id=2, parent_seq_id=1, tables=block_table([0, 1]), sampling=GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ FORK = plan_pb2.NewSequence(seq_id=2, parent_seq_id=1, block_ids=column([0, 1]),
             with_new(
                 new(3, PROMPT, [5, 6]),
                 plan_pb2.NewSequence(
-                    seq_id=2, parent_seq_id=3, block_ids=column([5, 6]), sampling=GREEDY
+                    seq_id=2, parent_seq_id=3, tables=block_table([5, 6]), sampling=GREEDY
                 ),
             ),
         ),
@@ -283,7 +283,7 @@ FORK = plan_pb2.NewSequence(seq_id=2, parent_seq_id=1, block_ids=column([0, 1]),
             with_new(
                 new(3, PROMPT, [5, 6]),
                 plan_pb2.NewSequence(
-                    seq_id=2, parent_seq_id=3, block_ids=column([5]), sampling=GREEDY
+                    seq_id=2, parent_seq_id=3, tables=block_table([5]), sampling=GREEDY
                 ),
             ),
         ),
@@ -311,7 +311,7 @@ def test_a_row_beyond_the_models_length() -> None:
 def test_a_fork_without_tokens_that_has_other_blocks_than_its_parent() -> None:
     parent = new(3, PROMPT, [5, 6])
     fork = plan_pb2.NewSequence(
-        seq_id=4, parent_seq_id=3, block_ids=column([5, 9]), sampling=GREEDY
+        seq_id=4, parent_seq_id=3, tables=block_table([5, 9]), sampling=GREEDY
     )
     problem = "sequence 4 reads position 4 from device block 9 offset 0, where nothing was written"
     refused(Bench(), "seq_ids", problem, Row(3, 6), Row(4, 0), **with_new(parent, fork))

@@ -383,7 +383,7 @@ class DeviceSteps:
             self._state.rows.note_new(table.row_id(new.seq_id))
         if len(plan.block_updates):
             changed = table.row_ids(plan.block_updates[:, 0], "block_updates")
-            self._state.rows.note_blocks(changed, plan.block_updates[:, 1])
+            self._state.rows.note_blocks(changed, plan.block_updates[:, 2])
         if len(plan.appended_tokens):
             chosen = table.row_ids(plan.appended_tokens[:, 0], "appended_tokens")
             self._state.rows.note_tokens(chosen)

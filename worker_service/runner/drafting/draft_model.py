@@ -46,7 +46,7 @@ class DraftModel(Drafter):
     def begin(self, plan: StepPlan, table: SequenceTable) -> None:
         """Keep only the KV in blocks before the first one that changes in a block table."""
         row_ids = table.row_ids(plan.block_updates[:, 0], "block_updates")
-        firsts = plan.block_updates[:, 1].astype(np.int64) * table.block_size
+        firsts = plan.block_updates[:, 2].astype(np.int64) * table.block_size
         np.minimum.at(table.drafter_state[:, 0], row_ids, firsts)
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import NewSequence, RowErrorReason
+from worker_service.plan import BlockTable, NewSequence, RowErrorReason
 from worker_service.sampling.logit_edits import EditedRow
 from worker_service.sampling.sampler import SamplingTable
 
@@ -146,8 +146,9 @@ class SequenceTable:
         row_id = self._take_row()
         self._row_id_of[new.seq_id] = row_id
         self._put_tokens(row_id, new, parent, field)
-        self.block_tables[row_id, : len(new.block_ids)] = new.block_ids
-        self.num_blocks[row_id] = len(new.block_ids)
+        for table in new.tables:
+            self.block_tables[row_id, : len(table.block_ids)] = table.block_ids
+            self.num_blocks[row_id] = len(table.block_ids)
         if new.sampling.num_prompt_logprobs is not None:
             self.prompt_logprobs[row_id] = PromptLogprobsRequest(
                 new.prompt_logprobs_start, new.sampling.num_prompt_logprobs
@@ -161,11 +162,13 @@ class SequenceTable:
         )
 
     def update_blocks(self, updates: Int32Array) -> None:
-        """Set or append block table entries. updates: [n, 3] as in the plan."""
+        """Set or append block table entries. updates: [n, 4] as in the plan."""
         if len(updates) == 0:
             return
         row_ids = self.row_ids(updates[:, 0], "block_updates")
-        indices, blocks = updates[:, 1], updates[:, 2]
+        if updates[:, 1].any():
+            raise InvalidPlan("block_updates", "expected group 0, the model's only one")
+        indices, blocks = updates[:, 2], updates[:, 3]
         self.check_blocks(blocks, "block_updates")
         if indices.min() < 0 or indices.max() >= self.block_tables.shape[1]:
             limit = self.block_tables.shape[1] - 1
@@ -279,10 +282,8 @@ class SequenceTable:
         if new.seq_id in self._row_id_of:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
-        self.check_blocks(new.block_ids, f"{field}.block_ids")
-        if len(new.block_ids) > self.block_tables.shape[1]:
-            limit = self.block_tables.shape[1]
-            raise InvalidPlan(f"{field}.block_ids", f"expected at most {limit} blocks")
+        for index, table in enumerate(new.tables):
+            self._check_table(table, index, f"{field}.tables[{index}]")
         for name in ("bias_token_ids", "suppressed_token_ids"):
             self._check_tokens(getattr(new.sampling, name), f"{field}.sampling.{name}")
         if (constraint := new.sampling.constraint) is not None:
@@ -299,11 +300,22 @@ class SequenceTable:
             raise InvalidPlan(
                 f"{field}.num_prompt_tokens", f"{expected}, got {new.num_prompt_tokens}"
             )
-        capacity = min(num_tokens, len(new.block_ids) * self.block_size)
+        num_blocks = sum(len(table.block_ids) for table in new.tables)
+        capacity = min(num_tokens, num_blocks * self.block_size)
         if new.num_computed_tokens > capacity:
             expected = f"expected at most {capacity}, as many as tokens and blocks hold"
             got = new.num_computed_tokens
             raise InvalidPlan(f"{field}.num_computed_tokens", f"{expected}, got {got}")
+
+    def _check_table(self, table: BlockTable, index: int, field: str) -> None:
+        if table.group != index or index > 0:
+            raise InvalidPlan(f"{field}.group", "expected one table, of group 0")
+        if table.first_index != 0:
+            raise InvalidPlan(f"{field}.first_index", f"expected 0, got {table.first_index}")
+        self.check_blocks(table.block_ids, f"{field}.block_ids")
+        limit = self.block_tables.shape[1]
+        if len(table.block_ids) > limit:
+            raise InvalidPlan(f"{field}.block_ids", f"expected at most {limit} blocks")
 
     def _check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
         if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):

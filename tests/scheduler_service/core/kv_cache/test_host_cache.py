@@ -172,6 +172,6 @@ def test_steps_evict_only_blocks_that_earlier_ones_have_copied() -> None:
     assert sum(len(plan.swap_out) // 2 for plan in plans) > 120
     for plan in plans:
         assert plan.seq_ids, "a plan for copies alone"
-        assigned = {block for new in plan.new_sequences for block in new.block_ids}
-        assigned.update(plan.block_updates[2::3])
+        assigned = {block for new in plan.new_sequences for block in new.tables[0].block_ids}
+        assigned.update(plan.block_updates[3::4])
         assert assigned.isdisjoint(plan.swap_out[::2])

@@ -224,7 +224,7 @@ def test_forks_share_blocks_and_each_copies_the_last_but_one_of_them() -> None:
     assert len({*sources, *targets}) == 3
     assert [new.parent_seq_id for new in plan.new_sequences] == [1, 1]
     assert len(plan.appended_tokens) == 2
-    tables = [new.block_ids for new in plan.new_sequences]
+    tables = [new.tables[0].block_ids for new in plan.new_sequences]
     assert tables[0][0] == tables[1][0]
 
 

@@ -149,7 +149,7 @@ def test_a_step_computes_while_blocks_are_swapped_out_unless_it_may_overwrite_th
     engine = CacheEngine(spec, block_size=16, num_gpu_blocks=512, num_cpu_blocks=512, device=device)
     engine.device_cache[:] = 3
     pairs = [(block, block) for block in range(512)]  # a gigabyte
-    updates = [(1, 0, 511)] if overwrites else []
+    updates = [(1, 0, 0, 511)] if overwrites else []
     for _ in range(2):  # the first time includes start-up
         engine.finish()
         engine.host_cache[511] = 0

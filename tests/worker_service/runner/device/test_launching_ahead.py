@@ -14,7 +14,7 @@ from pagewire.v1 import sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.runners import LateEvent, eager, host, recorded
 from tests.support.vocabularies import END
-from tests.support.worker_driver import GREEDY, Row, column, sampler_params
+from tests.support.worker_driver import GREEDY, Row, column, sampler_params, block_table
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
@@ -219,8 +219,8 @@ class TestWaiting:
         pipeline = self.pipeline()
         first = pipeline.launch([Row(1, 3), Row(2, 2)])
         other = pipeline.launch([Row(2)])
-        table = column(pipeline.bench.plans.tables[1])
-        pipeline.bench.plans.add(3, [9], parent_seq_id=1, block_ids=table)
+        table = block_table(pipeline.bench.plans.tables[1])
+        pipeline.bench.plans.add(3, [9], parent_seq_id=1, tables=table)
         pipeline.launch([Row(2)])
         assert [self.is_done(step) for step in (first, other)] == [True, False]
 

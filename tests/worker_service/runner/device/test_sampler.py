@@ -9,7 +9,7 @@ import torch
 from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
 from tests.support.gpu_kernels import DEVICE, MARKS
 from worker_service.pinned_memory import Staging
-from worker_service.plan import NewSequence, RowErrorReason, SamplerParams
+from worker_service.plan import BlockTable, NewSequence, RowErrorReason, SamplerParams
 from worker_service.runner.batch.step_rows import sampling_batch
 from worker_service.runner.device.in_flight_step import FetchedLogprobs, StepBuffers
 from worker_service.runner.device.rows import FAILURES, DeviceRows
@@ -56,7 +56,7 @@ class Sequences:
             token_ids=np.array([1, 2, 1, 5], np.int32),
             num_prompt_tokens=2,
             num_computed_tokens=0,
-            block_ids=np.array([seq_id, seq_id + 1], np.int32),
+            tables=(BlockTable(group=0, first_index=0, block_ids=np.array([seq_id, seq_id + 1], np.int32)),),
             sampling=params,
             parent_seq_id=None,
             prompt_logprobs_start=0,

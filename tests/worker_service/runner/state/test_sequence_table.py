@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from worker_service.array_types import Int32Array
-from worker_service.plan import NewSequence, SamplerParams
+from worker_service.plan import BlockTable, NewSequence, SamplerParams
 from worker_service.runner.state.sequence_table import SequenceTable
 
 
@@ -26,7 +26,7 @@ def _add(table: SequenceTable, seq_id: int, prompt: Int32Array) -> None:
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
         num_computed_tokens=0,
-        block_ids=np.array([seq_id], np.int32),
+        tables=(BlockTable(group=0, first_index=0, block_ids=np.array([seq_id], np.int32)),),
         sampling=SamplerParams(),
         parent_seq_id=None,
         prompt_logprobs_start=0,
