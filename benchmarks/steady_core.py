@@ -16,6 +16,7 @@ from scheduler_service.core import (
     StepPlan,
     WorkerGroupCapacity,
 )
+from scheduler_service.core.config import CacheGroup
 
 NUM_FRONTENDS = 2
 PREFILL_TOKENS = 16_384
@@ -159,7 +160,7 @@ def _capacity(group_id: str, queue: Queue) -> WorkerGroupCapacity:
         model="m",
         num_gpu_blocks=queue.num_blocks,
         num_cpu_blocks=0,
-        block_size=queue.block_size,
+        cache_groups=(CacheGroup(block_tokens=queue.block_size),),
         max_model_len=queue.prompt_tokens + queue.block_size + GROWTH_TOKENS,
         vocab_size=32_000,
         num_speculative_tokens=queue.num_drafts,

@@ -86,7 +86,7 @@ class Worker:
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self.info.model.block_size
+        return self.info.model.cache_groups[0].block_tokens
 
     @property
     def vocab_size(self) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 
 from pagewire.columns import columns_of
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import plan_pb2, sampling_pb2, scheduler_service_pb2
+from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2, scheduler_service_pb2
 from scheduler_service.columns import from_column, from_columns
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
+from scheduler_service.core.config import CacheGroup, CacheLifetime
 from scheduler_service.core.request import (
     EngineOutputs,
     GeneratedTokens,
@@ -48,6 +49,20 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
     sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS: EarlyStopping.WHEN_HOPELESS,
     sampling_pb2.EARLY_STOPPING_NEVER: EarlyStopping.NEVER,
 }
+
+
+def decode_cache_group(message: model_pb2.CacheGroup) -> CacheGroup:
+    """One of a model's cache groups. Raises ValueError for one that no group can be."""
+    try:
+        name = model_pb2.CacheLifetime.Name(message.lifetime)
+    except ValueError:  # a newer worker's lifetime
+        name = str(message.lifetime)
+    return CacheGroup(
+        lifetime=CacheLifetime(name.removeprefix("CACHE_LIFETIME_").lower()),
+        block_tokens=message.block_tokens,
+        span=message.span,
+        num_blocks=message.num_blocks,
+    )
 
 
 def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:

@@ -18,6 +18,7 @@ from benchmarks.engines.engine import Settings
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
+from scheduler_service.core.config import CacheGroup
 from service_common.version import VERSION
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.cpu_cores import limit_spinning
@@ -93,7 +94,7 @@ class InProcess:
             model=MODEL,
             num_gpu_blocks=counts.num_gpu_blocks,
             num_cpu_blocks=counts.num_cpu_blocks,
-            block_size=facts.block_size,
+            cache_groups=(CacheGroup(block_tokens=facts.cache_groups[0].block_tokens),),
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             num_speculative_tokens=facts.num_speculative_tokens,

@@ -44,6 +44,21 @@ RequestEvent = Literal[
     "ended",
 ]
 
+CacheLifetime = Literal["unspecified", "growing", "window", "chunk", "state", "fixed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheGroup:
+    """Layers that keep what their tokens add to the cache for the same time."""
+
+    lifetime: CacheLifetime
+    block_tokens: int
+    """Tokens per block; 0 in a group of states."""
+    span: int
+    """Tokens of a window or a chunk; 0 elsewhere."""
+    num_blocks: int
+    """Blocks of a sequence in a group of states; 0 elsewhere."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
@@ -60,8 +75,7 @@ class ModelInfo:
     eos_token_ids: list[int]
     bos_token_id: int | None
     dtype: str
-    block_size: int
-    """Tokens per KV block."""
+    cache_groups: list[CacheGroup]
     block_bytes: int
     num_parameters: int
     batch_invariant: bool

@@ -10,9 +10,10 @@ from conformance.worker import Worker
 from pagewire import columns
 
 UPDATES = "(sequence id, cache group, index in its block table of the group, device block)"
+ENTRIES = "The entries from first_index on. int32 column of device blocks."
 
 
-@stream_case("plan", "The entries from first_index on. int32 column of device blocks.")
+@stream_case("plan", ENTRIES)
 def blocks_may_be_anywhere_in_the_cache(worker: Worker, stream: StepStream) -> Alone:
     prompt = worker.prompt(1)
     blocks = stream.take_blocks(min(stream.num_gpu_blocks, 64))
@@ -43,7 +44,7 @@ def an_entry_may_be_replaced_once_its_block_was_copied(worker: Worker, stream: S
     return {"a sequence moved to a copy": sequence}
 
 
-@case("plan", "The entries from first_index on. int32 column of device blocks.")
+@case("plan", ENTRIES)
 def a_block_beyond_the_cache_is_refused(worker: Worker) -> None:
     for block in (2**31 - 1, -1):
         with worker.open() as stream:
@@ -60,7 +61,9 @@ def an_update_to_a_block_beyond_the_cache_is_refused(worker: Worker, stream: Ste
 @refusal_case("plan", "an index one past the end appends", "block_updates")
 def an_update_beyond_the_tables_end_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    stream.send_changed(block_updates=[known.seq_id, 0, len(known.blocks) + 1, known.blocks[-1] + 1])
+    stream.send_changed(
+        block_updates=[known.seq_id, 0, len(known.blocks) + 1, known.blocks[-1] + 1]
+    )
 
 
 @refusal_case("plan", UPDATES, "block_updates")
@@ -69,7 +72,12 @@ def an_update_of_an_unknown_sequence_is_refused(worker: Worker, stream: StepStre
     stream.send_changed(block_updates=[known.seq_id + 7, 0, 0, known.blocks[-1] + 1])
 
 
-@refusal_case("plan", "The entries from first_index on. int32 column of device blocks.", "num_tokens", "seq_ids")
+@refusal_case(
+    "plan",
+    ENTRIES,
+    "num_tokens",
+    "seq_ids",
+)
 def a_row_that_lacks_blocks_is_refused(worker: Worker, stream: StepStream) -> None:
     sequence = stream.new(worker.prompt(1))
     plan = stream.plan(sequence)

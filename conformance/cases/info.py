@@ -33,8 +33,9 @@ def the_model_is_described_completely(worker: Worker) -> None:
     model = worker.info.model
     for field in ("name", "fingerprint", "architecture", "dtype"):
         expect_true(bool(getattr(model, field)), f"model.{field} is empty")
-    for field in ("max_model_len", "vocab_size", "block_size"):
+    for field in ("max_model_len", "vocab_size"):
         expect_true(getattr(model, field) >= 1, f"model.{field} is 0")
+    expect_true(bool(model.cache_groups), "model.cache_groups is empty")
 
 
 @case("model", "token ids are less than this.")

@@ -175,6 +175,47 @@ class SchedulerConfig:
         return max(self.pipeline_depth, self.max_results + 1)
 
 
+class CacheLifetime(StrEnum):
+    """How long a cache group keeps what a token adds; `model.proto` defines each."""
+
+    GROWING = "growing"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    STATE = "state"
+    FIXED = "fixed"
+
+
+_SPANNING = (CacheLifetime.WINDOW, CacheLifetime.CHUNK)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheGroup:
+    """Layers that keep what their tokens add to the cache for the same time."""
+
+    lifetime: CacheLifetime = CacheLifetime.GROWING
+    block_tokens: int = 0
+    """Tokens per block; 0 in a group of states."""
+    span: int = 0
+    """Tokens of a window, the last one included, or of a chunk; 0 elsewhere."""
+    num_blocks: int = 0
+    """Blocks of a sequence in a group of states; 0 elsewhere."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError, naming the field, if a number does not suit the lifetime."""
+        has_states = self.lifetime is CacheLifetime.STATE
+        for name, is_needed in (
+            ("block_tokens", not has_states),
+            ("span", self.lifetime in _SPANNING),
+            ("num_blocks", has_states),
+        ):
+            value = getattr(self, name)
+            if (value < 1) if is_needed else (value != 0):
+                expected = "at least 1" if is_needed else "0"
+                raise ValueError(
+                    f"{name} of a {self.lifetime} cache group must be {expected}, is {value}"
+                )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroupCapacity:
     """The model and the KV blocks of one worker group, as its worker reported them."""
@@ -183,8 +224,8 @@ class WorkerGroupCapacity:
     model: str
     num_gpu_blocks: int
     num_cpu_blocks: int
-    block_size: int
-    """Tokens per block."""
+    cache_groups: tuple[CacheGroup, ...]
+    """Plans name them by their index."""
     max_model_len: int
     """Maximum number of tokens of prompt and output together."""
     vocab_size: int
@@ -197,9 +238,12 @@ class WorkerGroupCapacity:
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
-        for name in ("num_gpu_blocks", "block_size", "vocab_size"):
+        for name in ("num_gpu_blocks", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
+        if [group.lifetime for group in self.cache_groups] != [CacheLifetime.GROWING]:
+            found = ", ".join(group.lifetime for group in self.cache_groups) or "none"
+            raise ValueError(f"cache_groups must be one growing group, are {found}")
         if self.num_cpu_blocks < 0:
             raise ValueError(f"num_cpu_blocks must be at least 0, is {self.num_cpu_blocks}")
         if not 0 <= self.num_speculative_tokens <= MAX_LOOKAHEAD:
@@ -214,6 +258,12 @@ class WorkerGroupCapacity:
     def is_on_cpu(self) -> bool:
         """Whether the workers compute on a CPU, as their arithmetic says."""
         return self.arithmetic.startswith("cpu/")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block of the first group that keeps all tokens."""
+        growing = (g for g in self.cache_groups if g.lifetime is CacheLifetime.GROWING)
+        return next(growing).block_tokens
 
     @property
     def num_cache_tokens(self) -> int:

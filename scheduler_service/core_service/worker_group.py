@@ -24,7 +24,7 @@ _COMMON_FACTS = (
     "name",
     "fingerprint",
     "dtype",
-    "block_size",
+    "cache_groups",
     "max_model_len",
     "vocab_size",
 )

@@ -334,7 +334,7 @@ def _checked(first: pb.WorkerHeartbeat) -> pb.WorkerRegistration:
     for field in ("worker_id", "group_id", "address"):
         if not getattr(registration, field):
             raise InvalidArgument(f"registration.{field}", "required")
-    for field in ("name", "fingerprint", "max_model_len", "vocab_size", "block_size"):
+    for field in ("name", "fingerprint", "max_model_len", "vocab_size", "cache_groups"):
         if not getattr(registration.model, field):
             raise InvalidArgument(f"registration.model.{field}", "required")
     if registration.last_epoch > MAX_EPOCH:

@@ -41,6 +41,7 @@ from scheduler_service.core_service.step_stream import StepStream
 from scheduler_service.core_service.step_watchdog import HangCounter, StepTimeout, StepTimes
 from scheduler_service.errors import PagewireError
 from scheduler_service.tasks import run_all
+from scheduler_service.wire import decode_cache_group
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ class WorkerSession:
                 model=model.name,
                 num_gpu_blocks=blocks.num_gpu_blocks,
                 num_cpu_blocks=blocks.num_cpu_blocks,
-                block_size=model.block_size,
+                cache_groups=tuple(map(decode_cache_group, model.cache_groups)),
                 max_model_len=model.max_model_len,
                 vocab_size=model.vocab_size,
                 num_speculative_tokens=num_speculative_tokens,

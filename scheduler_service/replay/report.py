@@ -6,6 +6,7 @@ from itertools import zip_longest
 from rich.table import Table
 
 from scheduler_service.core import NewSequence, StepPlan
+from scheduler_service.core.step_plan import BlockTable
 from scheduler_service.replay.exact_replay import Difference, Summary
 from scheduler_service.replay.recording_file import RecordingReader
 
@@ -24,7 +25,8 @@ def show_plan(plan: StepPlan | None) -> list[str]:
     for seq_id, token in _tuples(plan.appended_tokens, 2):
         lines.append(f"{seq_id} continues with {token}")
     for seq_id, group, index, block in _tuples(plan.block_updates, 4):
-        lines.append(f"table {group} of {seq_id}: entry {index} is block {block}")
+        where = f" in group {group}" if group else ""
+        lines.append(f"block table of {seq_id}{where}: entry {index} is block {block}")
     return [*lines, f"rows {' '.join(_show_rows(plan)) or 'none'}"]
 
 
@@ -37,8 +39,14 @@ def _show_new(new: NewSequence) -> str:
         origin = f"prompt={new.num_prompt_tokens} output={num_output}"
     if new.num_computed_tokens:
         origin += f" computed={new.num_computed_tokens}"
-    tables = " ".join(f"{table.group}:{table.first_index}+{table.block_ids}" for table in new.tables)
+    tables = " ".join(map(_show_table, new.tables))
     return f"new {new.seq_id} choice={new.choice_index} {origin} {tables}"
+
+
+def _show_table(table: BlockTable) -> str:
+    where = f"in group {table.group} " if table.group else ""
+    where += f"from {table.first_index} " if table.first_index else ""
+    return f"{where}{table.block_ids}"
 
 
 def _show_rows(plan: StepPlan) -> Iterator[str]:

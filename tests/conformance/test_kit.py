@@ -177,7 +177,8 @@ def test_a_worker_that_executes_no_steps_yet_passes_the_cases_of_the_first_step(
         def GetInfo(self, request: pb.GetInfoRequest, context: Any) -> pb.GetInfoResponse:
             model = model_pb2.ModelInfo(
                 **dict.fromkeys(("name", "fingerprint", "architecture", "dtype"), "x"),
-                **dict.fromkeys(("max_model_len", "vocab_size", "block_size"), 64),
+                **dict.fromkeys(("max_model_len", "vocab_size"), 64),
+                cache_groups=[model_pb2.CacheGroup(lifetime=1, block_tokens=64)],
             )
             return pb.GetInfoResponse(
                 worker_id="w",

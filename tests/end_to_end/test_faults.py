@@ -84,7 +84,7 @@ def test_a_prompt_longer_than_memory_is_refused_and_shorter_ones_go_on(
     stub: InferenceServiceStub, tmp_path: Path
 ) -> None:
     model = stub.GetModel(pb.GetModelRequest()).model
-    token_bytes = model.block_bytes // model.block_size
+    token_bytes = model.block_bytes // model.cache_groups[0].block_tokens
     memory = ["--block-size", "16", "--kv-cache-memory", str(64 * token_bytes)]
     flags = ["--dtype", "float32", *memory]
     with Cluster(tmp_path, worker_flags=flags) as small:

@@ -156,7 +156,7 @@ def test_a_seeded_request_gives_the_same_tokens_after_preemption(
 def tight_memory(stub: InferenceServiceStub, num_blocks: int = 16) -> list[str]:
     """Flags for a worker with room for a few sequences only."""
     model = stub.GetModel(pb.GetModelRequest()).model
-    num_bytes = num_blocks * 16 * (model.block_bytes // model.block_size)
+    num_bytes = num_blocks * 16 * (model.block_bytes // model.cache_groups[0].block_tokens)
     return ["--dtype", "float32", "--block-size", "16", "--kv-cache-memory", str(num_bytes)]
 
 

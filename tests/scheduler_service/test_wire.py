@@ -43,9 +43,7 @@ ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 count = st.integers(0, 2**31 - 1)
 pairs = st.lists(st.tuples(count, count), max_size=9).map(flat)
 quadruples = st.lists(st.tuples(count, count, count, count), max_size=9).map(flat)
-tables = st.lists(
-    st.builds(BlockTable, group=count, first_index=count, block_ids=ids), max_size=3
-)
+tables = st.lists(st.builds(BlockTable, group=count, first_index=count, block_ids=ids), max_size=3)
 
 NEW_SEQUENCE = {
     "seq_id": st.integers(1, 2**31 - 1),

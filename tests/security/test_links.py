@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1 import worker_service_pb2 as worker_pb
-from pagewire.v1.model_pb2 import ModelInfo
+from pagewire.v1.model_pb2 import CacheGroup, ModelInfo
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.config import CoreServiceConfig
@@ -392,7 +392,11 @@ async def test_a_core_that_cannot_reach_a_worker_says_which_credentials_differ(
     caller, called = (credentials_of(name, authority, tmp_path) for name in link.split(" -> "))
     async with running_core(**caller) as core, running_worker(None, **called) as worker:
         model = ModelInfo(
-            name="m", fingerprint="f", max_model_len=64, vocab_size=64, block_size=BLOCK_SIZE
+            name="m",
+            fingerprint="f",
+            max_model_len=64,
+            vocab_size=64,
+            cache_groups=[CacheGroup(lifetime="CACHE_LIFETIME_GROWING", block_tokens=BLOCK_SIZE)],
         )
         registration = scheduler_pb.WorkerRegistration(
             worker_id="w", group_id="g", world_size=1, address=str(worker.address), model=model

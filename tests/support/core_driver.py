@@ -19,6 +19,7 @@ from scheduler_service.core import (
     WorkerGroupCapacity,
 )
 from scheduler_service.core.beam_search import BeamParams
+from scheduler_service.core.config import CacheGroup
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
 from tests.support.promises import Promises
 from tests.support.records import ChoiceRecord, RequestRecord, generated_of
@@ -54,14 +55,16 @@ def make_request(**changes: object) -> Request:
     return Request(**(values | changes))  # type: ignore[arg-type]
 
 
-def make_capacity(group_id: str = "g0", **changes: object) -> WorkerGroupCapacity:
-    """A small worker group."""
+def make_capacity(
+    group_id: str = "g0", *, block_size: int = 4, **changes: object
+) -> WorkerGroupCapacity:
+    """A small worker group, by default of one cache group."""
     values: dict[str, object] = {
         "worker_group_id": group_id,
         "model": MODEL,
         "num_gpu_blocks": 16,
         "num_cpu_blocks": 0,
-        "block_size": 4,
+        "cache_groups": (CacheGroup(block_tokens=block_size),),
         "max_model_len": 64,
         "vocab_size": 32,
     }

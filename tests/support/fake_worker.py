@@ -158,7 +158,9 @@ class FakeWorker(WorkerServiceServicer):
             max_model_len=max_model_len,
             vocab_size=VOCAB_SIZE,
             dtype=dtype,
-            block_size=BLOCK_SIZE,
+            cache_groups=[
+                model_pb2.CacheGroup(lifetime="CACHE_LIFETIME_GROWING", block_tokens=BLOCK_SIZE)
+            ],
             aliases=aliases,
             uses_cuda_graphs=True,
             weights="Q4_1",

@@ -16,7 +16,7 @@ import torch
 
 from pagewire.v1 import plan_pb2, sampling_pb2
 from scheduler_service import wire as scheduler_wire
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepResult
@@ -91,7 +91,7 @@ class InProcessWorker:
             model=MODEL,
             num_gpu_blocks=len(self._cache.device_cache),
             num_cpu_blocks=len(self._cache.host_cache),
-            block_size=self._block_size,
+            cache_groups=(CacheGroup(block_tokens=self._block_size),),
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
             num_speculative_tokens=self._num_speculative_tokens,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
+from worker_service.cache_groups import CacheGroup
 from worker_service.plan import StepPlan, StepResult
 
 
@@ -37,8 +38,7 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str
-    block_size: int
-    """Tokens per KV block."""
+    cache_groups: tuple[CacheGroup, ...]
 
     block_bytes: int
     num_parameters: int

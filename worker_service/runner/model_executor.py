@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from worker_service.cache_groups import CacheGroup
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts
@@ -398,7 +399,7 @@ def _facts_of(
         eos_token_ids=loaded.eos_token_ids,
         bos_token_id=loaded.bos_token_id,
         dtype=loaded.config.dtype,
-        block_size=loaded.block_size,
+        cache_groups=(CacheGroup(block_tokens=loaded.block_size),),
         block_bytes=model.kv_cache_spec.block_bytes(loaded.block_size),
         num_parameters=model.num_parameters,
         batch_invariant=loaded.batch_invariant,

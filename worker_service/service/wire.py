@@ -15,6 +15,7 @@ from pagewire.columns import Column, columns_of, pack
 from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
 from pagewire.validation import find_violation
 from worker_service.array_types import Float32Array, Int32Array
+from worker_service.cache_groups import CacheLifetime
 from worker_service.engine.executor import ModelFacts
 from worker_service.errors import InvalidPlan
 from worker_service.plan import (
@@ -39,6 +40,11 @@ _NUMBERS = tuple(
 """Sampling parameters that the message has under the same name."""
 
 _TIMINGS = tuple(each.name for each in fields(StepTimings))
+
+_LIFETIMES = {
+    lifetime: model_pb2.CacheLifetime.Value(f"CACHE_LIFETIME_{lifetime.name}")
+    for lifetime in CacheLifetime
+}
 
 _ROW_ERROR_REASONS = {
     RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
@@ -108,6 +114,10 @@ def encode_model_info(
     """The model's properties for the core and the frontends."""
     values = asdict(facts)
     values["eos_token_ids"] = pack(facts.eos_token_ids)
+    values["cache_groups"] = [
+        model_pb2.CacheGroup(**asdict(group) | {"lifetime": _LIFETIMES[group.lifetime]})
+        for group in facts.cache_groups
+    ]
     for of_worker in ("device", "attention_backend", "num_speculative_tokens"):
         del values[of_worker]
     return model_pb2.ModelInfo(name=name, aliases=aliases, **values)

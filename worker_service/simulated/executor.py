@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from worker_service.cache_groups import CacheGroup
 from worker_service.config import SimulationConfig
 from worker_service.engine.executor import BlockCounts, FinishedStep, ModelFacts
 from worker_service.errors import OutOfOrder
@@ -266,7 +267,7 @@ class SimulatedExecutor:
             eos_token_ids=(config.eos_token_id,),
             bos_token_id=None,
             dtype="none",
-            block_size=self._block_size,
+            cache_groups=(CacheGroup(block_tokens=self._block_size),),
             block_bytes=0,
             num_parameters=0,
             batch_invariant=True,

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +18,46 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _CacheLifetime:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheLifetimeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheLifetime.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_LIFETIME_UNSPECIFIED: _CacheLifetime.ValueType  # 0
+    """Not specified."""
+    CACHE_LIFETIME_GROWING: _CacheLifetime.ValueType  # 1
+    """Until its sequence ends: full attention, latent entries."""
+    CACHE_LIFETIME_WINDOW: _CacheLifetime.ValueType  # 2
+    """While a later token of the sequence sees it: attention within a window."""
+    CACHE_LIFETIME_CHUNK: _CacheLifetime.ValueType  # 3
+    """Until the chunk of tokens that it is in ends: attention within chunks."""
+    CACHE_LIFETIME_STATE: _CacheLifetime.ValueType  # 4
+    """A state of a fixed number of blocks, written in place by each token, which begins at
+    position 0 from zero: recurrent layers.
+    """
+    CACHE_LIFETIME_FIXED: _CacheLifetime.ValueType  # 5
+    """Until its sequence ends, written once: cross-attention over an encoder's output."""
+
+class CacheLifetime(_CacheLifetime, metaclass=_CacheLifetimeEnumTypeWrapper):
+    """How long a cache group keeps what a token adds."""
+
+CACHE_LIFETIME_UNSPECIFIED: CacheLifetime.ValueType  # 0
+"""Not specified."""
+CACHE_LIFETIME_GROWING: CacheLifetime.ValueType  # 1
+"""Until its sequence ends: full attention, latent entries."""
+CACHE_LIFETIME_WINDOW: CacheLifetime.ValueType  # 2
+"""While a later token of the sequence sees it: attention within a window."""
+CACHE_LIFETIME_CHUNK: CacheLifetime.ValueType  # 3
+"""Until the chunk of tokens that it is in ends: attention within chunks."""
+CACHE_LIFETIME_STATE: CacheLifetime.ValueType  # 4
+"""A state of a fixed number of blocks, written in place by each token, which begins at
+position 0 from zero: recurrent layers.
+"""
+CACHE_LIFETIME_FIXED: CacheLifetime.ValueType  # 5
+"""Until its sequence ends, written once: cross-attention over an encoder's output."""
+Global___CacheLifetime: _TypeAlias = CacheLifetime  # noqa: Y015
 
 @_typing.final
 class ModelInfo(_message.Message):
@@ -32,7 +73,7 @@ class ModelInfo(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     BOS_TOKEN_ID_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
-    BLOCK_SIZE_FIELD_NUMBER: _builtins.int
+    CACHE_GROUPS_FIELD_NUMBER: _builtins.int
     BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
@@ -63,10 +104,8 @@ class ModelInfo(_message.Message):
     """The token that precedes a prompt, if the model has one."""
     dtype: _builtins.str
     """Compute type, for example float32, bfloat16 or float16."""
-    block_size: _builtins.int
-    """Tokens per KV block."""
     block_bytes: _builtins.int
-    """Bytes of one KV block, all layers, keys and values, on one rank."""
+    """Bytes of one block on one rank, the same in all cache groups."""
     num_parameters: _builtins.int
     """Number of parameters."""
     batch_invariant: _builtins.bool
@@ -104,6 +143,10 @@ class ModelInfo(_message.Message):
     a worker group that serves the model: set by the core, 0 before a cache was sized.
     """
     @_builtins.property
+    def cache_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
+        """The model's cache groups; plans name them by their index here. Ranks must agree."""
+
+    @_builtins.property
     def aliases(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Other names that clients may use in GenerateRequest.model. Answers carry the name
         above. A name of several models means the one whose own name it is, or else the
@@ -127,7 +170,7 @@ class ModelInfo(_message.Message):
         eos_token_ids: _builtins.bytes = ...,
         bos_token_id: _builtins.int | None = ...,
         dtype: _builtins.str = ...,
-        block_size: _builtins.int = ...,
+        cache_groups: _abc.Iterable[Global___CacheGroup] | None = ...,
         block_bytes: _builtins.int = ...,
         num_parameters: _builtins.int = ...,
         batch_invariant: _builtins.bool = ...,
@@ -143,13 +186,52 @@ class ModelInfo(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "block_size", b"block_size", "bos_token_id", b"bos_token_id", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "bos_token_id", b"bos_token_id", "cache_groups", b"cache_groups", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token_id) -> _WhichOneofReturnType__bos_token_id | None: ...
 
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
+
+@_typing.final
+class CacheGroup(_message.Message):
+    """Layers that keep what their tokens add to the cache for the same time. The memory is one
+    pool of blocks of equal size; a block belongs to one group while it is in use, and holds
+    all of its layers.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LIFETIME_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    SPAN_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    lifetime: Global___CacheLifetime.ValueType
+    """How long it is kept."""
+    block_tokens: _builtins.int
+    """Tokens per block; 0 in a group of states."""
+    span: _builtins.int
+    """In a window the number of tokens that a token sees, itself included, in chunks that of a
+    chunk; 0 elsewhere.
+    """
+    num_blocks: _builtins.int
+    """Blocks of a sequence in a group of states; 0 elsewhere."""
+    def __init__(
+        self,
+        *,
+        lifetime: Global___CacheLifetime.ValueType = ...,
+        block_tokens: _builtins.int = ...,
+        span: _builtins.int = ...,
+        num_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "lifetime", b"lifetime", "num_blocks", b"num_blocks", "span", b"span"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheGroup: _TypeAlias = CacheGroup  # noqa: Y015
 
 @_typing.final
 class ModelAssetChunk(_message.Message):

@@ -13,11 +13,11 @@ from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 class BlockUpdate:
     """A change of one entry of a block table."""
 
-    group: int
     index: int
     block: int
     copied_from: int | None
     """The shared block that is copied to the new one, if any."""
+    group: int = 0
 
 
 class BlockManager:
@@ -165,13 +165,13 @@ class BlockManager:
         index = (length - 1) // self.block_size
         if index == len(table):
             table += self.gpu_pool.allocate(1)
-            return BlockUpdate(group=0, index=index, block=table[index], copied_from=None)
+            return BlockUpdate(index=index, block=table[index], copied_from=None)
         if not self.gpu_pool.is_shared(table[index]):
             return None
         [block] = self.gpu_pool.allocate(1)
         shared, table[index] = table[index], block
         self.gpu_pool.release([shared])
-        return BlockUpdate(group=0, index=index, block=block, copied_from=shared)
+        return BlockUpdate(index=index, block=block, copied_from=shared)
 
     def trim(self, seq_id: int, num_tokens: int) -> bool:
         """Release the blocks after those of the sequence's first `num_tokens` tokens, which were

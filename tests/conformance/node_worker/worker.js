@@ -25,7 +25,7 @@ const { values: flags } = parseArgs({
 const blockSize = Number(flags["block-size"]);
 const worker = new Worker({
   workerId: randomUUID(),
-  model: { ...facts, block_size: blockSize, block_bytes: String(4 * blockSize) },
+  model: { ...facts, cache_groups: [{ lifetime: 1, block_tokens: blockSize }], block_bytes: String(4 * blockSize) },
   numBlocks: Number(flags.blocks),
   numHostBlocks: Number(flags["host-blocks"]),
 });

@@ -1,12 +1,14 @@
 """Configurations and capacities that contradict themselves."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from scheduler_service.core import (
     SchedulerConfig,
 )
+from scheduler_service.core.config import CacheGroup, CacheLifetime
 from tests.support.core_driver import make_capacity, make_driver
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=16)
@@ -42,7 +44,7 @@ def test_a_batch_has_no_more_sequences_than_a_step_has_tokens() -> None:
     "changes",
     [
         {"num_gpu_blocks": 0},
-        {"block_size": 0},
+        {"cache_groups": ()},
         {"vocab_size": 0},
         {"num_cpu_blocks": -1},
         {"max_model_len": 1},
@@ -52,3 +54,29 @@ def test_impossible_capacities_are_refused(changes: dict[str, object]) -> None:
     [name] = changes
     with pytest.raises(ValueError, match=name):
         make_capacity(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, "block_tokens of a growing cache group must be at least 1, is 0"),
+        ({"block_tokens": 16, "span": 8}, "span of a growing cache group must be 0, is 8"),
+        (
+            {"lifetime": CacheLifetime.WINDOW, "block_tokens": 16},
+            "span of a window cache group must be at least 1, is 0",
+        ),
+        (
+            {"lifetime": CacheLifetime.STATE, "block_tokens": 16, "num_blocks": 2},
+            "block_tokens of a state cache group must be 0, is 16",
+        ),
+        (
+            {"lifetime": CacheLifetime.STATE},
+            "num_blocks of a state cache group must be at least 1, is 0",
+        ),
+    ],
+)
+def test_a_cache_group_has_the_numbers_of_its_lifetime(
+    changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        CacheGroup(**changes)

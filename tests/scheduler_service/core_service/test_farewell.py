@@ -21,7 +21,11 @@ REGISTRATION = pb.WorkerRegistration(
     world_size=1,
     address="unix:/nowhere",
     model=model_pb2.ModelInfo(
-        name="m", fingerprint="f", max_model_len=8, vocab_size=8, block_size=4
+        name="m",
+        fingerprint="f",
+        max_model_len=8,
+        vocab_size=8,
+        cache_groups=[model_pb2.CacheGroup(lifetime="CACHE_LIFETIME_GROWING", block_tokens=4)],
     ),
 )
 

@@ -127,7 +127,7 @@ def test_flags_reach_the_worker_and_sigterm_ends_it_well() -> None:
     flags = [*names, "--block-size", "8", "--max-model-len", "64", "--reasoning-parser", "qwen3"]
     with serving(*flags, "--kv-cache-memory", "1MiB", "--threads", "1") as (running, stub):
         info = stub.GetInfo(pb.GetInfoRequest(), timeout=30, wait_for_ready=True)
-        assert (info.model.name, info.model.block_size) == ("tiny", 8)
+        assert (info.model.name, info.model.cache_groups[0].block_tokens) == ("tiny", 8)
         assert info.model.aliases == ["small"]
         assert info.model.max_model_len == 64
         parsers = info.model.reasoning_parser, info.model.tool_call_parser

@@ -9,7 +9,7 @@ import pytest
 from pagewire.v1 import plan_pb2
 from tests.support import simulated
 from tests.support.runners import RUNNERS
-from tests.support.worker_driver import Row, column, sampler_params, block_table
+from tests.support.worker_driver import Row, block_table, column, sampler_params
 from tests.worker_service.runner import test_model_runner as real
 from worker_service.errors import InvalidPlan
 from worker_service.plan import StepResult

@@ -10,7 +10,14 @@ import torch
 from pagewire.v1 import plan_pb2, sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.runners import RUNNERS, host
-from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, sampler_params, block_table
+from tests.support.worker_driver import (
+    GREEDY,
+    PlanBuilder,
+    Row,
+    block_table,
+    column,
+    sampler_params,
+)
 from worker_service.errors import InvalidPlan
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult

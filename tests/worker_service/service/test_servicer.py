@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
-from pagewire.v1 import plan_pb2
+from pagewire.v1 import model_pb2, plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.counting_model import CountingModel, loaded_counting_model, next_token
 from tests.support.running_worker import NUM_BLOCKS, RunningWorker, Steps, running_worker
@@ -94,7 +94,9 @@ async def test_the_core_learns_who_the_worker_is() -> None:
         assert (info.model.name, info.model.vocab_size) == ("counting", 97)
         assert values(info.model.eos_token_ids) == [0]
         assert not info.model.HasField("bos_token_id")
-        assert (info.model.block_size, info.model.block_bytes) == (4, 32)
+        [group] = info.model.cache_groups
+        assert (group.lifetime, group.block_tokens) == (model_pb2.CACHE_LIFETIME_GROWING, 4)
+        assert info.model.block_bytes == 32
         assert not info.model.uses_cuda_graphs
         await running.initialize(41)
         assert (await running.stub.GetInfo(pb.GetInfoRequest())).last_epoch == 41

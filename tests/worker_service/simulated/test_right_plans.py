@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.simulated import Bench, undisturbed
-from tests.support.worker_driver import Row, column, sampler_params, block_table
+from tests.support.worker_driver import Row, block_table, column, sampler_params
 from worker_service.plan import RowErrorReason
 
 PROMPT = [5, 6, 7, 8, 9, 10]

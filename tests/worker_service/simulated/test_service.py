@@ -20,7 +20,7 @@ from tests.support.cluster import SERVING, health
 from tests.support.requests import bad_field
 from tests.support.running_worker import RunningWorker, Steps
 from tests.support.simulated import undisturbed
-from tests.support.worker_driver import GREEDY, PlanBuilder, Row, column, values, block_table
+from tests.support.worker_driver import GREEDY, PlanBuilder, Row, block_table, column, values
 from tools.launch import environment
 from worker_service.config import (
     CacheConfig,
@@ -66,7 +66,7 @@ async def test_it_tells_what_it_pretends_to_be() -> None:
     async with simulated_worker(eos_token_id=7) as worker:
         info = await worker.stub.GetInfo(pb.GetInfoRequest())
         assert (info.model.name, info.model.vocab_size) == ("simulated", 997)
-        assert (info.model.max_model_len, info.model.block_size) == (64, 4)
+        assert (info.model.max_model_len, info.model.cache_groups[0].block_tokens) == (64, 4)
         assert values(info.model.eos_token_ids) == [7]
         assert info.model.batch_invariant
         blocks = await worker.stub.ProfileBlocks(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
@@ -37,7 +37,7 @@ def make_cache(num_blocks: int = 4, num_host_blocks: int = 0, **config: bool) ->
         model="model",
         num_gpu_blocks=num_blocks,
         num_cpu_blocks=num_host_blocks,
-        block_size=4,
+        cache_groups=(CacheGroup(block_tokens=4),),
         max_model_len=64,
         vocab_size=100,
     )

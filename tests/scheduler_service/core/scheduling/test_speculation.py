@@ -102,7 +102,9 @@ def test_no_block_is_reserved_beyond_the_end(max_model_len: int) -> None:
         record = driver.submit(prompt=[1, 2, 3], max_tokens=max_tokens)
         driver.run_until_idle()
         assert len(record.choices[0].tokens) == num_tokens + 1 - 3
-        tables = [len(plan.new_sequences[0].tables[0].block_ids) for plan in plans if plan.new_sequences]
+        tables = [
+            len(plan.new_sequences[0].tables[0].block_ids) for plan in plans if plan.new_sequences
+        ]
         added = [index for plan in plans for index in plan.block_updates[2::4]]
         assert max([*(count - 1 for count in tables), *added]) == num_blocks - 1
         driver.check_empty()

@@ -14,7 +14,7 @@ from pagewire.v1 import sampling_pb2
 from tests.support.counting_model import VOCAB_SIZE, CountingModel, next_token
 from tests.support.runners import LateEvent, eager, host, recorded
 from tests.support.vocabularies import END
-from tests.support.worker_driver import GREEDY, Row, column, sampler_params, block_table
+from tests.support.worker_driver import GREEDY, Row, block_table, column, sampler_params
 from tests.worker_service.runner.test_model_runner import Bench, continuation
 from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine

@@ -56,7 +56,11 @@ class Sequences:
             token_ids=np.array([1, 2, 1, 5], np.int32),
             num_prompt_tokens=2,
             num_computed_tokens=0,
-            tables=(BlockTable(group=0, first_index=0, block_ids=np.array([seq_id, seq_id + 1], np.int32)),),
+            tables=(
+                BlockTable(
+                    group=0, first_index=0, block_ids=np.array([seq_id, seq_id + 1], np.int32)
+                ),
+            ),
             sampling=params,
             parent_seq_id=None,
             prompt_logprobs_start=0,
