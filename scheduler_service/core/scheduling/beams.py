@@ -218,7 +218,8 @@ class BeamScheduler(StrategyScheduler):
         reserve keeps it and the others copy it, and a fork's table is sent as a whole anyway."""
         continued = {child.seq: child for child in beams.continuations}
         forks = [child for child in beams.continuations if child.parent is not None]
-        tables = {child.seq: self._fork_tables(child.seq, batch) for child in forks}
+        for child in forks:
+            self._reserve_fork(child.seq, batch)
         forked = {child.seq for child in forks}
         for seq in sorted((s for s in beams.held if s not in forked), key=lambda s: s.order):
             self._reserve_last(seq, batch)
@@ -228,7 +229,8 @@ class BeamScheduler(StrategyScheduler):
             seq.extend()
         for child in forks:
             assert child.parent is not None
-            batch.add_new(make_fork(child.seq, child.parent, [child.token], tables[child.seq]))
+            tables = self._cache.tables(child.seq)
+            batch.add_new(make_fork(child.seq, child.parent, [child.token], tables))
             self._running.mark_introduced(child.seq)
             batch.add_beam(child.seq)
             child.seq.extend()
@@ -240,12 +242,11 @@ class BeamScheduler(StrategyScheduler):
             batch.update_table(seq.seq_id, update)
         self._cache.offer(seq, seq.num_confirmed)
 
-    def _fork_tables(self, seq: Sequence, batch: Batch) -> list[BlockTable]:
+    def _reserve_fork(self, seq: Sequence, batch: Batch) -> None:
         update = self._cache.reserve(seq, seq.length)
         if update is not None:
             batch.copy_shared(update)
         self._cache.offer(seq, seq.num_confirmed)
-        return self._cache.tables(seq)
 
     # Results.
 

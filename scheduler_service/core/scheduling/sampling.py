@@ -100,7 +100,7 @@ class SamplingScheduler(StrategyScheduler):
         parent.reserve(fork.length)
         fork.start_decode(fork.length)
         self._running.begin_decoding(fork)
-        batch.add_new(make_fork(fork, parent, [], self._cache.table(fork)))
+        batch.add_new(make_fork(fork, parent, [], self._cache.tables(fork)))
         batch.add_prefill(fork, 0, True)
 
     def reserve(self, seq: Sequence, batch: Batch) -> bool:
