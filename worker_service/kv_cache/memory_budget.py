@@ -81,8 +81,9 @@ def profile_blocks(
     blocks are swapped, too. sample: does what a step's sampling may need most memory for; None: as
     the host samples.
     """
-    sample = sample or sample_on_host
-    swapped_bytes = block_bytes = model.kv_cache_spec.block_bytes(block_size)
+    sample, spec = sample or sample_on_host, model.kv_cache_spec
+    swapped_bytes = block_bytes = spec.block_bytes(block_size)
+    of_full_length = spec.num_blocks(model.max_model_len, max_num_batched_tokens, block_size)
     held_bytes = 0 if cache is None else cache.device_cache.nbytes
     if draft is not None:
         draft_bytes = draft.kv_cache_spec.block_bytes(block_size)
@@ -105,7 +106,7 @@ def profile_blocks(
     else:
         run_batch(model, block_size, device, 2, _WARM_UP_TOKENS, sample)
         budget = config.kv_cache_memory or _default_cpu_budget(
-            block_bytes * -(-model.max_model_len // block_size) * max_num_seqs,
+            block_bytes * of_full_length * max_num_seqs,
             available_host_memory() + held_bytes,
             num_ranks,
         )
@@ -122,14 +123,14 @@ def profile_blocks(
             f"swap_space: no room for one KV block of {swapped_bytes} bytes in {swap_space} bytes;"
             " give a unit, such as 4GiB, or 0 for none"
         )
-    num_tokens = num_gpu_blocks * block_size
-    if num_tokens < model.max_model_len:
+    if num_gpu_blocks < of_full_length:
         logger.warning(
             "kv cache holds less than one sequence of full length, so none can be that long:"
-            " raise %s, lower --max-model-len, or set --kv-cache-dtype %s num_tokens=%d"
-            " max_model_len=%d",
+            " raise %s, lower --max-model-len, or set --kv-cache-dtype %s num_blocks=%d"
+            " needed=%d max_model_len=%d",
             *_REMEDIES[device.type == "cuda"],
-            num_tokens,
+            num_gpu_blocks,
+            of_full_length,
             model.max_model_len,
         )
     return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // swapped_bytes)

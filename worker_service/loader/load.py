@@ -56,6 +56,7 @@ from worker_service.loader.quantized_checkpoint import (
 from worker_service.loader.trial import try_model
 from worker_service.loader.weights import Checkpoint, open_checkpoint, warn_of_unused
 from worker_service.models.interface import Model, ModelContext
+from worker_service.models.kv_cache_spec import BLOCK_UNIT
 from worker_service.models.linear import can_pack, cpu_arithmetic
 from worker_service.models.native import NativeModel
 from worker_service.models.registry import limit_model_len, native_settings
@@ -287,8 +288,7 @@ def load_model(
     if device.type == "cpu":
         num_parameters = model.num_parameters // config.layout.world_size
         set_threads(config.threads, num_parameters, config.cpu_share)
-    spec, preferred = model.kv_cache_spec, kernels.attention.abilities.default_block_size
-    block_size = cache.block_size or spec.choose_block_size(preferred)
+    block_size = cache.block_size or kernels.attention.abilities.default_block_size
     eos_token_ids, bos_token_id = special_tokens(model_dir, hf_config)
     loaded = LoadedModel(
         model=model,
@@ -312,6 +312,24 @@ def load_model(
     )
     _log(loaded, time.monotonic() - started)
     return loaded
+
+
+def release_windows(loaded: LoadedModel, cache: CacheConfig) -> LoadedModel:
+    """The model with its windows as cache groups of their own. Models stay in one group whose
+    attention backend needs blocks of a larger multiple of tokens than groups can have."""
+    able = loaded.attention_abilities
+    if able.block_multiple > BLOCK_UNIT:
+        return loaded
+    spec = replace(loaded.model.kv_cache_spec, releases_windows=True)
+    loaded.model.kv_cache_spec = spec
+    block_size = cache.block_size or spec.choose_block_size(able.default_block_size)
+    logger.info(
+        "kv cache groups lifetimes:spans:block_tokens=%s block_bytes=%d padding=%.3f",
+        ",".join(f"{g.lifetime.value}:{g.span}:{g.block_tokens}" for g in spec.groups(block_size)),
+        spec.block_bytes(block_size),
+        spec.padding(block_size),
+    )
+    return replace(loaded, block_size=block_size)
 
 
 def _choose_cores(config: ModelConfig) -> None:
@@ -417,14 +435,6 @@ def _is_batch_invariant(
 
 
 def _log(loaded: LoadedModel, seconds: float) -> None:
-    spec, block_size = loaded.model.kv_cache_spec, loaded.block_size
-    groups = [f"{g.lifetime.value}:{g.span}:{g.block_tokens}" for g in spec.groups(block_size)]
-    logger.info(
-        "kv cache groups lifetimes:spans:block_tokens=%s block_bytes=%d padding=%.3f",
-        ",".join(groups),
-        spec.block_bytes(block_size),
-        spec.padding(block_size),
-    )
     logger.info(
         "model loaded architecture=%s parameters=%d weights=%s dtype=%s device=%s"
         " batch_invariant=%s seconds=%.1f",

@@ -18,10 +18,6 @@ from pagewire_kernels.batch import LayerCaches
 from pagewire_kernels.interface import stored_head_size
 from worker_service.cache_groups import CacheGroup, CacheLifetime
 
-RELEASES_WINDOWS = False
-"""Whether layers with a window are cache groups of their own, so that the scheduler releases what
-no token sees any more. Until it does, all layers are one group that keeps all tokens."""
-
 BLOCK_ALIGNMENT = 128
 """Blocks have a multiple of this number of bytes: vector registers of CPUs need 64, GPUs 128."""
 
@@ -58,7 +54,9 @@ class KVCacheSpec:
     stage: range | None = None
     """Indices of this rank's layers, whose KV its blocks hold; None: all."""
 
-    releases_windows: bool = RELEASES_WINDOWS
+    releases_windows: bool = False
+    """Whether layers with a window are cache groups of their own, so that the scheduler releases
+    what no token sees any more; otherwise all layers are one group, which keeps all tokens."""
 
     @classmethod
     def uniform(
@@ -106,6 +104,18 @@ class KVCacheSpec:
         if good:
             return max(good, key=lambda size: (min(fits[size]), -paddings[size]))
         return min(sizes, key=lambda size: paddings[size])
+
+    def num_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
+        """Blocks that a sequence of this length needs, computed in chunks of at most `chunk`
+        tokens."""
+        total = 0
+        for group in self.groups(block_size):
+            needed = -(-num_tokens // group.block_tokens)
+            if group.lifetime is CacheLifetime.WINDOW:
+                seen = group.span - 1 + chunk
+                needed = min(needed, -(-seen // group.block_tokens) + 1)
+            total += needed
+        return total
 
     def padding(self, block_size: int) -> float:
         """The largest share of a block that a group leaves unused on this rank."""

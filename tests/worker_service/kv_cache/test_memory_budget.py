@@ -66,7 +66,7 @@ def test_less_than_one_full_sequence_is_a_warning(caplog: pytest.LogCaptureFixtu
     profile(CacheConfig(kv_cache_memory=16 * 128))
     assert not caplog.records
     profile(CacheConfig(kv_cache_memory=15 * 128))
-    assert "num_tokens=240 max_model_len=256" in caplog.text
+    assert "num_blocks=15 needed=16 max_model_len=256" in caplog.text
     assert "raise --kv-cache-memory, lower --max-model-len, or set --kv-cache-dtype int8" in (
         caplog.text
     )

@@ -103,6 +103,15 @@ def test_a_configured_size_is_that_of_the_group_with_most_tokens_per_block() -> 
     assert [group.block_tokens for group in spec.groups(8)] == [8, 2]
 
 
+def test_a_sequence_needs_blocks_for_all_tokens_or_for_a_window_and_a_chunk() -> None:
+    spec = _spec(SHAPES["gemma 3 270m"], torch.bfloat16)
+    growing = 13  # blocks of 320 for 4,096 tokens; those of 64 hold 511 tokens and the chunk
+    assert spec.num_blocks(4096, chunk=1, block_size=320) == growing + 9
+    assert spec.num_blocks(4096, chunk=512, block_size=320) == growing + 17
+    assert spec.num_blocks(4096, chunk=4096, block_size=320) == growing + 64
+    assert spec.num_blocks(100, chunk=1, block_size=320) == 1 + 2
+
+
 def test_windows_are_kept_like_everything_else_until_they_are_released() -> None:
     layers = _spec(SHAPES["gemma 3 270m"], torch.bfloat16).layers
     spec = KVCacheSpec(layers=layers, dtype=torch.bfloat16, releases_windows=False)
