@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from worker_service.cache_groups import CacheGroup
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
 from worker_service.engine.executor import BlockCounts, ModelFacts
@@ -19,7 +18,7 @@ from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutO
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import available_host_memory, profile_blocks
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
-from worker_service.loader.load import arithmetic_of
+from worker_service.loader.load import arithmetic_of, release_windows
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
@@ -44,6 +43,11 @@ if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
 
 logger = logging.getLogger(__name__)
+
+
+RELEASES_WINDOWS = False
+"""Whether the scheduler releases the blocks of windows. Until it does, all layers of a model are
+one cache group, which keeps all tokens."""
 
 
 def compile_layers(
@@ -104,14 +108,17 @@ class ModelExecutor:
         rendezvous: Rendezvous | None = None,
         runner: RunnerConfig | None = None,
         draft_lengths: DraftLengths | None = None,
+        releases_windows: bool = RELEASES_WINDOWS,
     ) -> None:
         """rendezvous: where the ranks join, if several share the model. draft_lengths: chooses
-        numbers of drafts; None: from measurements, which outlast an epoch."""
+        numbers of drafts; None: from measurements, which outlast an epoch. releases_windows:
+        whether windows become cache groups of their own where that is supported."""
         self._config = config
         self._profiler = profiler
         self._load = load
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
+        self._releases_windows = releases_windows
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
         self._draft_cache: CacheEngine | None = None
@@ -131,6 +138,8 @@ class ModelExecutor:
         if self._rendezvous is not None:
             self._rendezvous.open()
         self._loaded = self._load()
+        if self._can_release_windows:
+            self._loaded = release_windows(self._loaded, self._config)
         self._grammars = _grammars_of(self._loaded)
         if self._runner.compile:
             if self._loaded.config.batch_invariant:
@@ -152,6 +161,13 @@ class ModelExecutor:
             uses_cuda_graphs=self._uses_cuda_graphs,
             num_speculative_tokens=self._runner.max_drafts,
         )
+
+    @property
+    def _can_release_windows(self) -> bool:
+        """Not on GPUs, whose steps have one block table per sequence, and not with a draft model or
+        head, which read all tokens by the block tables of the target."""
+        is_alone = self._runner.speculative_model is None
+        return self._releases_windows and is_alone and self._device.type == "cpu"
 
     def _check_speculation(self, loaded: LoadedModel) -> None:
         """Raises InvalidOption where drafts could change tokens, or are not supported."""
@@ -399,7 +415,7 @@ def _facts_of(
         eos_token_ids=loaded.eos_token_ids,
         bos_token_id=loaded.bos_token_id,
         dtype=loaded.config.dtype,
-        cache_groups=(CacheGroup(block_tokens=loaded.block_size),),
+        cache_groups=model.kv_cache_spec.groups(loaded.block_size),
         block_bytes=model.kv_cache_spec.block_bytes(loaded.block_size),
         num_parameters=model.num_parameters,
         batch_invariant=loaded.batch_invariant,

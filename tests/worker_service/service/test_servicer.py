@@ -11,9 +11,11 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
+from torch import Tensor
 
 from pagewire.v1 import model_pb2, plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
+from pagewire_kernels.batch import StepBatch
 from tests.support.counting_model import CountingModel, loaded_counting_model, next_token
 from tests.support.running_worker import NUM_BLOCKS, RunningWorker, Steps, running_worker
 from tests.support.waiting import until
@@ -36,19 +38,19 @@ class BlockedModel(CountingModel):
         self.entered = threading.Event()
         self.proceed = threading.Event()
 
-    def forward(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def,override]
+    def forward(self, batch: StepBatch) -> Tensor:
         self.entered.set()
         assert self.proceed.wait(20)
-        return super().forward(*args, **kwargs)  # type: ignore[arg-type]
+        return super().forward(batch)
 
 
 class BrokenModel(CountingModel):
     """Fails at any batch of three tokens."""
 
-    def forward(self, *args: object, **kwargs: object):  # type: ignore[no-untyped-def,override]
-        if len(args[0]) == 3:  # type: ignore[arg-type]
+    def forward(self, batch: StepBatch) -> Tensor:
+        if len(batch.token_ids) == 3:
             raise ZeroDivisionError("the model is broken")
-        return super().forward(*args, **kwargs)  # type: ignore[arg-type]
+        return super().forward(batch)
 
 
 class WithoutDevice(ModelExecutor):
@@ -96,7 +98,7 @@ async def test_the_core_learns_who_the_worker_is() -> None:
         assert not info.model.HasField("bos_token_id")
         [group] = info.model.cache_groups
         assert (group.lifetime, group.block_tokens) == (model_pb2.CACHE_LIFETIME_GROWING, 4)
-        assert info.model.block_bytes == 32
+        assert info.model.block_bytes == 128
         assert not info.model.uses_cuda_graphs
         await running.initialize(41)
         assert (await running.stub.GetInfo(pb.GetInfoRequest())).last_epoch == 41
