@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import multiprocessing
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
@@ -60,14 +59,6 @@ def _proportional_bytes(pid: int) -> int:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) * 1024
     return 0
-
-
-def free_port() -> int:
-    """A TCP port of this machine on which no process listens at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 Role = Callable[..., Coroutine[Any, Any, None]]

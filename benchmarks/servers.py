@@ -18,10 +18,11 @@ import aiohttp
 from benchmarks.engines import pagewire, vllm
 from benchmarks.engines.engine import Settings
 from benchmarks.openai_target import OpenAITarget
-from benchmarks.processes import free_port, send_signal
+from benchmarks.processes import send_signal
 from pagewire_cli.load import Arrival, PagewireTarget, Target
 from pagewire_client import NO_RETRIES, AsyncClient
 from pagewire_client.errors import PagewireError
+from tools.launch import free_port
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 600.0

@@ -6,6 +6,7 @@ users' deployments consist of, keeps its services alive instead.)
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,6 +26,14 @@ def environment() -> dict[str, str]:
     given = [os.path.abspath(each) for each in ours.get("PYTHONPATH", "").split(os.pathsep) if each]
     path = [*(str(ROOT / source) for source in _SOURCES), *given]
     return ours | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface on which no process listens at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def module(*words: str) -> list[str]:

@@ -15,8 +15,9 @@ from typing import Any, Self
 
 from benchmarks.checkpoints import gguf
 from benchmarks.engines.engine import About, Outputs, Settings
-from benchmarks.processes import free_port, send_signal
+from benchmarks.processes import send_signal
 from benchmarks.workloads import Job
+from tools.launch import free_port
 
 NAME = "llama.cpp"
 NUM_SLOTS = 32

@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,16 +16,10 @@ from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire_client import AsyncClient, SamplingParams
 from tests.support.cluster import Cluster
 from tools import launch
-from tools.launch import Service
+from tools.launch import Service, free_port
 
 DETAIL = status_pb2.StatusDetail(include_requests=True, include_blocks=True)
 Job = tuple[list[int], SamplingParams]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-        return port
 
 
 class Load:

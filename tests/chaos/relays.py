@@ -5,8 +5,8 @@ from collections import defaultdict
 from contextlib import suppress
 from typing import Self
 
-from benchmarks.processes import free_port
 from tests.chaos.network import Link, Network
+from tools.launch import free_port
 
 CHUNK_BYTES = 65536
 

@@ -36,16 +36,6 @@ def test_the_last_worker_and_the_last_frontend_are_left_in_peace() -> None:
     assert drawn(["worker-0", "worker-2", "frontend-1", "core"]) == []
 
 
-def test_who_rests_is_left_in_peace_and_counts_as_well() -> None:
-    drawing = Drawing(Random(0), LINKS, LEASE_S)
-    found = [drawing.next(["frontend-0", "worker-0"], ["core", "worker-1"]) for _ in range(100)]
-    assert {disturbance.victim for disturbance in found if disturbance} == {"worker-2"}
-
-
-def test_the_same_seed_draws_the_same() -> None:
-    assert drawn(["worker-1"]) == drawn(["worker-1"])
-
-
 def test_pauses_and_cuts_are_shorter_and_longer_than_the_lease() -> None:
     found = [event.duration_s for event in drawn([]) if isinstance(event, Pause | Cut)]
     assert min(found) < LEASE_S < max(found)

@@ -11,7 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire_client import connection
 from service_common.grpc_options import Options, channel_options
-from tests.chaos.namespaces import PORT, NamespaceNetwork, namespaces_permitted
+from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import CLIENT, Link, Network
 from tests.chaos.relays import RelayNetwork
 
@@ -95,16 +95,6 @@ async def test_a_cut_link_is_silent_until_it_is_healed(
         await writer.wait_closed()
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
-async def test_hosts_reach_each_other_only_over_their_links(kind: type[Network]) -> None:
-    links = [Link(CLIENT, "core"), Link("worker-0", "core")]
-    async with kind(links) as network:
-        assert network.hosts == ["core", "worker-0"]
-        assert network.address("worker-0", "core") != network.address(CLIENT, "core")
-        with pytest.raises(StopIteration):
-            network.link(CLIENT, "worker-0")
-
-
 @needs_namespaces
 async def test_a_forgotten_connection_is_silent_for_ever_and_a_new_one_is_not() -> None:
     link = Link(CLIENT, "core")
@@ -122,23 +112,6 @@ async def test_a_forgotten_connection_is_silent_for_ever_and_a_new_one_is_not() 
         assert await is_silent(reader)
         for each in (writer, new_writer):
             each.transport.abort()
-
-
-@needs_namespaces
-async def test_a_host_that_moves_is_reached_at_its_new_address_alone() -> None:
-    links = [Link(CLIENT, "core")]
-    async with NamespaceNetwork(links) as network, running(ECHO, network, "core"):
-        before = network.ip(CLIENT, "core")
-        network.move("core", CLIENT)
-        after = network.ip(CLIENT, "core")
-        assert after != before
-        reader, writer = await asyncio.open_connection(after, PORT)
-        writer.write(b"a")
-        assert await reader.readexactly(1) == b"a"
-        writer.transport.abort()
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(SILENCE_S):
-                await asyncio.open_connection(before, PORT)
 
 
 @needs_namespaces

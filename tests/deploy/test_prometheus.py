@@ -26,9 +26,8 @@ from tests.support import dashboard
 from tests.support.cluster import Cluster
 from tests.support.manifests import containers, overlay
 from tests.support.scrapes import TOLD
-from tests.support.simulated_services import free_port
 from tests.support.waiting import wait_until
-from tools.launch import ROOT, Service
+from tools.launch import ROOT, Service, free_port
 
 FOLDER = ROOT / "deploy/prometheus"
 pytestmark = pytest.mark.skipif(

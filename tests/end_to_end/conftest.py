@@ -56,30 +56,6 @@ class Reference:
             )
         return output[0, len(prompt) :].tolist()
 
-    def beams(
-        self, prompt: list[int], max_tokens: int, width: int, **options: object
-    ) -> list[list[int]]:
-        """Output tokens of beam search, best first, end-of-sequence tokens included."""
-        if width > 1:
-            options["num_return_sequences"] = width
-        else:
-            options = {}
-        with torch.inference_mode():
-            output = self.model.generate(
-                torch.tensor([prompt]),
-                max_new_tokens=max_tokens,
-                do_sample=False,
-                num_beams=width,
-                **options,
-            )
-        return [self._until_end(tokens) for tokens in output[:, len(prompt) :].tolist()]
-
-    def _until_end(self, tokens: list[int]) -> list[int]:
-        end = self.model.generation_config.eos_token_id
-        ends = {end} if isinstance(end, int) else set(end)
-        places = [place for place, token in enumerate(tokens) if token in ends]
-        return tokens[: places[0] + 1] if places else tokens
-
     def logprobs(self, token_ids: list[int]) -> torch.Tensor:
         """Log probabilities [len(token_ids), vocab] of each position's next token."""
         with torch.inference_mode():

@@ -1,14 +1,16 @@
 """Anthropic's own client on `/v1/messages` of real services with the embedded model."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import openai
 import pytest
 
 from tests.support.cluster import Cluster
+
+if TYPE_CHECKING:
+    import anthropic
 
 ASK = [{"role": "user", "content": "What is 27 + 45?"}]
 GREEDY = {"temperature": 0}
@@ -25,14 +27,16 @@ CALL = {"type": "tool", "name": "get_weather"}
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> Iterator[anthropic.Anthropic]:
+def client(cluster: Cluster) -> "Iterator[anthropic.Anthropic]":
+    import anthropic
+
     with anthropic.Anthropic(
         base_url=cluster.http_url(), api_key="none", max_retries=0, timeout=60
     ) as client:
         yield client
 
 
-def test_a_conversation_is_answered(client: anthropic.Anthropic) -> None:
+def test_a_conversation_is_answered(client: "anthropic.Anthropic") -> None:
     answer = client.messages.create(**WISH, messages=ASK)
     (block,) = answer.content
     assert (block.type, block.text) == ("text", "27 + 45 = 72.")
@@ -52,14 +56,14 @@ def test_a_conversation_is_answered(client: anthropic.Anthropic) -> None:
     "system", ["Be brief.", [{"type": "text", "text": "Be brief.", "cache_control": None}]]
 )
 def test_conversations_of_all_kinds(
-    client: anthropic.Anthropic, messages: list, system: Any
+    client: "anthropic.Anthropic", messages: list, system: Any
 ) -> None:
     answer = client.messages.create(**WISH, messages=messages, system=system)
     assert answer.content[0].text == "27 + 45 = 72."
 
 
 def test_an_answer_is_that_of_a_chat_completion(
-    client: anthropic.Anthropic, openai_client: openai.OpenAI
+    client: "anthropic.Anthropic", openai_client: openai.OpenAI
 ) -> None:
     wish = {"model": "embedded", "messages": ASK, "max_tokens": 40, "extra_body": GREEDY}
     chat = openai_client.chat.completions.create(**wish)
@@ -71,12 +75,12 @@ def test_an_answer_is_that_of_a_chat_completion(
     assert answer.usage.output_tokens == chat.usage.completion_tokens
 
 
-def test_a_begun_answer_is_continued(client: anthropic.Anthropic) -> None:
+def test_a_begun_answer_is_continued(client: "anthropic.Anthropic") -> None:
     begun = {"role": "assistant", "content": "27 + 45 ="}
     assert client.messages.create(**WISH, messages=[*ASK, begun]).content[0].text == " 72."
 
 
-def test_a_stream_adds_up_to_the_whole(client: anthropic.Anthropic) -> None:
+def test_a_stream_adds_up_to_the_whole(client: "anthropic.Anthropic") -> None:
     whole = client.messages.create(**WISH, messages=ASK)
     with client.messages.stream(**WISH, messages=ASK) as stream:
         text = "".join(stream.text_stream)
@@ -88,14 +92,14 @@ def test_a_stream_adds_up_to_the_whole(client: anthropic.Anthropic) -> None:
     )
 
 
-def test_events_are_in_anthropics_order(client: anthropic.Anthropic) -> None:
+def test_events_are_in_anthropics_order(client: "anthropic.Anthropic") -> None:
     events = [event.type for event in client.messages.create(**WISH, messages=ASK, stream=True)]
     assert events[:2] == ["message_start", "content_block_start"]
     assert set(events[2:-3]) == {"content_block_delta"}
     assert events[-3:] == ["content_block_stop", "message_delta", "message_stop"]
 
 
-def test_ends_are_named(client: anthropic.Anthropic) -> None:
+def test_ends_are_named(client: "anthropic.Anthropic") -> None:
     short = client.messages.create(**WISH | {"max_tokens": 2}, messages=ASK)
     assert short.stop_reason == "max_tokens"
     stopped = client.messages.create(**WISH, messages=ASK, stop_sequences=[" ="])
@@ -105,7 +109,7 @@ def test_ends_are_named(client: anthropic.Anthropic) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("choice", [CALL, {"type": "any", "disable_parallel_tool_use": True}])
-def test_a_tool_is_called(client: anthropic.Anthropic, stream: bool, choice: Any) -> None:
+def test_a_tool_is_called(client: "anthropic.Anthropic", stream: bool, choice: Any) -> None:
     answer = ask_for_a_call(client, choice, stream=stream)
     (block,) = answer.content
     assert (block.type, block.name, answer.stop_reason) == ("tool_use", "get_weather", "tool_use")
@@ -113,14 +117,14 @@ def test_a_tool_is_called(client: anthropic.Anthropic, stream: bool, choice: Any
     assert block.input["city"] in ("Paris", "Rome")
 
 
-def test_a_call_that_is_cut_off_has_the_arguments_so_far(client: anthropic.Anthropic) -> None:
+def test_a_call_that_is_cut_off_has_the_arguments_so_far(client: "anthropic.Anthropic") -> None:
     wish = WISH | {"max_tokens": 8}
     answer = client.messages.create(**wish, messages=WEATHER, tools=[TOOL], tool_choice=CALL)
     assert answer.stop_reason == "max_tokens"
     assert isinstance(answer.content[0].input, dict)
 
 
-def test_the_result_of_a_call_is_taken(client: anthropic.Anthropic) -> None:
+def test_the_result_of_a_call_is_taken(client: "anthropic.Anthropic") -> None:
     answer = ask_for_a_call(client, CALL, stream=False)
     result = {"type": "tool_result", "tool_use_id": answer.content[0].id, "content": "27 + 45 = ?"}
     turns = [
@@ -135,7 +139,7 @@ def test_the_result_of_a_call_is_taken(client: anthropic.Anthropic) -> None:
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def ask_for_a_call(client: anthropic.Anthropic, choice: Any, *, stream: bool) -> Any:
+def ask_for_a_call(client: "anthropic.Anthropic", choice: Any, *, stream: bool) -> Any:
     wish = WISH | {"messages": WEATHER, "tools": [TOOL], "tool_choice": choice}
     if not stream:
         return client.messages.create(**wish)
@@ -143,13 +147,13 @@ def ask_for_a_call(client: anthropic.Anthropic, choice: Any, *, stream: bool) ->
         return events.get_final_message()
 
 
-def test_an_answer_is_json_of_a_schema(client: anthropic.Anthropic) -> None:
+def test_an_answer_is_json_of_a_schema(client: "anthropic.Anthropic") -> None:
     wanted = {"type": "json_schema", "schema": SCHEMA | {"additionalProperties": False}}
     answer = client.messages.create(**WISH, messages=WEATHER, output_config={"format": wanted})
     assert '"city"' in answer.content[0].text
 
 
-def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
+def test_tokens_are_counted(client: "anthropic.Anthropic") -> None:
     usage = client.messages.create(**WISH, messages=ASK).usage
     counted = client.messages.count_tokens(model="embedded", messages=ASK)
     assert counted.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
@@ -173,7 +177,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.com/
         ({"extra_body": {"mcp_servers": []}}, "mcp_servers: unknown field"),
     ],
 )
-def test_what_is_wrong_is_named(client: anthropic.Anthropic, wish: dict, named: str) -> None:
+def test_what_is_wrong_is_named(client: "anthropic.Anthropic", wish: dict, named: str) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(**WISH | {"messages": ASK} | wish)
     body: Any = refused.value.body
@@ -182,7 +188,9 @@ def test_what_is_wrong_is_named(client: anthropic.Anthropic, wish: dict, named: 
     assert named in body["error"]["message"]
 
 
-def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
+def test_an_unknown_model_is_not_found(client: "anthropic.Anthropic") -> None:
+    import anthropic
+
     with pytest.raises(anthropic.NotFoundError) as refused:
         client.messages.create(model="nosuch", max_tokens=1, messages=ASK)
     assert refused.value.body["error"]["type"] == "not_found_error"

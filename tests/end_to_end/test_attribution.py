@@ -47,21 +47,6 @@ def test_a_request_alone_spends_its_time_in_forward_passes(tmp_path: Path) -> No
     assert (timings.preempted_us, timings.recovery_us, timings.unaccounted_us) == (0, 0, 0)
 
 
-def test_many_at_once_wait_in_the_queue_as_long_as_others_run(tmp_path: Path) -> None:
-    """Two places for eight requests, with prompts in chunks beside decodes."""
-    core_flags = ("--max-num-seqs", "2", "--max-num-batched-tokens", "16")
-    with deployment(tmp_path, core_flags=core_flags) as (_, client):
-        prompts = [[index + 3, *PROMPT] for index in range(8)]
-        requests = [(prompt, greedy(30)) for prompt in prompts]
-        found = accounts(lambda: in_parallel(client, requests))
-    assert len(found) == 8
-    found.sort(key=lambda timings: timings.queue_us)
-    # Each takes 30 steps for its tokens, and the last waits for three before it.
-    assert found[-1].queue_us >= 3 * 30 * STEP_S * 1e6
-    for timings in found:
-        assert computing_us(timings) >= steps_us(30)
-
-
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 def test_time_after_a_preemption_is_told(tmp_path: Path, mode: str) -> None:
     """Blocks for one of the two to grow to its end, not for both."""

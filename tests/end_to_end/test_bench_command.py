@@ -67,22 +67,6 @@ def test_a_run_has_prompts_of_its_own_unless_it_is_given_the_seed_of_another(
     assert "warning" not in shared.stderr
 
 
-def test_a_limit_on_concurrency_is_kept(bench: Any, tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    lengths = ["--input-tokens", "4", "--output-tokens", "4"]
-    bench("--num-requests", "8", "--concurrency", "3", *lengths, "--json", file)
-    [line] = json.loads(file.read_text())["rates"]
-    assert (line["max_in_flight"], line["num_complete"]) == (3, 8)
-
-
-def test_limits_that_none_can_keep_leave_no_goodput(bench: Any, tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    lengths = ["--input-tokens", "4", "--output-tokens", "4", "--num-requests", "4"]
-    bench(*lengths, "--ttft-limit-ms", "0.0001", "--json", file)
-    [line] = json.loads(file.read_text())["rates"]
-    assert (line["num_complete"], line["num_good"]) == (4, 0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

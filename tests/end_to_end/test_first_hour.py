@@ -33,13 +33,6 @@ tools = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 """
 
 
-def test_the_demo_streams_an_answer() -> None:
-    demo = run(sys.executable, "-m", "pagewire_cli", "demo")
-    assert demo.returncode == 0, demo.stderr
-    assert "27 + 45 = 72" in demo.stdout
-    assert "first token" in demo.stderr
-
-
 def test_a_node_program_generates_and_streams(cluster: Cluster) -> None:
     example = ROOT / "client/node/examples/generate.js"
     answer = run("node", example, "--address", cluster.frontend_address(), "27 + 45 =")

@@ -5,7 +5,6 @@ The workers are simulated: real processes with real streams, whose tokens depend
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from tests.support.cluster import Cluster
 from tests.support.requests import Answer, generate_together, inference_stub, request_for
+from tests.support.waiting import wait_until
 from tools import launch
 from tools.launch import Service
 
@@ -59,13 +59,6 @@ def streaming(stub: InferenceServiceStub) -> Iterator[Callable[[], list[list[int
         for _ in range(10 * NUM_STREAMS):
             assert begun.acquire(timeout=60)
         yield lambda: tokens_of([future.result(timeout=120) for future in futures])
-
-
-def until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"never came true: {what}"
-        time.sleep(0.02)
 
 
 def groups(cluster: Cluster) -> dict[str, status_pb2.WorkerGroupStatus]:
@@ -115,7 +108,7 @@ def start(cluster: Cluster, *, num_workers: int, step_us: int = 2000) -> None:
     for _ in range(num_workers):
         cluster.start_worker("--simulate-step-us", str(step_us))
     cluster.wait_serving()
-    until(lambda: [*states(cluster).values()] == [READY] * num_workers, "all groups are ready")
+    wait_until(lambda: [*states(cluster).values()] == [READY] * num_workers, "all groups are ready")
 
 
 def test_a_worker_stopped_beyond_its_lease_comes_back_late_and_serves_again(
@@ -126,8 +119,8 @@ def test_a_worker_stopped_beyond_its_lease_comes_back_late_and_serves_again(
         with inference_stub(cluster.frontend_address()) as stub:
             with streaming(stub) as tokens, stopped(cluster.workers[0]):
                 assert tokens() == undisturbed
-                until(lambda: "group-0" not in states(cluster), "its lease has ended")
-            until(lambda: states(cluster).get("group-0") == READY, "it has come back")
+                wait_until(lambda: "group-0" not in states(cluster), "its lease has ended")
+            wait_until(lambda: states(cluster).get("group-0") == READY, "it has come back")
             # It alone serves now, and knows nothing of what it was in the middle of.
             with stopped(cluster.workers[1]):
                 assert tokens_of(generate_together(stub, requests())) == undisturbed
@@ -164,10 +157,14 @@ def test_one_stopped_until_its_peers_have_given_it_up_goes_on(
         with inference_stub(cluster.frontend_address()) as stub, streaming(stub) as tokens:
             with stopped(core if who == "core" else frontend):
                 if who == "core":
-                    until(lambda: "not registered" in worker.log, "the worker looks for a core")
-                    until(lambda: "no core" in frontend.log, "the frontend looks for a core")
+                    wait_until(
+                        lambda: "not registered" in worker.log, "the worker looks for a core"
+                    )
+                    wait_until(lambda: "no core" in frontend.log, "the frontend looks for a core")
                 else:
-                    until(lambda: "frontend detached" in core.log, "the core ends its requests")
+                    wait_until(
+                        lambda: "frontend detached" in core.log, "the core ends its requests"
+                    )
             assert tokens() == undisturbed
 
 
@@ -190,7 +187,7 @@ def test_of_two_cores_at_one_address_the_older_gives_up(
                 assert group.epoch == 2
             # What it does next it does within its lease, and then it has no worker any more.
             log = tmp_path / "older.log"
-            until(lambda: "worker lost" in log.read_text(), "the older has no worker any more")
+            wait_until(lambda: "worker lost" in log.read_text(), "the older has no worker any more")
             assert tokens_of(generate_together(stub, requests())) == undisturbed
         (group,) = groups(cluster).values()
         assert (group.state, group.epoch) == (READY, 2), "nobody else had the worker"

@@ -105,7 +105,7 @@ async def over_http(cluster: Cluster, together: Together) -> list[int]:
         return await asyncio.gather(*(read(session, index) for index in range(NUM_STREAMS)))
 
 
-@pytest.mark.parametrize("way", [over_grpc, over_http])
+@pytest.mark.parametrize("way", [pytest.param(over_grpc, marks=pytest.mark.long), over_http])
 def test_a_thousand_streams_end_whole(simulated: Cluster, way) -> None:  # type: ignore[no-untyped-def]
     together = Together()
     assert asyncio.run(way(simulated, together)) == [NUM_TOKENS] * NUM_STREAMS

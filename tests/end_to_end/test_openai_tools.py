@@ -75,32 +75,6 @@ def test_a_model_is_told_the_result_of_its_call(openai_client: openai.OpenAI) ->
     assert answer.usage.prompt_tokens > 30
 
 
-OPEN_SCHEMA = {
-    "type": "object",
-    "properties": {"city": {"type": "object", "properties": {"name": {"enum": ["Rome"]}}}},
-    "required": ["city"],
-}
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
-def test_arguments_have_no_properties_that_the_schema_does_not_name(
-    openai_client: openai.OpenAI, choice: Any
-) -> None:
-    tool = {"type": "function", "function": {"name": "go", "parameters": OPEN_SCHEMA}}
-    wish = WISH | {"tools": [tool], "tool_choice": choice}
-    calls = final_message(openai_client, wish, stream=False).tool_calls
-    for call in calls:
-        arguments = json.loads(call.function.arguments)
-        assert set(arguments) == {"city"}
-        assert set(arguments["city"]) <= {"name"}
-
-
-def test_an_answer_is_json_of_a_schema(openai_client: openai.OpenAI) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}
-    answer = openai_client.chat.completions.create(**WISH, response_format=wanted)
-    check_arguments(answer.choices[0].message.content or "")
-
-
 @pytest.mark.parametrize(
     ("field", "wanted"),
     [
@@ -118,19 +92,3 @@ def test_a_choice_is_one_of_them(
         model="embedded", prompt="The colour is", max_tokens=16, extra_body={field: value}
     )
     assert answer.choices[0].text in wanted
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "param"),
-    [
-        ("guided_json", {"type": "nonsense"}, "guided_json"),
-        ("structured_outputs", {"regex": "(("}, "structured_outputs.regex"),
-        ("guided_choice", [""], "guided_choice"),
-    ],
-)
-def test_a_constraint_that_is_none_is_refused_by_its_name(
-    openai_client: openai.OpenAI, field: str, value: Any, param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        openai_client.completions.create(model="embedded", prompt="a", extra_body={field: value})
-    assert refused.value.param == param

@@ -9,7 +9,6 @@ import grpc
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from tests.end_to_end.test_draining import SLOW
 from tests.end_to_end.test_recovery import facts_of
 from tests.support.cluster import Cluster
 from tests.support.poisoned_worker import POISON
@@ -80,8 +79,10 @@ class Workers:
 
 @pytest.mark.parametrize(
     ("num_workers", "others"),
-    [(1, neighbours(5, 300)), (3, neighbours(200, 60))],
-    ids=["1 worker, 5 others", "3 workers, 200 others"],
+    [
+        pytest.param(1, neighbours(5, 300), id="1 worker, 5 others"),
+        pytest.param(3, neighbours(200, 60), id="3 workers, 200 others", marks=pytest.mark.long),
+    ],
 )
 def test_one_that_kills_whoever_computes_it_fails_alone_and_its_neighbours_do_not(
     num_workers: int, others: list[pb.GenerateRequest], tmp_path: Path, cluster: Cluster
@@ -111,20 +112,3 @@ def test_one_that_kills_whoever_computes_it_fails_alone_and_its_neighbours_do_no
         died = [worker.process.returncode for worker in workers.deaths]
         assert died == [-signal.SIGKILL] * len(died)
         assert len(died) <= MAX_DEATHS
-
-
-def test_one_that_progresses_between_the_kills_of_its_workers_ends(tmp_path: Path) -> None:
-    with Cluster(tmp_path, worker_flags=SLOW) as cluster:
-        cluster.start()
-        with inference_stub(cluster.frontend_address()) as stub:
-            request = request_for([5, 6, 7], max_tokens=400, ignore_eos=True, seed=1)
-            answer, responses = Answer(), stub.Generate(request, timeout=120)
-            for _ in range(4):
-                num_tokens = len(answer.token_ids) if answer.choices else 0
-                while not answer.choices or len(answer.token_ids) < num_tokens + 40:
-                    answer.add(next(responses))
-                cluster.workers[-1].kill()
-                cluster.start_worker()
-            for response in responses:
-                answer.add(response)
-            assert len(answer.token_ids) == 400

@@ -4,7 +4,6 @@ import json
 import re
 from typing import Any
 
-import grpc
 import jsonschema
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1.inference_service_pb2_grpc import InferenceServiceStub
 from tests.end_to_end.conftest import Reference
-from tests.support.requests import Answer, bad_field, generate, request_for
+from tests.support.requests import Answer, generate, request_for
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 PROMPT = "Once upon a time"
@@ -139,17 +138,6 @@ def test_every_answer_follows_its_grammar(stub: InferenceServiceStub) -> None:
         assert re.fullmatch(r"[1-9]\d{0,2}(?:\+[1-9]\d{0,2})?", inner)
 
 
-def test_a_grammar_may_be_in_gbnf(stub: InferenceServiceStub) -> None:
-    grammar = 'root ::= word (" " word)* "."\nword ::= [a-z]{3} | "I"'
-    answer = answer_to(stub, grammar=grammar, temperature=1.0, seed=1, n=4, min_tokens=3)
-    for text in matches(answer, 4):
-        assert re.fullmatch(r"(?:[a-z]{3}|I)(?: (?:[a-z]{3}|I))*\.", text)
-    with pytest.raises(grpc.RpcError) as refusal:
-        answer_to(stub, grammar="root ::= word")
-    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert bad_field(refusal.value) == "sampling_params.grammar"
-
-
 @pytest.mark.parametrize(
     ("kind", "pattern"),
     [
@@ -231,21 +219,3 @@ def test_log_probabilities_are_the_models_own(stub: InferenceServiceStub) -> Non
     ]
     assert tops[0] == tops[1]
     assert bound.choices[0].logprobs[0].token.logprob < free.choices[0].logprobs[0].token.logprob
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "words"),
-    [
-        ("regex", "a(b", "unclosed group at offset 1"),
-        ("grammar", 'start: "a" b', "line 1, column 8"),
-        ("json_schema", '{"type": }', "line 1, column 10"),
-        ("json_schema", '{"properties": {"a": {"not": {}}}}', '"/properties/a"'),
-    ],
-)
-def test_what_is_malformed_is_refused_with_its_place(
-    stub: InferenceServiceStub, field: str, value: str, words: str
-) -> None:
-    with pytest.raises(grpc.RpcError, match=words) as caught:
-        answer_to(stub, **{field: value})
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert bad_field(caught.value) == f"sampling_params.{field}"

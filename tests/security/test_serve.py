@@ -16,10 +16,11 @@ from typer.testing import CliRunner
 from pagewire_cli.app import app
 from pagewire_client import Client, RetryPolicy, SamplingParams, TlsOptions
 from pagewire_client.errors import NotAuthorized, Unavailable
-from tests.client.cli.test_serve import free_port, serving
+from tests.client.cli.test_serve import serving
 from tests.client.test_node_client import NODE_CLIENT
 from tests.security.test_links import TOKEN, files, running_core
 from tests.support.certificates import Authority, Issued
+from tools.launch import free_port
 
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 ONCE = RetryPolicy(max_retries=0)

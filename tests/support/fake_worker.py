@@ -1,15 +1,13 @@
 """A worker that counts: its next token is always the last one plus one.
 
-It holds the core to the contract of plan.proto: epochs, step numbers, known sequences, block tables
-long enough for what they hold. What is in the blocks it does not look at; the core's own tests do.
-Tests decide when it answers.
+It holds the core to the contract of plan.proto: epochs, step numbers, and all that the simulated
+worker checks of sequences and blocks. Tests decide when it answers.
 """
 
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -26,6 +24,11 @@ from pagewire.v1.worker_service_pb2_grpc import (
     WorkerServiceServicer,
     add_WorkerServiceServicer_to_server,
 )
+from worker_service.config import SimulationConfig
+from worker_service.errors import OutOfOrder, WorkerError
+from worker_service.service import wire
+from worker_service.simulated.executor import RowResults, SimulatedRunner
+from worker_service.simulated.sequences import Row
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 4
@@ -37,91 +40,20 @@ def counted(last_token: int, number: int) -> list[int]:
     return [(last_token + 1 + i) % VOCAB_SIZE for i in range(number)]
 
 
-def column(data: bytes) -> list[int]:
-    return array("i", data).tolist()
+class CountingRunner(SimulatedRunner):
+    """The simulated worker's runner, which refuses every wrong plan, with tokens that count."""
 
-
-@dataclass
-class HeldSequence:
-    """What the worker keeps of a sequence."""
-
-    token_ids: list[int]
-    num_computed: int
-    block_ids: list[int]
-
-
-class BrokenPlan(AssertionError):
-    """The core broke its promise."""
-
-
-@dataclass
-class FakeModel:
-    """Sequences and their next tokens; every plan is checked against what came before."""
-
-    num_gpu_blocks: int
-    sequences: dict[int, HeldSequence] = field(default_factory=dict)
-
-    def execute(self, plan: plan_pb2.StepPlan) -> list[int]:
-        for seq_id in column(plan.forget_seq_ids):
-            del self.sequences[seq_id]
-        for new in plan.new_sequences:
-            self._take_in(new)
-        updates = column(plan.block_updates)
-        quadruples = zip(*(updates[i::4] for i in range(4)), strict=True)
-        for seq_id, _group, index, block in quadruples:
-            table = self.sequences[seq_id].block_ids
-            table[index : index + 1] = [block]
-        self._check_blocks(column(plan.copy))
-        return self._run_rows(plan)
-
-    def _take_in(self, new: plan_pb2.NewSequence) -> None:
-        require(new.seq_id not in self.sequences, f"sequence {new.seq_id} is new twice")
-        tokens, num_computed = column(new.token_ids), new.num_computed_tokens
-        if new.HasField("parent_seq_id"):
-            parent = self.sequences[new.parent_seq_id]
-            tokens, num_computed = parent.token_ids + tokens, parent.num_computed
-        self.sequences[new.seq_id] = HeldSequence(
-            tokens, num_computed, [b for table in new.tables for b in column(table.block_ids)]
+    def __init__(self, num_gpu_blocks: int, max_model_len: int) -> None:
+        config = SimulationConfig(vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
+        super().__init__(
+            config, block_size=BLOCK_SIZE, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0
         )
+        self.num_gpu_blocks = num_gpu_blocks
 
-    def _check_blocks(self, copies: list[int]) -> None:
-        used = {b for sequence in self.sequences.values() for b in sequence.block_ids}
-        require(all(0 <= b < self.num_gpu_blocks for b in used), "a block that does not exist")
-        require(len(copies) % 2 == 0, "copies come in pairs")
-
-    def _run_rows(self, plan: plan_pb2.StepPlan) -> list[int]:
-        seq_ids = column(plan.seq_ids)
-        num_tokens = column(plan.num_tokens) or [1] * len(seq_ids)
-        sample = list(plan.sample) or [1] * len(seq_ids)
-        forks = {
-            n.seq_id: n.parent_seq_id for n in plan.new_sequences if n.HasField("parent_seq_id")
-        }
-        require(len(set(seq_ids)) == len(seq_ids), "a sequence occurs twice")
-        sampled = []
-        for seq_id, number, samples in zip(seq_ids, num_tokens, sample, strict=True):
-            sequence = self.sequences[seq_id]
-            if seq_id in forks and number == 0:
-                sequence.num_computed = self.sequences[forks[seq_id]].num_computed
-            sequence.num_computed += number
-            require(sequence.num_computed <= len(sequence.token_ids), "computes beyond the tokens")
-            require(
-                len(sequence.block_ids) * BLOCK_SIZE >= sequence.num_computed, "no block for KV"
-            )
-            if samples:
-                sampled.append(self._sample(seq_id, forks.get(seq_id)))
-        return sampled
-
-    def _sample(self, seq_id: int, parent_seq_id: int | None) -> int:
-        sequence = self.sequences[seq_id]
-        require(sequence.num_computed >= len(sequence.token_ids), "samples before its last token")
-        (token,) = counted(sequence.token_ids[-1], 1)
-        sequence.token_ids.append(token)
-        return token
-
-
-def require(condition: bool, promise: str) -> None:
-    if not condition:
-        raise BrokenPlan(promise)
+    def _sample_row(self, row: Row, drafts: list[int], outcome: RowResults) -> None:
+        tokens = counted(row.sequence.tokens[-1], 1)
+        row.sequence.extend(tokens)
+        outcome.tokens.extend(tokens)
 
 
 class FakeWorker(WorkerServiceServicer):
@@ -184,7 +116,7 @@ class FakeWorker(WorkerServiceServicer):
         self.directives: list[str] = []
         """Kinds of directives, and errors that ended a registration, as they came."""
         self.stop_reason: str | None = None
-        self.model_state = FakeModel(num_gpu_blocks)
+        self.runner = CountingRunner(num_gpu_blocks, max_model_len)
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.may_initialize = asyncio.Event()
@@ -343,7 +275,7 @@ class FakeWorker(WorkerServiceServicer):
         if request.epoch <= max(self.epochs, default=0):
             await context.abort(grpc.StatusCode.ABORTED, "an epoch must be greater than any before")
         self.epochs.append(request.epoch)
-        self.model_state = FakeModel(request.num_gpu_blocks)
+        self.runner = CountingRunner(request.num_gpu_blocks, self.model.max_model_len)
         return worker_service_pb2.InitializeCacheResponse()
 
     async def ExecuteSteps(self, _requests: object, context: Any) -> None:  # type: ignore[override]
@@ -373,22 +305,18 @@ class FakeWorker(WorkerServiceServicer):
                 step_id += 1
                 self.plans.append(plan)
                 try:
-                    tokens = self._execute(plan, step_id, request)
-                except (BrokenPlan, LookupError) as error:
+                    tokens = self._execute(plan, step_id)
+                except WorkerError as error:
                     self.broken_promises.append(repr(error))
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, repr(error))
                 for result in self._results(plan, tokens):
                     results.put_nowait(result)
 
-    def _execute(
-        self,
-        plan: plan_pb2.StepPlan,
-        step_id: int,
-        request: worker_service_pb2.ExecuteStepsRequest,
-    ) -> list[int]:
-        require(plan.epoch == self.epochs[-1], "a plan of another epoch")
-        require(plan.step_id == step_id, "step numbers count up by one")
-        return self.model_state.execute(plan)
+    def _execute(self, plan: plan_pb2.StepPlan, step_id: int) -> list[int]:
+        if (plan.epoch, plan.step_id) != (self.epochs[-1], step_id):
+            raise OutOfOrder(f"expected step {step_id} of epoch {self.epochs[-1]}, got {plan}")
+        tokens: list[int] = self.runner.execute(wire.decode_plan(plan, 0)).token_ids.tolist()
+        return tokens
 
     def _results(self, plan: plan_pb2.StepPlan, tokens: list[int]) -> list[plan_pb2.StepResult]:
         result = plan_pb2.StepResult(

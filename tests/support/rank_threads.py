@@ -5,7 +5,6 @@ and all get the same plans. Tokens have the texts of `tests/support/vocabularies
 as processes of their own is tested end to end.
 """
 
-import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +16,7 @@ from scheduler_service.core.step_plan import StepResult
 from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, launch
 from tests.support.runners import AllDrafts, HostEvent, LateEvent
 from tests.support.vocabularies import grammars
+from tools.launch import free_port
 from worker_service.address import TcpAddress
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.distributed.communicator import Rendezvous
@@ -33,14 +33,6 @@ from worker_service.runner.model_runner import ModelRunner
 Result = TypeVar("Result")
 NO_SPECULATION = RunnerConfig()
 Wrap = Callable[[Model, Layout], Model]
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Executor(ModelExecutor):

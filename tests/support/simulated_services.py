@@ -1,12 +1,12 @@
 """A whole deployment on this machine, as processes, with a worker that makes its tokens up."""
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from pagewire_cli.local import LocalServices
 from pagewire_cli.local.service_process import OnLine
+from tools.launch import free_port
 
 
 @contextmanager
@@ -28,14 +28,6 @@ def simulated_services(
         yield services
     finally:
         services.stop()
-
-
-def free_port() -> int:
-    """One that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def resident_bytes(pid: int) -> int:

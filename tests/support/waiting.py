@@ -13,7 +13,7 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float = 6
         await asyncio.sleep(0.002)
 
 
-def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20) -> None:
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 60) -> None:
     """The same where there is no event loop."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -25,6 +25,7 @@ from pagewire_client import Client, SamplingParams
 from pagewire_client.errors import LocalServiceError
 from tests.support.checkpoints import checkpoint
 from tests.support.waiting import wait_until
+from tools.launch import free_port
 
 FLAGS = ["--dtype", "float32", "--threads", "1", "--kv-cache-memory", "16MiB"]
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -44,11 +45,6 @@ def command(*arguments: str) -> dict[str, object]:
 def said(done: "subprocess.CompletedProcess[str]") -> list[str]:
     """The lines of an ended command, without the one that a slow start gets."""
     return [line for line in done.stderr.splitlines() if not line.startswith("still ")]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 class Serve:
@@ -145,16 +141,27 @@ def test_signals_that_come_together_end_everything_without_a_traceback(
     assert "Traceback" not in "".join(serve.said)
 
 
-def test_two_frontends_and_two_workers_serve_one_model(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/f.sock"
-    with serving("--listen", address, "--frontends", "2", "--workers", "2") as serve:
+def test_two_frontends_with_one_http_port_and_two_workers_serve_one_model(tmp_path: Path) -> None:
+    address, http = f"unix:{tmp_path}/f.sock", f"127.0.0.1:{free_port()}"
+    arguments = ["--listen", address, "--frontends", "2", "--workers", "2", "--http", http]
+    with serving(*arguments) as serve:
         serve.wait_for("serving")
+        assert f"http://{http}/v1" in serve.wait_for("HTTP for OpenAI clients")
         core = serve.wait_for("for `pagewire drain`: ").split()[-1]
         assert len(serve.services()) == 5
+        assert not any("cores divided" in line for line in serve.said), "threads are given"
         for each in (address, f"{address}.1"):
             with Client(each) as client:
                 assert client.generate("Hello", LONG).finished
                 assert client.get_status().num_frontends == 2
+        for _ in range(8):  # each on a connection of its own, so likely on both frontends
+            with urllib.request.urlopen(f"http://{http}/health", timeout=20) as answer:
+                assert answer.status == 200
+        another = command("serve", "--listen", f"unix:{tmp_path}/g.sock", "--http", http)
+        done = subprocess.run(**another, timeout=60)  # type: ignore[call-overload]
+        assert done.returncode == 1
+        taken = f"error: cannot listen on {http} for HTTP: address already in"
+        assert done.stderr.startswith(taken)
         with Client(address) as client:  # one worker is enough to serve
             wait_until(lambda: len(client.get_status().groups) == 2, "both workers")
         drain = command("drain", "worker-1", "--core", core, "--wait")
@@ -176,9 +183,6 @@ def test_workers_divide_the_cores_unless_their_threads_are_given(tmp_path: Path)
         "share=1/2",
     ]
     assert len({line.split("cpus=")[1] for line in lines}) == 2
-    with serving("--listen", address, "--workers", "2") as serve:  # with --threads 1
-        serve.wait_for("for `pagewire drain`")
-    assert not any("cores divided" in line for line in serve.said)
 
 
 def test_a_model_that_cannot_be_loaded_ends_serve_with_the_workers_words(tmp_path: Path) -> None:
@@ -412,19 +416,3 @@ def test_demo_streams_answers_from_the_embedded_model_and_leaves_nothing_behind(
     assert "27 + 45 = 72" in done.stdout
     assert done.stderr.count("first token after") == 3
     assert "\x1b" not in done.stdout + done.stderr, "plain text where there is no terminal"
-
-
-def test_frontends_share_one_http_port_and_say_where(tmp_path: Path) -> None:
-    http = f"127.0.0.1:{free_port()}"
-    arguments = ["--listen", f"unix:{tmp_path}/f.sock", "--frontends", "2", "--http", http]
-    with serving(*arguments) as serve:
-        assert f"http://{http}/v1" in serve.wait_for("HTTP for OpenAI clients")
-        for _ in range(8):  # each on a connection of its own, so likely on both frontends
-            with urllib.request.urlopen(f"http://{http}/health", timeout=20) as answer:
-                assert answer.status == 200
-        done = subprocess.run(
-            **command("serve", "--listen", f"unix:{tmp_path}/g.sock", "--http", http),  # type: ignore[call-overload]
-            timeout=60,
-        )
-    assert done.returncode == 1
-    assert done.stderr.startswith(f"error: cannot listen on {http} for HTTP: address already in")

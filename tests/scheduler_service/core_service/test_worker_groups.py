@@ -47,7 +47,7 @@ async def test_all_ranks_get_the_least_of_their_blocks_and_the_same_plans(
             assert frontend.tokens[handle] == counted(handle - 1, 20)
     await until(lambda: len(first.plans) == len(second.plans), "both have all plans")
     assert first.plans == second.plans
-    assert [worker.model_state.num_gpu_blocks for worker in (first, second)] == [70, 70]
+    assert [worker.runner.num_gpu_blocks for worker in (first, second)] == [70, 70]
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.gloo_ranks import GlooRendezvous, RankProcess, SymmetricRendezvous
-from tests.support.rank_threads import free_port
 from tests.support.runners import EagerRecorder
+from tools.launch import free_port
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import (
     ESTIMATED_DEVICE_BYTES,

@@ -12,8 +12,9 @@ import torch
 
 from scheduler_service.core.step_plan import StepResult
 from tests.support.checkpoints import checkpoint
-from tests.support.rank_threads import RankThreads, free_port
+from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row
+from tools.launch import free_port
 from worker_service.address import TcpAddress
 from worker_service.distributed.communicator import (
     Communicator,

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anthropic
 import grpc
 import httpx
 import httpx2
@@ -89,6 +88,8 @@ async def test_openai_clients_do_not_notice_the_comments() -> None:
 
 
 async def test_anthropic_clients_do_not_notice_the_pings() -> None:
+    import anthropic
+
     async with replaying(httpx2) as http:
         client = anthropic.AsyncAnthropic(base_url="http://a", http_client=http, **SETTINGS)
         async with client.messages.stream(model="tiny", messages=MESSAGES, max_tokens=9) as stream:  # type: ignore[arg-type]

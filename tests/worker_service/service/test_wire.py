@@ -1,0 +1,212 @@
+"""Plans arrive and results leave with every field, whatever fields the messages get."""
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from pagewire.columns import columns_of, pack
+from pagewire.v1 import plan_pb2, sampling_pb2
+from tests.support.worker_driver import sampler_params
+from worker_service.errors import InvalidPlan
+from worker_service.plan import (
+    Candidates,
+    ConstraintKind,
+    PromptLogprobs,
+    RowErrorReason,
+    StepResult,
+    StepTimings,
+    TokenLogprobs,
+)
+from worker_service.service import wire
+
+VALUES: dict[int, Any] = {
+    FieldDescriptor.CPPTYPE_FLOAT: 0.5,
+    FieldDescriptor.CPPTYPE_DOUBLE: 0.5,
+    FieldDescriptor.CPPTYPE_STRING: "text",
+    FieldDescriptor.CPPTYPE_BOOL: True,
+}
+"""Of fields by their type; numbers of integers are the fields' own."""
+
+
+def fill(message: Message) -> Message:
+    """Set every field, columns to one entry, lists to one element; of a oneof, the first field."""
+    columns = columns_of(message.DESCRIPTOR)
+    for field in message.DESCRIPTOR.fields:
+        oneof = field.containing_oneof
+        if oneof is not None and len(oneof.fields) > 1 and oneof.fields[0] is not field:
+            continue
+        if field.name in columns:
+            column = columns[field.name]
+            entry = np.arange(1, 1 + column.width).astype(column.dtype)
+            setattr(message, field.name, entry.tobytes())
+        elif field.message_type is not None:
+            value = getattr(message, field.name)
+            fill(value.add() if field.is_repeated else value)
+        else:
+            scalar = VALUES.get(field.cpp_type, field.number)
+            if field.is_repeated:
+                getattr(message, field.name).append(scalar)
+            else:
+                setattr(message, field.name, scalar)
+    return message
+
+
+def assert_kept(values: object, message: Message, *, other: set[str]) -> None:
+    """Every field of an object is the message's of the same name, but those in `other`."""
+    columns = columns_of(message.DESCRIPTOR)
+    for field in fields(values):  # type: ignore[arg-type]
+        if field.name in columns:
+            sent = columns[field.name].unpack(getattr(message, field.name))
+            assert getattr(values, field.name).ravel().tolist() == sent, field.name
+        elif field.name not in other:
+            sent = getattr(message, field.name)
+            assert getattr(values, field.name) == sent != field.default, field.name
+
+
+def plan_with(sampling: sampling_pb2.SamplerParams, **fields: Any) -> plan_pb2.StepPlan:
+    return plan_pb2.StepPlan(new_sequences=[plan_pb2.NewSequence(sampling=sampling, **fields)])
+
+
+def test_a_plan_keeps_every_field() -> None:
+    message = fill(plan_pb2.StepPlan())
+    assert isinstance(message, plan_pb2.StepPlan)
+    plan = wire.decode_plan(plan_pb2.StepPlan.FromString(message.SerializeToString()), 77)
+    assert_kept(plan, message, other={"new_sequences", "received_us"})
+    assert plan.received_us == 77
+    (new,), (sent,) = plan.new_sequences, message.new_sequences
+    assert_kept(new, sent, other={"sampling", "tables"})
+    (table,), (sent_table,) = new.tables, sent.tables
+    assert_kept(table, sent_table, other=set())
+
+
+def test_sampling_parameters_keep_every_field() -> None:
+    message = fill(plan_pb2.StepPlan())
+    assert isinstance(message, plan_pb2.StepPlan)
+    sent = message.new_sequences[0].sampling
+    constraint = sent.constraint
+    params = wire.decode_plan(message, 0).new_sequences[0].sampling
+    assert params.constraint is not None
+    assert_kept(params.constraint, constraint, other={"kind", "texts", "thought"})
+    assert params.constraint.thought == ("text", ("text",), ("text",))
+    sent.ClearField("constraint")  # it has end tokens of its own, so that none are suppressed
+    params = wire.decode_plan(message, 0).new_sequences[0].sampling
+    renamed = {f"num_{name}": name for name in ("logprobs", "prompt_logprobs")}
+    for name, on_wire in (renamed | {"num_candidates": "num_candidates"}).items():
+        assert getattr(params, name) == getattr(sent, on_wire)
+    assert params.bias_token_ids.tolist() == [sent.logit_bias[0].token_id]
+    assert params.bias_values.tolist() == [sent.logit_bias[0].bias]
+    assert params.bad_words == ((1,),)
+    compared = {*renamed, "num_candidates", "bias_token_ids", "bias_values", "bad_words"}
+    assert_kept(params, sent, other=compared | {"constraint"})
+    empty = wire.decode_plan(plan_with(sampler_params()), 0).new_sequences[0].sampling
+    assert (empty.num_logprobs, empty.num_prompt_logprobs, empty.constraint) == (None, None, None)
+
+
+@pytest.mark.parametrize("kind", ConstraintKind)
+def test_a_constraint_is_of_its_kind(kind: ConstraintKind) -> None:
+    value = {"choices": ["a", "b"]} if kind is ConstraintKind.CHOICE else "a"
+    sampling = sampler_params(constraint={kind.value: value})
+    plan = plan_with(sampling)
+    constraint = wire.decode_plan(plan, 0).new_sequences[0].sampling.constraint
+    assert constraint is not None
+    assert constraint.kind is kind
+    assert constraint.texts == (("a", "b") if kind is ConstraintKind.CHOICE else ("a",))
+
+
+def test_absent_columns_of_rows_have_their_declared_value_in_every_row() -> None:
+    plan = wire.decode_plan(plan_pb2.StepPlan(seq_ids=pack([4, 5])), 0)
+    for name, column in columns_of(plan_pb2.StepPlan.DESCRIPTOR).items():
+        if column.has_rows:
+            assert getattr(plan, name).tolist() == [column.absent] * 2, name
+
+
+SAMPLING = sampler_params()
+
+
+@pytest.mark.parametrize(
+    ("plan", "field"),
+    [
+        (plan_pb2.StepPlan(seq_ids=b"123"), "seq_ids"),
+        (plan_pb2.StepPlan(copy=pack([1, 2, 3])), "copy"),
+        (plan_pb2.StepPlan(seq_ids=pack([1, 2]), num_tokens=pack([1])), "num_tokens"),
+        (plan_pb2.StepPlan(seq_ids=pack([1]), num_tokens=pack([-1])), "num_tokens"),
+        (plan_with(SAMPLING, token_ids=b"1"), "new_sequences[0].token_ids"),
+        (plan_with(SAMPLING, tables=[{"block_ids": b"1"}]), "new_sequences[0].tables[0].block_ids"),
+        *(
+            (
+                plan_with(sampling),
+                f"new_sequences[0].sampling.{field}",
+            )
+            for field, sampling in {
+                "top_p": sampler_params(top_p=2.0),
+                "bad_words[0].token_ids": sampler_params(bad_words=[{}]),
+                "constraint": sampler_params(constraint={}),
+                "constraint.end_token_ids": sampler_params(
+                    constraint={"regex": "a", "end_token_ids": b"1"}
+                ),
+            }.items()
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_malformed_plan_is_refused_by_field(plan: plan_pb2.StepPlan, field: str) -> None:
+    with pytest.raises(InvalidPlan) as error:
+        wire.decode_plan(plan, 0)
+    assert error.value.field == field
+
+
+def int32(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
+    return np.array(values, np.int32)
+
+
+def float32(*values: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.array(values, np.float32)
+
+
+def test_a_result_leaves_with_every_field() -> None:
+    first, second = (
+        TokenLogprobs(token_ids=int32(5, 6), logprobs=float32(-1, -2), rank=rank) for rank in (1, 2)
+    )
+    prompt = PromptLogprobs(
+        start=3, token_ids=int32(7, 8)[None], logprobs=float32(-3, -4)[None], ranks=int32(9)
+    )
+    candidates = Candidates(token_ids=int32(1, 2), logprobs=float32(-0.5, -0.75))
+    times = {field.name: number for number, field in enumerate(fields(StepTimings), start=10)}
+    result = StepResult(
+        epoch=2,
+        step_id=3,
+        token_ids=int32(5, -1),
+        num_sampled=int32(2, 1),
+        num_drafts=int32(3, 0),
+        logprobs={0: first},
+        kept_logprobs={0: [second]},
+        prompt_logprobs={1: prompt},
+        candidates={2: candidates},
+        errors=dict(enumerate(RowErrorReason, start=3)),
+        timings=StepTimings(**times),
+    )
+    message = wire.encode_result(result)
+    assert {field.name for field, _ in message.ListFields()} == {
+        field.name for field in plan_pb2.StepResult.DESCRIPTOR.fields
+    }
+    assert_kept(
+        result,
+        message,
+        other={"logprobs", "kept_logprobs", "prompt_logprobs", "candidates", "errors", "timings"},
+    )
+    for entry, row, ours in zip(message.logprobs, (0, 0), (first, second), strict=True):
+        assert_kept(ours, entry, other={"rank"})
+        assert (entry.row, entry.sampled_rank) == (row, ours.rank)
+    assert_kept(prompt, message.prompt_logprobs[0], other=set())
+    assert (message.prompt_logprobs[0].row, message.prompt_logprobs[0].width) == (1, 2)
+    assert_kept(candidates, message.candidates[0], other=set())
+    assert message.candidates[0].row == 2
+    assert {error.row: error.reason for error in message.errors} == {
+        row: plan_pb2.RowErrorReason.Value(f"ROW_ERROR_REASON_{reason.name}")
+        for row, reason in result.errors.items()
+    }
+    assert {name: getattr(message.timings, name) for name in times} == times
