@@ -30,3 +30,17 @@ class CacheGroup:
 
     num_blocks: int = 0
     """Blocks of a sequence in a group of states; 0 elsewhere."""
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether its blocks hold tokens of the sequence, as opposed to a state or a source."""
+        return self.lifetime not in (CacheLifetime.STATE, CacheLifetime.FIXED)
+
+    def first_visible(self, position: int) -> int:
+        """The first position that the token at `position` sees. Blocks whose tokens all precede
+        it, for the next token of a sequence to be computed, are released."""
+        if self.lifetime is CacheLifetime.WINDOW:
+            return max(0, position - self.span + 1)
+        if self.lifetime is CacheLifetime.CHUNK:
+            return position // self.span * self.span
+        return 0

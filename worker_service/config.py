@@ -11,6 +11,7 @@ from pathlib import Path
 from service_common.chat_parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from service_common.cluster import NO_CLUSTER, ClusterConfig
 from worker_service.address import TcpAddress, parse
+from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.cpu_cores import ALL_CORES, CpuShare
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidOption, ModelNotFound
@@ -86,6 +87,11 @@ class SimulationConfig:
     num_cpu_blocks: int = 4096
     """Simulated KV blocks on the host."""
 
+    cache_groups: str = ""
+    """The simulated model's cache groups, such as growing:64,window:64:512,state:4. What follows a
+    lifetime are the tokens per block, and those of a window or a chunk; or the number of blocks of
+    a state. Default: one growing group."""
+
     cost: CostModel = field(default_factory=CostModel)
 
     def __post_init__(self) -> None:
@@ -96,9 +102,36 @@ class SimulationConfig:
         )
         for flag, got, least in limits:
             _expect(got >= least, flag, f"at least {least}", got)
+        self.groups(1)
         size, end = self.vocab_size, self.eos_token_id
         _expect(1 <= size <= 2**31, "simulate_vocab_size", "1 to 2^31", size)
         _expect(0 <= end < size, "simulate_eos_token_id", f"a token id below {size}", end)
+
+    def groups(self, block_size: int) -> tuple[CacheGroup, ...]:
+        """The cache groups; `block_size`: tokens per block where none are named."""
+        if not self.cache_groups:
+            return (CacheGroup(block_tokens=block_size),)
+        return tuple(map(_cache_group, self.cache_groups.split(",")))
+
+
+_GROUP_FIELDS = {
+    CacheLifetime.GROWING: ("block_tokens",),
+    CacheLifetime.WINDOW: ("block_tokens", "span"),
+    CacheLifetime.CHUNK: ("block_tokens", "span"),
+    CacheLifetime.STATE: ("num_blocks",),
+}
+
+
+def _cache_group(text: str) -> CacheGroup:
+    """A group as the flag describes it. Raises InvalidOption."""
+    name, *numbers = text.strip().split(":")
+    names = {lifetime.value: lifetime for lifetime in _GROUP_FIELDS}
+    flag = "simulate_cache_groups"
+    _expect(name in names, flag, f"one of {', '.join(names)}", repr(name))
+    fields = _GROUP_FIELDS[names[name]]
+    is_right = len(numbers) == len(fields) and all(n.isdecimal() and int(n) for n in numbers)
+    _expect(is_right, flag, ":".join((name, *fields)) + " with numbers of at least 1", repr(text))
+    return CacheGroup(lifetime=names[name], **dict(zip(fields, map(int, numbers), strict=True)))
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

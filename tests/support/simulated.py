@@ -20,7 +20,10 @@ class Bench:
     def __init__(self, **config: Any) -> None:
         self.config = SimulationConfig(**({"vocab_size": 997, "max_model_len": 64} | config))
         self.runner = SimulatedRunner(
-            self.config, block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS, num_cpu_blocks=8
+            self.config,
+            groups=self.config.groups(BLOCK_SIZE),
+            num_gpu_blocks=NUM_BLOCKS,
+            num_cpu_blocks=8,
         )
         self.plans = PlanBuilder(block_size=BLOCK_SIZE)
 

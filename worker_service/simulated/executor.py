@@ -4,7 +4,7 @@ A step checks its plan against the memory model, samples, and takes the time of 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -64,7 +64,7 @@ class SimulatedRunner:
         self,
         config: SimulationConfig,
         *,
-        block_size: int,
+        groups: Sequence[CacheGroup],
         num_gpu_blocks: int,
         num_cpu_blocks: int,
         max_drafts: int = 0,
@@ -72,7 +72,7 @@ class SimulatedRunner:
         """max_drafts: most drafts of a row; 0 adds none."""
         self._config = config
         self._max_drafts = max_drafts
-        self._block_size = block_size
+        self._groups = groups
         self._num_gpu_blocks = num_gpu_blocks
         self._num_cpu_blocks = num_cpu_blocks
         self.reset()
@@ -82,7 +82,7 @@ class SimulatedRunner:
         self._memory = MemoryModel(
             num_gpu_blocks=self._num_gpu_blocks,
             num_cpu_blocks=self._num_cpu_blocks,
-            block_size=self._block_size,
+            groups=self._groups,
         )
         self._table = SimulatedSequenceTable(
             self._memory,
@@ -104,7 +104,7 @@ class SimulatedRunner:
         batch = resolve_rows(
             plan,
             self._table,
-            block_size=self._block_size,
+            groups=self._groups,
             max_model_len=self._config.max_model_len,
         )
         outcome = RowResults()
@@ -117,6 +117,8 @@ class SimulatedRunner:
         _wait_until(cache_done_us + compute_us)
         forward_done_us = monotonic_us()
         self._sample(batch, drafts, outcome)
+        for row in batch.rows:
+            self._memory.release_unseen(row.sequence)
         finished_us = monotonic_us()
         return StepResult(
             epoch=plan.epoch,
@@ -164,7 +166,7 @@ class SimulatedRunner:
         for row in batch.rows:
             if (parent := batch.parents.get(row.sequence.seq_id)) is not None:
                 row.sequence.num_computed = parent.sequence.num_computed
-                self._memory.read(row.sequence, row.index)
+                self._memory.read_tokens(row.sequence, row.index)
 
     def _report_prompts(self, batch: Batch, outcome: RowResults) -> None:
         """Log probabilities of the prompt tokens that the rows' positions predict."""
@@ -195,7 +197,7 @@ class SimulatedRunner:
             sequence = batch.rows[index].sequence
             computed = sequence.num_computed
             sequence.extend(tokens)
-            self._memory.write(sequence, computed + len(tokens), index)
+            self._memory.write(sequence, computed + len(tokens), index, states=False)
             sequence.truncate(computed)
 
     def _sample(self, batch: Batch, drafts: dict[int, list[int]], outcome: RowResults) -> None:
@@ -228,6 +230,7 @@ class SimulatedRunner:
                 return
             if place > 0:
                 sequence.num_computed = sequence.num_checked = len(sequence.tokens)
+                self._memory.accept(sequence, row.index)
             if num_top is not None:
                 entry = token_logprobs(distribution, token, min(num_top, vocab_size))
                 if place == 0:
@@ -253,7 +256,7 @@ class SimulatedExecutor:
     def __init__(self, config: SimulationConfig, block_size: int, max_drafts: int = 0) -> None:
         """max_drafts: most drafts of a row; 0 adds none."""
         self._config = config
-        self._block_size = block_size
+        self._groups = config.groups(block_size)
         self._max_drafts = max_drafts
 
     def load(self) -> ModelFacts:
@@ -267,7 +270,7 @@ class SimulatedExecutor:
             eos_token_ids=(config.eos_token_id,),
             bos_token_id=None,
             dtype="none",
-            cache_groups=(CacheGroup(block_tokens=self._block_size),),
+            cache_groups=self._groups,
             block_bytes=0,
             num_parameters=0,
             batch_invariant=True,
@@ -288,7 +291,7 @@ class SimulatedExecutor:
         """A runner over empty caches."""
         return SimulatedRunner(
             self._config,
-            block_size=self._block_size,
+            groups=self._groups,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             max_drafts=self._max_drafts,

@@ -1,29 +1,43 @@
-"""The memory model: the content of each slot, the holders of each block, and the allowed uses.
+"""The memory model: the content of each block, the holders of each block, and the allowed uses.
 
-A slot of the device or host cache contains the `History` for which a real one would contain KV,
-or nothing.
-A known sequence *holds* the blocks in its table, until it is forgotten or the entry is replaced.
+A block of the device or host cache contains the `History` for which a real one would contain KV in
+each of its slots, or the one for which it would contain a state, or nothing. It belongs to one
+cache group at a time: what another group wrote there counts as nothing.
+A known sequence *holds* the blocks in its tables, until it is forgotten, the entry is replaced, or
+no token of the sequence to come sees the block's tokens.
 
 The rules, each of which ends in `InvalidPlan`:
 
 - A block that is read (by attention, a swap or a copy) was written before, and attention finds the
-  sequence's own history at every position of its context, before this step's rows write anything.
+  sequence's own history at every position of its context that it sees, before this step's rows
+  write anything. A state that a row continues is the one after the token before the row.
 - A block that a row writes is held by no other sequence, except the row's own new forks.
 - A block that a swap-in or a copy writes is held by no sequence, and written by one of them only.
 - A block that is swapped out is not written by a row of a sequence that held it.
 - A block that is swapped in is not used by a row or a copy of the same step, because the swap runs
   concurrently with them.
+- A block is in tables of one group only.
 
 Together they ensure that a context that was checked once stays correct as long as it is held.
 Plain integers only: neither numpy nor protobuf.
 """
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
+from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.errors import InvalidPlan
-from worker_service.simulated.model import History, SimulatedSequence
+from worker_service.simulated.model import NO_BLOCK, History, SimulatedSequence
 
-Slots = list[History | None]
+
+class Content(NamedTuple):
+    """What a block contains."""
+
+    group: int
+    slots: list[History | None]
+    """One entry per token; a single one in a block of a state."""
+
+
 Pairs = Sequence[Sequence[int]]
 _NO_IDS: frozenset[int] = frozenset()
 
@@ -31,13 +45,17 @@ _NO_IDS: frozenset[int] = frozenset()
 class MemoryModel:
     """The contents of both caches and the holders of the device's blocks."""
 
-    def __init__(self, *, num_gpu_blocks: int, num_cpu_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self._device: list[Slots | None] = [None] * num_gpu_blocks
+    def __init__(
+        self, *, num_gpu_blocks: int, num_cpu_blocks: int, groups: Sequence[CacheGroup]
+    ) -> None:
+        self.groups = groups
+        self._device: list[Content | None] = [None] * num_gpu_blocks
         """Per block; None as long as nothing was written to it."""
-        self._host: list[Slots | None] = [None] * num_cpu_blocks
+        self._host: list[Content | None] = [None] * num_cpu_blocks
         self._holders: dict[int, set[int]] = {}
         """Ids of the sequences that hold a block; blocks without holders are absent."""
+        self._group_of: dict[int, int] = {}
+        """The group whose tables a held block is in."""
         self._leaving: dict[int, frozenset[int]] = {}
         """Held blocks that this step swaps out, and their holders."""
         self._arriving: frozenset[int] = _NO_IDS
@@ -48,17 +66,34 @@ class MemoryModel:
         if not 0 <= block < len(self._device):
             raise InvalidPlan(field, _expected(len(self._device), "device", block))
 
-    def hold(self, block: int, seq_id: int) -> None:
-        """Enter a block into a sequence's table."""
+    def hold(self, block: int, seq_id: int, group: int, field: str) -> None:
+        """Enter a block into a sequence's table of a group. Raises InvalidPlan if it is in a table
+        of another group."""
+        if self._group_of.setdefault(block, group) != group:
+            problem = f"device block {block} is in a table of group {self._group_of[block]}"
+            raise InvalidPlan(field, f"{problem}, and of group {group}")
         self._holders.setdefault(block, set()).add(seq_id)
 
     def release(self, blocks: Collection[int], seq_id: int) -> None:
-        """Remove blocks from a sequence's table; their content stays."""
+        """Remove blocks from a sequence's tables; their content stays."""
         for block in blocks:
+            if block == NO_BLOCK:
+                continue
             holders = self._holders[block]
             holders.remove(seq_id)
             if not holders:
-                del self._holders[block]
+                del self._holders[block], self._group_of[block]
+
+    def release_unseen(self, sequence: SimulatedSequence) -> None:
+        """Remove the blocks whose tokens no token of the sequence to come sees."""
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if not group.has_tokens:
+                continue
+            end = min(group.first_visible(sequence.num_computed) // group.block_tokens, len(table))
+            while end and table[end - 1] != NO_BLOCK:
+                end -= 1
+                self.release((table[end],), sequence.seq_id)
+                table[end] = NO_BLOCK
 
     def swap_out(self, pairs: Pairs) -> None:
         """Device to host."""
@@ -84,50 +119,130 @@ class MemoryModel:
 
     def check_use(self, sequence: SimulatedSequence, row: int) -> None:
         """Raises InvalidPlan if a sequence with a row holds a block that this step swaps in."""
-        for block in self._arriving.intersection(sequence.block_table):
-            raise InvalidPlan(
-                "seq_ids",
-                f"row {row}: sequence {sequence.seq_id} uses device block {block}, which this step"
-                " swaps in",
-            )
-
-    def read(self, sequence: SimulatedSequence, row: int) -> None:
-        """Check that a sequence finds its computed tokens' KV in its blocks."""
-        block_size, table = self.block_size, sequence.block_table
-        for position in range(sequence.num_checked, sequence.num_computed):
-            index, offset = divmod(position, block_size)
-            slots = self._device[table[index]]
-            found = None if slots is None else slots[offset]
-            if found != sequence.histories[position]:
-                what = "nothing was written" if found is None else "another history's KV is"
+        for table in sequence.tables:
+            for block in self._arriving.intersection(table):
                 raise InvalidPlan(
                     "seq_ids",
-                    f"row {row}: sequence {sequence.seq_id} reads position {position} from device"
-                    f" block {table[index]} offset {offset}, where {what}",
+                    f"row {row}: sequence {sequence.seq_id} uses device block {block}, which this"
+                    " step swaps in",
                 )
+
+    def read(self, sequence: SimulatedSequence, row: int) -> None:
+        """Check that a sequence finds what its next token sees of the computed ones."""
+        for index, group in enumerate(self.groups):
+            if group.has_tokens:
+                self._read_tokens(sequence, row, index)
+            elif group.lifetime is CacheLifetime.STATE and sequence.num_computed:
+                self._read_state(sequence, row, index)
         sequence.num_checked = sequence.num_computed
 
-    def write(
-        self, sequence: SimulatedSequence, end: int, row: int, forks: Collection[int] = _NO_IDS
+    def read_tokens(self, sequence: SimulatedSequence, row: int) -> None:
+        """As `read`, for a fork that samples from its parent's logits: states are copied later."""
+        for index, group in enumerate(self.groups):
+            if group.has_tokens:
+                self._read_tokens(sequence, row, index)
+
+    def _read_tokens(self, sequence: SimulatedSequence, row: int, group: int) -> None:
+        size, table = self.groups[group].block_tokens, sequence.tables[group]
+        first = self.groups[group].first_visible(sequence.num_computed)
+        for position in range(max(sequence.num_checked, first), sequence.num_computed):
+            index, offset = divmod(position, size)
+            self._expect(
+                sequence, row, f"position {position}", group, table[index], offset, position
+            )
+
+    def _read_state(self, sequence: SimulatedSequence, row: int, group: int) -> None:
+        position = sequence.num_computed - 1
+        for block in sequence.tables[group]:
+            self._expect(
+                sequence, row, f"the state after position {position}", group, block, 0, position
+            )
+
+    def _expect(
+        self,
+        sequence: SimulatedSequence,
+        row: int,
+        what: str,
+        group: int,
+        block: int,
+        offset: int,
+        position: int,
     ) -> None:
-        """Write a sequence's KV from its computed tokens up to `end`.
+        content = None if block == NO_BLOCK else self._device[block]
+        found = content.slots[offset] if content is not None and content.group == group else None
+        if found == sequence.histories[position]:
+            return
+        if content is None:
+            problem = "nothing was written"
+        elif content.group != group:
+            problem = f"something of group {content.group} is"
+        else:
+            problem = "nothing was written" if found is None else "another history's KV is"
+        where = f"device block {block} offset {offset}"
+        if block == NO_BLOCK:
+            where, problem = f"group {group}", "its table names no block"
+        raise InvalidPlan(
+            "seq_ids",
+            f"row {row}: sequence {sequence.seq_id} reads {what} from {where}, where {problem}",
+        )
+
+    def write(
+        self,
+        sequence: SimulatedSequence,
+        end: int,
+        row: int,
+        forks: Collection[int] = _NO_IDS,
+        *,
+        states: bool = True,
+    ) -> None:
+        """Write a sequence's KV from its computed tokens up to `end`, and its states after them.
 
         `forks`: the new forks that take over what this row computes and may share its blocks.
+        `states`: False for drafts, which may be wrong: they leave the states as they are.
         """
-        block_size, histories = self.block_size, sequence.histories
+        for index, group in enumerate(self.groups):
+            if group.has_tokens:
+                self._write_tokens(sequence, end, row, forks, index)
+            elif group.lifetime is CacheLifetime.STATE and states:
+                self._write_state(sequence, end, row, forks, index)
+        sequence.num_computed = sequence.num_checked = end
+
+    def accept(self, sequence: SimulatedSequence, row: int) -> None:
+        """Write the states after drafts that were right, which are the sequence's last tokens."""
+        for index, group in enumerate(self.groups):
+            if group.lifetime is CacheLifetime.STATE:
+                self._write_state(sequence, sequence.num_computed, row, _NO_IDS, index)
+
+    def _write_tokens(
+        self, sequence: SimulatedSequence, end: int, row: int, forks: Collection[int], group: int
+    ) -> None:
+        size, histories = self.groups[group].block_tokens, sequence.histories
         start = sequence.num_computed
         while start < end:
-            index, offset = divmod(start, block_size)
-            block = sequence.block_table[index]
-            self._check_exclusive(block, sequence.seq_id, row, forks)
-            self._check_stays(block, sequence.seq_id, row)
-            slots = self._device[block]
-            if slots is None:
-                slots = self._device[block] = [None] * block_size
-            stop = min(end, start - offset + block_size)
+            index, offset = divmod(start, size)
+            stop = min(end, start - offset + size)
+            block = sequence.tables[group][index]
+            slots = self._writable(block, sequence.seq_id, row, forks, group, size)
             slots[offset : offset + stop - start] = histories[start:stop]
             start = stop
-        sequence.num_computed = sequence.num_checked = end
+
+    def _write_state(
+        self, sequence: SimulatedSequence, end: int, row: int, forks: Collection[int], group: int
+    ) -> None:
+        for block in sequence.tables[group]:
+            slots = self._writable(block, sequence.seq_id, row, forks, group, 1)
+            slots[0] = sequence.histories[end - 1]
+
+    def _writable(
+        self, block: int, seq_id: int, row: int, forks: Collection[int], group: int, size: int
+    ) -> list[History | None]:
+        """The slots of a block that a row of a sequence may write to."""
+        self._check_exclusive(block, seq_id, row, forks)
+        self._check_stays(block, seq_id, row)
+        content = self._device[block]
+        if content is None or content.group != group:
+            content = self._device[block] = Content(group, [None] * size)
+        return content.slots
 
     def _check_exclusive(self, block: int, seq_id: int, row: int, forks: Collection[int]) -> None:
         holders = self._holders[block]
@@ -159,11 +274,11 @@ class MemoryModel:
         self,
         field: str,
         pairs: Pairs,
-        sources: list[Slots | None],
-        targets: list[Slots | None],
+        sources: list[Content | None],
+        targets: list[Content | None],
     ) -> None:
         """Copy whole blocks, all sources read before any target is written."""
-        contents: dict[int, Slots] = {}
+        contents: dict[int, Content] = {}
         for source, target in pairs:
             if not 0 <= source < len(sources):
                 raise InvalidPlan(field, _expected(len(sources), "source", source))
@@ -171,12 +286,12 @@ class MemoryModel:
                 raise InvalidPlan(field, _expected(len(targets), "target", target))
             if target in contents:
                 raise InvalidPlan(field, f"target block {target} is named twice")
-            slots = sources[source]
-            if slots is None:
+            content = sources[source]
+            if content is None:
                 raise InvalidPlan(field, f"source block {source} was never written")
-            contents[target] = slots.copy()
-        for target, slots in contents.items():
-            targets[target] = slots
+            contents[target] = Content(content.group, content.slots.copy())
+        for target, content in contents.items():
+            targets[target] = content
 
 
 def _expected(num_blocks: int, kind: str, got: int) -> str:

@@ -24,6 +24,9 @@ from worker_service.plan import Candidates, PromptLogprobs, SamplerParams, Token
 History = int
 """Hash of all tokens up to and including one position."""
 
+NO_BLOCK = -1
+"""Stands for a block that was released: its tokens will not be read again."""
+
 START: History = 0x243F6A8885A308D3
 """The history before the first token."""
 
@@ -117,7 +120,9 @@ class SimulatedSequence:
     histories: list[History] = field(default_factory=list)
     """The required content of each position's slot."""
 
-    block_table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    """A block table for each cache group; NO_BLOCK where a block was released."""
+
     num_computed: int = 0
     """Tokens whose KV is in the blocks."""
 

@@ -1,15 +1,25 @@
 """A simulated worker's sequences and a step's rows, checked against `plan.proto`'s rules."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from worker_service.array_types import Int32Array
+from worker_service.cache_groups import CacheGroup, CacheLifetime
 from worker_service.errors import InvalidPlan
-from worker_service.plan import Candidates, NewSequence, RowErrorReason, SamplerParams, StepPlan
+from worker_service.plan import (
+    BlockTable,
+    Candidates,
+    NewSequence,
+    RowErrorReason,
+    SamplerParams,
+    StepPlan,
+)
 from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import (
+    NO_BLOCK,
     NextToken,
     SimulatedSampler,
     SimulatedSequence,
@@ -67,7 +77,6 @@ class SimulatedSequenceTable:
         self._memory = memory
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._max_blocks = -(-max_model_len // memory.block_size)
         self._known: dict[int, KnownSequence] = {}
 
     def get(self, seq_id: int, field: str) -> KnownSequence:
@@ -81,26 +90,28 @@ class SimulatedSequenceTable:
         """Drop sequences; their blocks are free from now on."""
         for seq_id in seq_ids.tolist():
             sequence = self.get(seq_id, "forget_seq_ids")
-            self._memory.release(sequence.block_table, seq_id)
+            for table in sequence.tables:
+                self._memory.release(table, seq_id)
             del self._known[seq_id]
 
     def add(self, new: NewSequence, field: str) -> None:
         """Add a sequence; a fork starts with its parent's current tokens."""
         self._check_identity(new, field)
         self._check_ids(new, field)
-        blocks = self._checked_blocks(new, field)
+        tables = self._checked_tables(new, field)
         if new.parent_seq_id is None:
-            sequence = self._new_sequence(new, field)
+            sequence = self._new_sequence(new, tables, field)
         else:
             sequence = self._fork(new, field)
         sequence.extend(new.token_ids.tolist())
         if len(sequence.tokens) > self._max_model_len:
             limit, got = self._max_model_len, len(sequence.tokens)
             raise InvalidPlan(f"{field}.token_ids", f"expected at most {limit} in all, got {got}")
-        sequence.block_table = blocks
-        for block in blocks:
-            self._memory.hold(block, new.seq_id)
+        sequence.tables = tables
         self._known[new.seq_id] = sequence
+        for table in new.tables:
+            for block in table.block_ids.tolist():
+                self._memory.hold(block, new.seq_id, table.group, f"{field}.tables")
 
     def append_chosen(self, chosen: Int32Array) -> None:
         """Append the tokens that the core chose. chosen: [n, 2] as in the plan."""
@@ -120,34 +131,46 @@ class SimulatedSequenceTable:
 
     def update_blocks(self, updates: Int32Array) -> None:
         """Set or append block table entries. updates: [n, 4] as in the plan."""
-        seen: set[tuple[int, int]] = set()
+        seen: set[tuple[int, int, int]] = set()
         for seq_id, group, index, block in updates.tolist():
             sequence = self.get(seq_id, "block_updates")
-            if group != 0:
-                raise InvalidPlan("block_updates", f"expected group 0, got {group}")
             self._memory.check_block(block, "block_updates")
-            if (seq_id, index) in seen:
+            if not 0 <= group < len(self._memory.groups):
+                limit = len(self._memory.groups) - 1
+                raise InvalidPlan(
+                    "block_updates", f"expected groups from 0 to {limit}, got {group}"
+                )
+            if (seq_id, group, index) in seen:
                 self._refuse_update(seq_id, index, "is set twice")
-            seen.add((seq_id, index))
-            table = sequence.block_table
-            if not 0 <= index <= len(table) or index >= self._max_blocks:
-                self._refuse_update(seq_id, index, f"does not follow a table of {len(table)}")
-            if block in table:
-                self._refuse_update(seq_id, index, f"gives it block {block} twice")
-            if index < len(table):
-                self._memory.release((table[index],), seq_id)
-                sequence.num_checked = min(sequence.num_checked, index * self._memory.block_size)
-            table[index : index + 1] = [block]
-            self._memory.hold(block, seq_id)
+            seen.add((seq_id, group, index))
+            self._update_table(sequence, group, index, block)
 
-    def _new_sequence(self, new: NewSequence, field: str) -> KnownSequence:
+    def _update_table(self, sequence: KnownSequence, group: int, index: int, block: int) -> None:
+        table, seq_id = sequence.tables[group], sequence.seq_id
+        if not 0 <= index <= len(table) or index >= self._max_entries(group):
+            self._refuse_update(seq_id, index, f"does not follow a table of {len(table)}")
+        if any(block in blocks for blocks in sequence.tables):
+            self._refuse_update(seq_id, index, f"gives it block {block} twice")
+        if index < len(table):
+            self._memory.release((table[index],), seq_id)
+            num_kept = index * self._memory.groups[group].block_tokens
+            sequence.num_checked = min(sequence.num_checked, num_kept)
+        table[index : index + 1] = [block]
+        self._memory.hold(block, seq_id, group, "block_updates")
+
+    def _max_entries(self, group: int) -> int:
+        facts = self._memory.groups[group]
+        if facts.lifetime is CacheLifetime.STATE:
+            return facts.num_blocks
+        return -(-self._max_model_len // facts.block_tokens)
+
+    def _new_sequence(self, new: NewSequence, tables: list[list[int]], field: str) -> KnownSequence:
         if not 1 <= new.num_prompt_tokens <= len(new.token_ids):
             expected = f"expected 1 to {len(new.token_ids)}, the number of tokens"
             raise InvalidPlan(
                 f"{field}.num_prompt_tokens", f"{expected}, got {new.num_prompt_tokens}"
             )
-        num_blocks = sum(len(table.block_ids) for table in new.tables)
-        capacity = min(len(new.token_ids), num_blocks * self._memory.block_size)
+        capacity = min(len(new.token_ids), num_slots(tables, self._memory.groups))
         if new.num_computed_tokens > capacity:
             expected = f"expected at most {capacity}, as many as tokens and blocks hold"
             got = new.num_computed_tokens
@@ -187,22 +210,46 @@ class SimulatedSequenceTable:
         if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self._vocab_size):
             raise InvalidPlan(field, f"expected token ids from 0 to {self._vocab_size - 1}")
 
-    def _checked_blocks(self, new: NewSequence, field: str) -> list[int]:
-        if not new.tables:
-            return []
-        table, path = new.tables[0], f"{field}.tables[0]"
-        if len(new.tables) > 1 or table.group != 0:
-            raise InvalidPlan(f"{field}.tables", "expected one table, of group 0")
-        if table.first_index != 0:
-            raise InvalidPlan(f"{path}.first_index", f"expected 0, got {table.first_index}")
-        blocks: list[int] = table.block_ids.tolist()
-        for block in blocks:
-            self._memory.check_block(block, f"{path}.block_ids")
-        if len(set(blocks)) != len(blocks):
-            raise InvalidPlan(f"{path}.block_ids", "a block is named twice")
-        if len(blocks) > self._max_blocks:
-            raise InvalidPlan(f"{path}.block_ids", f"expected at most {self._max_blocks} blocks")
-        return blocks
+    def _checked_tables(self, new: NewSequence, field: str) -> list[list[int]]:
+        """The new sequence's table of every group, the entries before its first block included."""
+        groups = self._memory.groups
+        tables: list[list[int]] = [[] for _ in groups]
+        named: set[int] = set()
+        for place, table in enumerate(new.tables):
+            path = f"{field}.tables[{place}]"
+            if table.group >= len(groups) or tables[table.group]:
+                expected = f"expected groups from 0 to {len(groups) - 1}, each once"
+                raise InvalidPlan(f"{path}.group", f"{expected}, got {table.group}")
+            blocks: list[int] = table.block_ids.tolist()
+            self._check_first(new, table, f"{path}.first_index")
+            for block in blocks:
+                self._memory.check_block(block, f"{path}.block_ids")
+            if len(named.union(blocks)) != len(named) + len(blocks):
+                raise InvalidPlan(f"{path}.block_ids", "a block is named twice")
+            named.update(blocks)
+            limit = self._max_entries(table.group) - table.first_index
+            if len(blocks) > limit:
+                raise InvalidPlan(f"{path}.block_ids", f"expected at most {limit} blocks")
+            tables[table.group] = [NO_BLOCK] * table.first_index + blocks
+        self._check_states(tables, f"{field}.tables")
+        return tables
+
+    def _check_first(self, new: NewSequence, table: BlockTable, field: str) -> None:
+        """The entries that a table lacks are of tokens that nothing to come sees."""
+        group, num_computed = self._memory.groups[table.group], new.num_computed_tokens
+        if new.parent_seq_id is not None:
+            num_computed = self.get(new.parent_seq_id, field).num_computed
+        limit = 0
+        if group.has_tokens:
+            limit = group.first_visible(num_computed) // group.block_tokens
+        if table.first_index > limit:
+            raise InvalidPlan(field, f"expected at most {limit}, got {table.first_index}")
+
+    def _check_states(self, tables: list[list[int]], field: str) -> None:
+        for index, (group, table) in enumerate(zip(self._memory.groups, tables, strict=True)):
+            if group.lifetime is CacheLifetime.STATE and len(table) != group.num_blocks:
+                expected = f"expected {group.num_blocks} blocks in group {index}"
+                raise InvalidPlan(field, f"{expected}, got {len(table)}")
 
     def _refuse_update(self, seq_id: int, index: int, problem: str) -> None:
         raise InvalidPlan("block_updates", f"entry {index} of sequence {seq_id} {problem}")
@@ -244,8 +291,20 @@ class Batch:
     """The inverse: sequence ids of such forks by the parent's sequence id."""
 
 
+def num_slots(tables: Sequence[Sequence[int]], groups: Sequence[CacheGroup]) -> int:
+    """Number of a sequence's first tokens for which there are entries in all its tables."""
+    return min(
+        (len(t) * g.block_tokens for t, g in zip(tables, groups, strict=True) if g.has_tokens),
+        default=2**31,
+    )
+
+
 def resolve_rows(
-    plan: StepPlan, table: SimulatedSequenceTable, *, block_size: int, max_model_len: int
+    plan: StepPlan,
+    table: SimulatedSequenceTable,
+    *,
+    groups: Sequence[CacheGroup],
+    max_model_len: int,
 ) -> Batch:
     """The plan's rows. Raises InvalidPlan if they contradict the sequences' state."""
     columns = (plan.seq_ids, plan.num_tokens, plan.sample, plan.lookahead)
@@ -271,9 +330,9 @@ def resolve_rows(
         if row.num_tokens == 0:
             if row.lookahead:
                 raise InvalidPlan("lookahead", f"row {row.index} has drafts, but no tokens")
-            _resolve_fork(row, parent_ids.get(row.sequence.seq_id), places, batch, block_size)
+            _resolve_fork(row, parent_ids.get(row.sequence.seq_id), places, batch, groups)
         else:
-            _check_length(row, block_size, max_model_len)
+            _check_length(row, groups, max_model_len)
     return batch
 
 
@@ -289,7 +348,11 @@ def _check_order(plan: StepPlan, places: dict[int, int]) -> None:
 
 
 def _resolve_fork(
-    row: Row, parent_id: int | None, places: dict[int, int], batch: Batch, block_size: int
+    row: Row,
+    parent_id: int | None,
+    places: dict[int, int],
+    batch: Batch,
+    groups: Sequence[CacheGroup],
 ) -> None:
     """Enter a row without tokens into the batch's forks."""
     seq_id = row.sequence.seq_id
@@ -303,18 +366,18 @@ def _resolve_fork(
     if not parent.end == len(parent.sequence.tokens) == len(row.sequence.tokens):
         problem = f"is a fork of {parent_id}, which does not compute up to its last token"
         raise InvalidPlan("num_tokens", f"row {row.index} {problem}")
-    if parent.end > len(row.sequence.block_table) * block_size:
+    if parent.end > num_slots(row.sequence.tables, groups):
         raise InvalidPlan("num_tokens", f"row {row.index}: sequence {seq_id} lacks blocks")
     batch.parents[seq_id] = parent
     batch.forks.setdefault(parent_id, set()).add(seq_id)
 
 
-def _check_length(row: Row, block_size: int, max_model_len: int) -> None:
+def _check_length(row: Row, groups: Sequence[CacheGroup], max_model_len: int) -> None:
     """Rows compute tokens that exist, within blocks and the model's length. Only rows that sample
     have drafts, of sequences that choose their tokens."""
     sequence, end = row.sequence, row.end
-    known, num_slots = len(sequence.tokens), len(sequence.block_table) * block_size
-    most, with_drafts = min(max_model_len, num_slots), end + row.lookahead
+    known, room = len(sequence.tokens), num_slots(sequence.tables, groups)
+    most, with_drafts = min(max_model_len, room), end + row.lookahead
     field = "num_tokens"
     if end > known:
         problem = f"computes {end} tokens of {known}"
@@ -322,7 +385,7 @@ def _check_length(row: Row, block_size: int, max_model_len: int) -> None:
         field, problem = "sample", "samples before its last token"
     elif end > max_model_len:
         problem = "goes beyond the model's length"
-    elif end > num_slots:
+    elif end > room:
         problem = "lacks blocks"
     elif row.lookahead and (not row.sample or sequence.sampling.num_candidates is not None):
         field, problem = "lookahead", "has drafts, but does not sample a token"
