@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from conformance.cache_groups import NO_BLOCK
 from conformance.generation import Sampled
 from pagewire import columns
 from pagewire.v1 import plan_pb2, sampling_pb2
@@ -26,6 +27,14 @@ def sampler_params(**fields: Any) -> sampling_pb2.SamplerParams:
 GREEDY = sampler_params(temperature=0.0)
 
 
+def block_table(group: int, table: list[int]) -> plan_pb2.BlockTable:
+    """The message of a table, from its first block on."""
+    first = next((i for i, block in enumerate(table) if block != NO_BLOCK), len(table))
+    return plan_pb2.BlockTable(
+        group=group, first_index=first, block_ids=columns.pack(table[first:])
+    )
+
+
 @dataclass(kw_only=True, eq=False, slots=True)
 class Sequence:
     """One sequence of one step stream."""
@@ -39,6 +48,12 @@ class Sequence:
     """Tokens whose KV is in the blocks once all sent plans are executed."""
 
     blocks: list[int] = field(default_factory=list)
+    """Its table in the main group."""
+
+    main_group: int = 0
+    other_tables: dict[int, list[int]] = field(default_factory=dict)
+    """Its tables in the other groups; NO_BLOCK where a block was released."""
+
     sampling: sampling_pb2.SamplerParams = field(default_factory=lambda: GREEDY)
     choice_index: int = 0
     prompt_logprobs_start: int = 0
@@ -66,12 +81,19 @@ class Sequence:
         """The tokens after the prompt."""
         return self.tokens[self.num_prompt_tokens :]
 
+    @property
+    def tables(self) -> dict[int, list[int]]:
+        """Its tables by group."""
+        return {self.main_group: self.blocks, **self.other_tables}
+
     def message(self) -> plan_pb2.NewSequence:
         """The message that adds it to a plan."""
         message = plan_pb2.NewSequence(
             seq_id=self.seq_id,
             choice_index=self.choice_index,
-            tables=[plan_pb2.BlockTable(block_ids=columns.pack(self.blocks))],
+            tables=[
+                block_table(group, table) for group, table in sorted(self.tables.items()) if table
+            ],
             sampling=self.sampling,
             prompt_logprobs_start=self.prompt_logprobs_start,
         )

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, Self
 
 import grpc
 
-from conformance.assertions import Failed, expect, expect_true, fail
+from conformance.assertions import Failed, Skipped, expect, expect_true, fail
+from conformance.cache_groups import NO_BLOCK, first_visible, has_tokens, main_group
 from conformance.generation import Sampled, sampled
 from conformance.sequence import Row, Sequence
 from pagewire import columns
-from pagewire.v1 import plan_pb2
+from pagewire.v1 import model_pb2, plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
@@ -79,11 +80,13 @@ class StepStream:
         stub: WorkerServiceStub,
         caches: pb.InitializeCacheRequest,
         *,
-        block_size: int,
+        groups: Items[model_pb2.CacheGroup],
         timeout_s: float,
     ) -> None:
         self.epoch = caches.epoch
-        self.block_size = block_size
+        self.groups = groups
+        self.main_group = main_group(groups)
+        self.block_size = groups[self.main_group].block_tokens
         self.num_gpu_blocks = caches.num_gpu_blocks
         self.num_cpu_blocks = caches.num_cpu_blocks
         self.step_id = 0
@@ -92,6 +95,12 @@ class StepStream:
         self._call = stub.ExecuteSteps(iter(self._requests.get, None), timeout=timeout_s)
         self._next_seq_id = 1
         self._next_block = 0
+        self._released: list[int] = []
+        """Blocks that no token to come sees, for other sequences and groups."""
+        self._shared: set[int] = set()
+        """Blocks that are never released, since forks have them, too."""
+        self._state_copies: list[tuple[int, int]] = []
+        """Copies that the next plan has to make: of states which the last one has reached."""
         self._new: list[Sequence] = []
         self._appended: list[tuple[int, int]] = []
         self._in_flight: deque[tuple[int, list[Row]]] = deque()
@@ -114,13 +123,23 @@ class StepStream:
         return list(range(first, self._next_block))
 
     def new(self, tokens: Collection[int], **fields: Any) -> Sequence:
-        """A sequence that the next plan introduces; by default all tokens are the prompt."""
+        """A sequence that the next plan introduces; by default all tokens are the prompt. Raises
+        Skipped if it has computed tokens, but no blocks in the model's other groups."""
+        has_others = len(self.groups) == 1 or "other_tables" in fields
+        if fields.get("num_computed_tokens") and not has_others:
+            raise Skipped("the model has several cache groups")
         defaults = {"num_prompt_tokens": len(tokens)}
         return self._introduce(tokens=list(tokens), **(defaults | fields))
 
     def fork(self, parent: Sequence, tokens: Collection[int] = (), **fields: Any) -> Sequence:
         """A fork that the next plan introduces; without `blocks` it shares its parent's."""
-        defaults = {"blocks": list(parent.blocks), "num_own_tokens": len(tokens)}
+        others = {g: list(table) for g, table in parent.other_tables.items()}
+        self._shared.update(block for table in others.values() for block in table)
+        defaults = {
+            "blocks": list(parent.blocks),
+            "other_tables": others,
+            "num_own_tokens": len(tokens),
+        }
         return self._introduce(
             tokens=[*parent.tokens, *tokens],
             num_prompt_tokens=parent.num_prompt_tokens,
@@ -152,10 +171,26 @@ class StepStream:
     def fork_with_last_block(
         self, parent: Sequence, tokens: Collection[int] = (), **fields: Any
     ) -> tuple[Sequence, Pairs]:
-        """A fork with a last block of its own, and the copy that its first plan requires."""
-        (target,) = self.take_blocks(1)
-        blocks = [*parent.blocks[:-1], target]
-        return self.fork(parent, tokens, blocks=blocks, **fields), [(parent.blocks[-1], target)]
+        """A fork with last blocks of its own, and the copies that its first plan requires."""
+        fork = self.fork(parent, tokens, **fields)
+        copies, _ = self.part(fork)
+        return fork, copies
+
+    def part(self, fork: Sequence) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
+        """Give a fork a last block of its own in each group, and states; returns the copies and
+        changes of its tables that this takes."""
+        copies, updates = [], []
+        for group, table in fork.tables.items():
+            first = len(table) - 1
+            if not has_tokens(self.groups[group]):
+                is_parents = fork.parent and table == fork.parent.other_tables[group]
+                first = 0 if is_parents else len(table)
+            for index in range(first, len(table)):
+                (target,) = self.take_blocks(1)
+                copies.append((table[index], target))
+                updates.append((fork.seq_id, group, index, target))
+                table[index] = target
+        return copies, updates
 
     def append(self, sequence: Sequence, token: int) -> None:
         """Choose a beam's next token; the next plan reports it to the worker."""
@@ -163,7 +198,8 @@ class StepStream:
         self._appended.append((sequence.seq_id, token))
 
     def _introduce(self, **fields: Any) -> Sequence:
-        sequence = Sequence(**({"seq_id": self._next_seq_id} | fields))
+        defaults = {"seq_id": self._next_seq_id, "main_group": self.main_group}
+        sequence = Sequence(**(defaults | fields))
         self._next_seq_id = max(self._next_seq_id, sequence.seq_id) + 1
         self._new.append(sequence)
         return sequence
@@ -183,6 +219,7 @@ class StepStream:
         A sequence stands for the row that computes and samples all it can.
         """
         rows = _rows(planned)
+        copies, self._state_copies = [*self._state_copies, *copy], []
         updates = [*block_updates, *self._grow(rows)]
         places = {row.sequence.seq_id: place for place, row in enumerate(rows)}
         new = sorted(self._new, key=lambda sequence: places.get(sequence.seq_id, len(rows)))
@@ -195,7 +232,7 @@ class StepStream:
             forget_seq_ids=columns.pack([sequence.seq_id for sequence in forget]),
             swap_out=columns.pack_rows(swap_out),
             swap_in=columns.pack_rows(swap_in),
-            copy=columns.pack_rows(copy),
+            copy=columns.pack_rows(copies),
             new_sequences=[sequence.message() for sequence in new],
             appended_tokens=columns.pack_rows(appended),
             block_updates=columns.pack_rows(updates),
@@ -303,16 +340,50 @@ class StepStream:
         for row in rows:
             sequence = row.sequence
             if row.num_tokens == 0 and sequence.parent is not None:
-                sequence.blocks = list(sequence.parent.blocks)
+                self._share(sequence, sequence.parent)
                 continue
             num_drafts = sequence.num_pending_drafts + row.lookahead
             end = sequence.num_computed_tokens + row.num_tokens + num_drafts
-            missing = -(-end // self.block_size) - len(sequence.blocks)
-            for block in self.take_blocks(max(missing, 0)):
-                updates.append((sequence.seq_id, 0, len(sequence.blocks), block))
-                sequence.blocks.append(block)
+            for index, group in enumerate(self.groups):
+                table = sequence.blocks
+                if index != self.main_group:
+                    table = sequence.other_tables.setdefault(index, [])
+                    self._release(group, table, sequence.num_computed_tokens)
+                size = group.num_blocks
+                if has_tokens(group):
+                    size = -(-end // group.block_tokens)
+                for block in self._take(size - len(table), index):
+                    updates.append((sequence.seq_id, index, len(table), block))
+                    table.append(block)
         new_ids = {sequence.seq_id for sequence in self._new}
         return [update for update in updates if update[0] not in new_ids]
+
+    def _take(self, count: int, group: int) -> list[int]:
+        """Blocks for a table; those of other groups than the main one reuse what was released."""
+        blocks: list[int] = []
+        while group != self.main_group and self._released and len(blocks) < count:
+            blocks.append(self._released.pop())
+        return blocks + self.take_blocks(max(count - len(blocks), 0))
+
+    def _release(self, group: model_pb2.CacheGroup, table: list[int], position: int) -> None:
+        """Release the blocks that the token at `position` and those after it do not see."""
+        if not has_tokens(group):
+            return
+        for index in range(min(first_visible(group, position) // group.block_tokens, len(table))):
+            if table[index] != NO_BLOCK and table[index] not in self._shared:
+                self._released.append(table[index])
+            table[index] = NO_BLOCK
+
+    def _share(self, fork: Sequence, parent: Sequence) -> None:
+        """Give a fork its parent's blocks, and states of its own: the next plan copies those."""
+        fork.blocks = list(parent.blocks)
+        for index, table in parent.other_tables.items():
+            if has_tokens(self.groups[index]):
+                fork.other_tables[index] = list(table)
+                self._shared.update(table)
+            else:
+                own = fork.other_tables[index] = self.take_blocks(len(table))
+                self._state_copies += zip(table, own, strict=True)
 
     def _advance(self, rows: Items[Row]) -> None:
         for row in rows:

@@ -9,13 +9,14 @@ from functools import cached_property
 import grpc
 
 from conformance.assertions import Failed
+from conformance.cache_groups import main_group
 from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.registration_server import RegistrationServer
 from conformance.sequence import GREEDY, Sequence
 from conformance.step_stream import Refusal, StepStream
 from conformance.vocabulary import special_texts, token_texts
-from pagewire.v1 import sampling_pb2
+from pagewire.v1 import model_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
@@ -84,9 +85,19 @@ class Worker:
         self._alone: dict[tuple[tuple[int, ...], int, int, bytes], Generation] = {}
 
     @property
+    def groups(self) -> list[model_pb2.CacheGroup]:
+        """The model's cache groups."""
+        return list(self.info.model.cache_groups)
+
+    @property
     def block_size(self) -> int:
-        """Tokens per block."""
-        return self.info.model.cache_groups[0].block_tokens
+        """Tokens per block of the main group."""
+        return self.groups[main_group(self.groups)].block_tokens
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks of a sequence of `num_tokens` tokens, none of them released."""
+        sizes = ((group.num_blocks, group.block_tokens) for group in self.groups)
+        return sum(-(-num_tokens // tokens) if tokens else count for count, tokens in sizes)
 
     @property
     def vocab_size(self) -> int:
@@ -160,7 +171,7 @@ class Worker:
         return StepStream(
             self.stub,
             self.cache_request(epoch),
-            block_size=self.block_size,
+            groups=self.groups,
             timeout_s=self.timeout_s,
         )
 

@@ -39,7 +39,7 @@ def new_caches_do_not_load_the_weights_again(worker: Worker) -> None:
 @case("worker_service", "In device memory, at least 1.")
 def a_cache_may_be_smaller_than_what_fits(worker: Worker) -> None:
     prompt = worker.prompt(1)
-    num_blocks = -(-(len(prompt) + 2) // worker.block_size)
+    num_blocks = worker.num_blocks_for(len(prompt) + 2)
     epoch = worker.next_epoch()
     request = pb.InitializeCacheRequest(num_gpu_blocks=num_blocks, epoch=epoch)
     worker.stub.InitializeCache(request, timeout=worker.timeout_s)

@@ -5,7 +5,7 @@ from typing import Any
 from conformance.assertions import expect, expect_true
 from conformance.case import Alone, case, stream_case
 from conformance.sampling_oracle import draw, expected_token
-from conformance.sequence import GREEDY
+from conformance.sequence import GREEDY, Sequence
 from conformance.step_stream import StepStream
 from conformance.structured_output import (
     KnownConstraint,
@@ -121,12 +121,13 @@ def a_fork_follows_its_own_output(worker: Worker) -> None:
         parent = stream.prefilled(
             worker.prompt(1), sampling=asked.params(num_candidates=min(8, worker.vocab_size))
         )
-        forks = []
+        forks: list[Sequence] = []
+        copies: list[tuple[int, int]] = []
         for word in words:
             (first,) = spell(known, word[0])
-            blocks = stream.take_blocks(len(parent.blocks))
-            forks.append(stream.fork(parent, [first], blocks=blocks, sampling=params))
-        copies = [pair for fork in forks for pair in zip(parent.blocks, fork.blocks, strict=True)]
+            fork, own_copies = stream.fork_with_last_block(parent, [first], sampling=params)
+            forks.append(fork)
+            copies += own_copies
         result = stream.step(*forks, copy=copies)
     found = [known[result.token(each)].decode() for each in forks]
     expect("what follows `a` and `c` in forks of one sequence", found, [word[1] for word in words])

@@ -74,7 +74,7 @@ def sequences_of_an_older_epoch_are_unknown(worker: Worker, older: StepStream) -
     sequence = older.prefilled(worker.prompt(1))
     with worker.open() as newer:
         newer.send(sequence)
-        newer.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids")
+        newer.refusal().expect(grpc.StatusCode.INVALID_ARGUMENT, "seq_ids", "block_updates")
 
 
 @case("worker_service", "However a stream ends, its sequences are forgotten")

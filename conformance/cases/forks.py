@@ -31,11 +31,11 @@ def forks_draw_for_themselves(worker: Worker, stream: StepStream) -> Alone:
     ]
     stream.step(parent, *(fork.row(0) for fork in forks))
     # Each continues in a last block of its own: copy-on-write.
-    copies = []
+    copies, updates = [], []
     for fork in forks:
-        copies.append((fork.blocks[-1], stream.take_blocks(1)[0]))
-        fork.blocks[-1] = copies[-1][1]
-    updates = [(fork.seq_id, 0, len(fork.blocks) - 1, fork.blocks[-1]) for fork in forks]
+        own_copies, own_updates = stream.part(fork)
+        copies += own_copies
+        updates += own_updates
     stream.step(parent, *forks, copy=copies, block_updates=updates)
     stream.step(parent, *forks)
     return {f"choice {each.choice_index} of a family of forks": each for each in (parent, *forks)}

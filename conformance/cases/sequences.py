@@ -30,7 +30,7 @@ def two_rows_of_one_sequence_are_refused(worker: Worker, stream: StepStream) -> 
     stream.send_changed(seq_ids=[stream.prefilled(worker.prompt(1)).seq_id] * 2)
 
 
-@refusal_case("plan", "Sequences whose state the worker drops.", "seq_ids")
+@refusal_case("plan", "Sequences whose state the worker drops.", "seq_ids", "block_updates")
 def a_forgotten_sequence_is_unknown(worker: Worker, stream: StepStream) -> None:
     sequence = stream.prefilled(worker.prompt(1))
     stream.step(stream.new(worker.prompt(2)), forget=[sequence])

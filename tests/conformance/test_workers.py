@@ -15,16 +15,39 @@ COMMANDS = {
     "simulated": python_worker(
         "--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"
     ),
+    "cache groups": python_worker(
+        *("--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"),
+        *("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3"),
+    ),
     "node": node_worker(),
 }
 NO_PROFILER = ["info: a profile can be started and stopped"]
 NO_TEXTS = [
     case.full_name for case in cases.ALL if case.group in ("structured output", "constrained rows")
 ]
+NO_GROUPS = [
+    f"groups: {name}"
+    for name in (
+        "released blocks may be given to others",
+        "a sequence returns with tables that begin at its windows",
+        "a state continues from a copy at its position",
+        "a block in tables of two groups is refused",
+        "a sequence without its state is refused",
+    )
+]
+NO_BORROWED_BLOCKS = [
+    case.full_name
+    for case in cases.ALL
+    if case.group in ("cache operations", "swaps")
+    or case.name == "accepted tokens are computed in their blocks"
+]
+"""Cases that give a sequence blocks of the main group alone."""
+
 SKIPPED = {
-    "model": [],
-    "simulated": [*NO_PROFILER, *NO_TEXTS],
-    "node": [*NO_PROFILER, *NO_TEXTS],
+    "model": NO_GROUPS,
+    "simulated": [*NO_PROFILER, *NO_GROUPS, *NO_TEXTS],
+    "cache groups": [*NO_PROFILER, *NO_BORROWED_BLOCKS, *NO_TEXTS],
+    "node": [*NO_PROFILER, *NO_GROUPS, *NO_TEXTS],
 }
 
 

@@ -12,7 +12,8 @@ The rules, each of which ends in `InvalidPlan`:
   sequence's own history at every position of its context that it sees, before this step's rows
   write anything. A state that a row continues is the one after the token before the row.
 - A block that a row writes is held by no other sequence, except the row's own new forks.
-- A block that a swap-in or a copy writes is held by no sequence, and written by one of them only.
+- A block that a swap-in or a copy writes is held by no sequence, and written by one of them only;
+  but a copy may also write the state of one sequence, which is a fork's.
 - A block that is swapped out is not written by a row of a sequence that held it.
 - A block that is swapped in is not used by a row or a copy of the same step, because the swap runs
   concurrently with them.
@@ -22,7 +23,7 @@ Together they ensure that a context that was checked once stays correct as long 
 Plain integers only: neither numpy nor protobuf.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from worker_service.cache_groups import CacheGroup, CacheLifetime
@@ -112,7 +113,7 @@ class MemoryModel:
 
     def copy(self, pairs: Pairs) -> None:
         """Device to device, after this step's swap-ins."""
-        self._check_unheld("copy", pairs)
+        self._check_unheld("copy", (pair for pair in pairs if not self._is_state(pair[1])))
         for block in self._arriving.intersection(block for pair in pairs for block in pair):
             raise InvalidPlan("copy", f"device block {block} is a target of swap_in, too")
         self._move("copy", pairs, self._device, self._device)
@@ -263,7 +264,13 @@ class MemoryModel:
                 " swaps out",
             )
 
-    def _check_unheld(self, field: str, pairs: Pairs) -> None:
+    def _is_state(self, block: int) -> bool:
+        """Whether a block holds the state of one sequence."""
+        group = self._group_of.get(block)
+        has_state = group is not None and self.groups[group].lifetime is CacheLifetime.STATE
+        return has_state and len(self._holders[block]) == 1
+
+    def _check_unheld(self, field: str, pairs: Iterable[Sequence[int]]) -> None:
         for _, target in pairs:
             holders = self._holders.get(target)
             if holders:

@@ -108,7 +108,9 @@ class StepPlan(_message.Message):
     plan on.
     """
     copy: _builtins.bytes
-    """Pairs (source, target) of device blocks, int32 column: copy-on-write."""
+    """Pairs (source, target) of device blocks, int32 column: copy-on-write. No sequence has
+    the target, unless it is a block of a fork's state, which holds nothing yet.
+    """
     block_updates: _builtins.bytes
     """Quadruples (sequence id, cache group, index in its block table of the group, device
     block), int32 column: sets that entry; an index one past the end appends.
