@@ -19,6 +19,7 @@ cites from the .proto files, and prints one line. docs/writing-a-worker.md expla
 | `generation` | sampled tokens with log probabilities, and the comparison of two generations |
 | `sampling_oracle` | the expected token for a distribution, parameters and a draw |
 | `structured_output` | the tokens that a constraint allows |
+| `cache_groups` | which tokens a token sees, by cache group |
 | `vocabulary` | the bytes of each token, from tokenizer.json |
 | `registration_server` | the core's side of a registration |
 | `credentials` | cluster tokens and certificates |

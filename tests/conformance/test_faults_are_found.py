@@ -18,7 +18,7 @@ from pagewire import columns
 from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.mutant import Fault, mutant
-from tests.support.processes import node_worker, running
+from tests.support.processes import node_worker, python_worker, running
 
 TIMEOUT_S = 5.0
 
@@ -461,7 +461,7 @@ BROAD = {
 
 
 def test_every_case_can_fail(healthy: str) -> None:
-    elsewhere = ("registration", "structured output", "constrained rows")
+    elsewhere = ("registration", "structured output", "constrained rows", "groups")
     left = {case.full_name: case for case in cases.ALL if case.group not in elsewhere}
     for make_fault in BROAD.values():
         with mutant(healthy, make_fault) as address:
@@ -469,3 +469,60 @@ def test_every_case_can_fail(healthy: str) -> None:
                 if outcome.verdict is Verdict.FAIL:
                     del left[outcome.case.full_name]
     assert " + ".join(sorted(left)) == ""
+
+
+def _begins_tables_at_0(new: plan_pb2.NewSequence) -> None:
+    for table in new.tables:
+        table.first_index = 0
+
+
+def _has_narrower_windows(info: pb.GetInfoResponse) -> None:
+    """It still reads what it makes its cores release."""
+    for group in info.model.cache_groups:
+        group.span //= 2
+
+
+GROUP_FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
+    "begins all tables at 0": (on_new(_begins_tables_at_0), ["tables that begin at its windows"]),
+    "sees more than its windows": (
+        lambda: Fault(info=_has_narrower_windows),
+        ["released blocks may be given to others"],
+    ),
+    "ignores copies": (ignores("copy"), ["a state continues from a copy at its position"]),
+    "hides every error": (
+        _hides(grpc.StatusCode.INVALID_ARGUMENT),
+        [
+            *("a table of a group that does not exist", "two tables of one group"),
+            *("a table that lacks what a row sees", "a block in tables of two groups"),
+            *("a sequence without its state", "an update of a group that does not exist"),
+        ],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A worker whose model has cache groups of several lifetimes."""
+    folder: Path = tmp_path_factory.mktemp("grouped")
+    address = f"unix:{folder}/worker.sock"
+    groups = ("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3")
+    command = python_worker("--simulate", "--simulate-vocab-size", "997", *groups)
+    with running([*command, "--listen", address], folder):
+        Worker(address)  # waits until it listens
+        yield address
+
+
+@pytest.mark.parametrize("name", GROUP_FAULTS)
+def test_it_finds_a_worker_with_cache_groups_that(name: str, grouped: str) -> None:
+    make_fault, expected = GROUP_FAULTS[name]
+    with mutant(grouped, make_fault) as address:
+        for outcome in outcomes(address, expected):
+            assert outcome.verdict is Verdict.FAIL, outcome.case.full_name
+
+
+def test_every_case_of_cache_groups_can_fail(grouped: str) -> None:
+    names = [name for _, expected in GROUP_FAULTS.values() for name in expected]
+    found = {case.full_name for case in cases.ALL if any(name in case.name for name in names)}
+    assert {case.full_name for case in cases.ALL if case.group == "groups"} <= found
+    with mutant(grouped, Fault) as address:
+        assert {outcome.verdict for outcome in outcomes(address, names)} == {Verdict.PASS}
