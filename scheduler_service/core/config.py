@@ -1,8 +1,10 @@
 """The scheduler's configuration, its tenants' limits, and the capacity of a worker group."""
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 
 MAX_LOOKAHEAD = 255
 """Maximum number of drafts of a row: a plan has one byte for it."""
@@ -131,6 +133,10 @@ class SchedulerConfig:
     """Fail a request after this many workers, and half of those that it lost, died in steps that it
     had to itself. Losses in steps with other requests never fail it."""
 
+    key_seed: int = 0
+    """Makes the prefix cache's keys different from those of other cores, so that nobody can find
+    out which tokens have equal keys; 64 bits."""
+
     max_outgrown_wait_s: float | None = 120.0
     """Seconds that requests which outgrew all other worker groups, or which a former core accepted
     and none fits, wait for a lost one to return before they fail. Choose more than a worker takes
@@ -185,6 +191,9 @@ class CacheLifetime(StrEnum):
     FIXED = "fixed"
 
 
+_UNLIMITED = 2**31
+"""Tokens that a sequence of windows alone may have."""
+
 _SPANNING = (CacheLifetime.WINDOW, CacheLifetime.CHUNK)
 
 
@@ -215,6 +224,22 @@ class CacheGroup:
                     f"{name} of a {self.lifetime} cache group must be {expected}, is {value}"
                 )
 
+    def first_needed(self, position: int) -> int:
+        """The first token that a row at `position`, or any after it, reads."""
+        if self.lifetime is CacheLifetime.WINDOW:
+            return max(0, position - self.span + 1)
+        if self.lifetime is CacheLifetime.CHUNK:
+            return position // self.span * self.span
+        return 0
+
+    def max_blocks(self, num_tokens: int, max_chunk: int) -> int:
+        """Most blocks that a sequence of `num_tokens` tokens has at a time, if its prompt is
+        computed in chunks of up to `max_chunk` tokens; 0: at once."""
+        num_blocks = -(-num_tokens // self.block_tokens)
+        if not self.span or not max_chunk:
+            return num_blocks
+        return min(num_blocks, -(-(self.span - 1 + max_chunk) // self.block_tokens) + 1)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerGroupCapacity:
@@ -235,15 +260,20 @@ class WorkerGroupCapacity:
     arithmetic: str = ""
     """Identity of the workers' arithmetic: groups compute the same bits only if theirs are equal.
     Empty if the workers do not report it."""
+    max_chunk_tokens: int = 0
+    """Most tokens of a prompt that are computed in a step; 0: all. The core sets it: windows need
+    memory for a chunk at a time."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
         for name in ("num_gpu_blocks", "vocab_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, is {getattr(self, name)}")
-        if [group.lifetime for group in self.cache_groups] != [CacheLifetime.GROWING]:
-            found = ", ".join(group.lifetime for group in self.cache_groups) or "none"
-            raise ValueError(f"cache_groups must be one growing group, are {found}")
+        allowed = (CacheLifetime.GROWING, *_SPANNING)
+        lifetimes = [group.lifetime for group in self.cache_groups]
+        if not lifetimes or not set(lifetimes) <= set(allowed):
+            found = ", ".join(lifetimes) or "none"
+            raise ValueError(f"cache_groups must be {', '.join(allowed)}, are {found}")
         if self.num_cpu_blocks < 0:
             raise ValueError(f"num_cpu_blocks must be at least 0, is {self.num_cpu_blocks}")
         if not 0 <= self.num_speculative_tokens <= MAX_LOOKAHEAD:
@@ -261,23 +291,36 @@ class WorkerGroupCapacity:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block of the first group that keeps all tokens."""
+        """Tokens per block of the first group that keeps all tokens, or of the first one."""
         growing = (g for g in self.cache_groups if g.lifetime is CacheLifetime.GROWING)
-        return next(growing).block_tokens
+        return next(growing, self.cache_groups[0]).block_tokens
 
     @property
     def num_cache_tokens(self) -> int:
-        """Number of token positions in the device's blocks."""
-        return self.num_gpu_blocks * self.block_size
+        """Tokens of the longest sequence that fits in the device's blocks."""
+        return _longest_sequence(self.num_gpu_blocks, self.cache_groups, self.max_chunk_tokens)
 
     @property
-    def size(self) -> tuple[int, int, int]:
+    def size(self) -> tuple[int, tuple[CacheGroup, ...], int]:
         """Equal for worker groups that can hold the same requests."""
-        return self.num_gpu_blocks, self.block_size, self.max_model_len
+        return self.num_gpu_blocks, self.cache_groups, self.max_model_len
 
     def kv_quota(self, num_tokens: int) -> int:
-        """What a sequence of `num_tokens` tokens counts against `TenantConfig.max_kv_blocks`."""
-        return -(-num_tokens // self.block_size)
+        """What a sequence of `num_tokens` tokens counts against `TenantConfig.max_kv_blocks`: the
+        most blocks that it has at a time."""
+        return _max_blocks(self.cache_groups, num_tokens, self.max_chunk_tokens)
+
+
+def _max_blocks(groups: tuple[CacheGroup, ...], num_tokens: int, max_chunk: int) -> int:
+    return sum(group.max_blocks(num_tokens, max_chunk) for group in groups)
+
+
+@lru_cache(maxsize=1024)
+def _longest_sequence(num_blocks: int, groups: tuple[CacheGroup, ...], max_chunk: int) -> int:
+    """Most tokens that need no more than `num_blocks` blocks; they need more with every token, up
+    to the limit of windows."""
+    lengths = range(_UNLIMITED + 1)
+    return bisect_right(lengths, num_blocks, key=lambda n: _max_blocks(groups, n, max_chunk)) - 1
 
 
 def check_capacity(config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:

@@ -140,6 +140,11 @@ class Sequence:
         return self.seq_group.num_prompt_tokens + len(self.output_token_ids)
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of its prompt."""
+        return self.seq_group.num_prompt_tokens
+
+    @property
     def num_confirmed(self) -> int:
         """While it decodes: its first tokens whose KV is computed, by results that are in. The last
         known token was sampled, not computed."""
@@ -171,6 +176,11 @@ class Sequence:
     def max_length(self) -> int:
         """Number of its tokens at which it ends in its worker group."""
         return self.seq_group.num_prompt_tokens + self.max_output_tokens
+
+    @property
+    def next_position(self) -> int:
+        """While it decodes: the lowest position that its next row may have."""
+        return self.length - self.num_drafts - 1
 
     @property
     def num_in_flight(self) -> int:

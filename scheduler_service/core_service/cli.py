@@ -1,6 +1,7 @@
 """The flags of `python -m scheduler_service scheduler`."""
 
 from pathlib import Path
+from secrets import randbits
 
 from scheduler_service.command_line import service_command
 from scheduler_service.core.config import SchedulerConfig
@@ -26,6 +27,7 @@ SCHEDULER = ConfigFlags(
     queue_retry_delay_s=None,
     default_tenant=None,
     tenants=None,
+    key_seed=None,
 )
 STEP_TIMEOUT = ConfigFlags(
     StepTimeout,
@@ -61,6 +63,9 @@ def scheduler(flags: Flags) -> CoreServiceConfig:
         cluster=ClusterConfig(**CLUSTER.fields_of(flags)),
         step_timeout=StepTimeout(**timeout),
         scheduler=SchedulerConfig(
-            **SCHEDULER.fields_of(flags), default_tenant=tenants.default, tenants=tenants.named
+            **SCHEDULER.fields_of(flags),
+            default_tenant=tenants.default,
+            tenants=tenants.named,
+            key_seed=randbits(64),
         ),
     )

@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.kv_cache.block_manager import BlockManager
+from scheduler_service.core.kv_cache.block_pool import CachedBlocks
+from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
 
 BLOCK_SIZE = 4
 
@@ -13,7 +16,39 @@ def keys_of(tokens: Sequence[int]) -> list[bytes]:
     return [bytes(tokens[:end]) for end in ends]
 
 
-def make_manager(num_gpu_blocks: int, num_cpu_blocks: int = 0) -> BlockManager:
+def make_manager(
+    num_gpu_blocks: int, num_cpu_blocks: int = 0, watermark: float = 0.0
+) -> BlockManager:
+    """A manager of one group that keeps all tokens."""
     return BlockManager(
-        num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=num_cpu_blocks, block_size=4, watermark=0.0
+        num_gpu_blocks=num_gpu_blocks,
+        num_cpu_blocks=num_cpu_blocks,
+        groups=[CacheGroup(block_tokens=BLOCK_SIZE)],
+        watermark=watermark,
+        key_tokens=BLOCK_SIZE,
     )
+
+
+def hit(found: Sequence[int] = (), stored: Sequence[int] = ()) -> PrefixHit:
+    """Blocks that are found on the device, and then on the host."""
+    blocks = [*found, *(~block for block in stored)]
+    return PrefixHit(len(blocks) * BLOCK_SIZE, [GroupHit(0, blocks)])
+
+
+def allocate(
+    manager: BlockManager, seq_id: int, num_tokens: int, found: Sequence[int] = ()
+) -> list[int]:
+    """A sequence's new table."""
+    manager.allocate(seq_id, num_tokens, hit(found))
+    return table_of(manager, seq_id)
+
+
+def table_of(manager: BlockManager, seq_id: int) -> list[int]:
+    [table] = manager.tables(seq_id)
+    return list(table.blocks)
+
+
+def find(cached: CachedBlocks, keys: Sequence[bytes]) -> list[int]:
+    """The blocks with these keys, up to the first that is not found."""
+    blocks = map(cached.find, keys)
+    return [block for block in iter(lambda: next(blocks, None), None) if block is not None]

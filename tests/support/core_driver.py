@@ -108,10 +108,11 @@ class CoreDriver:
         """A worker joins."""
         self.collect()
         self.core.add_worker_group(capacity, self.now)
+        capacity = replace(capacity, max_chunk_tokens=self.config.max_num_batched_tokens)
         worker = SymbolicWorker(
             num_gpu_blocks=capacity.num_gpu_blocks,
             num_cpu_blocks=capacity.num_cpu_blocks,
-            block_size=capacity.block_size,
+            cache_groups=capacity.cache_groups,
             max_num_seqs=self.config.max_num_seqs,
             max_num_batched_tokens=self.config.max_num_batched_tokens,
             max_model_len=capacity.max_model_len,

@@ -4,7 +4,8 @@ Its KV cache holds, for each slot, what a real one would hold numbers for: the k
 token at one position, which depend on all tokens before it. Here that is a hash chained over the
 tokens so far (`History`). Before a row reads a position it is compared with the sequence's own
 history, so any wrong block table, stale block, lost copy or early reuse shows as `PlanError`, in
-the step in which it happens.
+the step in which it happens. Each cache group holds something else. Only what a row attends to is
+read: in a window or a chunk, nothing before its first token.
 
 The sampled token is a hash too: of the history, the seed and the choice. `undisturbed` gives the
 tokens that a request must get whatever happens to it on the way.
@@ -24,6 +25,7 @@ from scheduler_service.core import (
     StepResult,
 )
 from scheduler_service.core.beam_search import BeamParams, BeamSearch
+from scheduler_service.core.config import CacheGroup
 
 History = bytes
 """Digest of all tokens up to and including one position."""
@@ -141,8 +143,15 @@ class WorkerSequence:
     tokens: list[int]
     histories: list[History]
     """Per token."""
-    block_table: list[int]
+    tables: list[dict[int, int]]
+    """By group: blocks by their index."""
     num_computed: int
+
+    def used(self, groups: Sequence[CacheGroup]) -> Iterable[int]:
+        """Its blocks, without those that none of its rows to come reads."""
+        for group, table in zip(groups, self.tables, strict=True):
+            first = group.first_needed(self.num_computed) // group.block_tokens
+            yield from (block for index, block in table.items() if index >= first)
 
     def append(self, token: int) -> None:
         """One token more."""
@@ -172,7 +181,7 @@ class SymbolicWorker:
     """Executes plans in order; raises PlanError at the first that is wrong."""
 
     num_gpu_blocks: int
-    block_size: int
+    cache_groups: tuple[CacheGroup, ...]
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int = 2**31
@@ -200,14 +209,15 @@ class SymbolicWorker:
         self._forget(plan.forget_seq_ids)
         self._swap(plan)
         self._copy(plan)
+        self._replace(plan)
         forks = {new.seq_id for new in plan.new_sequences if new.parent_seq_id is not None}
         for new in plan.new_sequences:
             self._learn(new)
         self._append_chosen(plan.appended_tokens)
-        self._update_blocks(plan.block_updates)
+        self._update_blocks(plan)
         rows = self._rows(plan, forks)
         starts = self._write(rows, plan, forks)
-        self._read(rows)
+        self._read(rows, starts)
         lookahead = self._write_drafts(plan, rows)
         return self._result(plan, rows, starts, lookahead)
 
@@ -243,15 +253,20 @@ class SymbolicWorker:
         contents = {
             (target, offset): sources.get((source, offset))
             for source, target in pairs
-            for offset in range(self.block_size)
+            for offset in self._offsets
         }
         for source, target in pairs:
-            is_written = contents[target, 0] is not None
+            is_written = any(contents[target, offset] for offset in self._offsets)
             require(is_written, f"{what} from block {source}, which nobody has written")
         for slot, content in contents.items():
             targets.pop(slot, None)
             if content is not None:
                 targets[slot] = content
+
+    @property
+    def _offsets(self) -> range:
+        """Places in a block of any group."""
+        return range(max(group.block_tokens for group in self.cache_groups))
 
     def _copy(self, plan: StepPlan) -> None:
         pairs = grouped(plan.copy, 2)
@@ -262,10 +277,9 @@ class SymbolicWorker:
             self._check_block(target)
             for block in (source, target):
                 require(block not in self.arriving, f"copy of block {block} that is on its way")
-            is_had = source in coming or bool(self._owners(source))
-            require(is_had, f"copy from block {source} that nobody has")
             require(not self._owners(target), f"copy into block {target} in use")
-            require(target in updated | coming, f"copy into block {target} that nobody gets")
+            is_given = target in updated | coming or bool(self.arriving)  # introduced later
+            require(is_given, f"copy into block {target} that nobody gets")
         self._move(pairs, self.cache, self.cache, "copy")
 
     def _learn(self, new: NewSequence) -> None:
@@ -284,7 +298,7 @@ class SymbolicWorker:
             prompt_logprobs_start=new.prompt_logprobs_start,
             tokens=[],
             histories=[],
-            block_table=blocks,
+            tables=self._tables(new),
             num_computed=new.num_computed_tokens,
         )
         if new.parent_seq_id is not None:
@@ -297,6 +311,11 @@ class SymbolicWorker:
         if new.parent_seq_id is None:
             self._check_computed(seq)
         self.sequences[seq_id] = seq
+
+    def _tables(self, new: NewSequence) -> list[dict[int, int]]:
+        numbers = [table.group for table in new.tables]
+        require(numbers == [*range(len(self.cache_groups))], f"{new.seq_id} has tables {numbers}")
+        return [dict(enumerate(table.block_ids, table.first_index)) for table in new.tables]
 
     def _inherit(self, seq: WorkerSequence, new: NewSequence) -> None:
         assert new.parent_seq_id is not None
@@ -311,25 +330,25 @@ class SymbolicWorker:
 
     def _check_exclusive(self, seq: WorkerSequence) -> None:
         """Blocks that hold no computed prefix must be nobody else's."""
-        first = -(-seq.num_computed // self.block_size)
-        for block in seq.block_table[first:]:
-            require(not self._owners(block), f"block {block} is given to {seq.seq_id} while in use")
+        for group, table in zip(self.cache_groups, seq.tables, strict=True):
+            first = -(-seq.num_computed // group.block_tokens)
+            for block in (block for index, block in table.items() if index >= first):
+                unused = not self._owners(block)
+                require(unused, f"block {block} is given to {seq.seq_id} while in use")
 
     def _check_computed(self, seq: WorkerSequence) -> None:
         """What a sequence need not compute must be in its blocks, and the core must know it."""
         require(seq.num_computed < len(seq.tokens), f"{seq.seq_id} has no logits to come")
-        steps = []
-        for position in range(seq.num_computed):
-            index, offset = divmod(position, self.block_size)
-            require(index < len(seq.block_table), f"{seq.seq_id} has no block for its prefix")
-            block = seq.block_table[index]
-            history, step = self.cache.get((block, offset), (None, 0))
-            require(
-                history == seq.histories[position],
-                f"{seq.seq_id} finds something else at position {position}, block {block}",
-            )
-            steps.append(step)
-        last = max(steps, default=0)
+        last = 0
+        for number, group in enumerate(self.cache_groups):
+            for position in range(group.first_needed(seq.num_computed), seq.num_computed):
+                slot = self._slot(seq, number, position)
+                history, step = self.cache.get(slot, (None, 0))
+                require(
+                    history == _kv(number, seq.histories[position]),
+                    f"{seq.seq_id} finds something else at position {position}, block {slot[0]}",
+                )
+                last = max(last, step)
         require(
             last <= self.num_results_taken, f"{seq.seq_id} reuses step {last} before its result"
         )
@@ -345,19 +364,30 @@ class SymbolicWorker:
             require(seq.num_computed == len(seq.tokens), f"{seq_id} gets a token too early")
             seq.append(token)
 
-    def _update_blocks(self, column: list[int]) -> None:
+    def _replace(self, plan: StepPlan) -> None:
+        """Give up the blocks that have been copied: new sequences may have them."""
+        for seq_id, group, index, _ in grouped(plan.block_updates, 4):
+            if seq_id in self.sequences and group < len(self.cache_groups):
+                self.sequences[seq_id].tables[group].pop(index, None)
+
+    def _update_blocks(self, plan: StepPlan) -> None:
         seen = set()
-        for seq_id, group, index, block in grouped(column, 4):
-            require(group == 0, f"there is no group {group}")
+        parents = {new.seq_id: new.parent_seq_id for new in plan.new_sequences}
+        for seq_id, group, index, block in grouped(plan.block_updates, 4):
+            require(0 <= group < len(self.cache_groups), f"there is no group {group}")
             self._check_block(block)
             seq = self.sequences.get(seq_id)
             require(seq is not None, f"block update for unknown sequence {seq_id}")
             assert seq is not None
-            require((seq_id, index) not in seen, f"entry {index} of {seq_id} is set twice")
-            seen.add((seq_id, index))
-            require(0 <= index <= len(seq.block_table), f"entry {index} of {seq_id} leaves a gap")
-            require(not self._owners(block), f"block {block} is given to {seq_id} while in use")
-            seq.block_table[index : index + 1] = [block]
+            entry = seq_id, group, index
+            require(entry not in seen, f"entry {index} of {seq_id} is set twice")
+            seen.add(entry)
+            table = seq.tables[group]
+            follows = index in table or index - 1 in table or not table
+            require(index >= 0 and follows, f"entry {index} of {seq_id} leaves a gap")
+            owners = [owner for owner in self._owners(block) if parents.get(owner) != seq_id]
+            require(not owners, f"block {block} is given to {seq_id} while in use")
+            table[index] = block
 
     def _rows(self, plan: StepPlan, forks: set[int]) -> list[tuple[WorkerSequence, int, bool]]:
         """(sequence, number of tokens, whether to sample) per row."""
@@ -422,30 +452,36 @@ class SymbolicWorker:
     def _write_slot(
         self, seq: WorkerSequence, position: int, history: History, sharers: set[int]
     ) -> None:
-        index, offset = divmod(position, self.block_size)
-        require(index < len(seq.block_table), f"{seq.seq_id} writes beyond its blocks")
-        block = seq.block_table[index]
-        require(
-            sharers.issuperset(self._owners(block)),
-            f"{seq.seq_id} writes to block {block}, shared by {self._owners(block)}",
-        )
-        require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
-        had = seq.seq_id in self.leaving.get(block, ())
-        require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
-        self.cache[block, offset] = history, self.num_steps
+        for number in range(len(self.cache_groups)):
+            block, offset = self._slot(seq, number, position)
+            owners = self._owners(block)
+            shared = f"{seq.seq_id} writes to block {block}, shared by {owners}"
+            require(sharers.issuperset(owners), shared)
+            require(block not in self.arriving, f"{seq.seq_id} writes to {block} too early")
+            had = seq.seq_id in self.leaving.get(block, ())
+            require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
+            self.cache[block, offset] = _kv(number, history), self.num_steps
 
-    def _read(self, rows: list[tuple[WorkerSequence, int, bool]]) -> None:
+    def _read(self, rows: list[tuple[WorkerSequence, int, bool]], starts: list[int]) -> None:
         """Attend over each row's context."""
-        for seq, _, _ in rows:
-            for position in range(seq.num_computed):
-                index, offset = divmod(position, self.block_size)
-                block = seq.block_table[index]
-                require(block not in self.arriving, f"{seq.seq_id} reads {block} too early")
-                require(
-                    self.cache.get((block, offset), (None,))[0] == seq.histories[position],
-                    f"{seq.seq_id} reads position {position} from block {block}, which holds "
-                    "something else",
-                )
+        for (seq, num_tokens, _), start in zip(rows, starts, strict=True):
+            for number, group in enumerate(self.cache_groups if num_tokens else ()):
+                for position in range(group.first_needed(start), seq.num_computed):
+                    block, offset = self._slot(seq, number, position)
+                    require(block not in self.arriving, f"{seq.seq_id} reads {block} too early")
+                    wanted = _kv(number, seq.histories[position])
+                    require(
+                        self.cache.get((block, offset), (None,))[0] == wanted,
+                        f"{seq.seq_id} reads position {position} from block {block}, which holds "
+                        "something else",
+                    )
+
+    def _slot(self, seq: WorkerSequence, number: int, position: int) -> Slot:
+        """Where a group has a token."""
+        index, offset = divmod(position, self.cache_groups[number].block_tokens)
+        table = seq.tables[number]
+        require(index in table, f"{seq.seq_id} has no block for position {position}")
+        return table[index], offset
 
     def _result(
         self,
@@ -527,10 +563,16 @@ class SymbolicWorker:
             )
 
     def _owners(self, block: int) -> list[int]:
-        return [seq.seq_id for seq in self.sequences.values() if block in seq.block_table]
+        groups = self.cache_groups
+        return [seq.seq_id for seq in self.sequences.values() if block in seq.used(groups)]
 
     def _check_block(self, block: int) -> None:
         require(0 <= block < self.num_gpu_blocks, f"block {block} does not exist")
+
+
+def _kv(group: int, history: History) -> History:
+    """What a group holds of a token."""
+    return bytes([group]) + history
 
 
 def _blocks(new: NewSequence) -> list[int]:

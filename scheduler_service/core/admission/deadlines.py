@@ -101,7 +101,7 @@ def _least_us(
     least_us = wait_us + _own_us(seq_group, model)
     if least_us <= left_us:
         return least_us
-    lengths = {s.cache.tokens_per_move for s in model.schedulers if s.probe.caches_prefixes}
+    lengths = {s.cache.tokens_per_unit for s in model.schedulers if s.probe.caches_prefixes}
     is_cached = any(
         _shares_prefix(seq_group, other, length)
         for other in live_seq_groups()

@@ -1,31 +1,56 @@
 """Block tables: which blocks of a worker group's KV caches belong to which sequence."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockMap, BlockPool, map_blocks
+from scheduler_service.core.kv_cache.block_pool import (
+    BlockKey,
+    BlockMap,
+    BlockPool,
+    Contents,
+    map_blocks,
+)
+from scheduler_service.core.kv_cache.block_table import Retained, SequenceTables, Table
 from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
+from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
+
+Retain = Callable[[int, int], Contents | None]
+"""What to keep cached of a sequence's released block, by its group and its index; None: nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
 class BlockUpdate:
     """A change of one entry of a block table."""
 
+    group: int = 0
     index: int
     block: int
     copied_from: int | None
     """The shared block that is copied to the new one, if any."""
-    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a plan moves to admit a sequence; pairs of blocks, in the plan's format."""
+
+    swap_in: list[int]
+    copy: list[int]
 
 
 class BlockManager:
-    """Block tables by sequence id, over one pool of device blocks and one of host blocks.
+    """Block tables by sequence id and cache group, over one pool of device blocks and one of host
+    blocks.
+
+    A group of windows or chunks has blocks of the tokens only that rows to come may read. It
+    allocates those of a prompt chunk by chunk, out of what is reserved when the sequence is
+    admitted.
 
     A freed block may be handed out at once, even while a step that uses it is in flight: the
     worker executes plans in order, so the new owner writes to it in a later step, or in the same
-    step after it is read. A block with a key is full and computed: nothing in flight writes to it.
+    step after it is read. What has a key is computed: nothing in flight writes there.
 
     Swapping moves the tables of the sequences of one group: a block that they share is moved once.
     The pairs of blocks to move are returned in the plan's format.
@@ -34,8 +59,9 @@ class BlockManager:
     construction copies it before anything is written to it, unless an earlier plan has copied it
     ahead.
 
-    Invariant: a block's reference count is the number of tables that contain it, each at most once.
-    A sequence has a table on the device or on the host, or none.
+    Invariant: a block's reference count is the number of tables that contain it, each at most once,
+    plus one while the plan under construction copies it to a sequence that has found a part of it.
+    A sequence has tables on the device or on the host, or none. What is reserved is free.
     """
 
     def __init__(
@@ -43,15 +69,30 @@ class BlockManager:
         *,
         num_gpu_blocks: int,
         num_cpu_blocks: int,
-        block_size: int,
+        groups: Sequence[CacheGroup],
         watermark: float,
+        max_chunk: int = 0,
+        key_tokens: int = 1,
     ) -> None:
-        self.block_size = block_size
+        """`max_chunk`: most tokens of a prompt in a step, 0: all; `key_tokens`: tokens of a unit of
+        keys, which divides the tokens of every group's blocks."""
+        self.groups = tuple(groups)
         self.host = HostCache(num_cpu_blocks)
         self.gpu_pool = BlockPool(num_gpu_blocks, self.host.keep)
+        self.slides = any(group.span for group in groups)
+        """Whether any group releases blocks before its sequence ends."""
+        self._max_chunk = max_chunk
+        self._key_tokens = key_tokens
         self._copy_ahead = CopyAhead(self.gpu_pool, self.host)
         self._watermark_blocks = int(watermark * num_gpu_blocks)
-        self._tables: dict[int, list[int]] = {}
+        if len(groups) > 1:  # a sequence may need one of each to write a token
+            self._watermark_blocks = max(self._watermark_blocks, len(groups))
+        self._tables: dict[int, SequenceTables] = {}
+        self._num_reserved = 0
+        self._pinned: list[int] = []
+        """References that end with the plan: blocks that it copies to those that found them."""
+
+    # Capacity.
 
     @property
     def num_free_blocks(self) -> int:
@@ -59,176 +100,377 @@ class BlockManager:
         return self.gpu_pool.num_free_blocks
 
     @property
+    def num_available(self) -> int:
+        """Number of free device blocks that are not reserved for prompts."""
+        return self.gpu_pool.num_free_blocks - self._num_reserved
+
+    @property
     def num_free_host_blocks(self) -> int:
         """Number of host blocks that no sequence uses."""
         return self.host.pool.num_free_blocks
 
     def holds(self, seq_id: int) -> bool:
-        """Whether the sequence has a block table on the device."""
+        """Whether the sequence has block tables on the device."""
         return seq_id in self._tables
 
     def seq_ids(self) -> set[int]:
         """The sequences that have block tables on the device."""
         return set(self._tables)
 
-    def table(self, seq_id: int) -> list[int]:
-        """The sequence's blocks on the device, in order."""
-        return list(self._tables[seq_id])
+    def tables(self, seq_id: int) -> list[Table]:
+        """The sequence's tables on the device, by group."""
+        return self._tables[seq_id].tables
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Number of blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        """Most blocks that a sequence of `num_tokens` tokens has at a time."""
+        return sum(group.max_blocks(num_tokens, self._max_chunk) for group in self.groups)
 
-    def find(self, keys: Iterable[BlockKey]) -> list[int]:
-        """The device blocks with these keys, up to the first key that is not found."""
-        return _find_all(self.gpu_pool, keys)
+    def num_blocks_for_all(self, num_tokens: int, count: int) -> int:
+        """Blocks promised to `count` sequences with `num_tokens` tokens in all, and to grow."""
+        mean = -(-num_tokens // max(1, count))
+        numbers = (
+            min(group.max_blocks(num_tokens, 0), count * group.max_blocks(mean, self._max_chunk))
+            for group in self.groups
+        )
+        return sum(numbers) + count * len(self.groups)
 
-    def find_on_host(self, keys: Iterable[BlockKey]) -> list[int]:
-        """The host blocks with these keys, up to the first key that is not found."""
-        return _find_all(self.host.pool, keys)
+    def num_needed(
+        self,
+        num_tokens: int,
+        hit: PrefixHit,
+        num_upfront: int = 0,
+        is_shared: Callable[[int], bool] | None = None,
+    ) -> list[int]:
+        """By group: most blocks that a sequence of `num_tokens` tokens has at a time, without found
+        ones that others use. `num_upfront`: tokens for which all blocks are allocated at once."""
+        is_shared = is_shared or self.gpu_pool.is_used
+        numbers = []
+        for group, found in zip(self.groups, hit.groups, strict=True):
+            full = found.blocks[:-1] if found.ends_inside else found.blocks
+            shared = [block >= 0 and is_shared(block) for block in full]
+            end = -(-num_tokens // group.block_tokens)
+            if not group.span:
+                numbers.append(end - sum(shared))
+                continue
+            first = found.first + (shared.index(False) if False in shared else len(shared))
+            number = min(group.max_blocks(num_tokens, self._max_chunk), end - first)
+            numbers.append(max(number, -(-num_upfront // group.block_tokens) - first))
+        return numbers
 
     def can_allocate(
-        self, num_tokens: int, found: Sequence[int] = (), num_blocks_promised: int = 0
+        self, num_tokens: int, hit: PrefixHit, num_blocks_promised: int = 0
     ) -> AllocStatus:
-        """Whether a sequence of `num_tokens` tokens, the first of them in the `found` blocks, can
-        be admitted in addition to the blocks promised to others.
+        """Whether a sequence of `num_tokens` tokens, the first of them found, can be admitted in
+        addition to the blocks promised to others.
 
         Blocks up to the watermark are reserved for running sequences, if there are any.
         """
-        num_new = self.num_blocks_for(num_tokens) - len(found)
-        return self.can_provide(num_new, found, num_blocks_promised)
-
-    def can_provide(
-        self, num_new: int, found: Collection[int] = (), num_blocks_promised: int = 0
-    ) -> AllocStatus:
-        """Like `can_allocate`, for `num_new` blocks in addition to the `found` ones."""
-        if num_new + len(found) > self.gpu_pool.num_blocks:
+        if self.num_blocks_for(num_tokens) > self.gpu_pool.num_blocks:
             return AllocStatus.NEVER
-        enough = self.num_blocks_short(num_new, found, num_blocks_promised) <= 0
+        return self.can_provide(sum(self.num_needed(num_tokens, hit)), num_blocks_promised)
+
+    def can_provide(self, num_new: int, num_blocks_promised: int = 0) -> AllocStatus:
+        """Like `can_allocate`, for `num_new` blocks; those that were found and are free count."""
+        if num_new > self.gpu_pool.num_blocks:
+            return AllocStatus.NEVER
+        enough = self.num_blocks_short(num_new, num_blocks_promised) <= 0
         return AllocStatus.OK if enough else AllocStatus.LATER
 
-    def num_blocks_short(
-        self, num_new: int, found: Collection[int] = (), num_blocks_promised: int = 0
-    ) -> int:
+    def num_blocks_short(self, num_new: int, num_blocks_promised: int = 0) -> int:
         """Number of blocks that must be freed before these can be provided; 0 or less if none."""
-        num_free_found = len(found) - sum(map(self.gpu_pool.is_used, found))
         idle = not self._tables and num_blocks_promised == 0
         kept = 0 if idle else self._watermark_blocks + num_blocks_promised
-        return num_new + num_free_found + kept - self.gpu_pool.num_free_blocks
+        return num_new + kept - self.num_available
 
-    def allocate(self, seq_id: int, num_tokens: int, found: Sequence[int] = ()) -> list[int]:
-        """Allocate blocks for a sequence of `num_tokens` tokens, of which the `found` ones hold the
-        first; return its block table."""
+    # Prompts.
+
+    def allocate(self, seq_id: int, num_tokens: int, hit: PrefixHit, num_upfront: int = 0) -> Moves:
+        """Allocate blocks for a sequence of `num_tokens` tokens, the first of which were found;
+        those of windows and chunks are only reserved, but for the first `num_upfront` tokens. What
+        was found on the host is swapped in."""
         assert seq_id not in self._tables
-        self.gpu_pool.share(found)  # before others take them
-        num_blocks = self.num_blocks_for(num_tokens) - len(found)
-        table = [*found, *self.gpu_pool.allocate(num_blocks)]
-        self._tables[seq_id] = table
-        return list(table)
+        pool = self.gpu_pool
+        numbers = self.num_needed(num_tokens, hit, num_upfront)
+        num_spare = self.num_available - sum(numbers)
+        used = set(filter(pool.is_used, hit.shared))
+        self.host.fetch(hit.host_blocks)
+        pool.share(hit.shared)  # before others are evicted
+        taken = self._pin(hit.copied, num_spare)
+        held = SequenceTables([], is_prompt=True)
+        moves = Moves([], [])
+        for group, found, number in zip(self.groups, hit.groups, numbers, strict=True):
+            table = Table(found.first, self._begin(found, taken, moves))
+            held.tables.append(table)
+            end = -(-(num_upfront if group.span else num_tokens) // group.block_tokens)
+            table.blocks += pool.allocate(max(0, end - table.end))
+            if group.span:
+                num_held = sum(block not in used for block in table.blocks)
+                held.num_reserved += max(0, number - num_held)
+        self._tables[seq_id] = held
+        self._num_reserved += held.num_reserved
+        return moves
 
-    def fetch(
-        self, seq_id: int, num_tokens: int, found: Sequence[int], stored: Sequence[int]
-    ) -> list[int]:
-        """Like `allocate`, if the host holds further tokens in the `stored` blocks, which are
-        swapped in to the next device blocks; returns (host block, device block) pairs."""
-        self.host.fetch(stored)
-        table = self.allocate(seq_id, num_tokens, found)
-        targets = table[len(found) : len(found) + len(stored)]
-        return [block for pair in zip(stored, targets, strict=True) for block in pair]
+    def _pin(self, copied: Sequence[int], num_spare: int) -> set[int]:
+        """Keep what the plan under construction copies. If memory is short, blocks that nobody uses
+        are not copied: returns those that lose their contents to the sequence that found them."""
+        taken = set()
+        for block in copied:
+            num_spare -= not self.gpu_pool.is_used(block)
+            self.gpu_pool.share([block])
+            if num_spare < 0 and not self.gpu_pool.is_shared(block):
+                self.gpu_pool.cached.discard(block)
+                taken.add(block)
+            else:
+                self._pinned.append(block)
+        return taken
+
+    def _begin(self, found: GroupHit, taken: Collection[int], moves: Moves) -> list[int]:
+        """The first blocks of a table: found ones, or new ones to which they are moved."""
+        blocks = [*found.blocks]
+        for offset, block in enumerate(found.blocks):
+            is_part = found.ends_inside and offset == len(blocks) - 1
+            if block >= 0 and (not is_part or block in taken):
+                continue
+            [blocks[offset]] = self.gpu_pool.allocate(1)
+            if block >= 0:
+                moves.copy.extend((block, blocks[offset]))
+            else:
+                moves.swap_in.extend((~block, blocks[offset]))
+        return blocks
+
+    def extend(self, seq_id: int, end: int) -> list[BlockUpdate] | None:
+        """Allocate blocks for the tokens of a prompt up to `end`, out of what is reserved for it;
+        returns the changes of its tables. None if memory is short, because blocks that the
+        sequence has released are used by others, which found them."""
+        held = self._tables[seq_id]
+        missing = [
+            max(0, -(-end // group.block_tokens) - table.end)
+            for group, table in zip(self.groups, held.tables, strict=True)
+        ]
+        num_reserved = min(sum(missing), held.num_reserved)
+        if sum(missing) - num_reserved > self.num_available:
+            return None
+        held.num_reserved -= num_reserved
+        self._num_reserved -= num_reserved
+        return [
+            self._grow(number, table)
+            for number, table in enumerate(held.tables)
+            for _ in range(missing[number])
+        ]
+
+    def end_prompt(self, seq_id: int) -> None:
+        """Give up what is reserved for a sequence: the rest of its prompt is planned."""
+        held = self._tables[seq_id]
+        self._num_reserved -= held.num_reserved
+        held.num_reserved, held.is_prompt = 0, False
+
+    def _grow(self, number: int, table: Table) -> BlockUpdate:
+        """Add a block at the end of a table."""
+        [block] = self.gpu_pool.allocate(1)
+        table.blocks.append(block)
+        return BlockUpdate(group=number, index=table.end - 1, block=block, copied_from=None)
+
+    # Windows and chunks.
+
+    def slide(self, seq_id: int, position: int, retain: Retain) -> None:
+        """Release the blocks that no row at `position` or after it reads. Those that `retain` keeps
+        stay cached as long as the sequence's other blocks."""
+        held = self._tables[seq_id]
+        for number, (group, table) in enumerate(zip(self.groups, held.tables, strict=True)):
+            first = group.first_needed(position) // group.block_tokens
+            for index in range(table.first, first):
+                block, contents = table.blocks[index - table.first], retain(number, index)
+                end = (index + 1) * group.block_tokens
+                self._let_go(held, block, end, contents)
+            if first > table.first:
+                del table.blocks[: first - table.first]
+                table.first = first
+
+    def _let_go(
+        self, held: SequenceTables, block: int, end: int, contents: Contents | None
+    ) -> None:
+        """Release a block of a sequence that continues."""
+        if contents is not None:
+            cached = self.gpu_pool.cached.hold(block, contents)
+            retained = Retained(end, block, contents, cached)
+            held.retained.append(retained)
+            if not cached.is_full or not self.gpu_pool.cached.is_confirmed(block):
+                held.unconfirmed.append(retained)
+        num_freed = self.gpu_pool.release([block], is_expendable=contents is None)
+        if held.is_prompt:
+            held.num_reserved += num_freed
+            self._num_reserved += num_freed
+
+    # Running sequences.
 
     def can_append(self, seq_id: int, length: int, num_kept: int = 0) -> bool:
-        """Whether the sequence can write its token number `length` and leave `num_kept` blocks free
-        for others."""
-        needs_block = self._needs_block(self._tables[seq_id], (length - 1) // self.block_size)
-        return not needs_block or self.gpu_pool.num_free_blocks > num_kept
+        """Whether the sequence can write its token number `length` and leave free what `num_kept`
+        others may need for a token."""
+        pairs = zip(self.groups, self._tables[seq_id].tables, strict=True)
+        num_needed = sum(
+            table.needs_block((length - 1) // group.block_tokens, self.gpu_pool)
+            for group, table in pairs
+        )
+        return not num_needed or self.num_available >= num_needed + num_kept * len(self.groups)
 
     def can_append_all(self, lengths: Iterable[tuple[int, int]]) -> bool:
         """Whether several sequences, given as (id, length), can all write their last tokens."""
         num_blocks = 0
         sharers: Counter[int] = Counter()
         for seq_id, length in lengths:
-            table = self._tables[seq_id]
-            index = (length - 1) // self.block_size
-            if index == len(table):
-                num_blocks += 1
-            else:
-                sharers[table[index]] += 1
+            for group, table in zip(self.groups, self._tables[seq_id].tables, strict=True):
+                offset = (length - 1) // group.block_tokens - table.first
+                if offset == len(table.blocks):
+                    num_blocks += 1
+                else:
+                    sharers[table.blocks[offset]] += 1
         for block, count in sharers.items():
             # Each but the last to append copies the block, unless other sequences share it, too.
             num_blocks += min(count, self.gpu_pool.num_references(block) - 1)
-        return num_blocks <= self.gpu_pool.num_free_blocks
+        return num_blocks <= self.num_available
 
-    def append(self, seq_id: int, length: int) -> BlockUpdate | None:
-        """Make the sequence's token number `length` writable, by a new block at the end of the
-        table or a copy of a shared last block; None if neither is needed."""
-        table = self._tables[seq_id]
-        index = (length - 1) // self.block_size
-        if index == len(table):
-            table += self.gpu_pool.allocate(1)
-            return BlockUpdate(index=index, block=table[index], copied_from=None)
-        if not self.gpu_pool.is_shared(table[index]):
-            return None
-        [block] = self.gpu_pool.allocate(1)
-        shared, table[index] = table[index], block
-        self.gpu_pool.release([shared])
-        return BlockUpdate(index=index, block=block, copied_from=shared)
+    def append(self, seq_id: int, length: int) -> list[BlockUpdate]:
+        """Make the sequence's token number `length` writable, by new blocks at the ends of its
+        tables, or copies of shared last blocks."""
+        updates = []
+        for number, table in enumerate(self._tables[seq_id].tables):
+            index = (length - 1) // self.groups[number].block_tokens
+            if not table.needs_block(index, self.gpu_pool):
+                continue
+            if index == table.end:
+                updates.append(self._grow(number, table))
+                continue
+            [block] = self.gpu_pool.allocate(1)
+            shared, table.blocks[index - table.first] = table.blocks[index - table.first], block
+            self.gpu_pool.release([shared])
+            updates.append(BlockUpdate(group=number, index=index, block=block, copied_from=shared))
+        return updates
 
     def trim(self, seq_id: int, num_tokens: int) -> bool:
         """Release the blocks after those of the sequence's first `num_tokens` tokens, which were
         for drafts; returns whether there were any."""
-        table = self._tables[seq_id]
-        num_blocks = self.num_blocks_for(num_tokens)
-        self.gpu_pool.release(table[num_blocks:])
-        has_more = len(table) > num_blocks
-        del table[num_blocks:]
+        has_more = False
+        for group, table in zip(self.groups, self._tables[seq_id].tables, strict=True):
+            num_blocks = -(-num_tokens // group.block_tokens) - table.first
+            has_more |= len(table.blocks) > num_blocks
+            self.gpu_pool.release(table.blocks[num_blocks:])
+            del table.blocks[num_blocks:]
         return has_more
 
-    def fork(self, parent_id: int, child_id: int) -> list[int]:
-        """Make a new sequence share all blocks of another one; returns its block table."""
+    def fork(self, parent_id: int, child_id: int) -> None:
+        """Make a new sequence share all blocks of another one."""
         assert child_id not in self._tables
-        table = list(self._tables[parent_id])
-        self.gpu_pool.share(table)
-        self._tables[child_id] = table
-        return list(table)
+        tables = [Table(t.first, list(t.blocks)) for t in self._tables[parent_id].tables]
+        self._tables[child_id] = SequenceTables(tables)
+        self.gpu_pool.share(self._tables[child_id].blocks())
 
-    def set_keys(self, seq_id: int, first: int, keys: Sequence[BlockKey]) -> None:
-        """Register keys for a sequence's blocks from entry `first` on, which are full and computed.
-        If another block has the same contents, its key keeps pointing to that block."""
-        table = self._tables[seq_id]
-        for index, key in enumerate(keys, first):
-            self.gpu_pool.cached.add(table[index], key)
+    def hit_of(self, num_tokens: int) -> PrefixHit:
+        """As large as `hit_in`, for an estimate."""
+        groups = []
+        for group in self.groups:
+            first = group.first_needed(num_tokens) // group.block_tokens
+            groups.append(GroupHit(first, [0] * (num_tokens // group.block_tokens - first)))
+        return PrefixHit(num_tokens, groups)
 
-    def forget_keys(self, keys: Iterable[BlockKey]) -> None:
-        """Remove these keys on device and host: no block is found by them afterwards."""
+    def hit_in(self, seq_id: int, num_tokens: int) -> PrefixHit:
+        """The first tokens of a sequence, which fill blocks in every group, to share them with
+        another one. They may still have to be computed."""
+        groups = []
+        for group, table in zip(self.groups, self._tables[seq_id].tables, strict=True):
+            first = group.first_needed(num_tokens) // group.block_tokens
+            end = num_tokens // group.block_tokens
+            groups.append(GroupHit(first, table.blocks[first - table.first : end - table.first]))
+        return PrefixHit(num_tokens, groups)
+
+    def set_keys(
+        self, seq_id: int, keys: Sequence[BlockKey], first: int = 0, end: int | None = None
+    ) -> None:
+        """Let a sequence's units from number `first` to `end`, which are computed, be found by
+        their `keys`. If another block has the same contents, they still lead to that one."""
+        held = self._tables[seq_id]
+        end = len(keys) if end is None else end
+        for number, (group, table) in enumerate(zip(self.groups, held.tables, strict=True)):
+            num_units = group.block_tokens // self._key_tokens
+            last = min(-(-end // num_units), table.end)
+            for index in range(max(first // num_units, table.first), last):
+                units = tuple(keys[index * num_units : min(end, (index + 1) * num_units)])
+                contents = Contents(number, units, len(units) == num_units)
+                self.gpu_pool.cached.add(table.blocks[index - table.first], contents)
+        if held.unconfirmed:
+            self._confirm(held, end * self._key_tokens)
+
+    def _confirm(self, held: SequenceTables, num_tokens: int) -> None:
+        """Let released blocks be found whose contents were in flight."""
+        rest = []
+        for retained in held.unconfirmed:
+            if retained.end <= num_tokens:
+                self.gpu_pool.cached.confirm(retained.block, retained.cached, retained.contents)
+            else:
+                rest.append(retained)
+        held.unconfirmed = rest
+
+    def forget_keys(self, keys: Collection[BlockKey]) -> None:
+        """Forget, on device and host, what blocks hold that begin with any of these units."""
         for pool in (self.gpu_pool, self.host.pool):
-            for block in [pool.cached.find(key) for key in keys]:
-                if block is not None:
-                    pool.forget(block)
+            for block in pool.cached.blocks_with(keys):
+                pool.forget(block)
 
     def free(self, seq_id: int) -> None:
-        """Release a sequence's blocks. Blocks with keys can be found until they are reused, the
+        """Release a sequence's blocks. Those with keys can be found until they are reused, the
         least recently used first, and a sequence's last block before its first."""
-        self.gpu_pool.release(self._tables.pop(seq_id))
+        self._drop_reservation(seq_id)
+        self._release(self._tables.pop(seq_id))
+
+    def _drop_reservation(self, seq_id: int) -> None:
+        """Prepare a sequence's end on the device."""
+        self.end_prompt(seq_id)
+        held = self._tables[seq_id]
+        for retained in held.unconfirmed:
+            if self.gpu_pool.cached.contents_of(retained.block) is retained.contents:
+                self.gpu_pool.forget(retained.block)
+
+    def _release(self, held: SequenceTables) -> None:
+        """Release all blocks by the ends of their tokens, and renew the retained ones."""
+        if len(self.groups) == 1 and not held.retained:
+            self.gpu_pool.release(held.blocks())
+            return
+        placed: list[tuple[int, int, Contents | None]]
+        placed = [(r.end, r.block, r.contents) for r in held.retained]
+        for group, table in zip(self.groups, held.tables, strict=True):
+            for index, block in enumerate(table.blocks, table.first + 1):
+                placed.append((index * group.block_tokens, block, None))
+        for _, block, contents in sorted(placed, key=lambda entry: entry[:2], reverse=True):
+            found = self.gpu_pool.cached.contents_of(block)
+            if contents is None:
+                self.gpu_pool.release([block])
+            elif found is not None and found.units[0] == contents.units[0]:
+                self.gpu_pool.cached.touch(block)
 
     # Swapping.
 
     def num_moves(self, seq_ids: Sequence[int]) -> int:
         """Number of block moves to swap these sequences out and in again."""
-        keys = self._keys_of(seq_ids)
-        return self.host.num_missing(keys.values()) + len(keys)
+        contents = self._contents_of(seq_ids)
+        return self.host.num_missing(contents.values()) + len(contents)
 
-    def num_own_blocks(self, seq_ids: Sequence[int]) -> int:
-        """Number of distinct blocks that only these sequences use, and that freeing them frees."""
-        counts = Counter(block for seq_id in seq_ids for block in self._tables[seq_id])
+    def num_own_blocks(self, seq_ids: Sequence[int], group: int | None = None) -> int:
+        """Number of distinct blocks that only these sequences use, and that freeing them frees;
+        those of one group, or all."""
+        tables = [self._tables[seq_id] for seq_id in seq_ids]
+        counts = Counter(
+            block
+            for held in tables
+            for block in (held.blocks() if group is None else held.tables[group].blocks)
+        )
         return sum(self.gpu_pool.num_references(block) == n for block, n in counts.items())
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> AllocStatus:
         """Whether the host has room for all blocks of these sequences, if its cached blocks are
         evicted."""
-        keys = self._keys_of(seq_ids)
-        if len(keys) > self.host.pool.num_blocks:
+        contents = self._contents_of(seq_ids)
+        if len(contents) > self.host.pool.num_blocks:
             return AllocStatus.NEVER
-        enough = self.host.num_needed(keys.values()) <= self.host.pool.num_free_blocks
+        enough = self.host.num_needed(contents.values()) <= self.host.pool.num_free_blocks
         return AllocStatus.OK if enough else AllocStatus.LATER
 
     def swap_out(self, seq_ids: Sequence[int]) -> list[int]:
@@ -237,22 +479,25 @@ class BlockManager:
 
         The device blocks are free at once: the worker reads them before it does anything else.
         """
-        keys = self._keys_of(seq_ids)
+        contents = self._contents_of(seq_ids)
+        for seq_id in seq_ids:
+            self._drop_reservation(seq_id)
         tables = {seq_id: self._tables.pop(seq_id) for seq_id in seq_ids}
-        targets = self.host.put(tables, keys)
-        for table in tables.values():
-            self.gpu_pool.release(table)
+        targets = self.host.put(tables, contents)
+        for held in tables.values():
+            self._release(held)
         return [block for pair in targets.items() for block in pair]
 
     def can_swap_in(self, seq_ids: Sequence[int]) -> AllocStatus:
-        """Whether these swapped-out sequences can be swapped in together, each with one more block
-        to grow into unless the device is empty.
+        """Whether these swapped-out sequences can be swapped in together, each with room to grow
+        unless the device is empty.
 
         Returns OK or LATER, since they were on the device together before.
         """
         num_blocks = self.host.num_blocks_of(seq_ids)
-        kept = self._watermark_blocks + len(seq_ids) if self._tables else 0
-        enough = self.gpu_pool.num_free_blocks - num_blocks >= kept
+        grow = len(seq_ids) * len(self.groups)
+        kept = self._watermark_blocks + grow if self._tables else 0
+        enough = self.num_available - num_blocks >= kept
         return AllocStatus.OK if enough else AllocStatus.LATER
 
     def swap_in(self, seq_ids: Sequence[int]) -> list[int]:
@@ -261,11 +506,11 @@ class BlockManager:
         The host blocks are free once the plan is complete; those with keys stay cached.
         """
         tables = self.host.take(seq_ids)
-        sources = list(dict.fromkeys(block for table in tables.values() for block in table))
+        sources = list(dict.fromkeys(block for held in tables.values() for block in held.blocks()))
         targets = dict(zip(sources, self.gpu_pool.allocate(len(sources)), strict=True))
-        for seq_id, table in tables.items():
-            self._tables[seq_id] = [targets[block] for block in table]
-            self.gpu_pool.share(self._tables[seq_id])
+        for seq_id, held in tables.items():
+            self._tables[seq_id] = held.mapped(targets)
+            self.gpu_pool.share(self._tables[seq_id].blocks())
         self.gpu_pool.release(list(targets.values()))  # the first reference has no owner
         return [block for pair in targets.items() for block in pair]
 
@@ -277,45 +522,39 @@ class BlockManager:
         """Complete the plan under construction; returns the (device block, host block) pairs that
         it must swap out in addition, to keep evicted blocks, and those that will be evicted next.
         """
+        self.gpu_pool.release(self._pinned)
+        self._pinned = []
         self._copy_ahead.end_plan(has_rows=has_rows)
         return self.host.end_plan()
 
     def maps(self, owners: Sequence[tuple[int, int]]) -> tuple[BlockMap, BlockMap]:
         """Owners of the device's and the host's blocks; `owners`: (sequence id, number of its
         request)."""
-        host_map = map_blocks(self.host.pool, self.host.tables, owners)
-        return map_blocks(self.gpu_pool, self._tables, owners), host_map
+        device_map = map_blocks(self.gpu_pool, _flat(self._tables), owners)
+        return device_map, map_blocks(self.host.pool, _flat(self.host.tables), owners)
 
     def host_table(self, seq_id: int) -> list[int]:
         """A swapped-out sequence's blocks on the host, in order."""
-        return list(self.host.tables[seq_id])
+        return list(self.host.tables[seq_id].blocks())
 
     def check(self) -> None:
         """Assert the invariants, between plans."""
         self.host.check()
+        assert not self._pinned
         assert not self._tables.keys() & self.host.tables.keys(), "a table is in both places"
-        counts = Counter(block for table in self._tables.values() for block in table)
+        counts = Counter(block for held in self._tables.values() for block in held.blocks())
         self.gpu_pool.check(dict(counts))
-        for seq_id, table in self._tables.items():
-            assert len(table) == len(set(table)), f"a block is twice in {seq_id}'s table"
+        for seq_id, held in self._tables.items():
+            blocks = held.blocks()
+            assert len(blocks) == len(set(blocks)), f"a block is twice in {seq_id}'s tables"
+        assert self._num_reserved == sum(held.num_reserved for held in self._tables.values())
+        assert 0 <= self._num_reserved <= self.gpu_pool.num_free_blocks
 
-    def _needs_block(self, table: list[int], index: int) -> bool:
-        """Whether a token for the table's entry `index` cannot be written to the block there."""
-        assert index <= len(table), "tokens are appended one by one"
-        return index == len(table) or self.gpu_pool.is_shared(table[index])
-
-    def _keys_of(self, seq_ids: Sequence[int]) -> dict[int, BlockKey | None]:
-        """The keys of these sequences' distinct blocks."""
-        key_of = self.gpu_pool.cached.key_of
-        return {block: key_of(block) for seq_id in seq_ids for block in self._tables[seq_id]}
+    def _contents_of(self, seq_ids: Sequence[int]) -> dict[int, Contents | None]:
+        """The contents of these sequences' distinct blocks."""
+        contents_of = self.gpu_pool.cached.contents_of
+        return {b: contents_of(b) for seq_id in seq_ids for b in self._tables[seq_id].blocks()}
 
 
-def _find_all(pool: BlockPool, keys: Iterable[BlockKey]) -> list[int]:
-    find = pool.cached.find
-    blocks = []
-    for key in keys:
-        block = find(key)
-        if block is None:
-            break
-        blocks.append(block)
-    return blocks
+def _flat(tables: Mapping[int, SequenceTables]) -> dict[int, list[int]]:
+    return {seq_id: held.blocks() for seq_id, held in tables.items()}

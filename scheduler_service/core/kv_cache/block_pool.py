@@ -1,128 +1,186 @@
 """Reference-counted pool of fixed-size KV blocks of one memory, device or host.
 
 The pool hands out block ids; the memory behind them is the worker's. `CachedBlocks` maps the keys
-of full blocks to block ids; `map_blocks` lists the owners of all blocks for status pages.
+of computed tokens to block ids; `map_blocks` lists the owners of all blocks for status pages.
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 BlockKey = bytes
-"""Identifies the tokens of a block and all tokens before them; see `prefix_cache.py`."""
+"""Identifies all tokens up to the end of a unit of keys; see `prefix_keys.py`."""
+
+
+class Contents(NamedTuple):
+    """The computed tokens in a block: whole units of keys, from the block's first token on."""
+
+    group: int
+    """The cache group."""
+    units: tuple[BlockKey, ...]
+    is_full: bool
+    """Whether the units fill the block. If not, tokens after them may be in it."""
+
+    @property
+    def key(self) -> BlockKey:
+        """The key at the end, which stands for all of them."""
+        return self.units[-1]
 
 
 class CachedBlocks:
-    """Blocks whose contents have a key, whether in use or free.
+    """Blocks whose contents have keys, whether in use or free.
 
-    Free ones are kept in the order in which they were freed, until they are found again or evicted;
-    the least recently used is evicted first. The first of them may be saved: they have been copied
-    elsewhere, ahead of their eviction.
+    They are found by the key at their end, and by the key of their first unit. Contents that are
+    not confirmed yet are not found, but keep their block like others.
 
-    Invariant: keys and blocks correspond one to one, and every free block has a key. Saved blocks
-    are free, and less recently used than all other free blocks.
+    Free ones are kept until they are found again or evicted: first those that are `expendable`,
+    then the least recently used, in the order in which they were freed. The first of these may be
+    saved: they have been copied elsewhere, ahead of their eviction.
+
+    Invariant: a key of a group leads to one block, whose contents have it, and every free block has
+    contents. Saved blocks are free, and less recently used than all others that are not expendable.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockKey, int] = {}
-        self._keys: dict[int, BlockKey] = {}
+        self._index: defaultdict[int, dict[BlockKey, int]] = defaultdict(dict)
+        """By group: the block that a key leads to."""
+        self._contents: dict[int, Contents] = {}
+        self._expendable: OrderedDict[int, None] = OrderedDict()
         self._saved: OrderedDict[int, None] = OrderedDict()
         self._free: OrderedDict[int, None] = OrderedDict()
-        """Free blocks that are not saved."""
+        """Other free blocks."""
 
     def __contains__(self, block: int) -> bool:
-        return block in self._keys
+        return block in self._contents
 
     @property
     def num_free(self) -> int:
         """Blocks that are not in use."""
-        return len(self._saved) + len(self._free)
+        return len(self._expendable) + len(self._saved) + len(self._free)
 
     @property
-    def num_saved(self) -> int:
-        """Free blocks that have been copied elsewhere."""
-        return len(self._saved)
+    def num_ready(self) -> int:
+        """Free blocks that can be evicted without a copy."""
+        return len(self._expendable) + len(self._saved)
 
     def free_blocks(self) -> Iterable[int]:
-        """Blocks that are not in use, the least recently used first."""
-        return chain(self._saved, self._free)
+        """Blocks that are not in use, the first to be evicted first."""
+        return chain(self._expendable, self._saved, self._free)
 
-    def key_of(self, block: int) -> BlockKey | None:
-        """The key of a block; None if it has none."""
-        return self._keys.get(block)
+    def contents_of(self, block: int) -> Contents | None:
+        """The contents of a block; None if they have no key."""
+        return self._contents.get(block)
 
-    def find(self, key: BlockKey) -> int | None:
-        """The block with this key; None if there is none."""
-        return self._blocks.get(key)
+    def find(self, key: BlockKey, group: int = 0) -> int | None:
+        """A block of the group that this key leads to; None if there is none."""
+        return self._index[group].get(key)
 
-    def add(self, block: int, key: BlockKey) -> None:
-        """Give a block in use its key, unless another block has the same contents already."""
-        if key not in self._blocks:
-            assert block not in self._keys, f"block {block} holds something else"
-            self._blocks[key] = block
-            self._keys[block] = key
+    def is_confirmed(self, block: int) -> bool:
+        """Whether a block with contents is found by the key at their end."""
+        contents = self._contents[block]
+        return self._index[contents.group].get(contents.key) == block
+
+    def add(self, block: int, contents: Contents) -> None:
+        """Let a block be found by its contents, which may be more than before, unless another
+        block has them already."""
+        index = self._index[contents.group]
+        if contents.key not in index:
+            self.discard(block)
+            self._contents[block] = contents
+            index[contents.key] = block
+            index.setdefault(contents.units[0], block)
+
+    def hold(self, block: int, contents: Contents) -> Contents:
+        """Give a block in use contents that are still being computed, unless it has some; returns
+        those. It stays cached when it is freed, but is not found before they are confirmed."""
+        return self._contents.setdefault(block, contents)
+
+    def confirm(self, block: int, held: Contents, contents: Contents) -> None:
+        """Let a block be found by its contents if it is still the one with what was `held`."""
+        if self._contents.get(block) is held:
+            self.add(block, contents)
 
     def discard(self, block: int) -> None:
-        """Remove the key of a block in use, if it has one."""
-        key = self._keys.pop(block, None)
-        if key is not None:
-            del self._blocks[key]
+        """Remove the contents of a block in use, if it has any."""
+        contents = self._contents.pop(block, None)
+        if contents is not None:
+            index = self._index[contents.group]
+            for key in (contents.units[0], contents.key):
+                if index.get(key) == block:
+                    del index[key]
 
-    def free(self, block: int) -> None:
-        """Record that a block with a key is no longer in use."""
-        self._free[block] = None
+    def free(self, block: int, *, is_expendable: bool = False) -> None:
+        """Record that a block with contents is no longer in use."""
+        (self._expendable if is_expendable else self._free)[block] = None
 
     def use(self, block: int) -> None:
         """Record that a free block was found and is in use again."""
-        del (self._saved if block in self._saved else self._free)[block]
+        queues = (self._expendable, self._saved, self._free)
+        del next(queue for queue in queues if block in queue)[block]
+
+    def is_free(self, block: int) -> bool:
+        """Whether a block has contents and is not in use."""
+        return block in self._free or block in self._saved or block in self._expendable
 
     def touch(self, block: int) -> None:
-        """Make a block the most recently used one, if it has a key and is free."""
-        if block in self._saved or block in self._free:
+        """Make a block the most recently used one, if it has contents and is free."""
+        if self.is_free(block):
             self.use(block)
             self.free(block)
 
-    def save(self, most: int) -> list[tuple[int, BlockKey]]:
-        """Make up to `most` more of the least recently used free blocks saved; returns them with
-        their keys, for the caller to copy."""
+    def save(self, most: int) -> list[tuple[int, Contents]]:
+        """Make up to `most` more of the least recently used free blocks saved; returns those that
+        can be found, with their contents, for the caller to copy."""
         blocks = []
         for _ in range(min(most, len(self._free))):
             block, _ = self._free.popitem(last=False)
             self._saved[block] = None
-            blocks.append((block, self._keys[block]))
+            if self.is_confirmed(block):
+                blocks.append((block, self._contents[block]))
         return blocks
 
-    def evict(self) -> tuple[int, BlockKey]:
-        """Remove and return the least recently used free block, and its key."""
+    def evict(self) -> tuple[int, Contents | None]:
+        """Remove and return the first free block, with its contents if they are worth a copy."""
         assert self.num_free, "no block is free"
-        block, _ = (self._saved or self._free).popitem(last=False)
-        key = self._keys[block]
+        queue = self._expendable or self._saved or self._free
+        block, _ = queue.popitem(last=False)
+        is_kept = queue is not self._expendable and self.is_confirmed(block)
+        contents = self._contents[block] if is_kept else None
         self.discard(block)
-        return block, key
+        return block, contents
+
+    def blocks_with(self, units: Container[BlockKey]) -> list[int]:
+        """All blocks with any of these units: the keys of a sequence, from its first token on."""
+        return [block for block, held in self._contents.items() if held.units[0] in units]
 
     def check(self, ref_counts: dict[int, int]) -> None:
         """Assert the invariant; `ref_counts`: of the blocks in use."""
-        assert {block: key for key, block in self._blocks.items()} == self._keys
-        assert len(self._blocks) == len(self._keys)
+        for group, index in self._index.items():
+            for key, block in index.items():
+                contents = self._contents[block]
+                assert contents.group == group
+                assert key in (contents.units[0], contents.key)
         free = set(self.free_blocks())
-        assert free == self._keys.keys() - ref_counts.keys()
-        assert len(free) == self.num_free, "a block is saved and not saved"
+        assert free == self._contents.keys() - ref_counts.keys()
+        assert len(free) == self.num_free, "a block is in two queues"
 
 
 class BlockPool:
     """Free list and reference counts of `num_blocks` blocks.
 
-    Blocks with a key stay in `cached` when they are freed, and are allocated last.
+    Blocks with contents stay in `cached` when they are freed, and are allocated last.
 
     Invariant: a block is in the free list, or free in `cached`, exactly when its count is zero.
     """
 
     def __init__(
-        self, num_blocks: int, on_evict: Callable[[int, BlockKey], None] | None = None
+        self, num_blocks: int, on_evict: Callable[[int, Contents], None] | None = None
     ) -> None:
-        """`on_evict` is called with each block that is allocated although it has a key."""
+        """`on_evict` is called with each block that is allocated although its contents could be
+        found, unless it is expendable."""
         self.num_blocks = num_blocks
         self.cached = CachedBlocks()
         self.num_allocated = 0
@@ -138,8 +196,8 @@ class BlockPool:
 
     @property
     def num_ready_blocks(self) -> int:
-        """Number of free blocks that have no contents, or saved ones."""
-        return len(self._free) + self.cached.num_saved
+        """Number of free blocks that can be allocated without a copy."""
+        return len(self._free) + self.cached.num_ready
 
     def is_used(self, block: int) -> bool:
         """Whether the block has references."""
@@ -177,31 +235,34 @@ class BlockPool:
                 self.cached.use(block)
             self._ref_counts[block] += 1
 
-    def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block; the last frees it.
+    def release(self, blocks: Sequence[int], *, is_expendable: bool = False) -> int:
+        """Drop one reference to each block; the last frees it. Returns the number of blocks freed.
 
         Blocks are freed tail first, so that a shared prefix is reused last.
         """
+        num_freed = 0
         for block in reversed(blocks):
             assert self._ref_counts[block] > 0, f"block {block} freed twice"
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
+                num_freed += 1
                 if block in self.cached:
-                    self.cached.free(block)
+                    self.cached.free(block, is_expendable=is_expendable)
                 else:
                     self._free.append(block)
+        return num_freed
 
     def forget(self, block: int) -> None:
-        """Remove the key of a block, if it has one."""
+        """Remove the contents of a block, if it has any."""
         if block in self.cached and self._ref_counts[block] == 0:
             self.cached.use(block)
             self._free.append(block)
         self.cached.discard(block)
 
     def _evict(self) -> int:
-        block, key = self.cached.evict()
-        if self._on_evict is not None:
-            self._on_evict(block, key)
+        block, contents = self.cached.evict()
+        if self._on_evict is not None and contents is not None:
+            self._on_evict(block, contents)
         return block
 
     def check(self, ref_counts: dict[int, int]) -> None:
@@ -230,7 +291,7 @@ class BlockMap:
 
 
 def map_blocks(
-    pool: BlockPool, tables: Mapping[int, Sequence[int]], owners: Iterable[tuple[int, int]]
+    pool: BlockPool, tables: Mapping[int, Iterable[int]], owners: Iterable[tuple[int, int]]
 ) -> BlockMap:
     """The map of a pool with these block tables by sequence id.
 

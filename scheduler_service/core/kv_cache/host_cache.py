@@ -11,7 +11,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from scheduler_service.core.kv_cache.block_pool import BlockKey, BlockPool
+from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
+from scheduler_service.core.kv_cache.block_table import SequenceTables
 
 PLANS_AHEAD = 2
 """Blocks that are kept ready, by the largest number that a recent plan allocated; and the most
@@ -27,9 +28,10 @@ DECAY = 0.99
 class HostCache:
     """Block tables of swapped-out sequences, and cached blocks, over one pool of host blocks.
 
-    A block with a key has the same contents as a device block that has or had this key. Blocks
-    that are in no table are cached: they are kept until swapped-out sequences or newer cached
-    blocks need the memory, and the least recently used is evicted first.
+    A block with a key has the same contents as a device block that has or had this key; if they do
+    not fill it, no sequence uses it. Blocks that are in no table are cached: they are kept until
+    swapped-out sequences or newer cached blocks need the memory, and the least recently used is
+    evicted first.
 
     Blocks that the plan under construction reads or writes are pinned until `end_plan`. Its
     swap-outs run before its swap-ins, so a block that it reads must not be a target; and no block
@@ -41,7 +43,7 @@ class HostCache:
 
     def __init__(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, SequenceTables] = {}
         self._pinned: list[int] = []
         """References that end with the plan; a sequence's blocks are in reverse order."""
         self._kept: dict[int, int] = {}
@@ -50,70 +52,73 @@ class HostCache:
 
     # Swapped-out sequences.
 
-    def num_missing(self, keys: Iterable[BlockKey | None]) -> int:
-        """Number of distinct device blocks with these keys that have no copy on the host."""
-        return sum(key is None or self.pool.cached.find(key) is None for key in keys)
+    def num_missing(self, contents: Iterable[Contents | None]) -> int:
+        """Number of distinct device blocks with these contents that have no copy on the host."""
+        return sum(self._find(held) is None for held in contents)
 
-    def num_needed(self, keys: Iterable[BlockKey | None]) -> int:
-        """Number of free blocks that `put` needs for distinct device blocks with these keys."""
-        needed = 0
-        for key in keys:
-            block = None if key is None else self.pool.cached.find(key)
-            needed += block is None or not self.pool.is_used(block)
-        return needed
+    def num_needed(self, contents: Iterable[Contents | None]) -> int:
+        """Number of free blocks that `put` needs for distinct device blocks with these contents."""
+        found = map(self._find, contents)
+        return sum(block is None or not self.pool.is_used(block) for block in found)
 
     def put(
-        self, tables: Mapping[int, Sequence[int]], keys: Mapping[int, BlockKey | None]
+        self, tables: Mapping[int, SequenceTables], contents: Mapping[int, Contents | None]
     ) -> dict[int, int]:
-        """Store block tables by sequence id, given as device blocks with their `keys`; enough
+        """Store block tables by sequence id, given as device blocks with their `contents`; enough
         blocks must be free. Returns the host block of each device block that must be copied:
         sequences continue to share blocks, and blocks that the host has are not copied."""
         targets: dict[int, int] = {}
         moved: dict[int, int] = {}
-        for block, key in keys.items():
-            found = None if key is None else self.pool.cached.find(key)
-            if found is not None:
+        for block, held in contents.items():
+            if (found := self._find(held)) is not None:
                 self.pool.share([found])
                 targets[block] = found
-        for block, key in keys.items():
+        for block, held in contents.items():
             if block not in targets:
                 [target] = self.pool.allocate(1)
                 targets[block] = moved[block] = target
-                if key is not None:
-                    self.pool.cached.add(target, key)
-        for seq_id, table in tables.items():
-            self.tables[seq_id] = [targets[block] for block in table]
-            self.pool.share(self.tables[seq_id])
+                if held is not None and held.is_full:
+                    self.pool.cached.add(target, held)
+        for seq_id, stored in tables.items():
+            self.tables[seq_id] = stored.mapped(targets)
+            self.pool.share(self.tables[seq_id].blocks())
         self._pinned += reversed(targets.values())  # the first reference of each
         return moved
 
-    def take(self, seq_ids: Sequence[int]) -> dict[int, list[int]]:
+    def _find(self, contents: Contents | None) -> int | None:
+        """A copy of a device block that is in a table; unless it is full, its owner has added to
+        what others may find."""
+        if contents is None or not contents.is_full:
+            return None
+        return self.pool.cached.find(contents.key, contents.group)
+
+    def take(self, seq_ids: Sequence[int]) -> dict[int, SequenceTables]:
         """Remove and return the tables of sequences that the plan under construction swaps in."""
         tables = {seq_id: self.tables.pop(seq_id) for seq_id in seq_ids}
         for table in tables.values():
-            self._pinned += reversed(table)
+            self._pinned += reversed(table.blocks())
         return tables
 
     def num_blocks_of(self, seq_ids: Sequence[int]) -> int:
         """Number of distinct blocks of these sequences."""
-        return len({block for seq_id in seq_ids for block in self.tables[seq_id]})
+        return len({block for seq_id in seq_ids for block in self.tables[seq_id].blocks()})
 
     def free(self, seq_id: int) -> None:
         """Drop a swapped-out sequence's blocks."""
-        self.pool.release(self.tables.pop(seq_id))
+        self.pool.release(self.tables.pop(seq_id).blocks())
 
     # Cached blocks.
 
-    def keep(self, device_block: int, key: BlockKey) -> None:
+    def keep(self, device_block: int, contents: Contents) -> None:
         """Copy a device block that is about to be overwritten, in this plan or a later one, if it
         has no copy here and a host block can be found."""
-        found = self.pool.cached.find(key)
+        found = self.pool.cached.find(contents.key, contents.group)
         if found is not None:
             self.pool.cached.touch(found)
             return
         block = self.pool.allocate(1)[0] if self.pool.num_free_blocks else self._give_up_first()
         if block is not None:
-            self.pool.cached.add(block, key)
+            self.pool.cached.add(block, contents)
             self._pinned.append(block)
             self._kept[block] = device_block
 
@@ -147,7 +152,7 @@ class HostCache:
         """Assert the invariant, between plans."""
         assert not self._pinned
         assert not self._kept
-        counts = Counter(block for table in self.tables.values() for block in table)
+        counts = Counter(block for table in self.tables.values() for block in table.blocks())
         self.pool.check(dict(counts))
 
 
@@ -181,5 +186,5 @@ class CopyAhead:
         num_wanted = min(math.ceil(PLANS_AHEAD * self._demand), room)
         num_missing = num_wanted - self._device.num_ready_blocks
         most = PLANS_AHEAD * num_allocated + SPARE_COPIES
-        for block, key in self._device.cached.save(min(num_missing, most)):
-            self._host.keep(block, key)
+        for block, contents in self._device.cached.save(min(num_missing, most)):
+            self._host.keep(block, contents)

@@ -6,33 +6,20 @@ that a method returns are in the plan's format.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import lcm
 from typing import Generic, TypeVar
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.block_manager import BlockManager, BlockUpdate
+from scheduler_service.core.kv_cache.block_manager import BlockManager, BlockUpdate, Moves
 from scheduler_service.core.kv_cache.block_pool import BlockMap
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
-from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence
+from scheduler_service.core.kv_cache.prefix_hit import PrefixHit, no_hit
+from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
 from scheduler_service.core.step_plan import BlockTable
 
 S = TypeVar("S", bound=CacheableSequence)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHit:
-    """The first tokens of a waiting sequence that the cache has, until something is allocated."""
-
-    num_tokens: int
-    """On device and host together."""
-    device_blocks: Sequence[int]
-    host_blocks: Sequence[int] = ()
-    """They hold the tokens after those on the device."""
-
-    @property
-    def num_moves(self) -> int:
-        """Number of moves from the host that it takes to use them all."""
-        return len(self.host_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,41 +42,50 @@ class KVCacheManager:
     """
 
     def __init__(self, config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
+        groups = capacity.cache_groups
         self.num_tokens = capacity.num_cache_tokens
         """Tokens of the longest sequence that fits in an empty cache."""
-        self.tokens_per_move = capacity.block_size
-        """Tokens that are allocated, found and moved together."""
+        self.tokens_per_unit = key_tokens(group.block_tokens for group in groups)
+        """Tokens that are found together."""
+        self._block_tokens = [group.block_tokens for group in groups]
+        self._common_tokens = lcm(*self._block_tokens)
         self._blocks = BlockManager(
             num_gpu_blocks=capacity.num_gpu_blocks,
             num_cpu_blocks=capacity.num_cpu_blocks,
-            block_size=capacity.block_size,
+            groups=groups,
             watermark=config.watermark,
+            max_chunk=capacity.max_chunk_tokens,
+            key_tokens=self.tokens_per_unit,
         )
         self._pool = self._blocks.gpu_pool
+        self._no_hit = no_hit(len(groups))
         self._prefixes = PrefixCache(
             self._blocks,
+            unit=self.tokens_per_unit,
             enabled=config.enable_prefix_caching,
             isolate_tenants=config.isolate_tenants,
+            seed=config.key_seed,
         )
         self._caches_prefixes = config.enable_prefix_caching
         self._num_offered: dict[int, int] = {}
-        """By id of a sequence with a block table: its first blocks that were offered, or found."""
+        """By id of a sequence with block tables: its first units that were offered, or found."""
 
     # Capacity.
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing more can be allocated on the device."""
-        return self._pool.num_free_blocks == 0
+        """Whether a sequence may find no memory for its next token."""
+        return self._blocks.num_available < len(self._block_tokens)
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens that can be allocated on the device; what is only cached there counts as free."""
-        return self._pool.num_free_blocks * self.tokens_per_move
+        """Tokens of one sequence that would fit on the device; what is only cached there counts as
+        free."""
+        return max(0, self._blocks.num_available) * self.num_tokens // self._pool.num_blocks
 
     def round_up(self, num_tokens: int) -> int:
         """The length up to which a sequence can grow in what holds its `num_tokens` tokens."""
-        return -(-num_tokens // self.tokens_per_move) * self.tokens_per_move
+        return min(-(-num_tokens // tokens) * tokens for tokens in self._block_tokens)
 
     def shortage(
         self, num_tokens: int, hit: PrefixHit, *, num_waiting_tokens: int, num_waiting: int
@@ -97,59 +93,64 @@ class KVCacheManager:
         """The share of the memory in use that must be freed before a sequence of `num_tokens`
         tokens can be admitted after `num_waiting` groups with `num_waiting_tokens` tokens; 0 or
         less if none."""
-        num_promised = self._blocks.num_blocks_for(num_waiting_tokens) + num_waiting
-        num_new = self._blocks.num_blocks_for(num_tokens) - len(hit.device_blocks)
-        num_short = self._blocks.num_blocks_short(num_new, hit.device_blocks, num_promised)
+        num_promised = self._blocks.num_blocks_for_all(num_waiting_tokens, num_waiting)
+        num_new = sum(self._blocks.num_needed(num_tokens, hit))
+        num_short = self._blocks.num_blocks_short(num_new, num_promised)
         return num_short / max(1, self._pool.num_blocks - self._pool.num_free_blocks)
 
-    def num_tokens_freed(self, sequences: Iterable[CacheableSequence]) -> int:
-        """Tokens that could be allocated if these sequences were freed."""
+    def memory_freed(self, sequences: Iterable[CacheableSequence]) -> int:
+        """The memory that comes free with these sequences, for `can_admit`."""
         seq_ids = [seq.seq_id for seq in sequences if self._blocks.holds(seq.seq_id)]
-        return self._blocks.num_own_blocks(seq_ids) * self.tokens_per_move
+        return self._blocks.num_own_blocks(seq_ids)
 
     # Prefixes.
 
-    def match_prefix(self, seq: CacheableSequence, *, on_host: bool) -> PrefixHit:
-        """The longest cached prefix of a waiting sequence. `on_host`: continue in host memory where
-        the device has no more; a hit there is fetched when the sequence is admitted."""
-        found = self._prefixes.find(seq)
-        stored = self._prefixes.find_on_host(seq, len(found)) if on_host else ()
-        return PrefixHit((len(found) + len(stored)) * self.tokens_per_move, found, stored)
+    def match_prefix(
+        self, seq: CacheableSequence, *, is_fetched: Callable[[int, int], bool] | None = None
+    ) -> PrefixHit:
+        """The longest usable prefix of a waiting sequence on the device, or, with what the host
+        has, one that `is_fetched` prefers: it gets the number of moves and the number of further
+        tokens that need not be computed."""
+        hit = self._prefixes.find(seq)
+        if is_fetched is None or not self._blocks.host.pool.num_blocks:
+            return hit
+        further = self._prefixes.find(seq, on_host=True)
+        num_more = further.num_tokens - hit.num_tokens
+        return further if num_more and is_fetched(further.num_moves, num_more) else hit
 
     def is_to_come(self, seq: CacheableSequence, hit: PrefixHit) -> bool:
         """Whether most of the tokens that a waiting sequence would compute are being computed for
         another one, and will be found soon."""
-        return self._prefixes.is_to_come(seq, len(hit.device_blocks) + len(hit.host_blocks))
+        return self._prefixes.is_to_come(seq, hit.num_tokens, self._num_offered)
 
     def offer(self, seq: CacheableSequence, num_tokens: int) -> None:
         """Let others find a sequence's first `num_tokens` tokens, which are computed: the results
         are in."""
-        first, num_blocks = self._num_offered.get(seq.seq_id, 0), num_tokens // self.tokens_per_move
-        if self._caches_prefixes and num_blocks > first:
-            keys = self._prefixes.keys(seq, num_blocks)[first:num_blocks]
-            self._blocks.set_keys(seq.seq_id, first, keys)
-            self._num_offered[seq.seq_id] = num_blocks
+        first, end = self._num_offered.get(seq.seq_id, 0), num_tokens // self.tokens_per_unit
+        if self._caches_prefixes and end > first:
+            self._blocks.set_keys(seq.seq_id, self._prefixes.keys(seq, end), first, end)
+            self._num_offered[seq.seq_id] = end
 
     def withdraw(self, seq: CacheableSequence) -> None:
         """Let nobody find any token that a failed sequence may have computed."""
-        self._blocks.forget_keys(seq.prefix_keys[self.tokens_per_move])
+        self._blocks.forget_keys(set(seq.prefix_keys[self.tokens_per_unit]))
 
     # Admission.
 
-    def can_admit(
-        self, num_tokens: int, hit: PrefixHit, *, num_freed_tokens: int = 0
-    ) -> AllocStatus:
-        """Whether a sequence of `num_tokens` tokens can be admitted, once others have freed
-        `num_freed_tokens`. Some memory stays reserved for running sequences, if there are any."""
-        num_freed = num_freed_tokens // self.tokens_per_move
-        return self._blocks.can_allocate(num_tokens, hit.device_blocks, -num_freed)
+    def can_admit(self, num_tokens: int, hit: PrefixHit, *, memory_freed: int = 0) -> AllocStatus:
+        """Whether a sequence of `num_tokens` tokens can be admitted, once others have freed as much
+        memory. Some stays reserved for running sequences, if there are any."""
+        return self._blocks.can_allocate(num_tokens, hit, -memory_freed)
 
-    def admit(self, seq: CacheableSequence, hit: PrefixHit) -> list[int]:
-        """Allocate memory for all tokens of a sequence; returns the `swap_in` of its tokens on the
-        host. Followers that share more of its tokens will wait for them."""
+    def admit(self, seq: CacheableSequence, hit: PrefixHit) -> Moves:
+        """Allocate or reserve memory for all tokens of a sequence; returns the `swap_in` and `copy`
+        of its tokens that were found. Followers that share more of its tokens will wait for them.
+        """
         self._prefixes.expect(seq)
-        self._num_offered[seq.seq_id] = len(hit.device_blocks)
-        return self._blocks.fetch(seq.seq_id, seq.length, hit.device_blocks, hit.host_blocks)
+        # What is fetched is offered again where it arrives.
+        num_found = 0 if hit.num_moves else hit.num_tokens
+        self._num_offered[seq.seq_id] = num_found // self.tokens_per_unit
+        return self._blocks.allocate(seq.seq_id, seq.length, hit)
 
     def start_jointly(
         self, sequences: Iterable[S], num_common_tokens: Callable[[S, S], int]
@@ -157,42 +158,59 @@ class KVCacheManager:
         """Where the first tokens of sequences come from that are admitted together: the device, or
         a sequence before it that will compute more of them. `num_common_tokens`: in how many first
         tokens two sequences are equal; the last token of a sequence is not shared."""
-        unit = self.tokens_per_move
+        unit = self._common_tokens
         starts: list[JointStart[S]] = []
         for seq in sequences:
-            hit = self.match_prefix(seq, on_host=False)
+            hit = self._prefixes.find(seq, multiple=unit)
             limit = seq.num_known - 1
             commons = [(min(limit, num_common_tokens(seq, s.seq)) // unit, s.seq) for s in starts]
             num_shared, source = max(commons, key=lambda pair: pair[0], default=(0, None))
             num_tokens = num_shared * unit
             if num_tokens > hit.num_tokens:
-                starts.append(JointStart(seq, PrefixHit(0, ()), source, num_tokens))
+                starts.append(JointStart(seq, self._no_hit, source, num_tokens))
             else:
                 starts.append(JointStart(seq, hit, None, hit.num_tokens))
         return starts
 
     def can_admit_jointly(self, starts: Sequence[JointStart[S]]) -> AllocStatus:
         """Whether all these sequences can be admitted."""
-        num_blocks = sum(
-            self._blocks.num_blocks_for(start.seq.length) - start.num_tokens // self.tokens_per_move
-            for start in starts
-        )
-        found = {block for start in starts for block in start.hit.device_blocks}
-        return self._blocks.can_provide(num_blocks, found)
+        shared = {block for start in starts for block in start.hit.shared}
+        num_blocks = sum(not self._pool.is_used(block) for block in shared)
+        for start in starts:
+            hit = start.hit if start.source is None else self._blocks.hit_of(start.num_tokens)
+            num_upfront = _num_upfront(start.seq, starts)
+            num_blocks += sum(
+                self._blocks.num_needed(start.seq.length, hit, num_upfront, lambda _: True)
+            )
+        return self._blocks.can_provide(num_blocks)
 
     def admit_jointly(self, starts: Sequence[JointStart[S]]) -> None:
         """Allocate memory for all these sequences, without reusing for one what was found for
         another."""
-        found = list({block for start in starts for block in start.hit.device_blocks})
+        found = list({block for start in starts for block in start.hit.shared})
         self._pool.share(found)
         for start in starts:
-            given = start.hit.device_blocks
+            seq, hit = start.seq, start.hit
             if start.source is not None:
-                num_shared = start.num_tokens // self.tokens_per_move
-                given = self._blocks.table(start.source.seq_id)[:num_shared]
-            self._num_offered[start.seq.seq_id] = len(given)
-            self._blocks.allocate(start.seq.seq_id, start.seq.length, given)
+                hit = self._blocks.hit_in(start.source.seq_id, start.num_tokens)
+            self._num_offered[seq.seq_id] = hit.num_tokens // self.tokens_per_unit
+            num_upfront = _num_upfront(seq, starts)
+            self._blocks.allocate(seq.seq_id, seq.length, hit, num_upfront)
         self._pool.release(found)
+
+    def extend_prompt(
+        self, seq: CacheableSequence, start: int, end: int
+    ) -> list[BlockUpdate] | None:
+        """Make the tokens of a prompt from `start` to `end`, which are computed next, writable;
+        returns the changes of its tables that this takes. None if memory is short now."""
+        if not self._blocks.slides:
+            return []
+        self._slide(seq, start)
+        return self._blocks.extend(seq.seq_id, end)
+
+    def end_prompt(self, seq: CacheableSequence) -> None:
+        """Give up what is reserved for a sequence: the rest of its prompt is planned."""
+        self._blocks.end_prompt(seq.seq_id)
 
     # Running sequences.
 
@@ -202,17 +220,26 @@ class KVCacheManager:
 
     def tables(self, seq: CacheableSequence) -> list[BlockTable]:
         """The sequence's block tables on the device, for the plan."""
-        return [BlockTable(group=0, first_index=0, block_ids=self._blocks.table(seq.seq_id))]
+        tables = enumerate(self._blocks.tables(seq.seq_id))
+        return [
+            BlockTable(group=group, first_index=table.first, block_ids=list(table.blocks))
+            for group, table in tables
+        ]
 
     def can_reserve(self, seq: CacheableSequence, length: int, num_others: int = 0) -> bool:
         """Whether the sequence's token number `length` can be made writable, so that `num_others`
         sequences can grow nevertheless."""
         return self._blocks.can_append(seq.seq_id, length, num_others)
 
-    def reserve(self, seq: CacheableSequence, length: int) -> BlockUpdate | None:
-        """Make the sequence's token number `length` writable; returns the change of its table that
-        this takes, if any."""
+    def reserve(self, seq: CacheableSequence, length: int) -> list[BlockUpdate]:
+        """Make the sequence's token number `length` writable; returns the changes of its tables
+        that this takes."""
         return self._blocks.append(seq.seq_id, length)
+
+    def release_unread(self, seq: CacheableSequence, position: int) -> None:
+        """Release what no row of a sequence at `position` or after it will read."""
+        if self._blocks.slides:
+            self._slide(seq, position)
 
     def can_reserve_all(self, sequences: Iterable[CacheableSequence]) -> bool:
         """Whether all these sequences can write their last tokens."""
@@ -242,9 +269,12 @@ class KVCacheManager:
     def num_tokens_to_recompute(self, sequences: Sequence[CacheableSequence]) -> int:
         """Tokens that must be computed again if these sequences are freed: with the prefix cache,
         those that no other sequence has, each once."""
-        if not self._caches_prefixes:
+        growing = [n for n, group in enumerate(self._blocks.groups) if not group.span]
+        if not self._caches_prefixes or not growing:
             return sum(seq.length for seq in sequences)
-        return self.num_tokens_freed(sequences)
+        seq_ids = [seq.seq_id for seq in sequences if self._blocks.holds(seq.seq_id)]
+        num_blocks = self._blocks.num_own_blocks(seq_ids, growing[0])
+        return num_blocks * self._block_tokens[growing[0]]
 
     def can_swap_out(self, sequences: Iterable[CacheableSequence]) -> bool:
         """Whether the host has room for these sequences."""
@@ -290,7 +320,7 @@ class KVCacheManager:
 
     def device_blocks(self, seq: CacheableSequence) -> list[int]:
         """A sequence's blocks on the device, in order."""
-        return self._blocks.table(seq.seq_id)
+        return [block for table in self._blocks.tables(seq.seq_id) for block in table.blocks]
 
     def host_blocks(self, seq: CacheableSequence) -> list[int]:
         """A swapped-out sequence's blocks on the host, in order."""
@@ -303,10 +333,18 @@ class KVCacheManager:
         assert self._num_offered.keys() == self._blocks.seq_ids()
         assert self._num_offered.keys() == set(_ids(running)), "one table for each"
 
+    def _slide(self, seq: CacheableSequence, position: int) -> None:
+        self._blocks.slide(seq.seq_id, position, partial(self._prefixes.retained, seq))
+
     def _forget(self, seq: CacheableSequence) -> None:
         """Drop the record of a sequence whose memory on the device is freed."""
         del self._num_offered[seq.seq_id]
         self._prefixes.forget(seq)
+
+
+def _num_upfront(seq: S, starts: Sequence[JointStart[S]]) -> int:
+    """Tokens that others share with a sequence before they are computed."""
+    return max((start.num_tokens for start in starts if start.source is seq), default=0)
 
 
 def _ids(sequences: Iterable[CacheableSequence]) -> list[int]:

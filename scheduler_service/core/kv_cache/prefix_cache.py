@@ -1,86 +1,237 @@
 """The prefix cache: sequences that share a prefix share its KV blocks.
 
-A block gets its key (see `prefix_keys.py`) once the result of the step that filled it is in. Plans
-are executed in order, so an earlier use would find the right KV too, unless that step fails;
-because of the wait, blocks that were never confirmed are never found. A sequence whose tokens are
-mostly being computed for another one waits for it, so that among many simultaneous requests only
-the first one computes a shared prefix. The last token of a sequence is always computed, for its
-logits, even if all blocks are found; so nothing is ever written to a block with a key.
+A block is found by its tokens (see `prefix_keys.py`) once the results of the steps that computed
+them are in. Plans are executed in order, so an earlier use would find the right KV too, unless that
+step fails; because of the wait, blocks that were never confirmed are never found. A sequence whose
+tokens are mostly being computed for another one waits for it, so that among many simultaneous
+requests only the first one computes a shared prefix. The last token of a sequence is always
+computed, for its logits, even if all are found.
+
+The first p tokens can be used if every cache group has what a row at position p reads: all of them,
+those of its window, or those of its chunk. A block in which they end is copied, as the sequence
+will write to it; so nothing that can be found is ever overwritten. Where a window has been evicted,
+the hit is cut.
 """
 
-from itertools import islice
+from collections.abc import Mapping, Sequence
 
+from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.kv_cache.block_manager import BlockManager
-from scheduler_service.core.kv_cache.block_pool import BlockKey
-from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, block_keys, root_key
+from scheduler_service.core.kv_cache.block_pool import BlockKey, CachedBlocks, Contents
+from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
+from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, root_key, unit_keys
+
+BOUNDARY_TOKENS = 512
+"""Windows that end at a multiple of this number of prompt tokens stay cached as long as the
+prompt."""
+
+
+class _GroupMatch:
+    """The blocks of one cache group that hold a sequence's first tokens, looked up as needed."""
+
+    def __init__(
+        self,
+        number: int,
+        group: CacheGroup,
+        pools: Sequence[CachedBlocks],
+        keys: Sequence[BlockKey],
+        unit: int,
+    ) -> None:
+        """`pools`: the device's blocks, then the host's if they count; `keys`: of all units of
+        `unit` tokens that may be used."""
+        self._number = number
+        self._group = group
+        self._pools = pools
+        self._keys = keys
+        self._unit = unit
+        self._units_per_block = group.block_tokens // unit
+        self._found: dict[int, tuple[int, int]] = {}
+
+    def usable_end(self, end: int) -> int:
+        """The most tokens that can be used, up to `end`; a multiple of the unit."""
+        while end > 0 and (gap := self._end_before_gap(end)) < end:
+            end = gap
+        return end
+
+    def hit(self, end: int) -> GroupHit:
+        """What rows after the first `end` tokens read; these can be used."""
+        tokens = self._group.block_tokens
+        indices = self._indices(end)
+        blocks = [self._find(index)[0] for index in indices]
+        first = self._group.first_needed(end) // tokens
+        return GroupHit(first, blocks, bool(blocks) and end % tokens != 0)
+
+    def _indices(self, end: int) -> range:
+        """The blocks that rows after the first `end` tokens read."""
+        tokens, first = self._group.block_tokens, self._group.first_needed(end)
+        return range(first // tokens, -(-end // tokens)) if first < end else range(0)
+
+    def _end_before_gap(self, end: int) -> int:
+        """`end` if all that is needed there is found; otherwise the end of what is found before the
+        first gap, or before the last one in a window or chunk."""
+        tokens, indices = self._group.block_tokens, self._indices(end)
+        for index in reversed(indices) if self._group.span else indices:
+            found_end = index * tokens + self._find(index)[1] * self._unit
+            if found_end < min(end, (index + 1) * tokens):
+                return found_end
+        return end
+
+    def _find(self, index: int) -> tuple[int, int]:
+        """The block with most of the units of block `index`, and their number; ~b for block b on
+        the host."""
+        if index not in self._found:
+            start = index * self._units_per_block
+            self._found[index] = self._look_up(self._keys[start : start + self._units_per_block])
+        return self._found[index]
+
+    def _look_up(self, units: Sequence[BlockKey]) -> tuple[int, int]:
+        best = (0, 0)
+        for is_on_host, cached in enumerate(self._pools):
+            block, length = _longest(cached, self._number, units)
+            if length > best[1]:
+                best = (~block if is_on_host else block, length)
+            if length == len(units):
+                break
+        return best
+
+
+def _longest(cached: CachedBlocks, group: int, units: Sequence[BlockKey]) -> tuple[int, int]:
+    """The block that begins with the most of these units, and their number."""
+    block = cached.find(units[-1], group) if units else None
+    if block is not None:
+        return block, len(units)
+    best, length = 0, 0
+    for end in (1, *range(len(units) - 1, 1, -1)):
+        block = cached.find(units[end - 1], group) if end > length and units else None
+        if block is not None and (number := _num_equal(cached.contents_of(block), units)) > length:
+            best, length = block, number
+    return best, length
+
+
+def _num_equal(contents: Contents | None, units: Sequence[BlockKey]) -> int:
+    """Number of first units that are equal."""
+    held = contents.units if contents is not None else ()
+    pairs = enumerate(zip(held, units, strict=False))
+    return next((n for n, (ours, theirs) in pairs if ours != theirs), min(len(held), len(units)))
 
 
 class PrefixCache:
     """Finds the blocks that hold a sequence's first tokens."""
 
     def __init__(
-        self, blocks: BlockManager, *, enabled: bool = True, isolate_tenants: bool = False
+        self,
+        blocks: BlockManager,
+        *,
+        unit: int,
+        enabled: bool = True,
+        isolate_tenants: bool = False,
+        seed: int = 0,
     ) -> None:
-        """`enabled`: if False, nothing is found, and every sequence is computed in full."""
+        """`unit`: tokens of a unit of keys; `enabled`: if False, nothing is found, and every
+        sequence is computed in full; `seed`: of keys."""
         self._enabled = enabled
         self._blocks = blocks
-        self._block_size = blocks.block_size
+        self._unit = unit
         self._isolate_tenants = isolate_tenants
+        self._seed = seed
         self._unconfirmed: dict[CacheableSequence, None] = {}
         """Sequences whose first tokens were being computed when the last one was admitted."""
+        self._boundaries: dict[CacheableSequence, list[int]] = {}
+        """Where windows are to stay cached, in addition to the multiples of BOUNDARY_TOKENS in a
+        prompt: before its last tokens, and where others branched off."""
 
-    def find(self, seq: CacheableSequence) -> list[int]:
-        """The blocks that hold the longest cached prefix of a waiting sequence."""
-        num_blocks = self._max_reusable_blocks(seq)
-        return self._blocks.find(islice(self.keys(seq, num_blocks), num_blocks))
+    def find(
+        self, seq: CacheableSequence, *, on_host: bool = False, multiple: int = 1
+    ) -> PrefixHit:
+        """The longest usable prefix of a waiting sequence, on the device, or on host and device
+        together, of a multiple of `multiple` tokens."""
+        num_units = self._max_reusable_units(seq)
+        keys = self.keys(seq, num_units)
+        if len(keys) > num_units:
+            keys = keys[:num_units]
+        pools = [self._blocks.gpu_pool.cached]
+        if on_host:
+            pools.append(self._blocks.host.pool.cached)
+        groups = enumerate(self._blocks.groups)
+        matches = [_GroupMatch(n, group, pools, keys, self._unit) for n, group in groups]
+        end, previous = num_units * self._unit, -1
+        while end != previous:
+            previous = end
+            for match in matches:
+                end = match.usable_end(end // multiple * multiple)
+        return PrefixHit(end, [match.hit(end) for match in matches])
 
-    def find_on_host(self, seq: CacheableSequence, num_found: int) -> list[int]:
-        """The host blocks that hold what follows the first `num_found` blocks of a waiting
-        sequence."""
-        num_blocks = self._max_reusable_blocks(seq)
-        keys = islice(self.keys(seq, num_blocks), num_found, num_blocks)
-        return self._blocks.find_on_host(keys)
-
-    def is_to_come(self, seq: CacheableSequence, num_found: int) -> bool:
+    def is_to_come(
+        self, seq: CacheableSequence, num_found: int, num_offered: Mapping[int, int]
+    ) -> bool:
         """Whether most of the tokens that a waiting sequence would compute after its first
-        `num_found` blocks are being computed for another one, and will be found soon."""
-        num_blocks = self._max_reusable_blocks(seq)
-        if num_blocks <= num_found:
+        `num_found` ones are being computed for another one, and will be found soon: they are not
+        among its `num_offered` units, by sequence id. Others then keep what the sequence reads."""
+        num_units, first = self._max_reusable_units(seq), num_found // self._unit
+        if num_units <= first:
             return False
-        keys = self.keys(seq, num_blocks)
-        most_shared = 0
+        keys = self.keys(seq, num_units)
+        most_shared, leader = first, None
         for other in self._unconfirmed:
             if other.is_prefilling:
-                others = other.prefix_keys[self._block_size]
-                end, most = num_found, min(num_blocks, len(others))
+                others = other.prefix_keys[self._unit]
+                end, most = first, min(num_units, len(others))
                 while end < most and keys[end] == others[end]:
                     end += 1
-                most_shared = max(most_shared, end - num_found)
-        num_missing = seq.num_known - num_found * self._block_size
-        return 2 * most_shared * self._block_size > num_missing
+                if end > most_shared and end > num_offered.get(other.seq_id, 0):
+                    most_shared, leader = end, other
+        num_missing = seq.num_known - num_found
+        if leader is None or 2 * (most_shared - first) * self._unit <= num_missing:
+            return False
+        self._add_boundary(leader, most_shared * self._unit)
+        return True
 
     def expect(self, seq: CacheableSequence) -> None:
         """Record that a sequence is admitted: its first tokens will be computed."""
         self._unconfirmed = {other: None for other in self._unconfirmed if other.is_prefilling}
         self._unconfirmed[seq] = None
+        self._add_boundary(seq, (seq.num_prompt_tokens - 1) // self._unit * self._unit)
 
     def forget(self, seq: CacheableSequence) -> None:
         """Record that a sequence has lost its memory."""
         self._unconfirmed.pop(seq, None)
+        self._boundaries.pop(seq, None)
 
-    def keys(self, seq: CacheableSequence, num_blocks: int) -> list[BlockKey]:
-        """Keys of at least `num_blocks` blocks, whose tokens are known; each is hashed once."""
-        size = self._block_size
-        keys = seq.prefix_keys[size]
-        if len(keys) < num_blocks:
-            tokens = seq.known_tokens(len(keys) * size, num_blocks * size)
-            keys += block_keys(keys[-1] if keys else self._root(seq), tokens, size)
+    def _add_boundary(self, seq: CacheableSequence, end: int) -> None:
+        boundaries = self._boundaries.setdefault(seq, [])
+        if self._blocks.slides and end not in boundaries:
+            boundaries.append(end)
+
+    def retained(self, seq: CacheableSequence, number: int, index: int) -> Contents | None:
+        """What to keep cached of a block that a sequence releases while it continues; None unless
+        it is needed at a boundary."""
+        group = self._blocks.groups[number]
+        start, end = index * group.block_tokens, (index + 1) * group.block_tokens
+        next_multiple = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
+        boundaries = list(self._boundaries.get(seq, ()))
+        if next_multiple < seq.num_prompt_tokens:
+            boundaries.append(next_multiple)
+        is_needed = any(b > start and group.first_needed(b) < end for b in boundaries)
+        if not (self._enabled and is_needed and end <= seq.num_known):
+            return None
+        units = self.keys(seq, end // self._unit)[start // self._unit : end // self._unit]
+        return Contents(number, tuple(units), is_full=True)
+
+    def keys(self, seq: CacheableSequence, num_units: int) -> list[BlockKey]:
+        """Keys of at least `num_units` units, whose tokens are known; each is hashed once."""
+        unit = self._unit
+        keys = seq.prefix_keys[unit]
+        if len(keys) < num_units:
+            tokens = seq.known_tokens(len(keys) * unit, num_units * unit)
+            parent = keys[-1] if keys else self._root(seq)
+            keys += unit_keys(parent, tokens, unit, self._seed)
         return keys
 
-    def _max_reusable_blocks(self, seq: CacheableSequence) -> int:
+    def _max_reusable_units(self, seq: CacheableSequence) -> int:
         if not self._enabled:
             return 0
-        return min(seq.num_known - 1, seq.max_reusable_tokens) // self._block_size
+        return min(seq.num_known - 1, seq.max_reusable_tokens) // self._unit
 
     def _root(self, seq: CacheableSequence) -> BlockKey:
-        return root_key(seq.tenant_name.encode() if self._isolate_tenants else b"")
+        parts = [seq.tenant_name.encode()] if self._isolate_tenants else []
+        return root_key(parts, self._seed)

@@ -1,41 +1,56 @@
-"""Keys of the prefix cache: hashes that identify a block's tokens and all tokens before them.
+"""Keys of the prefix cache: hashes that identify tokens and all tokens before them.
 
-The KV of a token depends on all tokens before it. So a full block has a key that stands for its
-tokens and all before them: a 128-bit hash of the previous block's key and its own tokens.
+The KV of a token depends on all tokens before it, and on the request's context. So each *unit* of
+`KEY_TOKENS` tokens has a key that stands for its tokens and all before them: a 128-bit hash of the
+previous unit's key and its own tokens. Units are the same for all models and worker groups,
+whatever the sizes of their blocks.
 """
 
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable
+from math import gcd
 from typing import Protocol
 
 import xxhash
 
 from scheduler_service.core.kv_cache.block_pool import BlockKey
 
+KEY_TOKENS = 16
+"""Tokens of a unit."""
+
 _TOKEN = "i"  # int32
 _TOKEN_BYTES = array(_TOKEN).itemsize
 
 
-def root_key(salt: bytes = b"") -> BlockKey:
-    """The parent of the first block's key; sequences with different salts share nothing."""
-    return xxhash.xxh3_128_digest(salt)
+def key_tokens(block_tokens: Iterable[int]) -> int:
+    """Tokens of a unit where blocks have these numbers of tokens: `KEY_TOKENS`, of which they are
+    multiples, or less in tests that have smaller blocks."""
+    return gcd(KEY_TOKENS, *block_tokens)
 
 
-def block_keys(parent: BlockKey, tokens: Iterable[int], block_size: int) -> list[BlockKey]:
-    """The keys of the blocks that these tokens fill, which follow the block with key `parent`."""
+def root_key(parts: Iterable[bytes], seed: int = 0) -> BlockKey:
+    """The parent of the first unit's key. `parts` are what KV depends on besides tokens: sequences
+    in which they differ share nothing. `seed`: without it, keys cannot be guessed."""
+    lengths_and_parts = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    return xxhash.xxh3_128_digest(lengths_and_parts, seed)
+
+
+def unit_keys(parent: BlockKey, tokens: Iterable[int], unit: int, seed: int = 0) -> list[BlockKey]:
+    """The keys of the units of `unit` tokens that these fill, after the unit with key `parent`."""
     data = array(_TOKEN, tokens).tobytes()
-    num_bytes = block_size * _TOKEN_BYTES
+    num_bytes = unit * _TOKEN_BYTES
     keys = []
     for start in range(0, len(data), num_bytes):
-        parent = xxhash.xxh3_128_digest(parent + data[start : start + num_bytes])
+        parent = xxhash.xxh3_128_digest(parent + data[start : start + num_bytes], seed)
         keys.append(parent)
     return keys
 
 
 class PrefixKeys(defaultdict[int, list[BlockKey]]):
-    """The keys of a sequence's first full blocks by block size, which may differ among worker
-    groups; each is hashed once. The KV cache adds them, and a sequence drops them with its tokens.
+    """The keys of a sequence's first full units by their number of tokens, which worker groups with
+    small blocks may change; each is hashed once. The KV cache adds them, and a sequence drops them
+    with its tokens.
     """
 
     def __init__(self) -> None:
@@ -61,6 +76,10 @@ class CacheableSequence(Protocol):
     @property
     def num_known(self) -> int:
         """Number of tokens whose values are known."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of its prompt."""
 
     @property
     def max_reusable_tokens(self) -> int:

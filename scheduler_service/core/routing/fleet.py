@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
 
@@ -358,6 +358,7 @@ class Fleet:
         if capacity.worker_group_id in self.schedulers:
             raise ValueError(f"worker group {capacity.worker_group_id} already exists")
         check_capacity(self._config, capacity)
+        capacity = replace(capacity, max_chunk_tokens=self._config.max_num_batched_tokens)
         model = self.model(capacity.model)
         totals = self.totals.setdefault(capacity.model, ModelTotals())
         scheduler = make_scheduler(self._config, capacity, totals, model.policy, now_us)

@@ -1,5 +1,7 @@
 """A step plan while its rows are being chosen."""
 
+from collections.abc import Iterable
+
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import BlockUpdate
 from scheduler_service.core.scheduling.pipeline import InFlightStep
@@ -27,6 +29,7 @@ class Batch:
         self.swap_out: list[int] = []
         """Pairs of blocks, as in the plan."""
         self.swap_in: list[int] = []
+        self.copy: list[int] = []
         self.lockstep_groups: set[SequenceGroup] = set()
         """Groups that have had their turn, of those whose sequences advance together."""
         self.has_preempted = False
@@ -42,7 +45,6 @@ class Batch:
         self.lookahead: list[int] = []
         """The most drafts of the first rows; later ones have none."""
         self._new_sequences: list[NewSequence] = []
-        self._copy: list[int] = []
         self._appended_tokens: list[int] = []
         self._candidate_rows: list[int] = []
         self._block_updates: list[int] = []
@@ -50,16 +52,17 @@ class Batch:
         self._prefill_samples: list[bool] = []
         self._prefills: list[tuple[Sequence, int, bool]] = []
 
-    def update_table(self, seq_id: int, update: BlockUpdate) -> None:
-        """Change a running sequence's block table, copying the shared block that it replaces."""
-        if update.copied_from is not None:
-            self._copy += (update.copied_from, update.block)
-        self._block_updates += (seq_id, update.group, update.index, update.block)
+    def update_tables(self, seq_id: int, updates: Iterable[BlockUpdate]) -> None:
+        """Change a running sequence's block tables, copying the shared blocks that it replaces."""
+        self.copy_shared(updates)
+        for update in updates:
+            self._block_updates += (seq_id, update.group, update.index, update.block)
 
-    def copy_shared(self, update: BlockUpdate) -> None:
-        """Copy the shared block, if any, that a change of a block table replaces."""
-        if update.copied_from is not None:
-            self._copy += (update.copied_from, update.block)
+    def copy_shared(self, updates: Iterable[BlockUpdate]) -> None:
+        """Copy the shared blocks that changes of block tables replace."""
+        for update in updates:
+            if update.copied_from is not None:
+                self.copy += (update.copied_from, update.block)
 
     def append_token(self, seq_id: int, token: int) -> None:
         """Send the worker a token that the core has chosen."""
@@ -137,7 +140,7 @@ class Batch:
             forget_seq_ids=forget_seq_ids,
             swap_out=self.swap_out,
             swap_in=self.swap_in,
-            copy=self._copy,
+            copy=self.copy,
             new_sequences=self._in_batch_order(),
             block_updates=self._block_updates,
             seq_ids=self.seq_ids,

@@ -237,15 +237,13 @@ class BeamScheduler(StrategyScheduler):
         beams.continuations = []
 
     def _reserve_last(self, seq: Sequence, batch: Batch) -> None:
-        update = self._cache.reserve(seq, seq.length)
-        if update is not None:
-            batch.update_table(seq.seq_id, update)
+        self._cache.release_unread(seq, seq.next_position)
+        batch.update_tables(seq.seq_id, self._cache.reserve(seq, seq.length))
         self._cache.offer(seq, seq.num_confirmed)
 
     def _reserve_fork(self, seq: Sequence, batch: Batch) -> None:
-        update = self._cache.reserve(seq, seq.length)
-        if update is not None:
-            batch.copy_shared(update)
+        self._cache.release_unread(seq, seq.next_position)
+        batch.copy_shared(self._cache.reserve(seq, seq.length))
         self._cache.offer(seq, seq.num_confirmed)
 
     # Results.

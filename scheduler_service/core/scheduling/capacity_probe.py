@@ -1,11 +1,12 @@
 """Questions of the router about the capacity of a worker group."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.manager import PrefixHit
+from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.scheduling.placed_groups import PlacedGroups
 from scheduler_service.core.scheduling.preemption import is_fetch_cheaper
@@ -70,7 +71,8 @@ class CapacityProbe:
     def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
         """Tokens of a group that has not run that are not here, on device or host."""
         longest = seq_group.longest
-        return longest.num_known - self._cache.match_prefix(longest, on_host=True).num_tokens
+        hit = self._cache.match_prefix(longest, is_fetched=lambda num_moves, num_tokens: True)
+        return longest.num_known - hit.num_tokens
 
     @property
     def has_room(self) -> bool:
@@ -85,8 +87,8 @@ class CapacityProbe:
     def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
         """The estimate for a group that fits here."""
         longest, waiting = seq_group.longest, self._placed.waiting
-        is_fetched = is_fetch_cheaper(self._rates, self._cache.tokens_per_move)
-        hit = self._cache.match_prefix(longest, on_host=is_fetched)
+        is_fetched = partial(is_fetch_cheaper, self._rates)
+        hit = self._cache.match_prefix(longest, is_fetched=is_fetched)
         memory_shortage = self._cache.shortage(
             longest.num_known,
             hit,
@@ -133,27 +135,27 @@ class CapacityProbe:
         if first is None:
             self._failed = question
             return None
-        hit = self._cache.match_prefix(seq_group.longest, on_host=False)
+        hit = self._cache.match_prefix(seq_group.longest)
         victims: list[SequenceGroup] = []
-        num_places = num_tokens = 0
+        num_places = memory = 0
         for other in chain([first], yielding):
-            if self._would_fit(seq_group, hit, num_places, num_tokens):
+            if self._would_fit(seq_group, hit, num_places, memory):
                 return victims
             is_lockstep = other.strategy.is_lockstep
             if other.num_running and not is_lockstep and other is not self._placed.suspect:
                 victims.append(other)
                 num_places += other.num_running
-                num_tokens += self._cache.num_tokens_freed(other.running())
-        return victims if self._would_fit(seq_group, hit, num_places, num_tokens) else None
+                memory += self._cache.memory_freed(other.running())
+        return victims if self._would_fit(seq_group, hit, num_places, memory) else None
 
     def _would_fit(
-        self, seq_group: SequenceGroup, hit: PrefixHit, num_places: int, num_tokens: int
+        self, seq_group: SequenceGroup, hit: PrefixHit, num_places: int, memory: int
     ) -> bool:
-        """Whether the group could be admitted with this many more free places, and memory for this
-        many more tokens."""
+        """Whether the group could be admitted with this many more free places, and as much more
+        memory."""
         num_taken = self._running.num_places - num_places + len(seq_group.waiting())
         max_tokens = seq_group.max_known_tokens
-        verdict = self._cache.can_admit(max_tokens, hit, num_freed_tokens=num_tokens)
+        verdict = self._cache.can_admit(max_tokens, hit, memory_freed=memory)
         return num_taken <= self._config.max_num_seqs and verdict is AllocStatus.OK
 
     @property

@@ -57,15 +57,15 @@ def is_swap_cheaper(
     return num_moves * us_per_move < num_tokens * us_per_token
 
 
-def is_fetch_cheaper(rates: StepRates, tokens_per_move: int) -> bool:
-    """Whether to swap in tokens that are on the host already, rather than recompute them.
+def is_fetch_cheaper(rates: StepRates, num_moves: int, num_tokens: int) -> bool:
+    """Whether to make `num_moves` moves from the host, rather than compute `num_tokens` tokens.
 
     Until such costs have been measured: yes.
     """
     us_per_move, us_per_token = rates.us_per_move, rates.us_per_prefill_token
     if us_per_move is None or us_per_token is None:
         return True
-    return us_per_move < tokens_per_move * us_per_token
+    return num_moves * us_per_move < num_tokens * us_per_token
 
 
 class Preemption:

@@ -34,18 +34,26 @@ class PrefillScheduler:
             if not batch.fits(seq, seq.num_computed):
                 return
             if self._strategies.of(seq.seq_group).may_prefill(seq):
-                self._add_row(seq, batch)
+                self._add_row(seq, batch)  # others may have memory if this one has none
 
     def _add_row(self, seq: Sequence, batch: Batch) -> None:
-        """Add a row for a sequence's next tokens; its strategy decides what follows the last."""
+        """Add a row for a sequence's next tokens, unless memory for them is short; its strategy
+        decides what follows the last."""
+        cache = self._running.cache
+        num_tokens = min(batch.max_chunk(seq.num_computed), seq.length - seq.num_computed)
+        updates = cache.extend_prompt(seq, seq.num_computed, seq.num_computed + num_tokens)
+        if updates is None:
+            return
         if self._running.is_unintroduced(seq):
             self._running.mark_introduced(seq)
-            batch.add_new(make_new_sequence(seq, self._running.cache.tables(seq)))
-        num_tokens = min(batch.max_chunk(seq.num_computed), seq.length - seq.num_computed)
+            batch.add_new(make_new_sequence(seq, cache.tables(seq)))
+        else:
+            batch.update_tables(seq.seq_id, updates)
         is_last = seq.advance_prefill(num_tokens)
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
             self._running.prefilling.remove(seq)
+            cache.end_prompt(seq)
             self._strategies.of(seq.seq_group).end_prefill(seq, batch)
 
     def admit(self, waiting: WaitingQueue, batch: Batch) -> None:

@@ -4,7 +4,8 @@ Choices without output share the first one's prefill, and fork from it. Then eac
 by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.scheduling.batch import Batch, make_fork
@@ -61,7 +62,7 @@ class SamplingScheduler(StrategyScheduler):
             return AllocStatus.LATER  # its tokens are sent again, so all must be known
         if not self._running.has_places(1 + len(forks)):
             return AllocStatus.LATER
-        hit = self._cache.match_prefix(seq, on_host=self._may_fetch(batch))
+        hit = self._cache.match_prefix(seq, is_fetched=self._is_fetched(batch))
         if not seq.seq_group.is_preempting and self._cache.is_to_come(seq, hit):
             return AllocStatus.LATER
         if not batch.fits(seq, hit.num_tokens):
@@ -71,17 +72,18 @@ class SamplingScheduler(StrategyScheduler):
             seq.start_prefill(batch.step_id, hit.num_tokens)
             awaits_swap_in = hit.num_moves > 0
             self._running.enter(seq, forks, batch.now_us, awaits_swap_in=awaits_swap_in)
-            batch.swap_in += self._cache.admit(seq, hit)
+            moves = self._cache.admit(seq, hit)
+            batch.swap_in += moves.swap_in
+            batch.copy += moves.copy
             if not awaits_swap_in:
                 add_rows([seq], batch)
         return verdict
 
-    def _may_fetch(self, batch: Batch) -> bool:
+    def _is_fetched(self, batch: Batch) -> Callable[[int, int], bool] | None:
         """Whether to swap in what the host has of a prompt. Not in a step with preemptions: what
         one of the step's copies reads may be free already, and must not be the target of a swap-in,
         which the worker does first."""
-        tokens_per_move = self._cache.tokens_per_move
-        return not batch.has_preempted and is_fetch_cheaper(self._rates, tokens_per_move)
+        return None if batch.has_preempted else partial(is_fetch_cheaper, self._rates)
 
     # Rows.
 
@@ -111,11 +113,10 @@ class SamplingScheduler(StrategyScheduler):
             if seq.num_in_flight == 0:
                 batch.outgrown.append(seq.seq_group)
             return False  # its tokens in flight may end it
+        self._cache.release_unread(seq, seq.next_position)
         if self._cache.is_full and not self._make_room(seq, batch):
             return False
-        update = self._cache.reserve(seq, seq.length)
-        if update is not None:
-            batch.update_table(seq.seq_id, update)
+        batch.update_tables(seq.seq_id, self._cache.reserve(seq, seq.length))
         self._cache.offer(seq, seq.num_confirmed)
         seq.reserve(self._cache.round_up(seq.length))
         return True

@@ -153,8 +153,7 @@ class StepPlanner:
             length = seq.reserved_length + 1
             if not self._cache.can_reserve(seq, length, num_kept):
                 break
-            if (update := self._cache.reserve(seq, length)) is not None:
-                batch.update_table(seq.seq_id, update)
+            batch.update_tables(seq.seq_id, self._cache.reserve(seq, length))
             seq.reserve(self._cache.round_up(length))
         return min(end, seq.reserved_length) - seq.length
 

@@ -22,7 +22,7 @@ from scheduler_service.core import (
     SchedulerConfig,
     TenantConfig,
 )
-from scheduler_service.core.config import PreemptionMode
+from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
 from scheduler_service.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -38,6 +38,27 @@ from tests.support.recorded import Recorder
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling
 
+GROWING, WINDOW, CHUNK = CacheLifetime.GROWING, CacheLifetime.WINDOW, CacheLifetime.CHUNK
+ALL = CacheGroup(block_tokens=4)
+CACHE_GROUPS = {
+    "all": (ALL,),
+    "window": (CacheGroup(lifetime=WINDOW, block_tokens=4, span=9),),
+    "window and all": (
+        CacheGroup(lifetime=WINDOW, block_tokens=4, span=6),
+        CacheGroup(block_tokens=8),
+    ),
+    "all and chunk": (
+        CacheGroup(block_tokens=12),
+        CacheGroup(lifetime=CHUNK, block_tokens=4, span=8),
+    ),
+    "chunk within a block": (ALL, CacheGroup(lifetime=CHUNK, block_tokens=8, span=12)),
+    "three": (
+        CacheGroup(block_tokens=16),
+        CacheGroup(lifetime=WINDOW, block_tokens=4, span=1),
+        CacheGroup(lifetime=WINDOW, block_tokens=8, span=17),
+    ),
+}
+"""The kinds of cache that a core must serve."""
 MAX_MODEL_LEN = 48
 SMALL, LARGE = 9, 24
 """Blocks of the two kinds of worker groups."""
@@ -87,6 +108,7 @@ class CoreMachine(RuleBasedStateMachine):
         isolate_tenants=st.booleans(),
         num_speculative_tokens=st.sampled_from([0, 1, 3, 9]),
         max_speculative_seqs=st.sampled_from([1, 3, 8]),
+        cache=st.sampled_from(["all", *CACHE_GROUPS]),
     )
     def start(
         self,
@@ -103,8 +125,9 @@ class CoreMachine(RuleBasedStateMachine):
         isolate_tenants: bool,
         num_speculative_tokens: int,
         max_speculative_seqs: int,
+        cache: str,
     ) -> None:
-        self.block_size = 4
+        self.cache_groups = CACHE_GROUPS[cache]
         self.host_blocks = host_blocks
         self.num_groups = 0
         self.num_speculative_tokens = num_speculative_tokens
@@ -134,7 +157,7 @@ class CoreMachine(RuleBasedStateMachine):
             f"g{self.num_groups}",
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=self.host_blocks,
-            block_size=self.block_size,
+            cache_groups=self.cache_groups,
             max_model_len=MAX_MODEL_LEN,
             num_speculative_tokens=self.num_speculative_tokens,
         )
@@ -382,6 +405,7 @@ class CrowdedMachine(CoreMachine):
         caching=st.booleans(),
         policy=st.sampled_from(PolicyName),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
+        cache=st.sampled_from(["all", *CACHE_GROUPS]),
     )
     def start(self, **values: Any) -> None:
         values["max_speculative_seqs"] = 8
@@ -424,6 +448,7 @@ class UnlikeMachine(CoreMachine):
         policy=st.sampled_from(PolicyName),
         small=st.sampled_from([5, 7, SMALL]),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
+        cache=st.sampled_from(["all", *CACHE_GROUPS]),
     )
     def start(self, small: int, **values: Any) -> None:
         fixed = {"chunked": True, "extra_tokens": 12, "watermark": 0.0, "isolate_tenants": False}

@@ -5,10 +5,14 @@ import dataclasses
 import pytest
 
 from scheduler_service.core import NewSequence, StepPlan
+from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.step_plan import BlockTable
 from tests.support.symbolic_worker import PlanError, Sampling, SymbolicWorker, undisturbed
 
 SAMPLING = Sampling(seed=1)
+
+
+GROUPS = (CacheGroup(block_tokens=4),)
 
 
 def new(seq_id: int, blocks: list[int], num_tokens: int = 6, **changes: object) -> NewSequence:
@@ -27,7 +31,7 @@ def new(seq_id: int, blocks: list[int], num_tokens: int = 6, **changes: object) 
 def worker_with_two_choices() -> SymbolicWorker:
     """Sequences 1 and 2 share a prompt of 6 tokens in blocks 0 and 1; 8 blocks of 4 tokens."""
     worker = SymbolicWorker(
-        num_gpu_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
+        num_gpu_blocks=8, cache_groups=GROUPS, max_num_seqs=4, max_num_batched_tokens=16
     )
     fork = new(2, [0, 1], 0, choice_index=1, parent_seq_id=1)
     plan = StepPlan(
@@ -53,7 +57,10 @@ def test_a_right_plan_gives_the_undisturbed_tokens() -> None:
         (StepPlan(step_id=2, seq_ids=[9]), "unknown"),
         (StepPlan(step_id=2, forget_seq_ids=[9], seq_ids=[1]), "unknown"),
         (StepPlan(step_id=2, block_updates=[1, 0, 1, 2], seq_ids=[1, 2]), "something else"),
-        (StepPlan(step_id=2, copy=[5, 2], block_updates=[1, 0, 1, 2], seq_ids=[1]), "nobody has"),
+        (
+            StepPlan(step_id=2, copy=[5, 2], block_updates=[1, 0, 1, 2], seq_ids=[1]),
+            "nobody has written",
+        ),
         (StepPlan(step_id=2, copy=[1, 2], seq_ids=[1]), "nobody gets"),
         (StepPlan(step_id=2, copy=[1, 0], seq_ids=[1]), "in use"),
         (StepPlan(step_id=2, block_updates=[1, 0, 3, 2], seq_ids=[1]), "leaves a gap"),
@@ -68,7 +75,7 @@ def test_a_right_plan_gives_the_undisturbed_tokens() -> None:
         ),
         (
             StepPlan(step_id=2, new_sequences=[new(3, [4])], seq_ids=[3], num_tokens=[6]),
-            "beyond its blocks",
+            "3 has no block for position 4",
         ),
         (
             StepPlan(step_id=2, new_sequences=[new(3, [4, 5])], seq_ids=[3], num_tokens=[3]),
@@ -150,7 +157,11 @@ def test_a_block_given_away_too_early_is_found_when_it_is_read() -> None:
 def worker_with_host_blocks() -> SymbolicWorker:
     """Sequence 1 has 6 tokens in blocks 0 and 1, and one sampled; 8 blocks, 4 host blocks."""
     worker = SymbolicWorker(
-        num_gpu_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, num_cpu_blocks=4
+        num_gpu_blocks=8,
+        cache_groups=GROUPS,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        num_cpu_blocks=4,
     )
     worker.execute(StepPlan(step_id=1, new_sequences=[new(1, [0, 1])], seq_ids=[1], num_tokens=[6]))
     worker.num_results_taken = 1
@@ -218,7 +229,7 @@ def test_a_live_host_block_that_was_written_again_is_found_when_its_sequence_ret
 
 def test_a_fork_may_not_come_before_its_parent() -> None:
     worker = SymbolicWorker(
-        num_gpu_blocks=8, block_size=4, max_num_seqs=4, max_num_batched_tokens=16
+        num_gpu_blocks=8, cache_groups=GROUPS, max_num_seqs=4, max_num_batched_tokens=16
     )
     fork = new(2, [0, 1], 0, choice_index=1, parent_seq_id=1)
     plan = StepPlan(

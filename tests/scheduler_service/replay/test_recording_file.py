@@ -141,7 +141,7 @@ def test_a_file_that_is_not_compressed_does_not_pass_for_one_that_is(tmp_path: P
 def test_a_disk_that_is_too_slow_ends_the_recording_and_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording_file, "MAX_BACKLOG_CHARS", 650)
+    monkeypatch.setattr(recording_file, "MAX_BACKLOG_CHARS", 800)
     core = record(tmp_path / "trace.jsonl")
     for i in range(20):
         core.expire(4.0 + i)

@@ -14,8 +14,8 @@ from hypothesis.stateful import (
 )
 
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.block_manager import BlockManager, BlockUpdate
-from tests.support.blocks import BLOCK_SIZE, keys_of
+from scheduler_service.core.kv_cache.block_manager import BlockUpdate
+from tests.support.blocks import BLOCK_SIZE, find, hit, keys_of, make_manager, table_of
 
 
 class BlockManagerMachine(RuleBasedStateMachine):
@@ -32,12 +32,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def start(self, num_blocks: int, num_host_blocks: int, watermark: float) -> None:
         self.num_blocks = num_blocks
         self.watermark_blocks = int(watermark * num_blocks)
-        self.manager = BlockManager(
-            num_gpu_blocks=num_blocks,
-            num_cpu_blocks=num_host_blocks,
-            block_size=BLOCK_SIZE,
-            watermark=watermark,
-        )
+        self.manager = make_manager(num_blocks, num_host_blocks, watermark)
         self.num_host_blocks = num_host_blocks
         self.tables: dict[int, list[int]] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -97,11 +92,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def allocate(self, tokens: list[int], fetches: bool) -> int | None:
         num_tokens = len(tokens)
         keys = keys_of(tokens[:-1])
-        found = self.manager.find(keys)
-        stored = self.manager.find_on_host(keys[len(found) :]) if fetches else []
+        found = find(self.manager.gpu_pool.cached, keys)
+        rest = keys[len(found) :]
+        stored = find(self.manager.host.pool.cached, rest) if fetches else []
         num_blocks = -(-num_tokens // BLOCK_SIZE)
         free = self.num_blocks - len(self.used() | set(found))
-        verdict = self.manager.can_allocate(num_tokens, found)
+        verdict = self.manager.can_allocate(num_tokens, hit(found))
         kept = self.watermark_blocks if self.tables else 0
         if num_blocks > self.num_blocks:
             assert verdict is AllocStatus.NEVER
@@ -113,8 +109,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return None
         self.num_sequences += 1
         seq_id = self.num_sequences
-        swap_in = self.manager.fetch(seq_id, num_tokens, found, stored)
-        table = self.manager.table(seq_id)
+        swap_in = self.manager.allocate(seq_id, num_tokens, hit(found, stored)).swap_in
+        table = table_of(self.manager, seq_id)
         assert len(table) == num_blocks
         assert swap_in[::2] == stored
         assert swap_in[1::2] == table[len(found) :][: len(stored)]
@@ -132,8 +128,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def set_keys(self, seq_id: int | None) -> None:
         if seq_id in self.tables:
             keys = keys_of(self.tokens[seq_id])
-            self.manager.set_keys(seq_id, 0, keys)
-            found = self.manager.find(keys)
+            self.manager.set_keys(seq_id, keys)
+            found = find(self.manager.gpu_pool.cached, keys)
             assert len(found) == len(keys)
             self.keys.update(keys)
 
@@ -142,8 +138,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if seq_id in self.tokens:
             keys = keys_of(self.tokens[seq_id])
             self.manager.forget_keys(keys)
-            assert not any(self.manager.find([key]) for key in keys)
-            assert not any(self.manager.find_on_host([key]) for key in keys)
+            for pool in (self.manager.gpu_pool, self.manager.host.pool):
+                assert not any(find(pool.cached, [key]) for key in keys)
 
     @rule(seq_id=sequences, token=st.sampled_from([0, 1]))
     def append(self, seq_id: int | None, token: int) -> None:
@@ -153,9 +149,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not self.manager.can_append(seq_id, length):
             assert len(self.used()) == self.num_blocks, "refused while blocks are free"
             return
-        update = self.manager.append(seq_id, length)
+        updates = self.manager.append(seq_id, length)
         self.end_plan()
-        if update is not None:
+        for update in updates:
             self.apply(seq_id, update)
         self.write(seq_id, token)
 
@@ -180,9 +176,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
             if not self.manager.can_append(seq_id, length, num_spare):
                 assert num_free <= num_spare
                 break
-            update = self.manager.append(seq_id, length)
+            updates = self.manager.append(seq_id, length)
             self.end_plan()
-            if update is not None:
+            for update in updates:
                 assert num_free > num_spare, "a block that is kept for others"
                 self.apply(seq_id, update)
             self.write(seq_id, drafts[length - num_tokens - 1])
@@ -198,7 +194,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         has_more = len(self.tables[seq_id]) > num_blocks
         assert self.manager.trim(seq_id, len(self.tokens[seq_id])) == has_more
         del self.tables[seq_id][num_blocks:]
-        assert self.manager.table(seq_id) == self.tables[seq_id]
+        assert table_of(self.manager, seq_id) == self.tables[seq_id]
 
     def apply(self, seq_id: int, update: BlockUpdate) -> None:
         assert update.block not in self.used(), "a block in use is given out"
@@ -218,7 +214,8 @@ class BlockManagerMachine(RuleBasedStateMachine):
             return None
         self.num_sequences += 1
         seq_id = self.num_sequences
-        self.tables[seq_id] = self.manager.fork(parent_id, seq_id)
+        self.manager.fork(parent_id, seq_id)
+        self.tables[seq_id] = table_of(self.manager, seq_id)
         assert self.tables[seq_id] == self.tables[parent_id]
         self.tokens[seq_id] = list(self.tokens[parent_id])
         return seq_id
@@ -267,7 +264,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if not self.swapped:
             return []
         group = self.swapped[pick % len(self.swapped)]
-        blocks = {block for seq_id in group for block in self.manager.host.tables[seq_id]}
+        blocks = {block for seq_id in group for block in self.manager.host_table(seq_id)}
         kept = self.watermark_blocks + len(group) if self.tables else 0
         enough = self.num_blocks - len(self.used()) - len(blocks) >= kept
         verdict = self.manager.can_swap_in(list(group))
@@ -280,7 +277,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         assert self.manager.num_free_host_blocks == num_free, "read until the plan is done"
         assert len(pairs) // 2 == len(set(pairs[::2])) == len(blocks), "each is moved once"
         assert not set(pairs[1::2]) & self.used()
-        self.tables |= {seq_id: self.manager.table(seq_id) for seq_id in group}
+        self.tables |= {seq_id: table_of(self.manager, seq_id) for seq_id in group}
         for ours, theirs in ((a, b) for a in group for b in group):
             same = [x == y for x, y in zip(group[ours], group[theirs], strict=False)]
             pairs_now = zip(self.tables[ours], self.tables[theirs], strict=False)
@@ -306,7 +303,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def blocks_are_free_or_counted(self) -> None:
         if hasattr(self, "manager"):
             self.manager.check()
-            host = {b for table in self.manager.host.tables.values() for b in table}
+            host = {b for held in self.manager.host.tables.values() for b in held.blocks()}
             assert self.manager.num_free_host_blocks == self.num_host_blocks - len(host)
             assert self.manager.num_free_blocks == self.num_blocks - len(self.used())
 
@@ -314,9 +311,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def whatever_is_found_is_right(self) -> None:
         for key in getattr(self, "keys", ()):
             contents = [key[: len(key) - BLOCK_SIZE + n + 1] for n in range(BLOCK_SIZE)]
-            for block in self.manager.find([key]):
+            for block in find(self.manager.gpu_pool.cached, [key]):
                 assert [self.memory[block, n] for n in range(BLOCK_SIZE)] == contents
-            for block in self.manager.find_on_host([key]):
+            for block in find(self.manager.host.pool.cached, [key]):
                 assert [self.host_memory[block, n] for n in range(BLOCK_SIZE)] == contents
 
     @invariant()

@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from scheduler_service.core.kv_cache.block_manager import BlockManager
-from scheduler_service.core.kv_cache.block_pool import BlockPool
+from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
 from scheduler_service.core.kv_cache.host_cache import DECAY, SPARE_COPIES
-from tests.support.blocks import BLOCK_SIZE, make_manager
+from tests.support.blocks import BLOCK_SIZE, allocate, find, make_manager
 
 
 def fill(manager: BlockManager, *, per_plan: int) -> None:
@@ -16,8 +16,8 @@ def fill(manager: BlockManager, *, per_plan: int) -> None:
     keys are the numbers of the blocks."""
     for first in range(0, manager.gpu_pool.num_blocks, per_plan):
         keys = [bytes([first + index]) for index in range(per_plan)]
-        manager.allocate(first, per_plan * BLOCK_SIZE)
-        manager.set_keys(first, 0, keys)
+        allocate(manager, first, per_plan * BLOCK_SIZE)
+        manager.set_keys(first, keys)
         manager.free(first)
         assert manager.end_plan(has_rows=False) == []
 
@@ -30,12 +30,12 @@ def test_the_blocks_that_are_evicted_next_are_copied_and_stay_cached() -> None:
     manager = make_manager(40, 80)
     fill(manager, per_plan=2)
     assert manager.end_plan(has_rows=True) == [1, 0, 0, 1, 3, 2, 2, 3]
-    assert manager.find([b"\0", b"\1", b"\2", b"\3"]) == [0, 1, 2, 3]
+    assert find(manager.gpu_pool.cached, [b"\0", b"\1", b"\2", b"\3"]) == [0, 1, 2, 3]
     manager.check()
-    assert manager.allocate(100, 2 * BLOCK_SIZE) == [1, 0]
+    assert allocate(manager, 100, 2 * BLOCK_SIZE) == [1, 0]
     assert manager.end_plan(has_rows=True) == [5, 4, 4, 5], "1 and 0 have been copied"
-    assert manager.find([b"\0"]) == []
-    assert manager.find_on_host([b"\0", b"\1"]) == [1, 0]
+    assert find(manager.gpu_pool.cached, [b"\0"]) == []
+    assert find(manager.host.pool.cached, [b"\0", b"\1"]) == [1, 0]
     manager.check()
 
 
@@ -44,7 +44,7 @@ def test_empty_blocks_need_no_copies() -> None:
     fill(manager, per_plan=2)
     manager.forget_keys([bytes([index]) for index in range(4)])
     assert num_copied(manager) == 0
-    manager.allocate(100, 4 * BLOCK_SIZE)
+    allocate(manager, 100, 4 * BLOCK_SIZE)
     assert num_copied(manager) == 6, "four were allocated, six are left"
 
 
@@ -54,7 +54,7 @@ def test_without_rows_or_without_host_memory_nothing_is_copied_ahead() -> None:
     assert manager.end_plan(has_rows=False) == []
     manager = make_manager(40, 0)
     fill(manager, per_plan=2)
-    manager.allocate(100, 2 * BLOCK_SIZE)
+    allocate(manager, 100, 2 * BLOCK_SIZE)
     assert manager.end_plan(has_rows=True) == []
 
 
@@ -62,7 +62,7 @@ def test_a_plan_copies_little_more_than_it_allocates() -> None:
     manager = make_manager(200, 400)
     fill(manager, per_plan=20)
     assert num_copied(manager) == SPARE_COPIES
-    manager.allocate(201, 3 * BLOCK_SIZE)
+    allocate(manager, 201, 3 * BLOCK_SIZE)
     assert num_copied(manager) == 2 * 3 + SPARE_COPIES
     copies = [num_copied(manager) for _ in range(10)]
     assert copies[0] == SPARE_COPIES
@@ -82,7 +82,7 @@ def test_at_most_a_quarter_of_the_hosts_free_blocks_holds_copies_made_ahead() ->
     manager = make_manager(40, 36)
     fill(manager, per_plan=20)
     assert [num_copied(manager) for _ in range(3)] == [SPARE_COPIES, 1, 0]
-    manager.allocate(100, 2 * BLOCK_SIZE)
+    allocate(manager, 100, 2 * BLOCK_SIZE)
     assert num_copied(manager) == 2
 
 
@@ -95,19 +95,24 @@ def test_a_small_host_holds_no_copies_made_ahead() -> None:
 def test_copies_ahead_do_not_take_the_room_of_evicted_blocks() -> None:
     manager = make_manager(8, 4)
     fill(manager, per_plan=1)
-    manager.allocate(100, 4 * BLOCK_SIZE)
+    allocate(manager, 100, 4 * BLOCK_SIZE)
     assert manager.end_plan(has_rows=True)[::2] == [0, 1, 2, 3]
-    assert manager.find_on_host([bytes([0]), bytes([1]), bytes([2]), bytes([3])]) == [0, 1, 2, 3]
+    assert find(manager.host.pool.cached, [bytes([0]), bytes([1]), bytes([2]), bytes([3])]) == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_a_copied_block_that_is_used_again_is_not_copied_again() -> None:
     manager = make_manager(8, 80)
     fill(manager, per_plan=1)
     assert manager.end_plan(has_rows=True) == [0, 0, 1, 1]
-    manager.allocate(100, BLOCK_SIZE, manager.find([b"\0"]))
+    allocate(manager, 100, BLOCK_SIZE, find(manager.gpu_pool.cached, [b"\0"]))
     manager.free(100)
     assert manager.end_plan(has_rows=True) == [2, 2]
-    assert manager.allocate(101, 8 * BLOCK_SIZE) == [1, 2, 3, 4, 5, 6, 7, 0]
+    assert allocate(manager, 101, 8 * BLOCK_SIZE) == [1, 2, 3, 4, 5, 6, 7, 0]
     assert manager.end_plan(has_rows=False)[::2] == [3, 4, 5, 6, 7]
 
 
@@ -130,7 +135,8 @@ def test_blocks_are_evicted_in_the_same_order_whatever_is_saved(
             is_cached, is_used = value in pool.cached, pool.is_used(value)
             if name == "allocate" and pool.num_free_blocks >= value:
                 for index, block in enumerate(pool.allocate(value)):
-                    pool.cached.add(block, bytes([number % 256, number // 256, index]))
+                    key = bytes([number % 256, number // 256, index])
+                    pool.cached.add(block, Contents(0, (key,), is_full=True))
             elif name == "release" and is_used:
                 pool.release([value])
             elif name == "share" and (is_used or is_cached):

@@ -90,8 +90,10 @@ def test_blocks_are_brought_back_where_that_costs_less_than_computing_them(
     us_per_move: int, fetches: bool
 ) -> None:
     rates = measured(us_per_prefill_token=10, us_per_move=us_per_move)
-    assert is_fetch_cheaper(rates, tokens_per_move=4) is fetches
-    assert is_fetch_cheaper(StepRates(), tokens_per_move=4), "as long as nothing was measured"
+    assert is_fetch_cheaper(rates, num_moves=1, num_tokens=4) is fetches
+    assert is_fetch_cheaper(StepRates(), num_moves=1, num_tokens=4), (
+        "as long as nothing was measured"
+    )
     driver = make_driver()
     for prompt in PROMPTS:
         ask(driver, prompt)

@@ -26,9 +26,15 @@ class FakeSequence:
 
     num_known = length
     max_reusable_tokens = length
+    num_prompt_tokens = length
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         return self.tokens[start:end]
+
+
+def always(num_moves: int, num_tokens: int) -> bool:
+    """Fetch all that the host has."""
+    return True
 
 
 def make_cache(num_blocks: int = 4, num_host_blocks: int = 0, **config: bool) -> KVCacheManager:
@@ -51,14 +57,16 @@ def make_seq(seq_id: int, num_tokens: int, first: int = 0) -> FakeSequence:
 def admit(cache: KVCacheManager, *sequences: FakeSequence) -> None:
     """Admit sequences one by one, and offer all but the last token of each."""
     for seq in sequences:
-        cache.admit(seq, cache.match_prefix(seq, on_host=True))
+        cache.admit(seq, cache.match_prefix(seq, is_fetched=always))
         cache.offer(seq, seq.length - 1)
 
 
 def test_a_prefix_is_found_on_the_device_but_for_the_last_token() -> None:
     cache = make_cache()
     admit(cache, make_seq(1, 9))
-    found = [cache.match_prefix(make_seq(2, n), on_host=True).num_tokens for n in (4, 5, 8, 9, 20)]
+    found = [
+        cache.match_prefix(make_seq(2, n), is_fetched=always).num_tokens for n in (4, 5, 8, 9, 20)
+    ]
     assert found == [0, 4, 4, 8, 8]
 
 
@@ -70,10 +78,10 @@ def test_a_prefix_that_left_the_device_is_found_on_the_host_in_moves() -> None:
     admit(cache, other)
     cache.end_plan(has_rows=True)
     cache.free(other)
-    assert cache.match_prefix(seq, on_host=False).num_tokens == 0
-    hit = cache.match_prefix(seq, on_host=True)
+    assert cache.match_prefix(seq).num_tokens == 0
+    hit = cache.match_prefix(seq, is_fetched=always)
     assert (hit.num_tokens, hit.num_moves) == (8, 2)
-    assert len(cache.admit(seq, hit)) == 2 * hit.num_moves, "pairs of host and device"
+    assert len(cache.admit(seq, hit).swap_in) == 2 * hit.num_moves, "pairs of host and device"
     cache.end_plan(has_rows=True)
     cache.check([seq])
 
@@ -82,7 +90,7 @@ def test_withdrawn_tokens_are_not_found() -> None:
     cache, seq = make_cache(), make_seq(1, 9)
     admit(cache, seq)
     cache.withdraw(seq)
-    assert cache.match_prefix(make_seq(2, 9), on_host=True).num_tokens == 0
+    assert cache.match_prefix(make_seq(2, 9), is_fetched=always).num_tokens == 0
 
 
 def test_tokens_of_tenants_are_found_by_others_unless_tenants_are_isolated() -> None:
@@ -91,15 +99,15 @@ def test_tokens_of_tenants_are_found_by_others_unless_tenants_are_isolated() -> 
         admit(cache, make_seq(1, 9))
         other = make_seq(2, 9)
         other.tenant_name = "other"
-        assert cache.match_prefix(other, on_host=True).num_tokens == num_tokens
+        assert cache.match_prefix(other, is_fetched=always).num_tokens == num_tokens
 
 
 def test_a_sequence_waits_for_one_that_computes_most_of_its_tokens_and_still_runs() -> None:
     cache, leader, follower = make_cache(), make_seq(1, 9), make_seq(2, 9)
     leader.is_prefilling = True
-    cache.admit(leader, cache.match_prefix(leader, on_host=True))
-    cache.match_prefix(leader, on_host=True)
-    hit = cache.match_prefix(follower, on_host=True)
+    cache.admit(leader, cache.match_prefix(leader, is_fetched=always))
+    cache.match_prefix(leader, is_fetched=always)
+    hit = cache.match_prefix(follower, is_fetched=always)
     assert cache.is_to_come(follower, hit)
     leader.is_prefilling = False
     assert not cache.is_to_come(follower, hit)
@@ -111,10 +119,10 @@ def test_a_sequence_waits_for_one_that_computes_most_of_its_tokens_and_still_run
 def test_admission_counts_what_is_found_and_what_others_would_free() -> None:
     cache, seq = make_cache(), make_seq(1, 13)
     admit(cache, seq)
-    hit = cache.match_prefix(make_seq(2, 4), on_host=True)
+    hit = cache.match_prefix(make_seq(2, 4), is_fetched=always)
     assert cache.can_admit(4, hit) is AllocStatus.LATER
-    assert cache.can_admit(4, hit, num_freed_tokens=cache.num_tokens_freed([seq])) is AllocStatus.OK
-    assert cache.can_admit(17, hit, num_freed_tokens=64) is AllocStatus.NEVER
+    assert cache.can_admit(4, hit, memory_freed=cache.memory_freed([seq])) is AllocStatus.OK
+    assert cache.can_admit(17, hit, memory_freed=16) is AllocStatus.NEVER
     assert cache.shortage(8, hit, num_waiting_tokens=4, num_waiting=1) == (2 + 2) / 4
 
 
@@ -122,8 +130,8 @@ def test_only_memory_that_no_other_sequence_shares_is_freed() -> None:
     cache, parent, child = make_cache(), make_seq(1, 9), make_seq(2, 9)
     admit(cache, parent)
     cache.fork(parent, child)
-    assert cache.num_tokens_freed([parent]) == 0
-    assert cache.num_tokens_freed([parent, child]) == 12
+    assert cache.memory_freed([parent]) == 0
+    assert cache.memory_freed([parent, child]) == 3
     assert cache.num_tokens_to_recompute([parent, child]) == 12
     assert cache.num_free_tokens == 4
 
@@ -133,21 +141,19 @@ def test_without_the_prefix_cache_every_token_of_every_sequence_is_recomputed() 
     admit(cache, parent)
     cache.fork(parent, child)
     assert cache.num_tokens_to_recompute([parent, child]) == 18
-    assert cache.match_prefix(make_seq(3, 9), on_host=True).num_tokens == 0
+    assert cache.match_prefix(make_seq(3, 9), is_fetched=always).num_tokens == 0
 
 
 def test_a_table_changes_where_a_sequence_outgrows_or_shares_its_memory() -> None:
     cache, seq = make_cache(), make_seq(1, 7)
     admit(cache, seq)
-    assert cache.reserve(seq, 8) is None
-    update = cache.reserve(seq, 9)
-    assert update is not None
+    assert cache.reserve(seq, 8) == []
+    [update] = cache.reserve(seq, 9)
     assert update.copied_from is None
     assert cache.round_up(9) == 12
     cache.fork(seq, make_seq(2, 9))
     assert not cache.can_reserve(seq, 10, num_others=1), "one block is free"
-    update = cache.reserve(seq, 10)
-    assert update is not None
+    [update] = cache.reserve(seq, 10)
     assert update.copied_from is not None
     assert cache.is_full
 
@@ -161,7 +167,7 @@ def test_sequences_that_are_admitted_together_compute_their_common_tokens_once()
     cache = make_cache(num_blocks=5)
     assert cache.can_admit_jointly(starts) is AllocStatus.OK
     cache.admit_jointly(starts)
-    assert cache.table(first)[:1] == cache.table(second)[:1]
+    assert cache.device_blocks(first)[:1] == cache.device_blocks(second)[:1]
     assert cache.is_full
     cache.check([first, second])
 
@@ -176,9 +182,9 @@ def test_a_sequence_that_comes_back_from_the_host_is_offered_again() -> None:
     assert cache.can_swap_in([seq])
     cache.swap_in([seq])
     cache.end_plan(has_rows=False)
-    assert cache.match_prefix(make_seq(2, 9), on_host=False).num_tokens == 0
+    assert cache.match_prefix(make_seq(2, 9)).num_tokens == 0
     cache.offer(seq, 8)
-    assert cache.match_prefix(make_seq(2, 9), on_host=False).num_tokens == 8
+    assert cache.match_prefix(make_seq(2, 9)).num_tokens == 8
 
 
 def test_a_running_sequence_without_memory_is_found() -> None:

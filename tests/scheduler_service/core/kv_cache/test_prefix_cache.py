@@ -3,7 +3,7 @@
 import pytest
 
 from scheduler_service.core import SchedulerConfig, StepPlan
-from scheduler_service.core.kv_cache.prefix_keys import block_keys, root_key
+from scheduler_service.core.kv_cache.prefix_keys import root_key, unit_keys
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling
@@ -38,7 +38,7 @@ def num_found(driver: CoreDriver, prompt: list[int], **changes: object) -> int:
 
 
 def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
-    return block_keys(root_key(salt), tokens, 4)
+    return unit_keys(root_key([salt]), tokens, 4)
 
 
 # Keys.
@@ -55,7 +55,7 @@ def test_a_key_has_128_bits_and_depends_on_all_tokens_up_to_its_block() -> None:
 
 def test_keys_do_not_depend_on_how_many_are_made_at_once() -> None:
     keys = keys_of([1, 2, 3, 4])
-    keys += block_keys(keys[-1], [5, 6, 7, 8, 9, 10, 11, 12], 4)
+    keys += unit_keys(keys[-1], [5, 6, 7, 8, 9, 10, 11, 12], 4)
     assert keys == keys_of(list(range(1, 13)))
 
 

@@ -1,0 +1,63 @@
+"""The blocks of one sequence, in a table per cache group."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
+
+
+@dataclass(slots=True)
+class Table:
+    """Blocks of one cache group, in order; those of the first tokens may have been released."""
+
+    first: int = 0
+    """Index of the first block: block i has a sequence's tokens from i * block_tokens on."""
+    blocks: list[int] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Index after that of the last block."""
+        return self.first + len(self.blocks)
+
+    def needs_block(self, index: int, pool: BlockPool) -> bool:
+        """Whether a token for entry `index` cannot be written to the block there."""
+        offset = index - self.first
+        assert 0 <= offset <= len(self.blocks), "tokens are appended one by one"
+        return offset == len(self.blocks) or pool.is_shared(self.blocks[offset])
+
+
+@dataclass(frozen=True, slots=True)
+class Retained:
+    """A block that a sequence has released, and that is to stay cached as long as its others."""
+
+    end: int
+    """End of its tokens."""
+    block: int
+    contents: Contents
+    cached: Contents
+    """Those that it had in the cache when it was released: the same, or a part of them."""
+
+
+@dataclass(slots=True)
+class SequenceTables:
+    """The tables of a sequence, in the order of the groups."""
+
+    tables: list[Table]
+    is_prompt: bool = False
+    """Whether blocks are reserved for it; released ones are then reserved again."""
+    num_reserved: int = 0
+    """Blocks that it may allocate while its prompt is computed."""
+    retained: list[Retained] = field(default_factory=list)
+    unconfirmed: list[Retained] = field(default_factory=list)
+    """Those whose contents were in flight when they were released, in order."""
+
+    def blocks(self) -> list[int]:
+        """All its blocks."""
+        if len(self.tables) == 1:
+            return self.tables[0].blocks
+        return [block for table in self.tables for block in table.blocks]
+
+    def mapped(self, targets: Mapping[int, int]) -> "SequenceTables":
+        """The same tables of other blocks."""
+        tables = self.tables
+        return SequenceTables([Table(t.first, [targets[b] for b in t.blocks]) for t in tables])
