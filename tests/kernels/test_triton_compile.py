@@ -38,11 +38,14 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 GPUS = [GPUTarget("cuda", arch, 32) for arch in SHARED_MEMORY]
+EXTREMES = {80, 89}
+LONG = [pytest.mark.long]
 
 
 def for_every_gpu(cases: Iterable[str], short: Container[str]) -> pytest.MarkDecorator:
     """Cases for each GPU that can have them: one before compute capability 8.9 has no fp8 cache. On
-    other GPUs than Hopper, those that are not `short` are long tests."""
+    other GPUs than Hopper, all but `short` ones on one without fp8 and on one with the least shared
+    memory are long tests."""
     return pytest.mark.parametrize(
         ("case", "target"),
         [
@@ -50,7 +53,7 @@ def for_every_gpu(cases: Iterable[str], short: Container[str]) -> pytest.MarkDec
                 case,
                 gpu,
                 id=f"{case}-{gpu.arch}",
-                marks=[] if gpu == HOPPER or case in short else [pytest.mark.long],
+                marks=[] if gpu == HOPPER or (case in short and gpu.arch in EXTREMES) else LONG,
             )
             for case in cases
             for gpu in GPUS

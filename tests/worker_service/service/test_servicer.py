@@ -9,7 +9,6 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from torch import Tensor
 
@@ -104,12 +103,6 @@ async def test_the_core_learns_who_the_worker_is() -> None:
         assert (await running.stub.GetInfo(pb.GetInfoRequest())).last_epoch == 41
 
 
-async def test_plans_sent_ahead_are_answered_in_order() -> None:
-    async with running_worker() as running:
-        await running.initialize(1)
-        await decode(running, 1, count=40)
-
-
 async def test_a_message_without_plans_is_refused_by_name() -> None:
     async with running_worker() as running:
         await running.initialize(1)
@@ -154,18 +147,6 @@ async def test_steps_are_logged_one_by_one_and_in_summary(
     assert "step done epoch=1 step_id=2 num_rows=1 num_tokens=1 num_errors=0" in caplog.text
 
 
-async def test_timings_follow_each_other() -> None:
-    async with running_worker() as running:
-        await running.initialize(1)
-        plans, steps = PlanBuilder(), Steps(running.stub)
-        plans.add(1, [1])
-        await steps.send(plans.plan([Row(1)]))
-        timings = (await steps.result()).timings
-        assert timings.received_us <= timings.started_us <= timings.finished_us
-        parts = timings.cache_ops_us + timings.forward_us + timings.sample_us
-        assert parts == timings.finished_us - timings.started_us
-
-
 async def test_log_probabilities_and_failed_rows_travel() -> None:
     async with running_worker(CountingModel(poison=96)) as running:
         await running.initialize(1)
@@ -192,29 +173,6 @@ async def test_log_probabilities_and_failed_rows_travel() -> None:
         assert len(prompt.ranks) == 2 * 4
 
 
-async def test_a_greater_epoch_ends_the_older_stream_and_starts_afresh() -> None:
-    async with running_worker() as running:
-        await running.initialize(1)
-        old, plans = Steps(running.stub), PlanBuilder(epoch=1)
-        plans.add(1, [1, 2])
-        await old.send(plans.plan([Row(1, 2)]))
-        await old.result()
-        await running.initialize(5)
-        error = await old.error()
-        assert (error.code(), details(error)[0]) == (grpc.StatusCode.ABORTED, "STALE_EPOCH")
-        await decode(running, 5)
-
-
-async def test_a_stream_with_a_greater_epoch_takes_over_without_new_caches() -> None:
-    async with running_worker() as running:
-        await running.initialize(1)
-        old, plans = Steps(running.stub), PlanBuilder(epoch=1)
-        await old.send(plans.plan([]))
-        await old.result()
-        await decode(running, 2)
-        assert (await old.error()).code() == grpc.StatusCode.ABORTED
-
-
 async def test_an_epoch_that_no_core_draws_locks_nobody_out() -> None:
     async with running_worker() as running:
         await running.initialize(3)
@@ -228,53 +186,6 @@ async def test_an_epoch_that_no_core_draws_locks_nobody_out() -> None:
             assert details(error) == ("INVALID_PLAN", ["epoch"])
         await decode(running, 3)
         await running.initialize(3 + 2**32)
-
-
-async def test_an_older_or_used_epoch_is_refused() -> None:
-    async with running_worker() as running:
-        await running.initialize(7)
-        older = Steps(running.stub)
-        await older.send(PlanBuilder(epoch=6).plan([]))
-        assert (await older.error()).code() == grpc.StatusCode.ABORTED
-        await decode(running, 7)
-        again = Steps(running.stub)
-        await again.send(PlanBuilder(epoch=7).plan([]))
-        assert (await again.error()).code() == grpc.StatusCode.FAILED_PRECONDITION
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await running.initialize(7)
-        assert raised.value.code() == grpc.StatusCode.ABORTED
-
-
-async def test_plans_before_the_caches_are_out_of_order() -> None:
-    async with running_worker() as running:
-        steps = Steps(running.stub)
-        await steps.send(PlanBuilder(epoch=1).plan([]))
-        error = await steps.error()
-        assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
-        assert details(error)[0] == "OUT_OF_ORDER"
-
-
-@pytest.mark.parametrize(
-    "second",
-    [
-        plan_pb2.StepPlan(epoch=1, step_id=1),
-        plan_pb2.StepPlan(epoch=1, step_id=3),
-        plan_pb2.StepPlan(epoch=2, step_id=2),
-        plan_pb2.StepPlan(epoch=0, step_id=2),
-    ],
-)
-async def test_a_plan_out_of_turn_ends_the_stream_after_the_results_before_it(
-    second: plan_pb2.StepPlan,
-) -> None:
-    async with running_worker() as running:
-        await running.initialize(1)
-        steps, plans = Steps(running.stub), PlanBuilder(epoch=1)
-        plans.add(1, [4])
-        await steps.send(plans.plan([Row(1)]), second)
-        assert values((await steps.result()).token_ids) == [next_token([4])]
-        assert (await steps.error()).code() == grpc.StatusCode.FAILED_PRECONDITION
-        await running.initialize(2)
-        await decode(running, 2)
 
 
 @pytest.mark.parametrize(
@@ -384,16 +295,6 @@ async def test_the_number_of_blocks_follows_from_the_largest_batch() -> None:
         assert (answer.num_gpu_blocks, answer.num_cpu_blocks) == (3 * 256 // 4, 0)
 
 
-@pytest.mark.parametrize(("seqs", "tokens"), [(0, 5), (5, 4)])
-async def test_an_impossible_batch_is_refused(seqs: int, tokens: int) -> None:
-    async with running_worker() as running:
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await running.stub.ProfileBlocks(
-                pb.ProfileBlocksRequest(max_num_seqs=seqs, max_num_batched_tokens=tokens)
-            )
-        assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-
-
 async def test_caches_need_a_block() -> None:
     async with running_worker() as running:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -434,17 +335,6 @@ async def test_health_turns_to_serving_once_the_model_is_loaded() -> None:
         await running.worker.ready.wait()
         assert (await health.Check(request)).status == SERVING
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
-
-
-async def test_reflection_lists_the_services() -> None:
-    async with running_worker() as running:
-        stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
-        call = stub.ServerReflectionInfo()
-        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-        response = await call.read()
-        await call.done_writing()
-        names = {service.name for service in response.list_services_response.service}
-        assert {"pagewire.v1.WorkerService", "grpc.health.v1.Health"} <= names
 
 
 async def test_garbage_on_the_port_harms_nobody() -> None:

@@ -17,10 +17,8 @@ from pagewire.v1 import plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from tests.support.cluster import SERVING, health
-from tests.support.requests import bad_field
 from tests.support.running_worker import RunningWorker, Steps
-from tests.support.simulated import undisturbed
-from tests.support.worker_driver import GREEDY, PlanBuilder, Row, block_table, column, values
+from tests.support.worker_driver import PlanBuilder, Row, column, values
 from tools.launch import environment
 from worker_service.config import (
     CacheConfig,
@@ -75,56 +73,6 @@ async def test_it_tells_what_it_pretends_to_be() -> None:
         assert (blocks.num_gpu_blocks, blocks.num_cpu_blocks) == (32, 8)
         request = pb.WorkerServiceGetModelAssetsRequest()
         assert [chunk async for chunk in worker.stub.GetModelAssets(request)] == []
-
-
-async def test_it_executes_pipelined_plans() -> None:
-    async with simulated_worker() as worker:
-        await worker.initialize(1, 32)
-        steps, builder = Steps(worker.stub), PlanBuilder()
-        await steps.send(first_plan(builder), *(builder.plan([Row(1)]) for _ in range(4)))
-        tokens = [values((await steps.result()).token_ids)[0] for _ in range(5)]
-        assert tokens == undisturbed(PROMPT, 5)
-        assert await steps.finish() == grpc.StatusCode.OK
-
-
-async def test_a_wrong_plan_ends_the_stream_after_the_results_before_it() -> None:
-    async with simulated_worker() as worker:
-        await worker.initialize(1, 32)
-        steps = Steps(worker.stub)
-        await steps.send(
-            first_plan(PlanBuilder()),
-            plan_pb2.StepPlan(epoch=1, step_id=2, seq_ids=column([9])),
-        )
-        assert len(values((await steps.result()).token_ids)) == 1
-        error = await steps.error()
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert bad_field(error) == "seq_ids"
-        assert "sequence 9 is not known here" in str(error.details())
-
-
-async def test_a_greater_epoch_takes_over_and_finds_nothing_of_the_older_one() -> None:
-    async with simulated_worker() as worker:
-        await worker.initialize(1, 32)
-        old = Steps(worker.stub)
-        await old.send(first_plan(PlanBuilder()))
-        await old.result()
-        await worker.initialize(2, 32)
-        assert (await old.error()).code() == grpc.StatusCode.ABORTED
-        stolen = plan_pb2.NewSequence(
-            seq_id=1,
-            token_ids=column([*PROMPT, 1]),
-            num_prompt_tokens=7,
-            num_computed_tokens=6,
-            tables=block_table([0, 1]),
-            sampling=GREEDY,
-        )
-        new = Steps(worker.stub)
-        await new.send(
-            plan_pb2.StepPlan(epoch=2, step_id=1, seq_ids=column([1]), new_sequences=[stolen])
-        )
-        error = await new.error()
-        assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "where nothing was written" in str(error.details())
 
 
 async def test_a_step_takes_the_time_that_the_cost_model_says() -> None:

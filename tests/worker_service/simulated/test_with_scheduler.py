@@ -1,9 +1,6 @@
 """Simulated workers under a real scheduler core and frontend."""
 
-import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -101,36 +98,3 @@ def test_requests_get_the_same_tokens_with_drafts(tmp_path: Path, num_gpu_blocks
             assert worker.log.count("step stream opened") == 1  # no plan was refused
             if num_gpu_blocks == 4096:
                 assert worker.log.count("step done") < NUM_TOKENS, "no draft was kept"
-
-
-@pytest.mark.parametrize("speculative", [[], SPECULATIVE], ids=["plain", "with drafts"])
-def test_requests_go_on_with_their_tokens_when_one_of_two_workers_is_killed(
-    tmp_path: Path, speculative: list[str]
-) -> None:
-    step_us = "15000" if speculative else "5000"
-    flags = [*FLAGS, *speculative, "--simulate-step-us", step_us, "--log-level", "debug"]
-    with Cluster(tmp_path, worker_flags=flags, core_flags=SPECULATING_CORE) as cluster:
-        start(cluster)
-        begun = threading.Semaphore(0)
-
-        def read(stream: Iterator[pb.GenerateResponse]) -> Answer:
-            answer = Answer()
-            for response in stream:
-                answer.add(response)
-                if answer.num_responses == 10:
-                    begun.release()
-            return answer
-
-        with (
-            inference_stub(cluster.frontend_address()) as stub,
-            ThreadPoolExecutor(NUM_REQUESTS) as pool,
-        ):
-            streams = [stub.Generate(request, timeout=120) for request in requests()]
-            reading = [pool.submit(read, stream) for stream in streams]
-            for _ in range(10):
-                assert begun.acquire(timeout=60)
-            for worker in cluster.workers:
-                assert "step done" in worker.log
-            cluster.workers[0].kill()
-            assert not any(future.done() for future in reading)
-            check([future.result(timeout=120) for future in reading])

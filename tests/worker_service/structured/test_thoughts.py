@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -146,33 +145,6 @@ def test_as_many_drafts_are_allowed_as_one_by_one(
     if number < len(drafts) and drafts[number] != END:
         assert drafts[number] not in allowed(asked, drafts[:number])
     assert allowed(asked, [], masks) == allowed(asked, []), "drafts have left no trace"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_thought_is_free_to_hold_json_quotes_line_breaks_and_parts_of_the_end(kind: str) -> None:
-    asked = constraint(kind, *KINDS[kind], thought=Thought("<t>", ("</t>",)))
-    output = [OPEN, *ids('{"', "t>\n", "</", "x", "<", "/", "t", "x", "</", "x</"), OPEN]
-    for count in range(1, len(output) + 1):
-        found = allowed(asked, output[:count])
-        assert len(found) > len(TEXTS) - 8, output[:count]
-        assert END not in found
-    plain = allowed(constraint(kind, *KINDS[kind]), [])
-    assert allowed(asked, [*output, CLOSE]) == plain
-    assert allowed(asked, [*output, *ids("<", "/", "t", ">")]) == plain
-
-
-def test_an_output_that_does_not_think_is_constrained_from_its_first_token() -> None:
-    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",)))
-    assert allowed(asked, []) == set(ids("a", "ab", "<t>", "<", "<t>x"))
-    assert allowed(asked, ids("a")) == set(ids("b"))
-    assert allowed(asked, ids("ab")) == {END}
-
-
-def test_a_thought_may_begin_with_any_of_its_starts() -> None:
-    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",), ("x<t>",)))
-    assert allowed(asked, []) == set(ids("a", "ab", "<t>", "<", "<t>x", "x"))
-    assert allowed(asked, ids("x")) == set(ids("<t>", "<", "<t>x"))
-    assert allowed(asked, ids("x", "<t>", "x", "</t>")) == set(ids("a", "ab"))
 
 
 def test_an_output_that_neither_matches_nor_thinks_fails() -> None:
