@@ -25,8 +25,15 @@ INTERPRETED = [
     ),
 ]
 
-SLOW = {"test_quantized_linear", "test_whole_model"}
+SLOW = ("test_quantized_linear", "test_whole_model")
 """Files that take half a minute; what they compute with is in the others, too."""
+
+PROCESSES = {
+    stem: [file for file in INTERPRETED if file.stem == stem]
+    for stem in ("test_attention", "test_sampling", *SLOW)
+}
+PROCESSES["the others"] = [file for file in INTERPRETED if file.stem not in PROCESSES]
+"""Files by the process that runs them."""
 
 OTHER_BLAS = {"OPENBLAS_CORETYPE": "Haswell"}
 """numpy's products as on a processor with AVX2 only, whose BLAS chooses a kernel by the shape."""
@@ -36,11 +43,7 @@ def _run(*arguments: str | Path, **environment: str) -> None:
     """In a process of its own: see `tests/support/gpu_kernels.py`."""
     run = subprocess.run(
         [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            *NO_CACHE,
+            *(sys.executable, "-m", "pytest", "-q", *NO_CACHE),
             *arguments,
         ],
         cwd=ROOT,
@@ -52,14 +55,11 @@ def _run(*arguments: str | Path, **environment: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "file",
-    [
-        pytest.param(file, id=file.stem, marks=[pytest.mark.long] if file.stem in SLOW else [])
-        for file in INTERPRETED
-    ],
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name in SLOW else []) for name in PROCESSES],
 )
-def test_the_kernels_agree_with_the_reference_in_the_interpreter(file: Path) -> None:
-    _run(file, "-m", "not gpu and not long", "-k", "not in_any_batch")
+def test_the_kernels_agree_with_the_reference_in_the_interpreter(name: str) -> None:
+    _run(*PROCESSES[name], "-m", "not gpu and not long", "-k", "not in_any_batch")
 
 
 @pytest.mark.long

@@ -89,7 +89,7 @@ DECODES = [(0, 32, 33), (1, 0, 1), (2, 59, 60), (3, 8, 9)]
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(options, id=name, marks=[] if name in ("plain", "all") else pytest.mark.long)
+        pytest.param(options, id=name, marks=[] if name == "all" else pytest.mark.long)
         for name, options in OPTIONS.items()
     ],
 )
