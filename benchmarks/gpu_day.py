@@ -130,7 +130,7 @@ def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list
             limit_s = left_s if day.is_dry else min(part.limit_s, left_s)
             outcomes.append(_run(part, day, limit_s))
         print(outcomes[-1], flush=True)
-        summary = json.dumps([asdict(each) for each in outcomes], indent=2)
+        summary = json.dumps([asdict(outcome) for outcome in outcomes], indent=2)
         (day.output / "summary.json").write_text(summary + "\n")
     return outcomes
 

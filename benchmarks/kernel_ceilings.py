@@ -46,7 +46,7 @@ def _copies(device: torch.device) -> Iterator[Callable[[], object]]:
     yield partial(target.copy_, source)
     if device.type == "cpu":
         num_threads = torch.get_num_threads()
-        parts = [np.array_split(each.numpy(), num_threads) for each in (target, source)]
+        parts = [np.array_split(tensor.numpy(), num_threads) for tensor in (target, source)]
         with ThreadPoolExecutor(num_threads) as pool:
             yield lambda: list(pool.map(np.copyto, *parts))
 

@@ -115,7 +115,7 @@ def row(server: Server, rate: float, seen: Sequence[Summary]) -> Row:
     for name in ("first_token_ms", "inter_token_ms", "total_ms"):
         times = [asdict(part) for s in seen if (part := getattr(s, name)) is not None]
         for part in ("p50", "p90", "p99"):
-            kept = [each[part] for each in times]
+            kept = [timing[part] for timing in times]
             figures[f"{name}_{part}"] = round(median(kept), 2) if kept else None
     return figures
 

@@ -94,8 +94,8 @@ def fastest(results: dict[str, Sequence[dict[str, int]]], kinds: Sequence[str]) 
         {tuple(row[size] for size in SIZES if size in row): row["us"] for row in results[kind]}
         for kind in kinds
     ]
-    common = set.intersection(*(set(each) for each in times))
-    best = min(common, key=lambda sizes: prod(each[sizes] for each in times))
+    common = set.intersection(*(set(of_kind) for of_kind in times))
+    best = min(common, key=lambda sizes: prod(of_kind[sizes] for of_kind in times))
     return dict(zip(SIZES, best, strict=False))
 
 
@@ -104,8 +104,8 @@ def write_tiles(folder: Path, tiles: Path = TILES_FILE) -> None:
     found = {
         kind: json.loads((folder / f"tune_attention_{kind}.json").read_text()) for kind in SEQUENCES
     }
-    [device] = {each["device"] for each in found.values()}
-    results = {kind: each["launches"] for kind, each in found.items()}
+    [device] = {result["device"] for result in found.values()}
+    results = {kind: result["launches"] for kind, result in found.items()}
     table = json.loads(tiles.read_text())
     table[device] = {part: fastest(results, kinds) for part, kinds in PARTS.items()}
     tiles.write_text(json.dumps(table, indent=2) + "\n")
@@ -126,7 +126,7 @@ def measured(kind: str, args: argparse.Namespace) -> dict[str, object]:
     if not results:
         raise SystemExit("no launch ran; the lines above say why")
     rows: list[dict[str, object]] = []
-    for launch, seconds in sorted(results, key=lambda each: each[1]):
+    for launch, seconds in sorted(results, key=lambda result: result[1]):
         row: dict[str, object] = {size: getattr(launch, size) for size in SIZES[:-1]}
         if launch.num_planned:
             programs = (launch.num_planned - num_seqs) * args.kv_heads / num_processors(device)

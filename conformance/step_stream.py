@@ -433,9 +433,9 @@ class StepStream:
                 sequence.num_pending_drafts -= row.lookahead
                 sequence.num_computed_tokens += count - 1
                 sequence.sampled += found
-                sequence.tokens += [each.token for each in found if each.token >= 0]
+                sequence.tokens += [sample.token for sample in found if sample.token >= 0]
         return result
 
 
 def _rows(planned: Iterable[Row | Sequence]) -> list[Row]:
-    return [each if isinstance(each, Row) else each.row() for each in planned]
+    return [item if isinstance(item, Row) else item.row() for item in planned]

@@ -174,7 +174,7 @@ def offered(
         ]
         result = session.step(*sequences)
         expect("rows that failed", result.errors, {})
-        return [result.candidates[each.seq_id] for each in sequences]
+        return [result.candidates[sequence.seq_id] for sequence in sequences]
 
 
 def expect_allowed(worker: Worker, asked: KnownConstraint, *outputs: str | Sequence[int]) -> None:
@@ -183,7 +183,9 @@ def expect_allowed(worker: Worker, asked: KnownConstraint, *outputs: str | Seque
     A text is an output of the shortest tokens that spell it.
     """
     texts = texts_of(worker)
-    spelt = [spell(texts, each) if isinstance(each, str) else each for each in outputs]
+    spelt = [
+        spell(texts, spelling) if isinstance(spelling, str) else spelling for spelling in outputs
+    ]
     for output, found in zip(spelt, offered(worker, asked, spelt), strict=True):
         got, wanted = set(found.token_ids), asked.allowed(texts, output)
         where = repr(b"".join(texts[token] for token in output))

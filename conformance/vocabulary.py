@@ -28,7 +28,7 @@ def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
     else:
         raise Skipped(f"unsupported decoder in tokenizer.json: {decoders}")
     added = tokenizer.get("added_tokens", [])
-    names = _names(tokenizer["model"]["vocab"]) | {each["id"]: each["content"] for each in added}
+    names = _names(tokenizer["model"]["vocab"]) | {token["id"]: token["content"] for token in added}
     special = special_texts(tokenizer_json)
     return [
         b"" if token_id in special else text_of(names.get(token_id, ""))
@@ -39,7 +39,7 @@ def token_texts(tokenizer_json: bytes, vocab_size: int) -> list[bytes]:
 def special_texts(tokenizer_json: bytes) -> dict[int, bytes]:
     """The contents of special tokens, by id."""
     added = json.loads(tokenizer_json).get("added_tokens", [])
-    return {each["id"]: each["content"].encode() for each in added if each["special"]}
+    return {token["id"]: token["content"].encode() for token in added if token["special"]}
 
 
 def spell(texts: Sequence[bytes], text: str | bytes, *, longest: bool = False) -> list[int]:
@@ -48,8 +48,8 @@ def spell(texts: Sequence[bytes], text: str | bytes, *, longest: bool = False) -
     Raises Skipped if no token fits.
     """
     rest = text.encode() if isinstance(text, str) else text
-    by_text = {each: token_id for token_id, each in reversed(list(enumerate(texts)))}
-    sizes = sorted({len(each) for each in by_text if each}, reverse=longest)
+    by_text = {token_text: token_id for token_id, token_text in reversed(list(enumerate(texts)))}
+    sizes = sorted({len(token_text) for token_text in by_text if token_text}, reverse=longest)
     found = []
     while rest:
         size = next((size for size in sizes if rest[:size] in by_text), None)

@@ -42,7 +42,9 @@ def requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     listed = [*project["dependencies"], *extras["scheduler"], *extras["worker"]]
-    return [each for each in dict.fromkeys(listed) if name_of(each) not in PROVIDED]
+    return [
+        requirement for requirement in dict.fromkeys(listed) if name_of(requirement) not in PROVIDED
+    ]
 
 
 def install(folder: Path) -> None:
@@ -51,7 +53,7 @@ def install(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         report = Path(temporary) / "report.json"
         _pip(folder, "--dry-run", "--report", str(report), *requirements(), *BENCHMARKS, *pins)
-        found = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+        found = [package["metadata"] for package in json.loads(report.read_text())["install"]]
     carried = [f"{m['name']}=={m['version']}" for m in found if name_of(m["name"]) not in PROVIDED]
     _pip(folder, "--no-deps", *carried)
 

@@ -23,7 +23,7 @@ def environment() -> dict[str, str]:
     """This process's environment, with the packages of the checkout before those on its path, and
     without the user's settings."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PAGEWIRE_")}
-    given = [os.path.abspath(each) for each in ours.get("PYTHONPATH", "").split(os.pathsep) if each]
+    given = [os.path.abspath(root) for root in ours.get("PYTHONPATH", "").split(os.pathsep) if root]
     path = [*(str(ROOT / source) for source in _SOURCES), *given]
     return ours | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 

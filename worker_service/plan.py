@@ -132,9 +132,9 @@ class SamplerParams:
 
 
 FILTERS: dict[str, float] = {
-    each.name: getattr(SamplerParams(), each.name)
-    for each in fields(SamplerParams)
-    if each.metadata.get("is_filter")
+    parameter.name: getattr(SamplerParams(), parameter.name)
+    for parameter in fields(SamplerParams)
+    if parameter.metadata.get("is_filter")
 }
 """The parameters that are filters, by the value that excludes no token: an integer for an integer
 parameter."""

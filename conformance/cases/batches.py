@@ -18,8 +18,10 @@ def tokens_do_not_depend_on_the_rest_of_the_batch(worker: Worker, stream: StepSt
     for number in range(NUM_SEQUENCES + NUM_TOKENS - 1):
         if number < NUM_SEQUENCES:
             sequences.append(stream.new(worker.prompt(number, 3 + 5 * number), sampling=sampling))
-        stream.step(*(each for each in sequences if len(each.output) < NUM_TOKENS))
-    return {f"sequence {number} among others": each for number, each in enumerate(sequences)}
+        stream.step(*(sequence for sequence in sequences if len(sequence.output) < NUM_TOKENS))
+    return {
+        f"sequence {number} among others": sequence for number, sequence in enumerate(sequences)
+    }
 
 
 @stream_case("plan", "The sampled token of each sampling row, in row order")
@@ -27,7 +29,7 @@ def results_are_in_the_order_of_the_rows(worker: Worker, stream: StepStream) -> 
     sequences = [stream.new(worker.prompt(number)) for number in range(4)]
     stream.step(*sequences)
     stream.step(*(sequences[index] for index in (2, 0, 3, 1)))
-    return {f"row {number} in another place": each for number, each in enumerate(sequences)}
+    return {f"row {number} in another place": sequence for number, sequence in enumerate(sequences)}
 
 
 @stream_case("plan", "The batch: one row per scheduled sequence.")

@@ -82,9 +82,9 @@ def a_beam_forks_before_its_parent_gets_its_token(worker: Worker) -> None:
         fork, copy = stream.fork_with_last_block(parent, [second], sampling=sampling)
         stream.append(parent, first)
         result = stream.step(parent, fork, copy=copy)
-    for each, token in ((parent, first), (fork, second)):
-        expect("the last token", each.tokens[-1], token)
-        expect_candidates(worker, result.candidates[each.seq_id], each.tokens)
+    for sequence, token in ((parent, first), (fork, second)):
+        expect("the last token", sequence.tokens[-1], token)
+        expect_candidates(worker, result.candidates[sequence.seq_id], sequence.tokens)
 
 
 @case("plan", "For sampling rows of sequences with num_candidates, in row order")
@@ -94,12 +94,12 @@ def beams_and_sampling_rows_share_a_batch(worker: Worker) -> None:
         others = [stream.new(worker.prompt(number)) for number in (2, 3)]
         result = stream.step(others[0], beams[0], others[1], beams[1])
     expect("rows with candidates", [entry.row for entry in result.message.candidates], [1, 3])
-    expect("tokens of beams", [result.token(each) for each in beams], [-1, -1])
-    for number, each in enumerate(beams):
-        expect_candidates(worker, result.candidates[each.seq_id], worker.prompt(number))
-    for number, each in enumerate(others, start=2):
+    expect("tokens of beams", [result.token(held) for held in beams], [-1, -1])
+    for number, held in enumerate(beams):
+        expect_candidates(worker, result.candidates[held.seq_id], worker.prompt(number))
+    for number, other in enumerate(others, start=2):
         expected = worker.alone(worker.prompt(number), 1).tokens[0]
-        expect("a token of a row in a batch with beams", result.token(each), expected)
+        expect("a token of a row in a batch with beams", result.token(other), expected)
 
 
 def candidates_of(worker: Worker, prompt: list[int], **fields: object) -> Mapping[int, float]:

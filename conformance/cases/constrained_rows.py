@@ -64,12 +64,12 @@ def a_draw_is_among_the_allowed_tokens(worker: Worker) -> None:
             for seed in range(NUM_DRAWS)
         ]
         result = stream.step(*sequences)
-    for each in sequences:
-        seed = each.sampling.seed
-        wanted = expected_token(logprobs, each.sampling, draw(seed, 0, 0))
+    for sequence in sequences:
+        seed = sequence.sampling.seed
+        wanted = expected_token(logprobs, sequence.sampling, draw(seed, 0, 0))
         if wanted is not None:
             num_predicted += 1
-            got = result.token(each)
+            got = result.token(sequence)
             expect(f"the token drawn with seed {seed}, which reads {known[got]!r}", got, wanted)
     expect_true(num_predicted > NUM_DRAWS // 2, "hardly any draw could be predicted")
 
@@ -129,7 +129,7 @@ def a_fork_follows_its_own_output(worker: Worker) -> None:
             forks.append(fork)
             copies += own_copies
         result = stream.step(*forks, copy=copies)
-    found = [known[result.token(each)].decode() for each in forks]
+    found = [known[result.token(follower)].decode() for follower in forks]
     expect("what follows `a` and `c` in forks of one sequence", found, [word[1] for word in words])
 
 
@@ -140,8 +140,8 @@ def rows_without_a_constraint_are_unaffected(worker: Worker, stream: StepStream)
     bound = [stream.new(worker.prompt(number), sampling=params) for number in (1, 2)]
     for _ in range(3):
         stream.step(bound[0], free, bound[1])
-    for each in bound:
-        expect_letters(worker, "a constrained row in a batch with others", each.output)
+    for sequence in bound:
+        expect_letters(worker, "a constrained row in a batch with others", sequence.output)
     return {"a row between constrained ones": free}
 
 

@@ -92,8 +92,10 @@ def every_token_has_its_log_probabilities(worker: Worker, stream: StepStream) ->
         sampling = looping(worker, num_choices, temperature=1.0, logprobs=width)
         sequence = stream.prefilled(worker.prompt(num_choices), sampling=sampling)
         extend(stream, sequence, NUM_TOKENS, LOOKAHEAD)
-        tokens = [each.token_ids[:1] for each in sequence.sampled]
-        expect("tokens of the entries in `logprobs`", tokens, [[each] for each in sequence.output])
+        tokens = [entry.token_ids[:1] for entry in sequence.sampled]
+        expect(
+            "tokens of the entries in `logprobs`", tokens, [[token] for token in sequence.output]
+        )
         alone[f"{width} most probable tokens"] = sequence
     return alone
 
@@ -106,10 +108,12 @@ def rows_with_drafts_leave_others_alone(worker: Worker, stream: StepStream) -> A
         for number in range(2)
     ]
     for _ in range(8):
-        rows = [each.row(lookahead=LOOKAHEAD) for each in drafting]
+        rows = [sequence.row(lookahead=LOOKAHEAD) for sequence in drafting]
         stream.step(plain[0], rows[0], stream.new(worker.prompt(9)), rows[1], plain[1])
-    sequences = {f"a row without drafts, {index}": each for index, each in enumerate(plain)}
-    return sequences | {f"a row with drafts, {index}": each for index, each in enumerate(drafting)}
+    sequences = {f"a row without drafts, {index}": sequence for index, sequence in enumerate(plain)}
+    return sequences | {
+        f"a row with drafts, {index}": sequence for index, sequence in enumerate(drafting)
+    }
 
 
 @stream_case("plan", "-1 where the row is in `errors` or in `candidates`")

@@ -33,12 +33,12 @@ def check_draws(worker: Worker, **fields: Any) -> None:
         ]
         for position in range(NUM_TOKENS):
             stream.step(*sequences)
-            for each in sequences:
-                step = each.sampled[position]
+            for sequence in sequences:
+                step = sequence.sampled[position]
                 logprobs = dict(zip(step.top_ids, step.top_logprobs, strict=True))
-                seed, choice = each.sampling.seed, each.choice_index
+                seed, choice = sequence.sampling.seed, sequence.choice_index
                 uniform = draw(seed, choice, position)
-                expected = expected_token(logprobs, each.sampling, uniform)
+                expected = expected_token(logprobs, sequence.sampling, uniform)
                 tokens_seen.add(step.token)
                 if expected is None:
                     continue

@@ -142,15 +142,15 @@ def find_repeat(worker: Worker) -> Repeat:
             ]
             sequences = [stream.new(prompt, sampling=sampling) for prompt in prompts]
             stream.step(*sequences)
-            for each in sequences:
-                step = each.sampled[0]
+            for sequence in sequences:
+                step = sequence.sampled[0]
                 ranked = dict(zip(step.top_ids, step.top_logprobs, strict=True))
-                token = each.tokens[1]
-                rivals = [other for other in step.top_ids if other not in each.tokens[:4]]
+                token = sequence.tokens[1]
+                rivals = [other for other in step.top_ids if other not in sequence.tokens[:4]]
                 if token in ranked and rivals:
                     gap = ranked[rivals[0]] - ranked[token]
                     if gap < MAX_BIAS:
-                        return Repeat(each.tokens[:4], token, rivals[0], gap)
+                        return Repeat(sequence.tokens[:4], token, rivals[0], gap)
             stream.step(stream.new(worker.prompt(1, 2)), forget=sequences)
     raise Skipped("of a thousand tokens that occurred none was among the most probable to follow")
 

@@ -38,7 +38,10 @@ def forks_draw_for_themselves(worker: Worker, stream: StepStream) -> Alone:
         updates += own_updates
     stream.step(parent, *forks, copy=copies, block_updates=updates)
     stream.step(parent, *forks)
-    return {f"choice {each.choice_index} of a family of forks": each for each in (parent, *forks)}
+    return {
+        f"choice {sequence.choice_index} of a family of forks": sequence
+        for sequence in (parent, *forks)
+    }
 
 
 @stream_case("plan", "the sequence whose tokens and computed tokens it takes over")

@@ -30,7 +30,7 @@ def next_heartbeats(worker: Worker, count: int) -> list[TimedHeartbeat]:
 @case("scheduler_service", "In the stream's first message only.")
 def the_first_heartbeat_carries_the_registration(worker: Worker) -> None:
     heartbeats = registration_server_of(worker).wait_for_heartbeats(2, worker.timeout_s)
-    carries = [each.heartbeat.HasField("registration") for each in heartbeats]
+    carries = [heartbeat.heartbeat.HasField("registration") for heartbeat in heartbeats]
     expect("heartbeats with a registration", carries[:2], [True, False])
 
 
@@ -52,7 +52,7 @@ def the_registration_says_what_get_info_says(worker: Worker) -> None:
 
 @case("scheduler_service", "Time without a heartbeat after which the worker counts as lost")
 def heartbeats_keep_the_lease(worker: Worker) -> None:
-    moments = [each.at_s for each in next_heartbeats(worker, NUM_HEARTBEATS)]
+    moments = [heartbeat.at_s for heartbeat in next_heartbeats(worker, NUM_HEARTBEATS)]
     longest_s = max(later - earlier for earlier, later in pairwise(moments))
     expect_true(
         longest_s * 1000 < LEASE_MS,

@@ -151,8 +151,8 @@ def a_host_block_is_reusable_in_the_next_step(worker: Worker, stream: StepStream
     require_host_blocks(stream, count)
     host, found = range(count), {}
     targets = [stream.take_blocks(count) for _ in range(2)]
-    for each, blocks in zip((first, second), targets, strict=True):
-        stream.send(forget=[each], swap_out=zip(each.blocks[:count], host, strict=True))
+    for sequence, blocks in zip((first, second), targets, strict=True):
+        stream.send(forget=[sequence], swap_out=zip(sequence.blocks[:count], host, strict=True))
         stream.send(swap_in=zip(host, blocks, strict=True))
     stream.receive_all()
     for number, blocks in enumerate(targets, start=1):

@@ -103,7 +103,7 @@ class WorkerRegistry:
             if not group.is_ready:
                 continue
             known = models.get(model.name, model)
-            longest = max(known, model, key=lambda each: each.max_model_len)
+            longest = max(known, model, key=lambda info: info.max_model_len)
             merged = models[model.name] = model_pb2.ModelInfo()
             merged.CopyFrom(longest)
             merged.max_cached_tokens = max(known.max_cached_tokens, group.max_cached_tokens)

@@ -230,8 +230,8 @@ class WorkerSession:
                 *(_answer(stub.ProfileBlocks(request, timeout=PROFILE_TIMEOUT_S)) for stub in stubs)
             )
         blocks = worker_pb.ProfileBlocksResponse(
-            num_gpu_blocks=min(each.num_gpu_blocks for each in found),
-            num_cpu_blocks=min(each.num_cpu_blocks for each in found),
+            num_gpu_blocks=min(counts.num_gpu_blocks for counts in found),
+            num_cpu_blocks=min(counts.num_cpu_blocks for counts in found),
         )
         if blocks.num_gpu_blocks < 1:
             raise CannotServe("not a single block fits into the worker's memory")

@@ -61,7 +61,7 @@ def render() -> str:
 
 
 def _command(name: str, command: Any) -> str:
-    rows = [_row(each) for each in command.params if each.name != "help"]
+    rows = [_row(param) for param in command.params if param.name != "help"]
     help_text = (command.help or "").split("\n\n")[0]
     table = "| | meaning | default | variable |\n| --- | --- | --- | --- |\n" + "".join(rows)
     return f"\n## pagewire {name}\n\n{help_text}\n\n{table if rows else ''}"

@@ -60,12 +60,12 @@ def _place(stem: str) -> int:
 
 def _file(file: FileDescriptorProto) -> Iterator[str]:
     located = file.source_code_info.location
-    comments = {tuple(each.path): _text(each.leading_comments) for each in located}
+    comments = {tuple(location.path): _text(location.leading_comments) for location in located}
     about = [
-        _text(each)
+        _text(location)
         for at in located
         if list(at.path) == [_SYNTAX]
-        for each in (*at.leading_detached_comments, at.leading_comments)
+        for location in (*at.leading_detached_comments, at.leading_comments)
     ]
     yield f"## {Path(file.name).name}\n\n" + "\n\n".join(filter(None, about)) + "\n"
     for index, service in enumerate(file.service):

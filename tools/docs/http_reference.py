@@ -47,7 +47,8 @@ def _endpoint(title: str, operation: Json) -> Iterator[str]:
     contents = operation.get("requestBody", {}).get("content", {}).values()
     answers = operation["responses"].get("200", {}).get("content", {}).values()
     taken, given = (
-        [_type(each["schema"]) for each in of if each.get("schema")] for of in (contents, answers)
+        [_type(content["schema"]) for content in of if content.get("schema")]
+        for of in (contents, answers)
     )
     if taken:
         yield f"Request body: {', '.join(taken)}.\n"
@@ -59,9 +60,9 @@ def _body(name: str, schema: Json) -> Iterator[str]:
     yield f"### {name}\n\n{schema.get('description', '')}\n"
     required = schema.get("required", ())
     rows = [
-        f"| `{field}`{' (required)' if field in required else ''} | {_type(each)} "
-        f"| {_cell(each.get('description', ''))} |\n"
-        for field, each in schema.get("properties", {}).items()
+        f"| `{field}`{' (required)' if field in required else ''} | {_type(row)} "
+        f"| {_cell(row.get('description', ''))} |\n"
+        for field, row in schema.get("properties", {}).items()
     ]
     if rows:
         yield "| field | type | meaning |\n| --- | --- | --- |\n" + "".join(rows)
@@ -74,7 +75,7 @@ def _type(schema: Json) -> str:
         return f"[{name}](#{name.lower()})"
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            kinds = [_type(each) for each in schema[key] if each.get("type") != "null"]
+            kinds = [_type(variant) for variant in schema[key] if variant.get("type") != "null"]
             return " or ".join(dict.fromkeys(kinds))
     if "const" in schema or "enum" in schema:
         values = schema.get("enum", [schema.get("const")])

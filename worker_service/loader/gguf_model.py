@@ -375,7 +375,7 @@ class _Config:
                 f" value for each of {num_layers} layers, got {pattern!r}"
             )
         slides = (window is not None and bool(value) for value in pattern)
-        return ["sliding_attention" if each else "full_attention" for each in slides]
+        return ["sliding_attention" if is_sliding else "full_attention" for is_sliding in slides]
 
     def _phi3(self, rope: dict[str, Any], rotary: float, num_factors: int) -> dict[str, Any]:
         """The fields that only Phi-3 has: RoPE factors for positions beyond the trained length."""

@@ -121,7 +121,9 @@ class Checkpoint:
         """Names of the tensors that are not quantized."""
         with ExitStack() as files:
             tensors = self.tensors(files)
-            return {n for n, each in tensors.items() if not getattr(each, "is_quantized", False)}
+            return {
+                n for n, tensor in tensors.items() if not getattr(tensor, "is_quantized", False)
+            }
 
     def is_empty_bias(self, name: str) -> bool:
         """Whether a tensor is an all-zero bias, which GPTQ tools add to layers without a bias."""
@@ -365,7 +367,9 @@ def load_weights(
     targets.clear()  # or their memory would be held until the end
     _check_shapes(checkpoint, wanted)
     places = {file: place for place, file in enumerate(checkpoint.files)}
-    wanted.sort(key=lambda each: (_num_layer_bytes(each[1]), -places[checkpoint.file_of[each[0]]]))
+    wanted.sort(
+        key=lambda entry: (_num_layer_bytes(entry[1]), -places[checkpoint.file_of[entry[0]]])
+    )
     num_bytes = sum(weight.target.nbytes for _, weight in wanted)
     phase = (progress or LoadProgress(show_bar=False)).phase("loading weights", num_bytes)
     with phase as advance, checkpoint.reader() as reader:
@@ -503,7 +507,7 @@ def load_kv_scales(model: NativeModel, checkpoint: Checkpoint) -> None:
         num_layers += 1
         for part, attribute in (("k", "key_scale"), ("v", "value_scale")):
             names = (f"{name}.{part}_scale", f"{name}.{part}_proj.{part}_scale")
-            found = [sources[each] for each in names if each in sources]
+            found = [sources[target_name] for target_name in names if target_name in sources]
             if found:
                 setattr(attention, attribute, _read_scale(checkpoint, found[0]))
                 num_found += 1

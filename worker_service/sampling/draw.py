@@ -55,7 +55,7 @@ class Filters:
     @classmethod
     def uniform(cls, num_rows: int, device: torch.device, **values: float) -> "Filters":
         """The same filters for all rows; filters that are not given exclude nothing."""
-        columns = {name: np.full(num_rows, each) for name, each in {**FILTERS, **values}.items()}
+        columns = {name: np.full(num_rows, value) for name, value in {**FILTERS, **values}.items()}
         return cls.of_rows(columns, np.arange(num_rows), device)
 
     def rows(self, index: Tensor) -> "Filters":

@@ -218,8 +218,10 @@ def _add_biases(logits: Tensor, rows: list[EditedRow]) -> None:
     if not rows:
         return
     params = [row.edits.params for row in rows]
-    index = _indices(logits, [row.row for row in rows], [each.bias_token_ids for each in params])
-    values = np.concatenate([each.bias_values for each in params])
+    index = _indices(
+        logits, [row.row for row in rows], [of_row.bias_token_ids for of_row in params]
+    )
+    values = np.concatenate([of_row.bias_values for of_row in params])
     logits[index] += upload(values, logits.device)
 
 
@@ -254,7 +256,7 @@ def apply_penalties(logits: Tensor, rows: list[EditedRow]) -> None:
 
 def _indices(logits: Tensor, rows: list[int], columns: list[Int32Array]) -> tuple[Tensor, Tensor]:
     """Index tensors, on the device of the logits, for these columns of each of these rows."""
-    row_index = np.repeat(np.array(rows, np.int64), [len(each) for each in columns])
+    row_index = np.repeat(np.array(rows, np.int64), [len(column) for column in columns])
     column_index = np.concatenate(columns)
     return (
         upload(row_index, logits.device),

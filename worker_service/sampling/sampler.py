@@ -130,7 +130,7 @@ class SamplingBatch:
     @property
     def changed_rows(self) -> Int64Array:
         """The rows of the batch whose logits are edited or masked."""
-        edited = np.array([each.row for each in self.edited], np.int64)
+        edited = np.array([edit.row for edit in self.edited], np.int64)
         return edited if self.masked is None else np.union1d(edited, self.masked.rows)
 
 

@@ -148,4 +148,4 @@ class WorkerCollector(Collector):
         idle = {"no_plan": meter.idle_without_plan_us, "plan_ready": meter.idle_with_plan_us}
         yield IDLE.family({(reason,): us / 1e6 for reason, us in idle.items()})
         yield STEP_DURATION.histograms([((), meter.durations)])
-        yield TOKENS_PER_ROW.histograms([(each, meter.tokens_per_row) for each in drafters])
+        yield TOKENS_PER_ROW.histograms([(drafter, meter.tokens_per_row) for drafter in drafters])

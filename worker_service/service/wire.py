@@ -35,11 +35,11 @@ from worker_service.plan import (
 AnyMessage = TypeVar("AnyMessage", bound=Message)
 
 _NUMBERS = tuple(
-    each.name for each in fields(SamplerParams) if isinstance(each.default, int | float)
+    field.name for field in fields(SamplerParams) if isinstance(field.default, int | float)
 )
 """Sampling parameters that the message has under the same name."""
 
-_TIMINGS = tuple(each.name for each in fields(StepTimings))
+_TIMINGS = tuple(field.name for field in fields(StepTimings))
 
 _LIFETIMES = {
     lifetime: model_pb2.CacheLifetime.Value(f"CACHE_LIFETIME_{lifetime.name}")

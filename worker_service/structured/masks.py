@@ -246,19 +246,21 @@ class TokenMasks:
                 matchers.append(self._follow(row))
         # One more token than logits: llguidance's own end of sequence.
         bitmask = np.zeros((len(rows), vocab_size // 32 + 1), np.uint32)
-        alive = [(each.matcher, i) for i, each in enumerate(matchers) if each.needs_matcher]
+        alive = [
+            (matcher.matcher, i) for i, matcher in enumerate(matchers) if matcher.needs_matcher
+        ]
         if alive:
             num_bytes = bitmask.shape[1] * bitmask.itemsize
             self._grammars.executor.unsafe_compute_mask_ptr(
                 alive, bitmask.ctypes.data, num_bytes, len(rows)
             )
         bitmask[:, vocab_size // 32] &= np.uint32((1 << vocab_size % 32) - 1)
-        for each, allowed in zip(matchers, bitmask, strict=True):
-            each.settle(allowed)
+        for matcher, allowed in zip(matchers, bitmask, strict=True):
+            matcher.settle(allowed)
         return MaskedRows(
-            rows=np.array([each.row for each in rows], np.int64),
+            rows=np.array([masked.row for masked in rows], np.int64),
             bitmask=np.ascontiguousarray(bitmask[:, : -(-vocab_size // 32)]).view(np.int32),
-            failed=np.array([each.has_failed for each in matchers]),
+            failed=np.array([matcher.has_failed for matcher in matchers]),
         )
 
     def num_allowed(self, row: ConstrainedRow, drafts: Int32Array) -> int:
