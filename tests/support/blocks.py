@@ -1,11 +1,13 @@
 """Block managers with blocks of four tokens, whose keys are the tokens themselves."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from scheduler_service.core.config import CacheGroup
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.block_pool import CachedBlocks
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
+from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 
 BLOCK_SIZE = 4
 
@@ -52,3 +54,25 @@ def find(cached: CachedBlocks, keys: Sequence[bytes]) -> list[int]:
     """The blocks with these keys, up to the first that is not found."""
     blocks = map(cached.find, keys)
     return [block for block in iter(lambda: next(blocks, None), None) if block is not None]
+
+
+@dataclass(eq=False)
+class KnownSequence:
+    """A sequence whose tokens are all known."""
+
+    seq_id: int
+    tokens: list[int]
+    prefix_keys: PrefixKeys = field(default_factory=PrefixKeys)
+    tenant_name: str = ""
+    is_prefilling: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    num_known = length
+    max_reusable_tokens = length
+    num_prompt_tokens = length
+
+    def known_tokens(self, start: int, end: int) -> list[int]:
+        return self.tokens[start:end]

@@ -1,35 +1,11 @@
 """The KV cache as the rest of the core sees it. Blocks have four tokens."""
 
-from dataclasses import dataclass, field
-
 import pytest
 
 from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import KVCacheManager
-from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
-
-
-@dataclass(eq=False)
-class FakeSequence:
-    """A sequence whose tokens are all known."""
-
-    seq_id: int
-    tokens: list[int]
-    prefix_keys: PrefixKeys = field(default_factory=PrefixKeys)
-    tenant_name: str = ""
-    is_prefilling: bool = False
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens)
-
-    num_known = length
-    max_reusable_tokens = length
-    num_prompt_tokens = length
-
-    def known_tokens(self, start: int, end: int) -> list[int]:
-        return self.tokens[start:end]
+from tests.support.blocks import KnownSequence
 
 
 def always(num_moves: int, num_tokens: int) -> bool:
@@ -50,11 +26,11 @@ def make_cache(num_blocks: int = 4, num_host_blocks: int = 0, **config: bool) ->
     return KVCacheManager(SchedulerConfig(watermark=0.0, **config), capacity)
 
 
-def make_seq(seq_id: int, num_tokens: int, first: int = 0) -> FakeSequence:
-    return FakeSequence(seq_id, list(range(first, first + num_tokens)))
+def make_seq(seq_id: int, num_tokens: int, first: int = 0) -> KnownSequence:
+    return KnownSequence(seq_id, list(range(first, first + num_tokens)))
 
 
-def admit(cache: KVCacheManager, *sequences: FakeSequence) -> None:
+def admit(cache: KVCacheManager, *sequences: KnownSequence) -> None:
     """Admit sequences one by one, and offer all but the last token of each."""
     for seq in sequences:
         cache.admit(seq, cache.match_prefix(seq, is_fetched=always))
