@@ -29,8 +29,8 @@ One plan, from message to result:
 | epoch and step number are checked, the plan is queued | `engine/step_stream.py` |
 | sequences are forgotten, blocks swapped and copied | `kv_cache/cache_engine.py` |
 | new sequences and blocks are added | `runner/state/sequence_table.py` |
-| rows are checked, inputs flattened | `runner/batch/step_rows.py` |
-| the model computes, one token per sampling row is chosen | `runner/model_runner.py` |
+| rows are checked, inputs flattened | `runner/batch/step_rows.py`, `runner/batch/inputs.py` |
+| the model computes, one token per sampling row is chosen | `runner/host/steps.py` |
 | - on a GPU, without waiting | `runner/device/steps.py`, `runner/device/cuda_graphs.py` |
 | - with several ranks, in micro-batches | `runner/batch/micro_batches.py` |
 | the result is encoded and sent | `service/wire.py`, `service/servicer.py` |

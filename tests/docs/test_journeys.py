@@ -9,7 +9,7 @@ import pytest
 from tools.launch import ROOT
 
 PAGE = (ROOT / "docs/architecture.md").read_text()
-SECTION = PAGE.partition("## Five journeys")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("## Six journeys")[2].partition("\n## ")[0]
 FOLDERS = [
     ROOT / folder
     for folder in (

@@ -81,7 +81,7 @@ class AllDrafts(DraftLengths):
         """All drafts of each proposal."""
         return [proposal.num_drafts for proposal in proposals]
 
-    def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
+    def record_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
         """Count a row's drafts."""
         self.num_drafts += num_drafts
         self.num_accepted += num_right

@@ -3,6 +3,7 @@
 | file | holds |
 | --- | --- |
 | `sampler.py` | the order of operations, greedy choice, failed rows |
+| `sampling_table.py` | parameters of all sequences, as columns |
 | `logit_edits.py` | bad words, biases, penalties, and constraints' bitmasks |
 | `draw.py` | min-p, top-k, top-p, and the draw |
 | `logprobs.py` | log probabilities and ranks, of prompts too; candidates where the core chooses |

@@ -218,6 +218,10 @@ class TokenMasks:
 
         self._matchers[row_id] = make
 
+    def __len__(self) -> int:
+        """Number of sequences with a constraint."""
+        return len(self._matchers)
+
     def remove(self, row_ids: Int64Array) -> None:
         """The sequences in these rows are forgotten."""
         for row_id in row_ids.tolist() if self._matchers else ():

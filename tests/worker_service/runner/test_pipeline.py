@@ -1,7 +1,7 @@
 """Stages work at the same time: on parts of a plan, and on the next one."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any, cast
@@ -16,6 +16,8 @@ from pagewire_kernels.interface import Computed
 from tests.support.checkpoints import checkpoint
 from tests.support.rank_threads import RankThreads
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
+from worker_service.array_types import Int64Array
+from worker_service.cache_groups import CacheGroup
 from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import Model
@@ -25,11 +27,12 @@ from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.service import wire
 
 SOON_S = 30
+GROUPS = [CacheGroup(block_tokens=4)]
 
 
 def empty_table(num_parts: int) -> SequenceTable:
     return SequenceTable(
-        vocab_size=300, max_model_len=1000, block_size=4, num_gpu_blocks=64, num_parts=num_parts
+        vocab_size=300, max_model_len=1000, groups=GROUPS, num_gpu_blocks=64, num_parts=num_parts
     )
 
 
@@ -54,10 +57,14 @@ def table_and_plan(num_parts: int) -> tuple[SequenceTable, StepPlan]:
     return table, plan
 
 
+def divided(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64Array, StepPlan]]:
+    return micro_batches(plan, table.row_ids(plan.seq_ids, "seq_ids"), table)
+
+
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
 def test_every_row_is_in_one_part_and_in_its_order(num_parts: int) -> None:
     table, plan = table_and_plan(num_parts)
-    parts = list(micro_batches(plan, table))
+    parts = list(divided(plan, table))
     assert len(parts) == min(num_parts, 4)
     assert sorted(row for rows, _ in parts for row in rows.tolist()) == list(range(5))
     for rows, part in parts:
@@ -69,7 +76,7 @@ def test_every_row_is_in_one_part_and_in_its_order(num_parts: int) -> None:
 @pytest.mark.parametrize("num_parts", [2, 3])
 def test_a_fork_is_where_its_parents_logits_are(num_parts: int) -> None:
     table, plan = table_and_plan(num_parts)
-    (both,) = [p for _, p in micro_batches(plan, table) if 5 in p.seq_ids.tolist()]
+    (both,) = [p for _, p in divided(plan, table) if 5 in p.seq_ids.tolist()]
     assert 2 in both.seq_ids.tolist()
 
 
@@ -91,7 +98,7 @@ def decodes(num: int) -> list[Row]:
 
 
 def part_tokens(plan: StepPlan, table: SequenceTable) -> list[int]:
-    return [int(part.num_tokens.sum()) for _, part in micro_batches(plan, table)]
+    return [int(part.num_tokens.sum()) for _, part in divided(plan, table)]
 
 
 @pytest.mark.parametrize("num_parts", [2, 3, 4])
@@ -114,7 +121,7 @@ def test_parts_of_random_plans_are_even_and_pieces_add_up() -> None:
         random.shuffle(rows)
         table, plan = plan_of(num_parts, rows)
         pieces: dict[int, list[tuple[int, bool]]] = {row: [] for row in range(len(rows))}
-        for indices, part in micro_batches(plan, table):
+        for indices, part in divided(plan, table):
             columns = (indices.tolist(), part.num_tokens.tolist(), part.sample.tolist())
             for row, num_tokens, samples in zip(*columns, strict=True):
                 pieces[row].append((num_tokens, samples))
@@ -144,14 +151,14 @@ def test_decodes_stay_in_their_parts_whatever_is_beside_them(num_parts: int) -> 
         sample=np.append(alone.sample, both.sample),
         lookahead=np.append(alone.lookahead, both.lookahead),
     )
-    before = [part.seq_ids.tolist() for _, part in micro_batches(alone, table)]
-    after = [part.seq_ids[part.seq_ids != 99].tolist() for _, part in micro_batches(mixed, table)]
+    before = [part.seq_ids.tolist() for _, part in divided(alone, table)]
+    after = [part.seq_ids[part.seq_ids != 99].tolist() for _, part in divided(mixed, table)]
     assert after == before
 
 
 def test_a_prompt_ends_in_its_own_part_where_that_keeps_parts_even() -> None:
     table, plan = plan_of(2, [Row(1, 100), Row(2, 100)])
-    parts = [part for _, part in micro_batches(plan, table)]
+    parts = [part for _, part in divided(plan, table)]
     assert [part.num_tokens.tolist() for part in parts] == [[100], [100]]
     assert [table.parts(table.row_ids(part.seq_ids, "")).tolist() for part in parts] == [[0], [1]]
 
@@ -164,7 +171,7 @@ def test_a_fork_samples_where_the_last_piece_of_its_parent_does() -> None:
     builder.fork(2, 1, sampling=sampler_params(), choice_index=1)
     plan = wire.decode_plan(builder.plan([Row(1, 100), Row(2, 0)]), received_us=0)
     table.add(plan.new_sequences[0], "")
-    first, last = (part for _, part in micro_batches(plan, table))
+    first, last = (part for _, part in divided(plan, table))
     assert (first.seq_ids.tolist(), first.sample.tolist()) == ([1], [False])
     assert (last.seq_ids.tolist(), last.sample.tolist()) == ([1, 2], [True, True])
 
@@ -179,7 +186,7 @@ def test_two_rows_of_a_sequence_are_refused_though_they_may_be_in_different_part
         lookahead=np.repeat(plan.lookahead, 2),
     )
     with pytest.raises(InvalidPlan, match="two rows"):
-        list(micro_batches(twice, table))
+        list(divided(twice, table))
 
 
 @pytest.mark.parametrize("num_parts", [2, 3])

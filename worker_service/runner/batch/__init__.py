@@ -2,7 +2,12 @@
 
 | file | holds |
 | --- | --- |
-| `step_rows.py` | a plan's rows, and the flattened inputs of the forward pass |
+| `step_rows.py` | a plan's rows, checked against the table |
+| `inputs.py` | the flattened inputs of the forward pass |
+| `decode_inputs.py` | the same for decodes on a CPU, in arrays that are kept |
+| `forward.py` | the forward pass on the host |
+| `sampling.py` | what a step samples and reports |
 | `step_outcome.py` | tokens, log probabilities and failures of a step by row |
+| `rank_outcomes.py` | the exchange of outcomes between ranks |
 | `micro_batches.py` | parts of a step, computed one after the other by the stages of a pipeline |
 """

@@ -31,15 +31,17 @@ LEAST_TOKENS = 16
 """Fewest tokens in a piece: a part may be longer than the mean by about this many."""
 
 
-def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64Array, StepPlan]]:
+def micro_batches(
+    plan: StepPlan, row_ids: Int64Array, table: SequenceTable
+) -> Iterator[tuple[Int64Array, StepPlan]]:
     """(rows of the plan, a plan of these rows) for each part that has rows. A row that was cut is
-    in several parts and samples in the last of them.
+    in several parts and samples in the last of them. row_ids: rows of the table.
 
     Every rank computes the same parts, since they depend on the plans alone. A fork that samples
     from its parent's logits is in the part in which its parent samples. Raises InvalidPlan if a
     sequence has two rows.
     """
-    shares, ends = _divide(plan, table)
+    shares, ends = _divide(plan, row_ids, table)
     for part in range(table.num_parts):
         ends_here = ends == part
         rows = np.flatnonzero((shares[part] > 0) | ends_here)
@@ -56,9 +58,10 @@ def micro_batches(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64A
             )
 
 
-def _divide(plan: StepPlan, table: SequenceTable) -> tuple[Int32Array, Int64Array]:
+def _divide(
+    plan: StepPlan, row_ids: Int64Array, table: SequenceTable
+) -> tuple[Int32Array, Int64Array]:
     """[num_parts, num_rows]: each row's tokens in each part; [num_rows]: the part it ends in."""
-    row_ids = table.row_ids(plan.seq_ids, "seq_ids")
     if len(np.unique(row_ids)) != len(row_ids):
         raise InvalidPlan("seq_ids", "a sequence has two rows")
     ends = table.parts(row_ids)

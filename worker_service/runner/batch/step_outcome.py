@@ -1,5 +1,6 @@
 """What a step produced, by row of its plan, before it is a `StepResult`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,8 +16,9 @@ from worker_service.plan import (
     StepResult,
     StepTimings,
     TokenLogprobs,
+    monotonic_us,
 )
-from worker_service.runner.device.rows import FAILURES
+from worker_service.runner.state.sequence_state import FAILURES
 from worker_service.sampling.sampler import NO_TOKEN
 
 _CODES = {reason: code for code, reason in FAILURES.items()}
@@ -28,16 +30,27 @@ class StepStart(NamedTuple):
     started_us: int
     cache_done_us: int
     admitted_us: int
+    cache_us: Callable[[], int]
+    """Microseconds that the cache operations have taken the device so far."""
 
     def later(self, by_us: int) -> "StepStart":
         """The same times, `by_us` later."""
-        return StepStart(*(time_us + by_us for time_us in self))
+        times_us = self.started_us + by_us, self.cache_done_us + by_us, self.admitted_us + by_us
+        return StepStart(*times_us, self.cache_us)
 
-
-def nothing_sampled(plan: StepPlan, timings: StepTimings) -> StepResult:
-    """The result of a rank that does not sample."""
-    token_ids = np.empty(0, np.int32)
-    return StepResult(epoch=plan.epoch, step_id=plan.step_id, token_ids=token_ids, timings=timings)
+    def timings(self, plan: StepPlan, forward_us: int) -> StepTimings:
+        """The timings of a step that the host has just computed. forward_us: input preparation and
+        forward pass."""
+        finished_us = monotonic_us()
+        forward_us += self.admitted_us - self.cache_done_us
+        return StepTimings(
+            received_us=plan.received_us,
+            started_us=self.started_us,
+            finished_us=finished_us,
+            cache_ops_us=self.cache_done_us - self.started_us + self.cache_us(),
+            forward_us=forward_us,
+            sample_us=finished_us - self.cache_done_us - forward_us,
+        )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -101,8 +114,14 @@ class StepOutcome:
             self.prompt_logprobs[row] = entry if before is None else before.followed_by(entry)
         self.forward_us += part.forward_us
 
-    def result(self, plan: StepPlan, timings: StepTimings) -> StepResult:
-        """The step's result, as the core receives it."""
+    def result(self, plan: StepPlan, timings: StepTimings, *, samples: bool) -> StepResult:
+        """The step's result, as the core receives it. samples: whether this rank does; the results
+        of others have no tokens."""
+        if not samples:
+            none = np.empty(0, np.int32)
+            return StepResult(
+                epoch=plan.epoch, step_id=plan.step_id, token_ids=none, timings=timings
+            )
         token_ids, num_sampled, num_drafts = self.tokens[plan.sample], None, None
         if self.num_drafts is not None:
             sampling = np.flatnonzero(plan.sample).tolist()

@@ -7,8 +7,8 @@ and the tensors of `DeviceRows`.
 
 Batches of decodes have graphs by number of sequences, and mixed batches, of decodes and chunks of
 prompts in any proportion, by number of tokens. A batch is padded to the next size with rows that
-belong to no sequence: they have row `padding_row`, write to no slot (slot mapping -1) and attend
-over nothing (context length 0).
+belong to no sequence: they have row `padding_row`, write to no slot (slot mapping -1 in every cache
+group) and attend over nothing (context length 0).
 """
 
 import logging
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,11 +24,13 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from pagewire_kernels.batch import LayerCaches, SamplingRows, StepInputs
+from pagewire_kernels.batch import LayerCaches, SamplingRows, StepBatch, StepInputs
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
-from worker_service.pinned_memory import ALIGNMENT, Column
-from worker_service.runner.batch.step_rows import HostInputs
+from worker_service.pinned_memory import ALIGNMENT, Column, Staging
+from worker_service.runner.batch.inputs import HostInputs
+from worker_service.runner.device.columns import StepColumns
+from worker_service.runner.device.reports import DevicePass
 from worker_service.runner.device.rows import DeviceRows
 from worker_service.runner.device.sampler import DeviceSampler
 
@@ -36,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 
-_NUM_COLUMNS = 7
+_SAMPLING_COLUMNS = ("row_ids", "outputs", "mask_rows")
+"""Inputs of sampling: as the first three of `SamplingRows`."""
+
+_DECODE_COLUMNS = ("token_ids", "positions", "context_lens")
+
 _MAX_CHANGES_BYTES = 2**18
 """Bytes of `static_inputs` after the inputs; a step with more row changes runs eagerly."""
 
@@ -117,28 +123,6 @@ def _aligned(num_words: int) -> int:
     return -(-num_words // words) * words
 
 
-class _MixedInputs(NamedTuple):
-    """The inputs that only mixed batches have, int32: tensors, or on the host arrays."""
-
-    seq_rows: Any
-    """[num_seqs]; `padding_row` where there is no sequence."""
-
-    context_lens: Any
-    """[num_seqs]."""
-
-    query_start: Any
-    """[num_seqs + 1]; the number of tokens for the rest."""
-
-    num_decodes: Any
-    """[1]: of the first sequences."""
-
-    last_states: Any
-    """[largest batch of decodes]: the hidden states to sample from."""
-
-    by_token: Any
-    """[4, num_tokens]: token ids, positions, slot mapping, token rows."""
-
-
 class StepGraphs:
     """Graphs of steps over one cache. There is one from the last hidden states to tokens for each
     number of rows, and one up to these states for each batch size, so that a step with log
@@ -163,17 +147,23 @@ class StepGraphs:
         self._sampler = sampler
         self._sizes = sorted(sizes)
         self._mixed_sizes = sorted(mixed)
-        device, largest = device_rows.block_tables.device, self._sizes[-1]
-        self._mixed_start = self._num_words = _aligned(_NUM_COLUMNS * largest)
+        self._slots = [f"slot_mapping_{group}" for group in range(len(device_rows.block_tables))]
+        of_rows = dict.fromkeys(("row_ids", "seq_rows", "token_rows"), device_rows.padding_row)
+        self._padding = of_rows | dict.fromkeys(("mask_rows", *self._slots), -1)
+        """Values of padding rows, by name of the column, other than 0."""
+        self._decode_names = (*_SAMPLING_COLUMNS, *_DECODE_COLUMNS, *self._slots)
+        device, largest = device_rows.sampling.latest.device, self._sizes[-1]
+        self._mixed_start = self._num_words = _aligned(len(self._decode_names) * largest)
         if mixed:
-            self._num_words += sum(map(_aligned, self._mixed_lengths(self._mixed_sizes[-1])))
+            lengths = self._mixed_lengths(self._mixed_sizes[-1]).values()
+            self._num_words += sum(map(_aligned, lengths))
         num_bytes = 4 * self._num_words + ALIGNMENT + _MAX_CHANGES_BYTES
         self.static_inputs = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        """What graphs read, int32: [7, size] as `columns` makes them, then row changes; or these,
-        then from a place that is the same for all sizes what only mixed batches have, then row
-        changes."""
+        """What graphs read, int32: the columns of decodes, [num_columns, size], then row changes;
+        or these, then from a place that is the same for all sizes what only mixed batches have,
+        then row changes."""
         self.outcome = torch.zeros(largest, dtype=torch.int64, device=device)
-        """Output of `replay_sampling`: a token or failure per row."""
+        """Output of sampling: a token or failure per row."""
         self.bitmask = sampler.bitmask(largest, model.vocab_size)
         self._query_start = torch.arange(largest + 1, dtype=torch.int32, device=device)
         self._hidden: Tensor | None = None
@@ -185,7 +175,8 @@ class StepGraphs:
     def num_bytes(self) -> int:
         """Memory of what graphs read and write, and of the largest batch's block tables."""
         tensors = (self.static_inputs, self.outcome, self.bitmask, self._query_start)
-        tables = 4 * self._sizes[-1] * self._device_rows.block_tables.shape[1]
+        width = sum(tables.shape[1] for tables in self._device_rows.block_tables)
+        tables = 4 * self._sizes[-1] * width
         return tables + sum(tensor.nbytes for tensor in tensors)
 
     def record(self, recorder: GraphRecorder) -> None:
@@ -206,43 +197,49 @@ class StepGraphs:
         logger.info("steps recorded seconds=%.1f", time.monotonic() - started)
 
     def _record_decodes(self, recorder: GraphRecorder, size: int) -> None:
-        self._pad(self._inputs(size))
+        self._pad(self._decode_columns(self._words, size))
         self._forwards[size] = recorder.record(partial(self._forward, size))
         self._samplings[size] = recorder.record(partial(self._sample, size))
 
     def _record_mixed(self, recorder: GraphRecorder, size: int) -> None:
-        self._pad_mixed(self._mixed_inputs(self.static_inputs.view(torch.int32), size))
+        self._pad(self._mixed_columns(self._words, size))
         self._mixed[size] = recorder.record(partial(self._forward_mixed, size))
 
     def size_for(self, num_rows: int) -> int | None:
         """The smallest recorded size that holds `num_rows` rows; None if none does."""
         return next((size for size in self._sizes if size >= num_rows), None)
 
-    def have_room_for(self, changes: Sequence[Column]) -> bool:
+    def has_room_for(self, changes: Sequence[Column]) -> bool:
         """Whether these fit into `static_inputs` after the inputs."""
         return sum(column.nbytes + ALIGNMENT for column in changes) <= _MAX_CHANGES_BYTES
 
-    def columns(
-        self, inputs: HostInputs, positions: Int64Array, mask_rows: Int64Array, size: int
-    ) -> Int32Array:
-        """[7, size]: a decode step's inputs, with padding rows. positions, mask_rows: as in
-        `SamplingRows`."""
-        columns = np.empty((_NUM_COLUMNS, size), np.int32)
-        self._pad(columns)
-        num_rows = len(inputs.row_ids)
-        for column, values in enumerate(
-            (
-                inputs.row_ids,
-                inputs.token_ids,
-                inputs.positions,
-                inputs.context_lens,
-                inputs.slot_mapping,
-                positions,
-                mask_rows,
-            )
-        ):
-            columns[column, :num_rows] = values
-        return columns
+    def run(self, step: StepColumns, staging: Staging) -> DevicePass | None:
+        """Send the inputs of a step, and compute it up to the last hidden states by the graph of a
+        padded size; None if none was recorded that can."""
+        inputs, reports, changes = step.inputs, step.reports, step.changes
+        num_sampling = len(step.states)
+        size, num_tokens = self.size_for(num_sampling), None
+        if size is None or not self.has_room_for([*reports.columns, *changes]):
+            return None
+        all_sample = np.array_equal(step.sampling.row_ids, inputs.row_ids)
+        if inputs.max_query_len > 1 or not all_sample:
+            num_tokens = self.mixed_size_for(inputs, num_sampling)
+            if num_tokens is None or len(reports.spans):
+                return None
+        words = self._host_words(step, size, num_tokens)
+        sampling_rows = self._rows(size, num_sampling)
+        columns = [words, *reports.columns, *changes]
+        _, *sent = staging.send(columns, self.static_inputs)
+        num_reported = len(reports.columns)
+        self._device_rows.apply(sent[num_reported:])
+        (self._forwards[size] if num_tokens is None else self._mixed[num_tokens])()
+        return DevicePass(
+            rows=sampling_rows,
+            logits=partial(self._logits, num_sampling),
+            reported=sent[:num_reported],
+            sample=self._samplings[size],
+            outcome=self.outcome[:num_sampling],
+        )
 
     def mixed_size_for(self, inputs: HostInputs, num_sampling: int) -> int | None:
         """The smallest recorded number of tokens that holds a mixed batch; None if none does, or
@@ -255,110 +252,100 @@ class StepGraphs:
             return None
         return next((size for size in self._mixed_sizes if size >= num_tokens), None)
 
-    def mixed_columns(
-        self,
-        inputs: HostInputs,
-        sampling_rows: Sequence[Int64Array],
-        last_states: Int64Array,
-        size: int,
-    ) -> Int32Array:
-        """A mixed batch's inputs. sampling_rows: row ids, positions and mask rows of the sequences
-        that sample from `last_states`."""
-        words = np.zeros(self._num_words, np.int32)
-        num_sampling, num_seqs = len(last_states), len(inputs.row_ids)
-        num_padded = self.size_for(num_sampling)
-        assert num_padded is not None, "mixed_size_for gave a size"
-        columns = words[: _NUM_COLUMNS * num_padded].reshape(_NUM_COLUMNS, num_padded)
-        self._pad(columns)
-        for column, values in zip((0, 5, 6), sampling_rows, strict=True):
-            columns[column, :num_sampling] = values
-        target = self._mixed_inputs(words, size)
-        self._pad_mixed(target)
-        target.seq_rows[:num_seqs] = inputs.row_ids
-        target.context_lens[:num_seqs] = inputs.context_lens
-        target.query_start[:num_seqs] = inputs.query_start[:-1]
-        target.query_start[num_seqs:] = inputs.query_start[-1]
-        target.num_decodes[:] = inputs.num_decodes
-        target.last_states[:num_sampling] = last_states
-        by_token = inputs.token_ids, inputs.positions, inputs.slot_mapping, inputs.token_row_ids
-        for row, values in zip(target.by_token, by_token, strict=True):
-            row[: len(values)] = values
+    def _host_words(self, step: StepColumns, size: int, num_tokens: int | None) -> Int32Array:
+        """The inputs of a step with padding, as they lie in `static_inputs`: of decodes, or of a
+        mixed batch that is padded to `num_tokens`."""
+        inputs = step.inputs
+        num_words = len(self._decode_names) * size if num_tokens is None else self._num_words
+        words = np.zeros(num_words, np.int32)
+        decodes = self._decode_columns(words, size)
+        self._pad(decodes)
+        _fill(decodes, step.sampling._asdict())
+        slots = dict(zip(self._slots, inputs.slot_mappings, strict=True))
+        by_token = {"token_ids": inputs.token_ids, "positions": inputs.positions, **slots}
+        if num_tokens is None:
+            _fill(decodes, {**by_token, "context_lens": inputs.context_lens})
+            return words
+        mixed = self._mixed_columns(words, num_tokens)
+        self._pad(mixed)
+        mixed["query_start"][:] = inputs.query_start[-1]
+        mixed["num_decodes"][:] = inputs.num_decodes
+        _fill(mixed, by_token)
+        by_seq = {"seq_rows": inputs.row_ids, "context_lens": inputs.context_lens}
+        _fill(mixed, {**by_seq, "query_start": inputs.query_start})
+        _fill(mixed, {"token_rows": inputs.token_row_ids, "last_states": step.states})
         return words
 
-    def replay_forward(self, size: int) -> None:
-        """Compute the static inputs of decodes up to the last hidden states."""
-        self._forwards[size]()
-
-    def replay_mixed(self, size: int) -> None:
-        """Compute the static inputs of a mixed batch up to the last hidden states."""
-        self._mixed[size]()
-
-    def replay_sampling(self, size: int) -> None:
-        """Sample from these hidden states into `outcome`."""
-        self._samplings[size]()
-
-    def rows(self, size: int, num_rows: int) -> SamplingRows:
+    def _rows(self, size: int, num_rows: int) -> SamplingRows:
         """The rows in the static inputs, without padding."""
-        row_ids, *_, positions, mask_rows = self._inputs(size)[:, :num_rows]
-        return SamplingRows(
-            row_ids=row_ids, positions=positions, mask_rows=mask_rows, bitmask=self.bitmask
-        )
+        columns = self._decode_columns(self._words, size)
+        row_ids, outputs, mask_rows = (columns[name][:num_rows] for name in _SAMPLING_COLUMNS)
+        return SamplingRows(row_ids, outputs, mask_rows, self.bitmask)
 
-    def logits(self, num_rows: int) -> Tensor:
+    def _logits(self, num_rows: int) -> Tensor:
         """Logits of the first rows, float32 [num_rows, vocab_size], computed eagerly."""
         assert self._hidden is not None, "recorded before"
         return self._model.compute_logits(self._hidden[:num_rows])
 
-    def _inputs(self, size: int) -> Tensor:
-        num_bytes = 4 * _NUM_COLUMNS * size
-        return self.static_inputs[:num_bytes].view(torch.int32).view(_NUM_COLUMNS, size)
+    @property
+    def _words(self) -> Tensor:
+        return self.static_inputs.view(torch.int32)
 
-    def _pad(self, columns: Tensor | Int32Array) -> None:
-        columns[:] = 0
-        columns[0] = self._device_rows.padding_row
-        columns[4] = columns[6] = -1
+    def _decode_columns(self, words: Any, size: int) -> dict[str, Any]:
+        """Columns of decodes by name, [size] each, in `static_inputs` or in an array like it."""
+        names = self._decode_names
+        columns = words[: len(names) * size].reshape(len(names), size)
+        return dict(zip(names, columns, strict=True))
 
-    def _mixed_lengths(self, size: int) -> tuple[int, ...]:
-        """Of each of `_MixedInputs`."""
+    def _mixed_lengths(self, size: int) -> dict[str, int]:
+        """Columns that only mixed batches have, with their lengths."""
         largest = self._sizes[-1]
         num_seqs = min(size, largest)
-        return num_seqs, num_seqs, num_seqs + 1, 1, largest, 4 * size
+        by_seq = {"seq_rows": num_seqs, "context_lens": num_seqs, "query_start": num_seqs + 1}
+        by_token = ("token_ids", "positions", "token_rows", *self._slots)
+        return {**by_seq, "num_decodes": 1, "last_states": largest, **dict.fromkeys(by_token, size)}
 
-    def _mixed_inputs(self, words: Any, size: int) -> _MixedInputs:
-        """Where the inputs of a mixed batch lie in `static_inputs`, or in an array of its words."""
-        parts, start = [], self._mixed_start
-        for length in self._mixed_lengths(size):
-            parts.append(words[start : start + length])
+    def _mixed_columns(self, words: Any, size: int) -> dict[str, Any]:
+        """The same columns, in `static_inputs` or in an array like it."""
+        columns, start = {}, self._mixed_start
+        for name, length in self._mixed_lengths(size).items():
+            columns[name] = words[start : start + length]
             start += _aligned(length)
-        parts[-1] = parts[-1].reshape(4, size)
-        return _MixedInputs(*parts)
+        return columns
 
-    def _pad_mixed(self, inputs: _MixedInputs) -> None:
-        for each in inputs:
-            each[:] = 0
-        inputs.seq_rows[:] = inputs.by_token[3] = self._device_rows.padding_row
-        inputs.by_token[2] = -1
+    def _pad(self, columns: dict[str, Any]) -> None:
+        """Fill columns as those of padding rows."""
+        for name, column in columns.items():
+            column[:] = self._padding.get(name, 0)
 
     def _forward(self, size: int) -> None:
-        row_ids, token_ids, positions, context_lens, slot_mapping, *_ = self._inputs(size)
-        inputs = StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            token_rows=row_ids,
-            seq_rows=row_ids,
-            context_lens=context_lens,
-        )
-        batch = self._sampler.prepare(
-            inputs,
-            self._device_rows.block_tables.shape[1],
-            self._caches,
-            self._query_start[: size + 1],
-            max_query_len=1,
-            max_context_len=self._model.max_model_len,
-        )
+        columns = self._decode_columns(self._words, size)
+        rows, query_start = columns["row_ids"], self._query_start[: size + 1]
+        batch = self._batch(columns, rows, rows, query_start, max_query_len=1)
         hidden = self._model.forward(batch)
         self._states(hidden)[:size].copy_(hidden)
+
+    def _batch(
+        self,
+        columns: dict[str, Tensor],
+        token_rows: Tensor,
+        seq_rows: Tensor,
+        query_start: Tensor,
+        **metadata: Any,
+    ) -> StepBatch:
+        slot_mappings = [columns[name] for name in self._slots]
+        inputs = StepInputs(
+            token_ids=columns["token_ids"],
+            positions=columns["positions"],
+            slot_mapping=slot_mappings[0],
+            token_rows=token_rows,
+            seq_rows=seq_rows,
+            context_lens=columns["context_lens"],
+        )
+        length = self._model.max_model_len
+        return self._sampler.prepare(
+            inputs, slot_mappings, self._caches, query_start, length, **metadata
+        )
 
     def _states(self, like: Tensor) -> Tensor:
         """Where graphs leave the hidden states to sample from, for the largest batch."""
@@ -367,32 +354,27 @@ class StepGraphs:
         return self._hidden
 
     def _forward_mixed(self, size: int) -> None:
-        words = self.static_inputs.view(torch.int32)
-        given = self._mixed_inputs(words, size)
-        token_ids, positions, slot_mapping, token_rows = given.by_token
-        inputs = StepInputs(
-            token_ids=token_ids,
-            positions=positions,
-            slot_mapping=slot_mapping,
-            token_rows=token_rows,
-            seq_rows=given.seq_rows,
-            context_lens=given.context_lens,
-        )
-        batch = self._sampler.prepare(
-            inputs,
-            self._device_rows.block_tables.shape[1],
-            self._caches,
-            given.query_start,
+        columns = self._mixed_columns(self._words, size)
+        batch = self._batch(
+            columns,
+            columns["token_rows"],
+            columns["seq_rows"],
+            columns["query_start"],
             max_query_len=max(2, size),
-            max_context_len=self._model.max_model_len,
-            device_num_decodes=given.num_decodes,
+            device_num_decodes=columns["num_decodes"],
         )
         hidden = self._model.forward(batch)
-        torch.index_select(hidden, 0, given.last_states, out=self._states(hidden))
+        torch.index_select(hidden, 0, columns["last_states"], out=self._states(hidden))
 
     def _sample(self, size: int) -> None:
-        rows, outcome = self.rows(size, size), self.outcome[:size]
-        logits = self.logits(size)
+        rows, outcome = self._rows(size, size), self.outcome[:size]
+        logits = self._logits(size)
         if self._sampler.samples:
             self._sampler.sample(logits, rows, outcome)
         self._sampler.share(rows, outcome)
+
+
+def _fill(columns: dict[str, Any], values: dict[str, Int64Array]) -> None:
+    """Set the first elements of columns."""
+    for name, column in values.items():
+        columns[name][: len(column)] = column

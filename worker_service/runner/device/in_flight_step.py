@@ -6,33 +6,29 @@ is available. The model thread *resolves* it into the table of sequences
 reads.
 """
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pagewire_kernels.batch import NOT_SAMPLED
-from worker_service.array_types import Int32Array, Int64Array
+from worker_service.array_types import Int64Array
 from worker_service.cpu_cores import num_usable_cores
-from worker_service.pinned_memory import Column, Staging
 from worker_service.plan import (
-    Candidates,
-    PromptLogprobs,
     RowErrorReason,
     StepPlan,
     StepResult,
     StepTimings,
-    TokenLogprobs,
     monotonic_us,
 )
-from worker_service.runner.batch.step_outcome import StepOutcome, StepStart, nothing_sampled
-from worker_service.runner.batch.step_rows import PromptSpan
-from worker_service.runner.device.rows import FAILURES
-from worker_service.sampling.logprobs import of_prompt, table_of
+from worker_service.runner.batch.step_outcome import StepOutcome, StepStart
+from worker_service.runner.device.buffers import StepBuffers
+from worker_service.runner.device.reports import FetchedReports
+from worker_service.runner.state.sequence_state import FAILURES, PendingTokens
 from worker_service.sampling.sampler import NO_TOKEN
 
 
@@ -87,99 +83,6 @@ class CudaEvent:
         return round(earlier._event.elapsed_time(self._event) * 1000)
 
 
-_INITIAL_WORDS = 1024
-_DTYPES = {torch.int32: np.int32, torch.int64: np.int64, torch.float32: np.float32}
-
-
-class StepBuffers:
-    """Host memory of one in-flight step: its inputs, and the outcome that the device writes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.staging = Staging(device)
-        self._masks = Staging(device)
-        self._pinned = device.type == "cuda"
-        self._fetched = self._allocate(_INITIAL_WORDS)
-
-    def send_bitmask(self, bitmask: Int32Array, target: Tensor | None) -> Tensor:
-        """Copy a bitmask to the device, to the first rows of a larger one if there is a target."""
-        where = None if target is None else target.view(-1).view(torch.uint8)
-        sent = self._masks.send([bitmask], where)[0]
-        return sent if target is None else target
-
-    def fetch(self, tensors: Sequence[Tensor]) -> list[Column]:
-        """Copy tensors, whose elements have four or eight bytes, to the host in one copy. Returns
-        the memory that holds them once the device is done."""
-        words = [tensor.reshape(-1).view(torch.int32) for tensor in tensors]
-        size = sum(map(len, words))
-        if size > len(self._fetched):
-            self._fetched = self._allocate(2 * size)
-        packed = words[0] if len(words) == 1 else torch.cat(words)
-        self._fetched[:size].copy_(packed, non_blocking=True)
-        parts = self._fetched[:size].split([len(part) for part in words])
-        return [
-            part.numpy().view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
-            for part, tensor in zip(parts, tensors, strict=True)
-        ]
-
-    def _allocate(self, num_words: int) -> Tensor:
-        return torch.empty(num_words, dtype=torch.int32, pin_memory=self._pinned)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchedLogprobs:
-    """Log probabilities that are being copied to the host: of `LogprobTensors`."""
-
-    rows: Int64Array
-    """Sampling rows that asked for them."""
-
-    num_top: Int32Array
-    """Number of most probable tokens that each of them asked for."""
-
-    columns: Sequence[Column]
-
-    def entries(self) -> dict[int, TokenLogprobs]:
-        """Log probabilities by sampling row, once the copies are done."""
-        table = table_of(*self.columns)
-        counts = zip(self.rows.tolist(), self.num_top.tolist(), strict=True)
-        return {row: table.row(index, num_top) for index, (row, num_top) in enumerate(counts)}
-
-
-class FetchedPrompt(NamedTuple):
-    """Log probabilities of a span of prompt tokens that are being copied to the host."""
-
-    span: PromptSpan
-    pieces: Sequence[Sequence[Column]]
-    """Of each `LogprobTensors`."""
-
-    def entry(self) -> PromptLogprobs | None:
-        """The log probabilities, once the copies are done; None if one is not finite."""
-        tables = [table_of(*columns) for columns in self.pieces]
-        found = of_prompt(self.span.start, self.span.num_top, tables)
-        return found if np.isfinite(found.logprobs).all() else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchedCandidates:
-    """Candidates that are being copied to the host: of `CandidateTensors`."""
-
-    rows: Int64Array
-    """Sampling rows whose tokens the core chooses."""
-
-    counts: Int32Array
-    """Number of candidates that each of them asked for."""
-
-    columns: Sequence[Column]
-
-    def entries(self) -> dict[int, Candidates]:
-        """Candidates by sampling row, once the copies are done."""
-        token_ids, logprobs = self.columns[0].astype(np.int32), self.columns[1].copy()
-        kept = np.minimum(np.isfinite(logprobs).sum(axis=1), self.counts).tolist()
-        return {
-            row: Candidates(token_ids=token_ids[index, :count], logprobs=logprobs[index, :count])
-            for index, (row, count) in enumerate(zip(self.rows.tolist(), kept, strict=True))
-        }
-
-
 class LastFinishTime:
     """When the last collected step was done; the next one had the device only from then on."""
 
@@ -201,17 +104,12 @@ class InFlightStep:
     numbers: Int64Array
     """[n]: a token, one of `FAILURES` or NOT_SAMPLED each, once `end` is reached."""
 
-    logprobs: FetchedLogprobs | None
-    candidates: FetchedCandidates | None
-    prompts: Sequence[FetchedPrompt]
+    reports: FetchedReports
     buffers: StepBuffers
     begin: DeviceEvent
     computed: DeviceEvent
     end: DeviceEvent
     start: StepStart
-    cache_device_us: Callable[[], int]
-    """Microseconds that the cache operations have taken the device."""
-
     last_finish: LastFinishTime
     samples: bool = True
     """Whether this rank samples; the results of the others have no tokens."""
@@ -237,29 +135,13 @@ class InFlightStep:
     def collect(self) -> StepResult:
         """Return the step's result, once the device is done. Raises GroupBroken."""
         numbers = self.wait()[:, 0]
-        if not self.samples:
-            self.is_collected = True
-            return nothing_sampled(self.plan, self._timings())
         outcome = StepOutcome.of_failed(len(self.plan.seq_ids), self.errors)
-        outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
-        for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():
-            outcome.errors[int(self.rows[index])] = FAILURES[int(numbers[index])]
-        for each in self.prompts:
-            if each.span.row not in outcome.errors and (entry := each.entry()) is not None:
-                outcome.prompt_logprobs[each.span.row] = entry
-        if self.logprobs is not None:
-            outcome.logprobs = {
-                int(self.rows[index]): entry
-                for index, entry in self.logprobs.entries().items()
-                if numbers[index] >= 0
-            }
-        if self.candidates is not None:
-            outcome.candidates = {
-                int(self.rows[index]): entry
-                for index, entry in self.candidates.entries().items()
-                if numbers[index] == NOT_SAMPLED
-            }
-        result = outcome.result(self.plan, self._timings())
+        if self.samples:
+            outcome.tokens[self.rows] = np.maximum(numbers, NO_TOKEN)
+            for index in np.flatnonzero((numbers < 0) & (numbers != NOT_SAMPLED)).tolist():
+                outcome.errors[int(self.rows[index])] = FAILURES[int(numbers[index])]
+            self.reports.add_to(outcome, self.rows, numbers)
+        result = outcome.result(self.plan, self._timings(), samples=self.samples)
         self.is_collected = True
         return result
 
@@ -271,7 +153,33 @@ class InFlightStep:
             received_us=self.plan.received_us,
             started_us=started_us,
             finished_us=finished_us,
-            cache_ops_us=cache_us + self.cache_device_us(),
+            cache_ops_us=cache_us + self.start.cache_us(),
             forward_us=self.computed.us_since(self.begin),
             sample_us=self.end.us_since(self.computed),
         )
+
+
+class BufferPool:
+    """The host memory of steps in flight, which is used again once they are done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: deque[InFlightStep] = deque()
+        """Steps whose buffers may still be written to or read."""
+        self._spare: list[StepBuffers] = []
+
+    def pop(self, pending: PendingTokens) -> StepBuffers:
+        """Memory for one more step."""
+        steps = self._steps
+        while steps and steps[0].is_collected and not pending.contains(steps[0]):
+            self._spare.append(steps.popleft().buffers)
+        return self._spare.pop() if self._spare else StepBuffers(self._device)
+
+    def add(self, step: InFlightStep) -> None:
+        """Take the memory of a launched step back once it is done."""
+        self._steps.append(step)
+
+    def wait(self) -> None:
+        """Wait until the device has done the last step, or was interrupted."""
+        if self._steps:
+            self._steps[-1].end.wait()

@@ -11,7 +11,7 @@ Occurrences of tokens, for penalties, are dense over the vocabulary, so that the
 tokens that it samples, and the next step can be launched before the host knows them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -22,25 +22,16 @@ from torch import Tensor
 from pagewire_kernels.batch import (
     COUNT_OCCURS,
     COUNT_ONE_OUTPUT,
-    NO_CANDIDATES,
-    NON_FINITE,
-    OFF_CONSTRAINT,
     SamplingParam,
     SamplingTables,
 )
 from worker_service.array_types import Int64Array
 from worker_service.pinned_memory import Column
-from worker_service.plan import FILTERS, RowErrorReason
-from worker_service.runner.state.sequence_table import NO_BLOCK, SequenceTable
+from worker_service.plan import FILTERS, StepPlan
+from worker_service.runner.state.block_tables import NO_BLOCK, BlockTables
+from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 from worker_service.sampling.logit_edits import LogitEdits
-from worker_service.sampling.sampler import SamplingTable
-
-FAILURES = {
-    NON_FINITE: RowErrorReason.NON_FINITE_LOGITS,
-    NO_CANDIDATES: RowErrorReason.NO_CANDIDATES,
-    OFF_CONSTRAINT: RowErrorReason.CONSTRAINT,
-}
-"""Negative outcomes of sampling that fail the row's sequence."""
+from worker_service.sampling.sampling_table import SamplingTable
 
 MAX_EDITS = 1024
 """Maximum number of logit biases, suppressed tokens and bad words of a sequence, together."""
@@ -66,19 +57,22 @@ class DeviceRows:
     def __init__(
         self,
         num_rows: int,
-        max_blocks: int,
+        widths: Sequence[int],
         vocab_size: int,
         device: torch.device,
         num_counted: int | None = None,
     ) -> None:
         """Allocate all tensors.
 
-        num_rows, max_blocks: capacity in sequences and in blocks per sequence; num_counted: number
-        of rows whose occurrences are kept, None for all.
+        num_rows: capacity in sequences; widths: capacity in blocks per sequence, by cache group;
+        num_counted: number of rows whose occurrences are kept, None for all.
         """
         self.padding_row = num_rows
-        shape = (num_rows + 1, max_blocks)
-        self.block_tables = torch.full(shape, NO_BLOCK, dtype=torch.int32, device=device)
+        self.block_tables = [
+            torch.full((num_rows + 1, width), NO_BLOCK, dtype=torch.int32, device=device)
+            for width in widths
+        ]
+        """By cache group."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -93,6 +87,7 @@ class DeviceRows:
         )
         self._new: list[int] = []
         self._changed: list[npt.NDArray[np.integer]] = []
+        """[n, 3]: row, cache group and index of changed entries of block tables."""
         self._edited: list[int] = []
         """Rows whose edits depend on tokens that were sampled since."""
         self._miscounted: list[int] = []
@@ -102,9 +97,8 @@ class DeviceRows:
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
         tables = self.sampling
-        return self.block_tables.nbytes + sum(
-            getattr(tables, each.name).nbytes for each in fields(tables)
-        )
+        sampling = sum(getattr(tables, column.name).nbytes for column in fields(tables))
+        return sampling + sum(tensor.nbytes for tensor in self.block_tables)
 
     def hold(self, row_ids: Int64Array, table: SamplingTable) -> bool:
         """Whether these rows and all of their edits and occurrences fit."""
@@ -117,28 +111,27 @@ class DeviceRows:
             for row_id, edits in found
         )
 
-    def note_new(self, row_id: int) -> None:
-        """Note that a sequence was added in this row, whose entries on the device are stale."""
-        if row_id < self.padding_row:
-            self._new.append(row_id)
+    def record(self, plan: StepPlan, rows: PlanRows) -> None:
+        """Record the changes that a plan made to the table, to be sent with the next step."""
+        is_held = rows.added < self.padding_row
+        self._new.extend(rows.added[is_held].tolist())
+        if len(rows.updated):
+            changed = np.column_stack([rows.updated, plan.block_updates[:, 1:3]])
+            self._changed.append(changed[rows.updated < self.padding_row])
+        self.record_tokens(rows.appended)
 
-    def note_blocks(self, row_ids: Int64Array, indices: npt.NDArray[np.integer]) -> None:
-        """Note that these entries of the block tables of these rows have changed."""
-        changed = np.stack([row_ids, indices], axis=1)
-        self._changed.append(changed[row_ids < self.padding_row])
-
-    def note_edits(self, row_ids: Int64Array) -> None:
-        """Note that the edits of these rows have changed."""
+    def record_edits(self, row_ids: Int64Array) -> None:
+        """Record that the edits of these rows have changed."""
         self._edited.extend(row_ids.tolist())
 
-    def note_tokens(self, row_ids: Int64Array) -> None:
-        """Note that tokens of these rows were not sampled on the device."""
+    def record_tokens(self, row_ids: Int64Array) -> None:
+        """Record that tokens of these rows were not sampled on the device."""
         self._miscounted.extend(row_ids[row_ids < self.padding_row].tolist())
 
     def forget(self) -> None:
-        """Drop all noted changes."""
-        for noted in (self._new, self._changed, self._edited, self._miscounted):
-            noted.clear()
+        """Drop all recorded changes."""
+        for recorded in (self._new, self._changed, self._edited, self._miscounted):
+            recorded.clear()
 
     def changes(self, table: SequenceTable) -> list[Column]:
         """Return the current values of all entries that changed since the last call, to be uploaded
@@ -146,18 +139,17 @@ class DeviceRows:
         if not (self._new or self._changed or self._edited or self._miscounted):
             return []
         new = np.unique(np.array(self._new, np.int64))
-        counts = table.num_blocks[new]
-        firsts = np.repeat(np.cumsum(counts) - counts, counts)
-        own = np.stack([np.repeat(new, counts), np.arange(counts.sum()) - firsts], axis=1)
-        entries = np.concatenate([own, *self._changed]).astype(np.int64)
+        changed = np.concatenate([np.empty((0, 3), np.int64), *self._changed])
+        entries = [
+            _entries(new, changed[changed[:, 1] == group][:, [0, 2]], tables)
+            for group, tables in enumerate(table.tables)
+        ]
         edited = np.unique(np.concatenate([new, np.array(self._edited, np.int64)]))
         counted = _edits_of(sorted({*new.tolist(), *self._miscounted}), table.sampling)
         self.forget()
         return [
             new,
-            np.ascontiguousarray(entries[:, 0]),
-            np.ascontiguousarray(entries[:, 1]),
-            table.block_tables[entries[:, 0], entries[:, 1]],
+            *(column for columns in entries for column in columns),
             edited,
             *_params_and_edits(edited, table),
             *_occurrences(counted, len(self.sampling.counts)),
@@ -168,12 +160,16 @@ class DeviceRows:
         if not changes:
             return
         tables = self.sampling
-        new, row_ids, indices, blocks, edited, params, *edits, counted, counts_at, values = changes
+        new, num_entries = changes[0], 3 * len(self.block_tables)
+        edited, params, *edits, counted, counts_at, values = changes[1 + num_entries :]
         if len(new):
-            self.block_tables.index_fill_(0, new, NO_BLOCK)
             tables.latest.index_fill_(0, new, 0)
-        if len(row_ids):
-            self.block_tables.index_put_((row_ids, indices), blocks)
+        for group, block_tables in enumerate(self.block_tables):
+            row_ids, indices, blocks = changes[1 + 3 * group : 4 + 3 * group]
+            if len(new):
+                block_tables.index_fill_(0, new, NO_BLOCK)
+            if len(row_ids):
+                block_tables.index_put_((row_ids, indices), blocks)
         if len(edited):
             tables.params.index_copy_(0, edited, params)
         edits_at, edit_tokens, edit_values, edit_ends = edits
@@ -193,6 +189,19 @@ def capacity(max_blocks: int, num_seqs: int = 1) -> int:
     affordable = _MAX_TABLE_BYTES // (4 * max_blocks)
     needed = 1 << (2 * num_seqs - 1).bit_length()
     return max(_MIN_ROWS, min(_MAX_AFFORDABLE_ROWS, affordable), needed)
+
+
+def _entries(new: Int64Array, changed: Int64Array, tables: BlockTables) -> list[Column]:
+    """Rows, indices and blocks of the tables of new sequences, and of changed entries.
+
+    changed: [n, 2], rows and indices.
+    """
+    firsts = tables.firsts[new]
+    counts = tables.ends[new] - firsts
+    starts = np.repeat(firsts - np.cumsum(counts) + counts, counts)
+    added = np.stack([np.repeat(new, counts), np.arange(counts.sum()) + starts], axis=1)
+    row_ids, indices = np.concatenate([added, changed]).T.astype(np.int64)
+    return [row_ids.copy(), indices.copy(), tables.blocks[row_ids, indices]]
 
 
 def _edits_of(row_ids: Iterable[int], table: SamplingTable) -> list[tuple[int, LogitEdits]]:

@@ -107,16 +107,17 @@ class DeviceSampler:
         self,
         device_rows: DeviceRows,
         kernels: StepKernels,
-        block_size: int,
+        block_tokens: Sequence[int],
         vocab_size: int,
         communicator: Communicator | None = None,
     ) -> None:
-        """communicator: of the ranks that share the model; None for one rank."""
+        """block_tokens: by cache group; communicator: of the ranks that share the model, None for
+        one rank."""
         self._communicator = communicator
         self._block_tables = device_rows.block_tables
         self._tables = device_rows.sampling
         self._kernels = kernels
-        self._block_size = block_size
+        self._block_tokens = block_tokens
         self.no_masks = self.bitmask(1, vocab_size)
         """The bitmask of batches without constraints, which no row reads."""
 
@@ -133,27 +134,40 @@ class DeviceSampler:
     def prepare(
         self,
         inputs: StepInputs,
-        max_blocks: int,
+        slot_mappings: Sequence[Tensor],
         caches: Sequence[LayerCaches],
         query_start: Tensor,
+        max_context_len: int,
         **metadata: Any,
     ) -> StepBatch:
-        """Prepare the inputs of the model. max_blocks: columns of its block tables; metadata: the
-        fields of `AttentionMetadata` that the host decides."""
-        prepared = self._kernels.prepare(
-            inputs, self._tables.latest, self._block_tables, self._block_size, max_blocks
-        )
-        attention = AttentionMetadata(
-            query_start=query_start,
-            context_lens=inputs.context_lens,
-            block_tables=prepared.block_tables,
-            slot_mapping=prepared.slot_mapping,
-            **metadata,
-        )
+        """Prepare the inputs of the model. slot_mappings: of each cache group, the first one's in
+        `inputs`, too; metadata: other fields of `AttentionMetadata` that the host decides."""
+        groups = zip(slot_mappings, self._block_tables, self._block_tokens, strict=True)
+        prepared = [
+            self._kernels.prepare(
+                inputs._replace(slot_mapping=slots),
+                self._tables.latest,
+                block_tables,
+                block_tokens,
+                -(-max_context_len // block_tokens),
+            )
+            for slots, block_tables, block_tokens in groups
+        ]
+        attention = [
+            AttentionMetadata(
+                query_start=query_start,
+                context_lens=inputs.context_lens,
+                block_tables=group.block_tables,
+                slot_mapping=group.slot_mapping,
+                max_context_len=max_context_len,
+                **metadata,
+            )
+            for group in prepared
+        ]
         return StepBatch(
-            token_ids=prepared.token_ids,
-            positions=prepared.positions,
-            attention=(attention,),
+            token_ids=prepared[0].token_ids,
+            positions=prepared[0].positions,
+            attention=tuple(attention),
             caches=caches,
         )
 
@@ -227,8 +241,8 @@ def sample_padding(logits: Tensor, kernels: StepKernels) -> None:
     logits: float32 [n, vocab_size], which are overwritten.
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
-    tables = DeviceRows(1, 1, vocab_size, device, num_counted=0)
-    sampler = DeviceSampler(tables, kernels, 1, vocab_size)
+    tables = DeviceRows(1, [1], vocab_size, device, num_counted=0)
+    sampler = DeviceSampler(tables, kernels, [1], vocab_size)
     zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
     rows = SamplingRows(zeros + tables.padding_row, zeros, zeros - 1, sampler.no_masks)
     raw = logits.clone()

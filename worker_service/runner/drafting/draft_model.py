@@ -12,7 +12,6 @@ are, the more often they draw the same token.
 """
 
 from collections.abc import Sequence
-from copy import copy
 
 import numpy as np
 
@@ -20,10 +19,11 @@ from pagewire_kernels.batch import LayerCaches
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.batch.step_rows import StepRows, sampling_batch
+from worker_service.runner.batch.forward import HostForward
+from worker_service.runner.batch.sampling import sampling_batch
+from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.drafting.drafter import Draft, Drafter
-from worker_service.runner.host.forward import HostForward
-from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
 MAX_CATCH_UP = 512
@@ -43,36 +43,34 @@ class DraftModel(Drafter):
         self._max_model_len = model.max_model_len
         self._forward = HostForward(model, caches)
 
-    def begin(self, plan: StepPlan, table: SequenceTable) -> None:
+    def begin(self, plan: StepPlan, rows: PlanRows, table: SequenceTable) -> None:
         """Keep only the KV in blocks before the first one that changes in a block table."""
-        row_ids = table.row_ids(plan.block_updates[:, 0], "block_updates")
-        firsts = plan.block_updates[:, 2].astype(np.int64) * table.block_size
-        np.minimum.at(table.drafter_state[:, 0], row_ids, firsts)
+        block_tokens = np.array([tables.block_tokens for tables in table.tables])
+        groups, indices = plan.block_updates[:, 1], plan.block_updates[:, 2].astype(np.int64)
+        np.minimum.at(table.drafter_state[:, 0], rows.updated, indices * block_tokens[groups])
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sample drafts as if each had been output. Sequences that lack KV of more than
         `MAX_CATCH_UP` tokens have no drafts yet."""
         num_computed = table.drafter_state[:, 0]
         ends = table.num_tokens[row_ids]
-        most = np.minimum(np.array(counts, np.int64), self._max_model_len - ends)
+        limits = np.minimum(np.array(counts, np.int64), self._max_model_len - ends)
         num_tokens = ends - num_computed[row_ids]
         num_drafts = np.zeros(len(row_ids), np.int64)
-        own = copy(table)  # the same tokens and blocks, with this model's progress
-        own.num_computed_tokens = num_computed
-        rows = np.flatnonzero(most > 0)
+        rows = np.flatnonzero(limits > 0)
         is_behind = num_tokens > MAX_CATCH_UP
         num_tokens = np.minimum(num_tokens, MAX_CATCH_UP)
         while len(rows):
             sampling = np.flatnonzero(~is_behind[rows])
             tokens = self._sample(
-                row_ids[rows], num_tokens[rows], sampling, num_drafts[rows], table, own
+                row_ids[rows], num_tokens[rows], sampling, num_drafts[rows], table
             )
             num_computed[row_ids[rows]] += num_tokens[rows]
             rows, tokens = rows[sampling][tokens != NO_TOKEN], tokens[tokens != NO_TOKEN]
             table.token_ids[row_ids[rows], ends[rows] + num_drafts[rows]] = tokens
             num_drafts[rows] += 1
             num_tokens[rows] = 1
-            rows = rows[num_drafts[rows] < most[rows]]
+            rows = rows[num_drafts[rows] < limits[rows]]
         # Drafts may be rejected, so their KV is computed again, together with the next token.
         num_computed[row_ids] = np.minimum(num_computed[row_ids], ends)
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
@@ -85,19 +83,19 @@ class DraftModel(Drafter):
         sampling: Int64Array,
         num_drafts: Int64Array,
         table: SequenceTable,
-        own: SequenceTable,
     ) -> Int64Array:
         """Compute the next tokens of some sequences, and sample a draft for some of them.
 
         row_ids, num_tokens: [n], rows and numbers of tokens to compute; sampling: [m], indices of
-        the sequences that sample; num_drafts: [n], drafts that they have so far; own: `table` with
-        the progress of the draft model. Returns drafts, [m].
+        the sequences that sample; num_drafts: [n], drafts that they have so far. Returns drafts,
+        [m].
         """
         samples = np.zeros(len(row_ids), np.bool_)
         samples[sampling] = True
         rows = StepRows(
             row_ids=row_ids,
             num_tokens=num_tokens.astype(np.int32),
+            firsts=table.drafter_state[row_ids, 0],
             sample=samples,
             computes=np.ones(len(row_ids), np.bool_),
             are_decodes=bool((samples & (num_tokens == 1)).all()),
@@ -106,10 +104,9 @@ class DraftModel(Drafter):
             sampling=sampling,
             errors={},
         )
-        forward = self._forward.run(rows, own)
+        forward = self._forward.run(rows, rows.last_states(), table)
         assert forward is not None, "each row has a token to compute"
-        logits = self._forward.last_logits(rows, forward)
-        if logits is None:
+        if forward.logits is None:
             return _NO_ROWS
         batch = sampling_batch(row_ids[sampling], table, num_drafts=num_drafts[sampling])
-        return sample(logits[0], batch, table.sampling, logits[1]).tokens
+        return sample(forward.logits, batch, table.sampling, forward.largest).tokens

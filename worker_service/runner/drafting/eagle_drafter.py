@@ -21,22 +21,18 @@ from worker_service.array_types import Int64Array
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.eagle import EagleHead
 from worker_service.plan import StepPlan
-from worker_service.runner.batch.step_rows import (
-    DecodeInputs,
-    StepRows,
-    build_batch,
-    lay_out,
-    sampling_batch,
-)
+from worker_service.runner.batch.decode_inputs import DecodeInputs
+from worker_service.runner.batch.forward import ForwardPass
+from worker_service.runner.batch.inputs import build_batch, lay_out
+from worker_service.runner.batch.sampling import sampling_batch
+from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.drafting.drafter import Draft, Drafter
-from worker_service.runner.host.forward import ForwardPass
-from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
-_LENGTH, _PROVISIONAL, _POSITION = range(3)
+_LENGTH, _PROVISIONAL = range(2)
 """Columns of a sequence: number of tokens up to the last one whose hidden state is known, 0 if none
-is; whether the head's row for that token must be written again; the next position that the head
-computes."""
+is; whether the head's row for that token must be written again."""
 
 
 class EagleDrafter(Drafter):
@@ -55,7 +51,7 @@ class EagleDrafter(Drafter):
         """By row of the table: the fused hidden state of the last token that the target has
         computed."""
 
-    def begin(self, plan: StepPlan, table: SequenceTable) -> None:
+    def begin(self, plan: StepPlan, rows: PlanRows, table: SequenceTable) -> None:
         """Repeat the plan's cache operations in the head's cache."""
         self._cache.execute(plan)
 
@@ -67,8 +63,9 @@ class EagleDrafter(Drafter):
             self._hidden = torch.cat([self._hidden, more])
         length, provisional = table.drafter_state[:, _LENGTH], table.drafter_state[:, _PROVISIONAL]
         computed = np.flatnonzero(rows.computes)
-        row_ids, starts = rows.row_ids[computed], forward.starts[computed]
-        firsts, ends = forward.firsts[computed], table.num_computed_tokens[row_ids]
+        row_ids, firsts = rows.row_ids[computed], rows.firsts[computed]
+        starts = rows.ends()[computed] - rows.num_tokens[computed]
+        ends = table.num_computed_tokens[row_ids]
         hidden = torch.cat([self._head.fuse(forward.captured), self._hidden[row_ids]])
         num_fused = len(hidden) - len(row_ids)
         is_again = provisional[row_ids].astype(bool) & (length[row_ids] == firsts)
@@ -80,9 +77,11 @@ class EagleDrafter(Drafter):
         counts = np.maximum(stops - begins, 0)
         written = np.flatnonzero(counts)
         if len(written):
-            table.drafter_state[row_ids, _POSITION] = begins
             inputs = lay_out(
-                row_ids[written], counts[written].astype(np.int32), self._shifted(table)
+                row_ids[written],
+                begins[written],
+                counts[written].astype(np.int32),
+                self._shifted(table),
             )
             index = np.repeat(written, counts[written])
             sources = np.where(
@@ -101,16 +100,15 @@ class EagleDrafter(Drafter):
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sample drafts as if each had been output."""
         ends = table.num_tokens[row_ids]
-        most = np.minimum(np.array(counts, np.int64), self._head.max_model_len - ends)
+        limits = np.minimum(np.array(counts, np.int64), self._head.max_model_len - ends)
         num_drafts = np.zeros(len(row_ids), np.int64)
         is_known = table.drafter_state[row_ids, _LENGTH] == ends - 1
-        rows = np.flatnonzero((most > 0) & is_known & (ends > 1))
+        rows = np.flatnonzero((limits > 0) & is_known & (ends > 1))
         hidden = self._hidden[row_ids[rows]]
         shifted = self._shifted(table)
         while len(rows):
             ids = row_ids[rows]
-            table.drafter_state[ids, _POSITION] = ends[rows] + num_drafts[rows] - 2
-            batch = self._inputs.build(ids, shifted)
+            batch = self._inputs.build(ids, ends[rows] + num_drafts[rows] - 2, shifted)
             output, hidden = self._head(batch, hidden)
             logits = self._head.compute_logits(output)
             sampling = sampling_batch(ids, table, num_drafts=num_drafts[rows])
@@ -119,15 +117,14 @@ class EagleDrafter(Drafter):
             rows, tokens = rows[is_known], tokens[is_known]
             table.token_ids[row_ids[rows], ends[rows] + num_drafts[rows]] = tokens
             num_drafts[rows] += 1
-            goes_on = num_drafts[rows] < most[rows]
-            rows, hidden = rows[goes_on], hidden[np.flatnonzero(is_known)[goes_on]]
+            continues = num_drafts[rows] < limits[rows]
+            rows, hidden = rows[continues], hidden[np.flatnonzero(is_known)[continues]]
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
         return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
 
     @staticmethod
     def _shifted(table: SequenceTable) -> SequenceTable:
-        """The table with each position's next token as its token, and the head's progress."""
+        """The table with each position's next token as its token."""
         shifted = copy(table)
         shifted.token_ids = table.token_ids[:, 1:]
-        shifted.num_computed_tokens = table.drafter_state[:, _POSITION]
         return shifted

@@ -40,11 +40,11 @@ import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.plan import StepPlan
+from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.step_rows import Drafts, StepRows
 from worker_service.runner.drafting.drafter import Draft, Drafter
-from worker_service.runner.host.forward import ForwardPass
 from worker_service.runner.state.sequence_state import SequenceState
-from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 
 _NUM_PAIRS = 48
@@ -73,15 +73,15 @@ _SHARED_DECAY, _SHARED_SKIP_DECAY = 0.995, 0.99
 _PRIOR_TRIALS = 4.0
 """Weight of the prior of a probability of acceptance, in drafts."""
 
-_LEAST_GAIN = 1.03
+_MIN_GAIN = 1.03
 """Minimum gain in expected tokens per microsecond for which drafts are computed, as a margin for
 errors of the estimates."""
 
-_EMPTY_SEARCHES, _MOST_DOUBLED = 4, 4
+_EMPTY_SEARCHES, _MAX_DOUBLED = 4, 4
 """Searches without a draft after which the number of tokens between searches doubles, and how often
 it does."""
 
-_ALIKE_STEPS, _MOST_ALIKE_STEPS = 2, 256
+_EQUAL_STEPS, _MAX_EQUAL_STEPS = 2, 256
 """While all steps have the same number of tokens, some steps compute no drafts, to measure their
 cost: first after two steps, then after twice as many each time, up to the second number."""
 
@@ -103,7 +103,7 @@ class _Acceptance:
         self._right = [0.0] * len(_LENGTHS)
         self._verified = [0.0] * len(_LENGTHS)
 
-    def note(self, kinds: list[int], num_right: int, decay: float) -> None:
+    def record(self, kinds: list[int], num_right: int, decay: float) -> None:
         """Add the verified drafts of a step, of which the first `num_right` were accepted."""
         for kind in set(kinds):
             self.decay(kind, decay)
@@ -132,18 +132,18 @@ class _StepTimes:
         """(number of tokens, microseconds) of the last steps."""
         self._token_us = 0.0
         self._base_us = 1.0
-        self.num_alike = 0
+        self.num_equal = 0
         """Last steps that had the same number of tokens as the step before."""
 
-    def note(self, num_tokens: int, time_us: int) -> None:
+    def record(self, num_tokens: int, time_us: int) -> None:
         """Add a measured step."""
-        self.num_alike += 1
+        self.num_equal += 1
         if self._steps:
             last_tokens, last_us = self._steps[-1]
             if num_tokens != last_tokens:
                 difference = num_tokens - last_tokens
                 self._pairs.append(((time_us - last_us) / difference, abs(difference)))
-                self.num_alike = 0
+                self.num_equal = 0
                 self._token_us = max(0.0, _weighted_median(self._pairs))
         self._steps.append((num_tokens, time_us))
         times = sorted(time_us - self._token_us * num_tokens for num_tokens, time_us in self._steps)
@@ -196,7 +196,7 @@ class DraftLengths:
         self._rows = defaultdict[int, _Row](_Row)
         self._shared = _Acceptance()
         self._times = _StepTimes()
-        self._alike_steps = _ALIKE_STEPS
+        self._equal_steps = _EQUAL_STEPS
 
     def forget(self, row_ids: Int64Array) -> None:
         """Drop the statistics of the sequences in these rows of the table."""
@@ -209,7 +209,7 @@ class DraftLengths:
 
     def is_due(self, row_id: int, num_tokens: int) -> bool:
         """Whether to search for drafts of a sequence that has this number of tokens."""
-        num_doubled = min(self._rows[row_id].num_empty // _EMPTY_SEARCHES, _MOST_DOUBLED)
+        num_doubled = min(self._rows[row_id].num_empty // _EMPTY_SEARCHES, _MAX_DOUBLED)
         return num_tokens % (1 << num_doubled) == 0
 
     def choose(self, proposals: list[Proposal], num_tokens: int, num_sampling: int) -> list[int]:
@@ -218,14 +218,14 @@ class DraftLengths:
         num_tokens, num_sampling: tokens that the step computes, and samples, without drafts.
         """
         counts, times = [0] * len(proposals), self._times
-        asked = [index for index, each in enumerate(proposals) if each.num_drafts]
-        rows = [self._rows[each.row_id] for each in proposals]
+        available = [index for index, proposal in enumerate(proposals) if proposal.num_drafts]
+        rows = [self._rows[proposal.row_id] for proposal in proposals]
         for row, proposal in zip(rows, proposals, strict=True):
             row.num_empty = row.num_empty // 2 if proposal.num_drafts else row.num_empty + 1
-        if not asked:
+        if not available:
             return counts
-        if times.num_alike >= self._alike_steps and times.last_tokens > num_tokens:
-            self._alike_steps = min(2 * self._alike_steps, _MOST_ALIKE_STEPS)
+        if times.num_equal >= self._equal_steps and times.last_tokens > num_tokens:
+            self._equal_steps = min(2 * self._equal_steps, _MAX_EQUAL_STEPS)
             return counts
         priors = [self._shared.chance(kind, first) for kind, first in enumerate(_FIRST_CHANCES)]
 
@@ -236,10 +236,10 @@ class DraftLengths:
 
         # The next draft of each proposal, the most likely first. Probabilities do not increase from
         # one draft of a proposal to the next, so once the rate falls, it does not rise again.
-        further = [(-chance(index), index) for index in asked]
+        further = [(-chance(index), index) for index in available]
         heapify(further)
         expected = float(num_sampling)
-        rate = least_rate = expected / times.of(num_tokens)
+        rate = min_rate = expected / times.of(num_tokens)
         while further:
             negated, index = further[0]
             next_rate = (expected - negated) / times.of(num_tokens + 1)
@@ -251,9 +251,9 @@ class DraftLengths:
                 heapreplace(further, (negated * chance(index), index))
             else:
                 heappop(further)
-        if rate <= _LEAST_GAIN * least_rate:
+        if rate <= _MIN_GAIN * min_rate:
             counts = [0] * len(proposals)
-        for index in asked:
+        for index in available:
             row = rows[index]
             row.num_matched = proposals[index].num_matched
             if counts[index]:
@@ -261,22 +261,22 @@ class DraftLengths:
             else:
                 row.acceptance.decay(_kind(row.num_matched, 0), _ROW_SKIP_DECAY)
         if not any(counts):
-            for kind in {_kind(proposals[index].num_matched, 0) for index in asked}:
+            for kind in {_kind(proposals[index].num_matched, 0) for index in available}:
                 self._shared.decay(kind, _SHARED_SKIP_DECAY)
         return counts
 
-    def note_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
-        """Note the number of drafts that a sequence computed, and of those that were accepted."""
+    def record_drafts(self, row_id: int, num_drafts: int, num_right: int) -> None:
+        """Record the number of drafts that a sequence computed, and of those that were accepted."""
         row = self._rows[row_id]
         # Drafts after the first rejected one were not verified.
         num_verified = min(num_right + 1, num_drafts)
         kinds = [_kind(row.num_matched, place) for place in range(num_verified)]
-        row.acceptance.note(kinds, num_right, _ROW_DECAY)
-        self._shared.note(kinds, num_right, _SHARED_DECAY)
+        row.acceptance.record(kinds, num_right, _ROW_DECAY)
+        self._shared.record(kinds, num_right, _SHARED_DECAY)
 
-    def note_step(self, num_tokens: int, time_us: int) -> None:
-        """Note the time of a decode step. num_tokens: drafts included."""
-        self._times.note(num_tokens, time_us)
+    def record_step(self, num_tokens: int, time_us: int) -> None:
+        """Record the time of a decode step. num_tokens: drafts included."""
+        self._times.record(num_tokens, time_us)
 
 
 class Speculation:
@@ -303,22 +303,21 @@ class Speculation:
         """Drop the statistics of all sequences."""
         self._lengths.forget_all()
 
-    def begin(self, plan: StepPlan, forgotten: Int64Array, table: SequenceTable) -> None:
-        """Begin a step, after its cache operations and its changes to the table. forgotten: rows
-        of the sequences that it has dropped."""
-        self._lengths.forget(forgotten)
+    def begin(self, plan: StepPlan, rows: PlanRows, table: SequenceTable) -> None:
+        """Begin a step, after its cache operations and its changes to the table."""
+        self._lengths.forget(rows.forgotten)
         if self._drafter is not None:
-            self._drafter.begin(plan, table)
+            self._drafter.begin(plan, rows, table)
 
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
-        """Note that the tokens of a step are in the table."""
+        """Observe that the tokens of a step are in the table."""
         if self._drafter is not None:
             self._drafter.observe(rows, forward, table)
 
-    def note_decodes(self, rows: StepRows, time_us: int) -> None:
-        """Note the time of a step whose rows were decodes before drafts were added to them."""
+    def record_step(self, rows: StepRows, time_us: int) -> None:
+        """Record the time of a step whose rows were decodes before drafts were added to them."""
         if self._drafter is not None:
-            self._lengths.note_step(int(rows.num_tokens.sum()), time_us)
+            self._lengths.record_step(int(rows.num_tokens.sum()), time_us)
 
     def add(
         self, rows: StepRows, lookahead: Int32Array, sequences: SequenceState, is_shared: bool
@@ -368,23 +367,23 @@ class Speculation:
             return {}
         table, lengths = sequences.table, self._lengths
         columns = (lookahead, rows.computes, rows.row_ids, table.num_tokens[rows.row_ids])
-        asked = [
+        due = [
             row
-            for row, (most, computes, row_id, num_tokens) in enumerate(
+            for row, (max_drafts, computes, row_id, num_tokens) in enumerate(
                 zip(*(column.tolist() for column in columns), strict=True)
             )
-            if most > 0
+            if max_drafts > 0
             and computes
             and table.may_draft(row_id)
             and lengths.is_due(row_id, num_tokens)
         ]
-        if not asked:
+        if not due:
             return {}
-        row_ids, most = rows.row_ids[asked], lookahead[asked].tolist()
+        row_ids, limits = rows.row_ids[due], lookahead[due].tolist()
         if self._drafter.takes_time:
-            sizes = [(num_drafts, 0) for num_drafts in most]
+            sizes = [(num_drafts, 0) for num_drafts in limits]
         else:
-            found = self._propose(row_ids, most, sequences)
+            found = self._propose(row_ids, limits, sequences)
             sizes = [(len(draft.tokens), draft.num_matched) for draft in found]
         proposals = [
             Proposal(row_id, *size) for row_id, size in zip(row_ids.tolist(), sizes, strict=True)
@@ -392,7 +391,7 @@ class Speculation:
         chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
         if self._drafter.takes_time:
             found = self._propose(row_ids, chosen, sequences)
-        triples = zip(asked, found, chosen, strict=True)
+        triples = zip(due, found, chosen, strict=True)
         return {row: draft.tokens[:count] for row, draft, count in triples if count}
 
     def _propose(
@@ -416,13 +415,13 @@ class Speculation:
         slot of its current blocks.
         """
         table, row_ids = sequences.table, rows.row_ids
-        ends = np.minimum(table.num_blocks[row_ids] * table.block_size, table.max_model_len)
-        lookahead = np.clip(ends - table.num_tokens[row_ids], 0, self.max_drafts).astype(np.int32)
+        num_free = table.capacity[row_ids] - table.num_tokens[row_ids]
+        lookahead = np.clip(num_free, 0, self.max_drafts).astype(np.int32)
         is_over = np.isin(row_ids, list(table.failures))
         lookahead[~rows.sample | is_over] = 0
         sampling = np.unique(rows.sampling)
-        own = replace(rows, num_tokens=np.ones_like(rows.num_tokens), sampling=sampling)
-        drafts = self._choose(own, lookahead, sequences)
+        next_rows = replace(rows, num_tokens=np.ones_like(rows.num_tokens), sampling=sampling)
+        drafts = self._choose(next_rows, lookahead, sequences)
         table.next_drafts |= {int(row_ids[row]): tokens for row, tokens in drafts.items()}
         return drafts
 
@@ -451,5 +450,5 @@ class Speculation:
                 stop -= 1
             if stop > start:
                 kept[row] = tokens[start + 1 : stop + 1]
-            self._lengths.note_drafts(row_id, num_drafts, max(stop - start, 0))
+            self._lengths.record_drafts(row_id, num_drafts, max(stop - start, 0))
         return kept

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
+from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.drafting.drafter import (
     MAX_MATCH,
@@ -23,7 +24,6 @@ from worker_service.runner.drafting.drafter import (
     find_continued,
     most_frequent,
 )
-from worker_service.runner.host.forward import ForwardPass
 from worker_service.runner.state.sequence_table import SequenceTable
 
 HISTORY_TOKENS = 1 << 17

@@ -1,1 +1,2 @@
-"""Steps that the host computes at once; `forward.py` is their forward pass."""
+"""Steps that the host computes at once: `steps.py` from a plan to its outcome, `sampling.py` the
+tokens of a batch's rows."""

@@ -2,6 +2,7 @@
 
 | file | holds |
 | --- | --- |
-| `sequence_table.py` | tokens, block tables and progress of all sequences, as columns |
+| `sequence_table.py` | tokens and progress of all sequences, as columns |
+| `block_tables.py` | their block tables in one cache group |
 | `sequence_state.py` | the table, its pending tokens and constraints |
 """

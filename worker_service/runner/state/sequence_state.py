@@ -7,9 +7,9 @@ sequences once they have arrived, or when a plan needs to know one now. Steps re
 in which they were launched.
 
 There are two kinds of outcomes: an in-flight step of a GPU (`device/in_flight_step.py`), and the
-message in which the sampling rank broadcasts its tokens (`RankOutcomes`). Since only one rank
-samples, ranks cannot disagree. The others wait for a row's token only when they compute that row
-again, so that the first stage of a pipeline can continue with other rows.
+message in which the sampling rank broadcasts its tokens (`batch/rank_outcomes.py`). Since only one
+rank samples, ranks cannot disagree. The others wait for a row's token only when they compute that
+row again, so that the first stage of a pipeline can continue with other rows.
 
 When a step resolves depends on the speed of a device or of other ranks. So it changes nothing that
 a later batch depends on: a failed row remains in the batches, in which it fails again, until a plan
@@ -20,16 +20,12 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import torch
 
+from pagewire_kernels.batch import NO_CANDIDATES, NON_FINITE, OFF_CONSTRAINT
 from worker_service.array_types import Int64Array
-from worker_service.distributed.communicator import Communicator, Transfer
-from worker_service.errors import GroupBroken, InvalidPlan
-from worker_service.plan import NewSequence, StepPlan
-from worker_service.runner.batch.step_outcome import StepOutcome
-from worker_service.runner.batch.step_rows import StepRows
-from worker_service.runner.device.rows import FAILURES
-from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.errors import InvalidPlan
+from worker_service.plan import NewSequence, RowErrorReason, StepPlan
+from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 from worker_service.structured.masks import ConstrainedRow, TokenMasks
 
@@ -37,7 +33,16 @@ if TYPE_CHECKING:
     from worker_service.structured.grammars import Grammars
 
 
-_FORGOTTEN = -1
+FAILURES = {
+    NON_FINITE: RowErrorReason.NON_FINITE_LOGITS,
+    NO_CANDIDATES: RowErrorReason.NO_CANDIDATES,
+    OFF_CONSTRAINT: RowErrorReason.CONSTRAINT,
+}
+"""Negative outcomes of sampling that fail the row's sequence."""
+
+FORGOTTEN = -1
+"""Row of a step's outcome that nothing waits for."""
+
 NO_PLACEHOLDER = -1
 """Position of a row that has no token to come, but may fail."""
 
@@ -60,7 +65,7 @@ class _PendingStep(NamedTuple):
 
     outcome: Outcome
     row_ids: Int64Array
-    """[n]: rows of the table; _FORGOTTEN where nothing will be resolved."""
+    """[n]: rows of the table; FORGOTTEN where nothing will be resolved."""
 
     positions: Int64Array
     """[n]: where in its sequence each row's placeholder stands, or NO_PLACEHOLDER."""
@@ -112,33 +117,33 @@ class PendingTokens:
         """Wait until no token is pending, and record all failures."""
         while self._steps:
             self._resolve_next()
-        self._record({each.row_id for each in self._without_token})
+        self._record({row.row_id for row in self._without_token})
 
     def forget(self, row_ids: Int64Array) -> None:
         """Discard the tokens that are pending for these sequences, when they arrive."""
         for step in self._steps:
-            step.row_ids[np.isin(step.row_ids, row_ids)] = _FORGOTTEN
+            step.row_ids[np.isin(step.row_ids, row_ids)] = FORGOTTEN
         if self._without_token:
             gone = set(row_ids.tolist())
-            self._without_token = [each for each in self._without_token if each.row_id not in gone]
+            self._without_token = [row for row in self._without_token if row.row_id not in gone]
 
     def _record(self, row_ids: set[int]) -> None:
         """Take back the placeholders of these rows that have no token, and record failures."""
         found, self._without_token = self._without_token, []
-        for each in found:
-            if each.row_id not in row_ids:
-                self._without_token.append(each)
+        for row in found:
+            if row.row_id not in row_ids:
+                self._without_token.append(row)
                 continue
-            if each.has_placeholder:
-                self._table.take_back(each.row_id)
-            if each.number in FAILURES:
-                self._table.fail(each.row_id, FAILURES[each.number])
+            if row.has_placeholder:
+                self._table.remove_unknown(row.row_id)
+            if row.number in FAILURES:
+                self._table.fail(row.row_id, FAILURES[row.number])
 
     def _resolve_next(self) -> None:
         outcome, row_ids, positions = self._steps.popleft()
         encoded = outcome.wait()
         numbers, further = encoded[:, 0], encoded[:, 1:]
-        is_known = row_ids != _FORGOTTEN
+        is_known = row_ids != FORGOTTEN
         has_token = is_known & (numbers >= 0)
         self._table.resolve_tokens(row_ids[has_token], positions[has_token], numbers[has_token])
         for index in np.flatnonzero(has_token).tolist() if further.size else ():
@@ -151,81 +156,6 @@ class PendingTokens:
             self._without_token.append(_WithoutToken(row_id, number, has_placeholder))
 
 
-class _Broadcast:
-    """The sampling rank's message on its way to this rank. It begins with a step id, which must
-    equal this rank's."""
-
-    def __init__(self, step_id: int, num_columns: int, transfer: Transfer) -> None:
-        self._step_id = step_id
-        self._num_columns = num_columns
-        self._transfer = transfer
-
-    @property
-    def is_available(self) -> bool:
-        return self._transfer.is_done
-
-    def wait(self) -> Int64Array:
-        """Raises GroupBroken."""
-        message = self._transfer.wait().numpy()
-        if message[0] != self._step_id:
-            raise GroupBroken(f"rank at step {self._step_id}, the sampling rank at {message[0]}")
-        return message[1:].reshape(-1, self._num_columns)
-
-
-class RankOutcomes:
-    """Exchanges what the ranks that share a model sample: one broadcasts, the others receive."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        """Raises GroupBroken if several ranks share the model and they have not joined."""
-        self.layout = communicator.layout
-        self._communicator = communicator
-        self._sent: deque[Transfer] = deque()
-        self.check()
-
-    def exchange(
-        self,
-        step_id: int,
-        rows: StepRows,
-        outcome: StepOutcome,
-        table: SequenceTable,
-        pending: PendingTokens,
-        max_drafts: int,
-    ) -> None:
-        """Broadcast the outcome of a batch of rows, or expect it and add its tokens as pending.
-        max_drafts: of one of its rows, and of the sequence's next row."""
-        if self.layout.world_size == 1:
-            return
-        groups = self._communicator.joined
-        if self.layout.samples:
-            while self._sent and self._sent[0].is_done:
-                self._sent.popleft().wait()
-            encoded = outcome.encode(max_drafts).ravel()
-            message = torch.from_numpy(np.concatenate([[step_id], encoded]))
-            self._sent.append(groups.share_with_all(message))
-            return
-        positions = np.full(len(rows.row_ids), NO_PLACEHOLDER)
-        sampling = rows.sampling if rows.drafts is None else np.unique(rows.sampling)
-        positions[sampling] = table.expect_tokens(rows.row_ids[sampling])
-        # Only rows that sample, or report log probabilities of their prompt, can fail.
-        may_fail = np.isin(rows.row_ids, list(table.prompt_logprobs))
-        may_fail[sampling] = True
-        num_columns = 1 + 2 * max_drafts
-        num_numbers = 1 + len(rows.row_ids) * num_columns
-        transfer = groups.share_with_all(torch.empty(num_numbers, dtype=torch.int64))
-        row_ids = np.where(may_fail, rows.row_ids, _FORGOTTEN)
-        pending.add(_Broadcast(step_id, num_columns, transfer), row_ids, positions)
-
-    def check(self) -> None:
-        """Raises GroupBroken unless the ranks have joined and none has interrupted the others: what
-        GPUs computed after that is invalid."""
-        if self.layout.world_size > 1:
-            self._communicator.joined.check()
-
-    def leave(self) -> None:
-        """Leave the group of ranks: the epoch is over."""
-        self._communicator.leave()
-
-
 class SequenceState:
     """The table of sequences, the tokens that it lacks, and the matchers of constraints."""
 
@@ -235,30 +165,27 @@ class SequenceState:
         self.pending = PendingTokens(table)
         self.masks = TokenMasks(grammars) if grammars is not None else None
 
-    def forget(self, plan: StepPlan) -> Int64Array:
-        """Drop the sequences that a plan forgets. Returns the rows that they had."""
-        row_ids = self.table.row_ids(plan.forget_seq_ids, "forget_seq_ids")
-        self.pending.forget(row_ids)
-        if self.masks is not None:
-            self.masks.remove(row_ids)
-        self.table.forget(plan.forget_seq_ids)
-        return row_ids
-
-    def admit(self, plan: StepPlan) -> None:
-        """Add new sequences, chosen tokens and blocks. Waits for the pending tokens that a fork
-        inherits or that a chosen token follows."""
-        table = self.table
-        seq_ids = [new.parent_seq_id for new in plan.new_sequences if new.parent_seq_id is not None]
-        seq_ids += plan.appended_tokens[:, 0].tolist()
-        row_ids = [table.row_id(seq_id) for seq_id in seq_ids if seq_id in table]
-        self.pending.resolve(np.array(row_ids, np.int64))
+    def apply(self, plan: StepPlan) -> PlanRows:
+        """Forget, add and extend the sequences that a plan names. Waits for the pending tokens that
+        a fork inherits or that a chosen token follows."""
+        self.pending.resolve_available()
+        forks = [new.parent_seq_id for new in plan.new_sequences if new.parent_seq_id is not None]
+        if forks or len(plan.appended_tokens):
+            self._resolve([*forks, *plan.appended_tokens[:, 0].tolist()])
+        rows = self.table.apply(plan)
+        if len(rows.forgotten):
+            self.pending.forget(rows.forgotten)
+            if self.masks is not None:
+                self.masks.remove(rows.forgotten)
         for index, new in enumerate(plan.new_sequences):
-            field = f"new_sequences[{index}]"
-            table.add(new, field)
             if new.sampling.constraint is not None:
-                self._add_constraint(new, f"{field}.sampling.constraint")
-        table.append_chosen(plan.appended_tokens)
-        table.update_blocks(plan.block_updates)
+                self._add_constraint(new, f"new_sequences[{index}].sampling.constraint")
+        return rows
+
+    def _resolve(self, seq_ids: list[int]) -> None:
+        """Wait until no token of these sequences is pending, if they are known."""
+        row_ids = [self.table.row_id(seq_id) for seq_id in seq_ids if seq_id in self.table]
+        self.pending.resolve(np.array(row_ids, np.int64))
 
     def constrained_rows(
         self, row_ids: Int64Array, num_drafts: Int64Array | None = None

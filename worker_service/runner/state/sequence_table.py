@@ -6,23 +6,35 @@ when it is forgotten. So a step's inputs are a few gathers, whatever the sequenc
 id* is a row of this table; a plain `row` elsewhere is a row of the step's batch.
 """
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from worker_service.array_types import Int32Array, Int64Array
+from worker_service.cache_groups import CacheGroup
 from worker_service.errors import InvalidPlan
-from worker_service.plan import BlockTable, NewSequence, RowErrorReason
+from worker_service.plan import BlockTable, NewSequence, RowErrorReason, StepPlan
+from worker_service.runner.state.block_tables import BlockTables, grown
 from worker_service.sampling.logit_edits import EditedRow
-from worker_service.sampling.sampler import SamplingTable
+from worker_service.sampling.sampling_table import SamplingTable
 
-NO_BLOCK = -1
 UNKNOWN_TOKEN = -1
 """Placeholder of a token that was sampled on the device or by another rank, unknown here."""
 
 _INITIAL_ROWS = 64
+
+_COLUMNS = (
+    "num_tokens",
+    "num_prompt_tokens",
+    "num_computed_tokens",
+    "capacity",
+    "min_position",
+    "tenants",
+    "drafter_state",
+)
 
 
 class PromptLogprobsRequest(NamedTuple):
@@ -35,12 +47,30 @@ class PromptLogprobsRequest(NamedTuple):
     """Number of most probable tokens reported with each token."""
 
 
-class SequenceTable:
-    """Tokens, block tables, progress and sampling state by row.
+class PlanRows(NamedTuple):
+    """The sequences that a plan names, as rows of the table."""
 
-    Invariants, for a row in use: num_computed_tokens <= num_tokens; the first num_blocks entries
-    of its block table are blocks of the cache, the others NO_BLOCK. A row is in use or free, never
-    both.
+    forgotten: Int64Array
+    added: Int64Array
+    updated: Int64Array
+    """[n]: of each block update."""
+
+    appended: Int64Array
+    """[n]: of each appended token."""
+
+    batch: Int64Array
+    """[num_rows]."""
+
+
+_NO_GROUP = -1
+_NO_ROWS = np.empty(0, np.int64)
+
+
+class SequenceTable:
+    """Tokens, block tables by cache group, progress and sampling state by row.
+
+    Invariants, for a row in use: num_computed_tokens <= num_tokens; a block is in the tables of one
+    group, except for entries that a group has released. A row is in use or free, never both.
 
     Sequences divide into `num_parts` parts by their rows. A new one gets a row of the smallest
     part, so that parts stay even while sequences come and go.
@@ -51,25 +81,30 @@ class SequenceTable:
         *,
         vocab_size: int,
         max_model_len: int,
-        block_size: int,
+        groups: Sequence[CacheGroup],
         num_gpu_blocks: int,
         num_parts: int = 1,
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.block_size = block_size
         self.num_gpu_blocks = num_gpu_blocks
-        max_blocks = -(-max_model_len // block_size)
+        self.tables = [BlockTables(group, max_model_len, _INITIAL_ROWS) for group in groups]
+        """By cache group."""
+        self._group_of = np.full(num_gpu_blocks, _NO_GROUP, np.int8)
+        """The group in whose tables each block was last put."""
         # One more than the model's length: the last position may still sample. Zeroed by the
         # operating system, so a page costs memory only once tokens are written to it.
         self.token_ids = np.zeros((_INITIAL_ROWS, max_model_len + 1), np.int32)
-        self.block_tables = np.full((_INITIAL_ROWS, max_blocks), NO_BLOCK, np.int32)
         self.num_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_prompt_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
-        self.num_blocks = np.zeros(_INITIAL_ROWS, np.int64)
+        self.capacity = np.zeros(_INITIAL_ROWS, np.int64)
+        """Tokens for which a sequence has blocks in all groups, within the model's length."""
+        self.min_position = np.zeros(_INITIAL_ROWS, np.int64)
+        """The first position that a sequence can compute: its tables may lack their first
+        blocks."""
         self.tenants = np.zeros(_INITIAL_ROWS, np.uint64)
-        self.drafter_state = np.zeros((_INITIAL_ROWS, 3), np.int64)
+        self.drafter_state = np.zeros((_INITIAL_ROWS, 2), np.int64)
         """Columns that the drafter defines; zeros for a new sequence."""
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
         """Requests by row, of sequences with prompt log probabilities."""
@@ -115,16 +150,32 @@ class SequenceTable:
         """The row of a known sequence."""
         return self._row_id_of[seq_id]
 
-    def forget(self, seq_ids: Int32Array) -> None:
-        """Drop all state of these sequences."""
-        if len(seq_ids) == 0:
-            return
+    def apply(self, plan: StepPlan) -> PlanRows:
+        """Forget, add and extend the sequences that a plan names."""
+        forgotten = self.forget(plan.forget_seq_ids)
+        new = [
+            (self._add(new, f"new_sequences[{index}]"), new)
+            for index, new in enumerate(plan.new_sequences)
+        ]
+        batch = self.row_ids(plan.seq_ids, "seq_ids")
+        updated = self.update_blocks(plan.block_updates)
+        for row_id, sequence in new:
+            self._put_sampling(row_id, sequence)
+        appended = _NO_ROWS
+        if len(plan.appended_tokens):
+            appended = self.append_chosen(plan.appended_tokens)
+        added = np.array([row_id for row_id, _ in new], np.int64)
+        return PlanRows(forgotten, added, updated, appended, batch)
+
+    def forget(self, seq_ids: Int32Array) -> Int64Array:
+        """Drop all state of these sequences. Returns the rows that they had."""
         row_ids = self.row_ids(seq_ids, "forget_seq_ids")
         if len(np.unique(row_ids)) != len(row_ids):
             raise InvalidPlan("forget_seq_ids", "a sequence is named twice")
         for seq_id, row_id in zip(seq_ids.tolist(), row_ids.tolist(), strict=True):
             del self._row_id_of[seq_id]
-            self.block_tables[row_id, : self.num_blocks[row_id]] = NO_BLOCK
+            for tables in self.tables:
+                tables.remove(row_id)
             self.failures.pop(row_id, None)
             self.next_drafts.pop(row_id, None)
             self.drafter_state[row_id] = 0
@@ -133,9 +184,13 @@ class SequenceTable:
             part = row_id % self.num_parts
             heappush(self._free_rows[part], row_id)
             self._part_sizes[part] -= 1
+        return row_ids
 
     def add(self, new: NewSequence, field: str) -> None:
         """Add a sequence; a fork starts with its parent's tokens and progress."""
+        self._put_sampling(self._add(new, field), new)
+
+    def _add(self, new: NewSequence, field: str) -> int:
         self._check_new(new, field)
         parent = None
         if new.parent_seq_id is not None:
@@ -143,45 +198,77 @@ class SequenceTable:
             if parent is None:
                 problem = f"sequence {new.parent_seq_id} is not known here"
                 raise InvalidPlan(f"{field}.parent_seq_id", problem)
-        row_id = self._take_row()
+        row_id = self._allocate_row()
         self._row_id_of[new.seq_id] = row_id
         self._put_tokens(row_id, new, parent, field)
-        for table in new.tables:
-            self.block_tables[row_id, : len(table.block_ids)] = table.block_ids
-            self.num_blocks[row_id] = len(table.block_ids)
+        for index, table in enumerate(new.tables):
+            self._claim(table.block_ids, table.group, f"{field}.tables[{index}].block_ids")
+            self.tables[table.group].put(row_id, table)
+        self._update_capacities(np.array([row_id]))
+        self.min_position[row_id] = 0
+        if any(table.first_index for table in new.tables):
+            self.min_position[row_id] = max(tables.min_position(row_id) for tables in self.tables)
         if new.sampling.num_prompt_logprobs is not None:
             self.prompt_logprobs[row_id] = PromptLogprobsRequest(
                 new.prompt_logprobs_start, new.sampling.num_prompt_logprobs
             )
         if parent is not None and parent in self.failures:
             self.failures[row_id] = self.failures[parent]
+        return row_id
+
+    def _put_sampling(self, row_id: int, new: NewSequence) -> None:
         prompt_end, end = self.num_prompt_tokens[row_id], self.num_tokens[row_id]
         tokens = self.token_ids[row_id]
         self.sampling.put(
             row_id, new.sampling, new.choice_index, tokens[:prompt_end], tokens[prompt_end:end]
         )
 
-    def update_blocks(self, updates: Int32Array) -> None:
-        """Set or append block table entries. updates: [n, 4] as in the plan."""
+    def update_blocks(self, updates: Int32Array) -> Int64Array:
+        """Set or append block table entries. updates: [n, 4] as in the plan. Returns their rows."""
+        field = "block_updates"
+        row_ids = self.row_ids(updates[:, 0], field)
         if len(updates) == 0:
-            return
-        row_ids = self.row_ids(updates[:, 0], "block_updates")
-        if updates[:, 1].any():
-            raise InvalidPlan("block_updates", "expected group 0, the model's only one")
-        indices, blocks = updates[:, 2], updates[:, 3]
-        self.check_blocks(blocks, "block_updates")
-        if indices.min() < 0 or indices.max() >= self.block_tables.shape[1]:
-            limit = self.block_tables.shape[1] - 1
-            raise InvalidPlan("block_updates", f"expected table indices from 0 to {limit}")
-        self.block_tables[row_ids, indices] = blocks
-        np.maximum.at(self.num_blocks, row_ids, indices.astype(np.int64) + 1)
-        if (self.block_tables[row_ids, np.maximum(indices - 1, 0)] == NO_BLOCK).any():
-            raise InvalidPlan("block_updates", "an entry lies more than one past its table's end")
+            return row_ids
+        groups, indices, blocks = updates[:, 1], updates[:, 2].astype(np.int64), updates[:, 3]
+        self.check_blocks(blocks, field)
+        if groups.min() < 0 or groups.max() >= len(self.tables):
+            got = f"got {groups.min()} to {groups.max()}"
+            raise InvalidPlan(field, f"{self._expected_groups}, {got}")
+        for group, tables in enumerate(self.tables):
+            chosen = slice(None) if len(self.tables) == 1 else groups == group
+            if len(blocks[chosen]):
+                self._claim(blocks[chosen], group, field)
+                tables.update(row_ids[chosen], indices[chosen], blocks[chosen], field)
+        self._update_capacities(row_ids)
+        return row_ids
 
-    def append_chosen(self, chosen: Int32Array) -> None:
-        """Append the tokens that the core chose. chosen: [n, 2] as in the plan."""
-        if len(chosen) == 0:
+    def _update_capacities(self, row_ids: Int64Array) -> None:
+        ends = [tables.ends[row_ids] * tables.block_tokens for tables in self.tables]
+        self.capacity[row_ids] = np.minimum(self.max_model_len, np.min(ends, axis=0))
+
+    def _claim(self, blocks: Int32Array, group: int, field: str) -> None:
+        """Record that these blocks are in tables of a group. Raises InvalidPlan if one is in a
+        table of another group, which has not released it."""
+        if len(self.tables) == 1:
             return
+        before = self._group_of[blocks]
+        self._group_of[blocks] = group
+        is_moved = (before != group) & (before != _NO_GROUP)
+        for other in set(before[is_moved].tolist()):
+            row_ids = np.array(self.used_rows(), np.int64)
+            positions = self.num_computed_tokens[row_ids]
+            held = self.tables[other].holding(blocks[before == other], row_ids, positions)
+            if len(held):
+                problem = f"block {held[0]} is in a table of group {other}"
+                raise InvalidPlan(field, f"{problem}, got group {group}")
+
+    @property
+    def _expected_groups(self) -> str:
+        return f"expected cache groups from 0 to {len(self.tables) - 1}"
+
+    def append_chosen(self, chosen: Int32Array) -> Int64Array:
+        """Append the tokens that the core chose. chosen: [n, 2] as in the plan. Returns their
+        rows."""
         field = "appended_tokens"
         row_ids, tokens = self.row_ids(chosen[:, 0], field), chosen[:, 1]
         self._check_tokens(tokens, field)
@@ -192,12 +279,14 @@ class SequenceTable:
         if self.num_tokens[row_ids].max() >= self.max_model_len:
             raise InvalidPlan(field, f"expected at most {self.max_model_len} tokens in all")
         self.append_tokens(row_ids, tokens.astype(np.int64))
+        return row_ids
 
     def append_tokens(self, row_ids: Int64Array, tokens: Int64Array) -> None:
         """Append one token to each of these sequences."""
         self.token_ids[row_ids, self.num_tokens[row_ids]] = tokens
         self.num_tokens[row_ids] += 1
-        self.sampling.append(row_ids, tokens)
+        if self.sampling.edits:
+            self.sampling.append(row_ids, tokens)
 
     def append_kept(self, row_id: int, tokens: Int64Array) -> None:
         """Append the tokens sampled after drafts that were right. These drafts, one for each token,
@@ -218,9 +307,10 @@ class SequenceTable:
     def resolve_tokens(self, row_ids: Int64Array, places: Int64Array, tokens: Int64Array) -> None:
         """Replace unknown tokens, at the positions that `expect_tokens` returned."""
         self.token_ids[row_ids, places] = tokens
-        self.sampling.append(row_ids, tokens)
+        if self.sampling.edits:
+            self.sampling.append(row_ids, tokens)
 
-    def take_back(self, row_id: int) -> None:
+    def remove_unknown(self, row_id: int) -> None:
         """Remove an unknown token, because none was sampled."""
         self.num_tokens[row_id] -= 1
 
@@ -228,13 +318,14 @@ class SequenceTable:
         """Record why a sequence cannot continue."""
         self.failures[row_id] = reason
 
-    def advance(self, row_ids: Int64Array, num_tokens: Int32Array) -> None:
-        """Mark the next `num_tokens` tokens of these sequences as computed."""
+    def advance(
+        self, row_ids: Int64Array, num_tokens: Int32Array, parents: Int64Array, forks: Int64Array
+    ) -> None:
+        """Count the next `num_tokens` tokens of these sequences as computed, and in forks what is
+        computed in their parents. All are rows of the table."""
         self.num_computed_tokens[row_ids] += num_tokens
-
-    def copy_progress(self, parents: Int64Array, forks: Int64Array) -> None:
-        """Mark as computed in each fork what is computed in its parent."""
-        self.num_computed_tokens[forks] = self.num_computed_tokens[parents]
+        if len(forks):
+            self.num_computed_tokens[forks] = self.num_computed_tokens[parents]
 
     @property
     def num_rows(self) -> int:
@@ -282,8 +373,7 @@ class SequenceTable:
         if new.seq_id in self._row_id_of:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
-        for index, table in enumerate(new.tables):
-            self._check_table(table, index, f"{field}.tables[{index}]")
+        self._check_tables(new.tables, f"{field}.tables")
         for name in ("bias_token_ids", "suppressed_token_ids"):
             self._check_tokens(getattr(new.sampling, name), f"{field}.sampling.{name}")
         if (constraint := new.sampling.constraint) is not None:
@@ -300,22 +390,30 @@ class SequenceTable:
             raise InvalidPlan(
                 f"{field}.num_prompt_tokens", f"{expected}, got {new.num_prompt_tokens}"
             )
-        num_blocks = sum(len(table.block_ids) for table in new.tables)
-        capacity = min(num_tokens, num_blocks * self.block_size)
+        ends = [0] * len(self.tables)
+        for table in new.tables:
+            ends[table.group] = table.first_index + len(table.block_ids)
+        limits = zip(self.tables, ends, strict=True)
+        capacity = min(num_tokens, *(tables.block_tokens * end for tables, end in limits))
         if new.num_computed_tokens > capacity:
             expected = f"expected at most {capacity}, as many as tokens and blocks hold"
             got = new.num_computed_tokens
             raise InvalidPlan(f"{field}.num_computed_tokens", f"{expected}, got {got}")
 
-    def _check_table(self, table: BlockTable, index: int, field: str) -> None:
-        if table.group != index or index > 0:
-            raise InvalidPlan(f"{field}.group", "expected one table, of group 0")
-        if table.first_index != 0:
-            raise InvalidPlan(f"{field}.first_index", f"expected 0, got {table.first_index}")
-        self.check_blocks(table.block_ids, f"{field}.block_ids")
-        limit = self.block_tables.shape[1]
-        if len(table.block_ids) > limit:
-            raise InvalidPlan(f"{field}.block_ids", f"expected at most {limit} blocks")
+    def _check_tables(self, tables: Sequence[BlockTable], field: str) -> None:
+        seen = set[int]()
+        for index, table in enumerate(tables):
+            path = f"{field}[{index}]"
+            if table.group >= len(self.tables):
+                raise InvalidPlan(f"{path}.group", f"{self._expected_groups}, got {table.group}")
+            if table.group in seen:
+                raise InvalidPlan(f"{path}.group", f"group {table.group} has two tables")
+            seen.add(table.group)
+            self.check_blocks(table.block_ids, f"{path}.block_ids")
+            limit, end = self.tables[table.group].blocks.shape[1], len(table.block_ids)
+            if table.first_index + end > limit:
+                got = f"got {end} from index {table.first_index}"
+                raise InvalidPlan(f"{path}.block_ids", f"expected at most {limit} blocks, {got}")
 
     def _check_tokens(self, token_ids: npt.NDArray[np.integer], field: str) -> None:
         if len(token_ids) and (token_ids.min() < 0 or token_ids.max() >= self.vocab_size):
@@ -339,7 +437,7 @@ class SequenceTable:
         self.token_ids[row_id, inherited:end] = new.token_ids
         self.num_tokens[row_id] = end
 
-    def _take_row(self) -> int:
+    def _allocate_row(self) -> int:
         if not any(self._free_rows):
             self._grow()
         parts = [part for part, free in enumerate(self._free_rows) if free]
@@ -358,16 +456,9 @@ class SequenceTable:
         for row_id, end in enumerate(self.num_tokens.tolist()):
             token_ids[row_id, :end] = self.token_ids[row_id, :end]
         self.token_ids = token_ids
-        self.block_tables = _grown(self.block_tables, NO_BLOCK)
-        self.num_tokens = _grown(self.num_tokens, 0)
-        self.num_prompt_tokens = _grown(self.num_prompt_tokens, 0)
-        self.num_computed_tokens = _grown(self.num_computed_tokens, 0)
-        self.num_blocks = _grown(self.num_blocks, 0)
-        self.tenants = _grown(self.tenants, 0)
-        self.drafter_state = _grown(self.drafter_state, 0)
+        for name in _COLUMNS:
+            setattr(self, name, grown(getattr(self, name), 2 * old, 0))
+        for tables in self.tables:
+            tables.resize(2 * old)
         self.sampling.resize(2 * old)
         self._add_rows(old, 2 * old)
-
-
-def _grown(column: Any, fill: int) -> Any:
-    return np.concatenate([column, np.full_like(column, fill)])

@@ -14,10 +14,11 @@ from tests.support.rank_threads import AheadExecutor
 from tests.support.runners import EagerRecorder, HostEvent
 from tests.support.worker_driver import Row
 from tests.worker_service.runner.test_model_runner import Bench, continuation
+from worker_service.cache_groups import CacheGroup
 from worker_service.config import CacheConfig, RunnerConfig
 from worker_service.errors import CaptureFailed
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.runner.batch.step_rows import lay_out
+from worker_service.runner.batch.inputs import lay_out
 from worker_service.runner.device.cuda_graphs import (
     MAX_MIXED_CONTEXT,
     Replay,
@@ -56,12 +57,14 @@ def test_long_and_large_batches_are_computed_eagerly() -> None:
     recorder = EagerRecorder()
     graphs = DeviceState(model, small_cache(model), 4, recorder, [1, 8], mixed=[4, 32]).graphs
     assert graphs is not None
-    table = SequenceTable(vocab_size=9, max_model_len=10_000, block_size=4, num_gpu_blocks=1)
+    groups = [CacheGroup(block_tokens=4)]
+    table = SequenceTable(vocab_size=9, max_model_len=10_000, groups=groups, num_gpu_blocks=1)
 
     def size_for(query_lens: list[int], context_lens: list[int]) -> int | None:
         row_ids, lengths = np.arange(len(query_lens)), np.array(query_lens, np.int32)
-        table.num_computed_tokens[row_ids] = np.array(context_lens) - lengths
-        return graphs.mixed_size_for(lay_out(row_ids, lengths, table), len(query_lens))
+        firsts = np.array(context_lens) - lengths
+        inputs = lay_out(row_ids, firsts, lengths, table)
+        return graphs.mixed_size_for(inputs, len(query_lens))
 
     assert size_for([1, 3], [100, 3]) == 4
     assert size_for([1, 4], [100, 4]) == 32

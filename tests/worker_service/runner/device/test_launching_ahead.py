@@ -20,9 +20,10 @@ from worker_service.engine.executor import FinishedStep, Step
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
 from worker_service.runner.device.in_flight_step import InFlightStep
+from worker_service.runner.device.reports import DevicePass
 from worker_service.runner.device.rows import MAX_EDITS
 from worker_service.runner.device.state import DeviceState
-from worker_service.runner.device.steps import DeviceSteps, StepLaunch
+from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
@@ -414,6 +415,6 @@ def test_what_a_step_was_computed_with_is_let_go_of_at_once(make_runner: Any) ->
     try:
         for rows in ([Row(1, 3)], [Row(1)]):
             pipeline.launch(rows)
-        assert not [each for each in gc.get_objects() if type(each) is StepLaunch]
+        assert not [found for found in gc.get_objects() if type(found) is DevicePass]
     finally:
         gc.enable()

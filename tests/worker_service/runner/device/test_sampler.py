@@ -1,20 +1,24 @@
 """The sampler on a device, with the GPU's kernels, against the one on the host."""
 
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
 from tests.support.gpu_kernels import DEVICE, MARKS
+from worker_service.cache_groups import CacheGroup
 from worker_service.pinned_memory import Staging
-from worker_service.plan import BlockTable, NewSequence, RowErrorReason, SamplerParams
-from worker_service.runner.batch.step_rows import sampling_batch
-from worker_service.runner.device.in_flight_step import FetchedLogprobs, StepBuffers
-from worker_service.runner.device.rows import FAILURES, DeviceRows
+from worker_service.plan import BlockTable, NewSequence, RowErrorReason, SamplerParams, StepPlan
+from worker_service.runner.batch.sampling import sampling_batch
+from worker_service.runner.device.buffers import StepBuffers
+from worker_service.runner.device.reports import FetchedLogprobs
+from worker_service.runner.device.rows import DeviceRows
 from worker_service.runner.device.sampler import DeviceSampler, sample_padding
-from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.runner.state.sequence_state import FAILURES
+from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 from worker_service.sampling.sampler import SamplingBatch, sample
 from worker_service.structured.masks import MaskedRows
 
@@ -31,6 +35,7 @@ PARAMS: list[dict[str, Any]] = [
     {"temperature": 1.0, "seed": 6, "bad_words": ((7,), (1, 9))},
     {"temperature": 1.0, "seed": 7},
 ]
+GROUPS = [CacheGroup(block_tokens=4), CacheGroup(block_tokens=16)]
 MASKED = [0, 4, 5, 7]
 """Rows of sequences with a constraint."""
 
@@ -40,10 +45,10 @@ class Sequences:
 
     def __init__(self) -> None:
         self.table = SequenceTable(
-            vocab_size=VOCAB_SIZE, max_model_len=64, block_size=4, num_gpu_blocks=64
+            vocab_size=VOCAB_SIZE, max_model_len=64, groups=GROUPS, num_gpu_blocks=128
         )
-        self.on_device = DeviceRows(64, 16, VOCAB_SIZE, DEVICE)
-        self.sampler = DeviceSampler(self.on_device, _kernels(), 4, VOCAB_SIZE)
+        self.on_device = DeviceRows(64, [16, 4], VOCAB_SIZE, DEVICE)
+        self.sampler = DeviceSampler(self.on_device, _kernels(), [4, 16], VOCAB_SIZE)
         for index, params in enumerate(PARAMS):
             self.add(index + 1, SamplerParams(**params))
         draw = torch.Generator().manual_seed(2)
@@ -60,13 +65,21 @@ class Sequences:
                 BlockTable(
                     group=0, first_index=0, block_ids=np.array([seq_id, seq_id + 1], np.int32)
                 ),
+                BlockTable(group=1, first_index=0, block_ids=np.array([64 + seq_id], np.int32)),
             ),
             sampling=params,
             parent_seq_id=None,
             prompt_logprobs_start=0,
         )
-        self.table.add(new, "new")
-        self.on_device.note_new(self.table.row_id(seq_id))
+        self.apply(new_sequences=(new,))
+
+    def apply(self, **changes: Any) -> None:
+        """Apply a plan of changes to the table, and record them for the device."""
+        none = np.empty((0, 4), np.int32)
+        columns = {"forget_seq_ids": none[:, 0], "new_sequences": (), "block_updates": none}
+        columns |= {"seq_ids": none[:, 0], "appended_tokens": none[:, :2]}
+        plan = cast(StepPlan, SimpleNamespace(**columns | changes))
+        self.on_device.record(plan, self.table.apply(plan))
 
     def flush(self) -> None:
         self.on_device.apply(Staging(DEVICE).send(self.on_device.changes(self.table)))
@@ -160,7 +173,9 @@ def test_failures_keep_their_first_reason_until_the_row_is_used_again() -> None:
     ]
     non_finite, nothing = RowErrorReason.NON_FINITE_LOGITS, RowErrorReason.NO_CANDIDATES
     assert reasons == [[non_finite, nothing, None]] * 2
-    sequences.on_device.note_new(int(row_ids[0]))
+    none = np.empty(0, np.int64)
+    renewed = PlanRows(none, row_ids[:1], none, none, none)
+    sequences.on_device.record(cast(StepPlan, None), renewed)
     sequences.flush()
     numbers = sequences.sample(logits.nan_to_num(0.0), batch).tolist()
     assert [number >= 0 for number in numbers] == [True, False, True]
@@ -192,12 +207,13 @@ def test_the_device_has_the_tables_block_tables() -> None:
     sequences = Sequences()
     sequences.flush()
     table = sequences.table
-    table.update_blocks(np.array([[2, 2, 40], [3, 0, 41]], np.int32))
-    sequences.on_device.note_blocks(table.row_ids(np.array([2, 3]), "x"), np.array([2, 0]))
-    table.forget(np.array([1, 4], np.int32))
+    updates = np.array([[2, 0, 2, 40], [3, 0, 0, 41], [5, 1, 1, 100]], np.int32)
+    sequences.apply(block_updates=updates)
+    sequences.apply(forget_seq_ids=np.array([1, 4], np.int32))
     sequences.add(60, SamplerParams(temperature=0.0))
     sequences.flush()
     used = sorted(table.used_rows())
-    on_device = sequences.on_device.block_tables[used].cpu().numpy()
-    np.testing.assert_array_equal(on_device, table.block_tables[used])
+    for tables, on_device in zip(table.tables, sequences.on_device.block_tables, strict=True):
+        np.testing.assert_array_equal(on_device[used].cpu().numpy(), tables.blocks[used])
+    assert table.tables[1].blocks[used].max() == 100
     assert sequences.on_device.changes(table) == []

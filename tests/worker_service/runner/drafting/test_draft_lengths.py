@@ -24,8 +24,8 @@ def run(
         counts = lengths.choose(rows, len(rows), len(rows))
         for (row_id, *_), count in zip(rows, counts, strict=True):
             if count:
-                lengths.note_drafts(row_id, count, min(count, num_right.get(row_id, 0)))
-        lengths.note_step(len(rows) + sum(counts), int(1000 + cost * sum(counts)))
+                lengths.record_drafts(row_id, count, min(count, num_right.get(row_id, 0)))
+        lengths.record_step(len(rows) + sum(counts), int(1000 + cost * sum(counts)))
         chosen.append(counts)
     return chosen
 
@@ -67,8 +67,8 @@ def test_drafts_that_followed_more_tokens_are_judged_by_themselves() -> None:
         num_matched = (1, 5)[step % 2]
         (count,) = lengths.choose([Proposal(0, 4, num_matched)], 1, 1)
         if count:
-            lengths.note_drafts(0, count, count if num_matched == 5 else 0)
-        lengths.note_step(1 + count, 1000 + 50 * count)
+            lengths.record_drafts(0, count, count if num_matched == 5 else 0)
+        lengths.record_step(1 + count, 1000 + 50 * count)
         chosen[num_matched].append(count)
     assert sum(chosen[1][50:]) <= 10
     assert chosen[5][50:].count(4) >= 48
@@ -85,7 +85,7 @@ def test_a_row_that_another_sequence_has_now_begins_anew() -> None:
 def test_steps_without_drafts_do_not_end_them() -> None:
     lengths = DraftLengths()
     for _ in range(1000):
-        lengths.note_step(1, 1000)
+        lengths.record_step(1, 1000)
     assert lengths.choose(ROWS[:1], 1, 1) == [4]
 
 
@@ -98,8 +98,10 @@ def test_other_processes_do_not_hide_what_drafts_cost(cost: int) -> None:
             load = draw.choice((1.0, 1.0, 1.6, 3.0))
         (count,) = lengths.choose([Proposal(0, draw.choice((0, 4, 4, 8)))], 1, 1)
         if count:
-            lengths.note_drafts(0, count, sum(draw.random() < 0.8**k for k in range(1, 1 + count)))
-        lengths.note_step(1 + count, int((1000 + cost * count) * load * draw.uniform(0.9, 1.1)))
+            lengths.record_drafts(
+                0, count, sum(draw.random() < 0.8**k for k in range(1, 1 + count))
+            )
+        lengths.record_step(1 + count, int((1000 + cost * count) * load * draw.uniform(0.9, 1.1)))
         chosen.append(count)
     mean = sum(chosen[100:]) / 500
     assert mean > 3 if cost == 20 else mean < 0.5

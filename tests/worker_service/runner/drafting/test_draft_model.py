@@ -104,7 +104,7 @@ def test_a_copied_block_is_computed_again() -> None:
     plans.grow(1, NUM_DRAFTS)
     assert len(step(Row(1), lookahead=lookahead)) == 1 + NUM_DRAFTS
     plans.grow(1, NUM_DRAFTS)
-    plans._updates += [1, 0, 31]
+    plans._updates += [1, 0, 0, 31]
     assert len(step(Row(1), lookahead=lookahead, copy=column([0, 31]))) == 1 + NUM_DRAFTS
 
 

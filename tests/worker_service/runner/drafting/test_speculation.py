@@ -26,7 +26,7 @@ from worker_service.runner.drafting.suffix_drafter import SuffixDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
 
-EMBEDDED = Path(__file__).parents[3] / "worker_service/embedded_model"
+EMBEDDED = Path(__file__).parents[4] / "worker_service/embedded_model"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from worker_service.array_types import Int32Array
+from worker_service.cache_groups import CacheGroup
 from worker_service.plan import BlockTable, NewSequence, SamplerParams
 from worker_service.runner.state.sequence_table import SequenceTable
 
@@ -15,7 +16,10 @@ def _resident_bytes() -> int:
 
 def _table(max_model_len: int) -> SequenceTable:
     return SequenceTable(
-        vocab_size=1000, max_model_len=max_model_len, block_size=2**16, num_gpu_blocks=200
+        vocab_size=1000,
+        max_model_len=max_model_len,
+        groups=[CacheGroup(block_tokens=2**16)],
+        num_gpu_blocks=200,
     )
 
 

@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from worker_service.runner.batch.step_rows import DecodeInputs, build_batch, lay_out
+from worker_service.cache_groups import CacheGroup
+from worker_service.runner.batch.decode_inputs import DecodeInputs
+from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.state.sequence_table import SequenceTable
 
 BLOCK_SIZE, MAX_BLOCKS = 4, 25
+GROUPS = [CacheGroup(block_tokens=BLOCK_SIZE), CacheGroup(block_tokens=10)]
 CACHES = [(torch.empty(0), torch.empty(0))]
 
 
@@ -16,17 +19,18 @@ def _table(lengths: list[int], seed: int) -> SequenceTable:
     table = SequenceTable(
         vocab_size=1000,
         max_model_len=BLOCK_SIZE * MAX_BLOCKS,
-        block_size=BLOCK_SIZE,
+        groups=GROUPS,
         num_gpu_blocks=10_000,
     )
     rng = np.random.default_rng(seed)
     for row_id, length in enumerate(lengths):
-        num_blocks = -(-length // BLOCK_SIZE)
         table.token_ids[row_id, :length] = rng.integers(1000, size=length)
         table.num_tokens[row_id] = length
         table.num_computed_tokens[row_id] = length - 1
-        table.block_tables[row_id] = -1
-        table.block_tables[row_id, :num_blocks] = rng.permutation(10_000)[:num_blocks]
+        for tables in table.tables:
+            num_blocks = -(-length // tables.block_tokens)
+            tables.blocks[row_id] = -1
+            tables.blocks[row_id, :num_blocks] = rng.permutation(10_000)[:num_blocks]
     return table
 
 
@@ -40,7 +44,8 @@ def test_decodes_before_the_first_longer_row_are_counted(
     table = _table([8] * len(num_tokens), seed=0)
     table.num_computed_tokens[: len(num_tokens)] = 8 - np.array(num_tokens)
     row_ids = np.arange(len(num_tokens))
-    inputs = lay_out(row_ids, np.array(num_tokens, np.int32), table)
+    firsts = table.num_computed_tokens[row_ids]
+    inputs = lay_out(row_ids, firsts, np.array(num_tokens, np.int32), table)
     assert inputs.num_decodes == num_decodes
     assert build_batch(inputs, table, CACHES).attention[0].num_decodes == num_decodes
 
@@ -59,21 +64,23 @@ def kept() -> DecodeInputs:
 def test_they_are_those_of_any_batch(kept: DecodeInputs, lengths: list[int]) -> None:
     table = _table(lengths, seed=len(lengths))
     row_ids = np.random.default_rng(0).permutation(len(lengths))
-    found = kept.build(row_ids, table)
+    firsts = table.num_computed_tokens[row_ids]
+    found = kept.build(row_ids, firsts, table)
     ones = np.ones(len(lengths), np.int32)
-    expected = build_batch(lay_out(row_ids, ones, table), table, CACHES)
+    expected = build_batch(lay_out(row_ids, firsts, ones, table), table, CACHES)
     for name in ("token_ids", "positions"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    for name in ("query_start", "context_lens", "slot_mapping"):
-        column = getattr(found.attention[0], name)
-        assert column.dtype == getattr(expected.attention[0], name).dtype
-        assert torch.equal(column, getattr(expected.attention[0], name)), name
-    blocks, width = found.attention[0].block_tables, expected.attention[0].block_tables.shape[1]
-    assert torch.equal(blocks[:, :width], expected.attention[0].block_tables)
-    assert (blocks[:, width:] == -1).all()
-    assert blocks.is_contiguous()
-    assert found.attention[0].max_query_len == 1
-    assert found.attention[0].max_context_len == max(lengths)
+    for group, wanted in zip(found.attention, expected.attention, strict=True):
+        for name in ("query_start", "context_lens", "slot_mapping"):
+            column = getattr(group, name)
+            assert column.dtype == getattr(wanted, name).dtype
+            assert torch.equal(column, getattr(wanted, name)), name
+        blocks, width = group.block_tables, wanted.block_tables.shape[1]
+        assert torch.equal(blocks[:, :width], wanted.block_tables)
+        assert (blocks[:, width:] == -1).all()
+        assert blocks.is_contiguous()
+        assert group.max_query_len == 1
+        assert group.max_context_len == max(lengths)
     assert found.sampled is not None
     assert found.sampled.tolist() == list(range(len(lengths)))
     assert found.caches is CACHES
@@ -82,5 +89,5 @@ def test_they_are_those_of_any_batch(kept: DecodeInputs, lengths: list[int]) -> 
 def test_each_batch_has_metadata_of_its_own(kept: DecodeInputs) -> None:
     """Attention backends distinguish batches by their metadata object."""
     table = _table([5, 6], seed=0)
-    batches = [kept.build(np.arange(2), table) for _ in range(2)]
+    batches = [kept.build(np.arange(2), np.array([4, 5]), table) for _ in range(2)]
     assert batches[0].attention[0] is not batches[1].attention[0]

@@ -1,0 +1,91 @@
+"""The forward pass of a step that is computed at once: operation by operation, or on a CPU as one
+recorded program."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from pagewire_kernels.batch import LayerCaches
+from pagewire_kernels.interface import Computed
+from worker_service.array_types import Int64Array
+from worker_service.models.interface import ComputesLogits, Model
+from worker_service.pinned_memory import upload
+from worker_service.runner.batch.decode_inputs import DecodeInputs
+from worker_service.runner.batch.inputs import build_batch, lay_out
+from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.sampling.sampler import Largest
+
+
+class ForwardPass(NamedTuple):
+    """What a forward pass has computed; valid until the next one."""
+
+    hidden: Tensor
+    """[num_tokens, hidden_size]."""
+
+    captured: tuple[Tensor, ...]
+    """Hidden states between the model's layers; see `Computed`."""
+
+    logits: Tensor | None
+    """float32 [num_sampling, vocab_size]; None if no row samples, or this rank has no LM head."""
+
+    largest: Largest | None
+    """The largest logit of each row, if that was computed, too."""
+
+
+class HostForward:
+    """Runs a model over one cache. Inputs are built on the host."""
+
+    def __init__(
+        self, model: Model, caches: Sequence[LayerCaches], *, with_logits: bool = True
+    ) -> None:
+        """caches: of the model's layers; with_logits: whether this rank has the LM head."""
+        self._model = model
+        self._caches = caches
+        self._with_logits = with_logits
+        self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
+        self._device = caches[0][0].device
+        self._decodes = DecodeInputs(caches) if self._device.type == "cpu" else None
+
+    def run(
+        self, rows: StepRows, states: Int64Array | None, table: SequenceTable
+    ) -> ForwardPass | None:
+        """Compute the rows that have something to compute; None if there are none. states: the
+        hidden states to sample from, None if they are all."""
+        computes = rows.computes
+        if not computes.any():
+            return None
+        # A fork samples from its parent's last state, which is then named twice.
+        has_forks = len(rows.forks) > 0
+        if rows.are_decodes and self._decodes is not None:
+            batch = self._decodes.build(rows.row_ids, rows.firsts, table)
+        else:
+            row_ids, firsts = rows.row_ids[computes], rows.firsts[computes]
+            inputs = lay_out(row_ids, firsts, rows.num_tokens[computes], table)
+            sampled = None if has_forks or not len(rows.sampling) else states
+            batch = build_batch(inputs, table, self._caches, sampled)
+        if self._to_logits is None:
+            computed = Computed(self._model.forward(batch))
+        else:
+            computed = self._to_logits(batch)
+        hidden, head, captured = computed.hidden, computed.head, computed.captured
+        if head is not None:
+            largest = Largest(head.best.numpy(), head.largest.numpy())
+            return ForwardPass(hidden, captured, head.logits, largest)
+        if len(rows.sampling) == 0 or not self._with_logits:
+            return ForwardPass(hidden, captured, None, None)
+        if states is not None and has_forks:
+            logits = self._logits_of_forks(hidden, states)
+        elif batch.sampled is not None and len(rows.sampling) < len(hidden):
+            logits = self._model.compute_logits(hidden[batch.sampled])
+        else:
+            logits = self._model.compute_logits(hidden)
+        return ForwardPass(hidden, captured, logits, None)
+
+    def _logits_of_forks(self, hidden: Tensor, states: Int64Array) -> Tensor:
+        """Logits of some of the hidden states, some of which are named several times."""
+        distinct, inverse = np.unique(states, return_inverse=True)
+        logits = self._model.compute_logits(hidden[upload(distinct, self._device)])
+        return logits[upload(inverse, self._device)]

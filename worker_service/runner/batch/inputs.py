@@ -1,0 +1,122 @@
+"""The flattened inputs of a forward pass.
+
+A worked example in one cache group with 4 tokens per block: a prefill of 3 tokens at position 0
+with table [7], and a decode at position 5 with table [2, 9]:
+
+    positions      0   1   2   5
+    slot_mapping  28  29  30  37      7*4+0, 7*4+1, 7*4+2, 9*4+1
+    query_start    0           3   4
+    context_lens   3   6
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagewire_kernels.batch import AttentionMetadata, LayerCaches, StepBatch
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.pinned_memory import upload
+from worker_service.runner.state.block_tables import BlockTables
+from worker_service.runner.state.sequence_table import SequenceTable
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostInputs:
+    """The inputs of a forward pass, on the host; the module has a worked example."""
+
+    row_ids: Int64Array
+    """[num_seqs]."""
+
+    token_row_ids: Int64Array
+    """[num_tokens]: the row of each token's sequence."""
+
+    token_ids: Int64Array
+    """[num_tokens]; UNKNOWN_TOKEN where a token is not known on the host."""
+
+    positions: Int64Array
+    """[num_tokens]."""
+
+    slot_mappings: tuple[Int64Array, ...]
+    """[num_tokens] in each cache group."""
+
+    query_start: Int64Array
+    """[num_seqs + 1]: first flattened row of each sequence."""
+
+    context_lens: Int64Array
+    """[num_seqs]."""
+
+    max_query_len: int
+    max_context_len: int
+    num_decodes: int
+    """The first sequences, up to one that has more than one row."""
+
+
+def lay_out(
+    row_ids: Int64Array, firsts: Int64Array, num_tokens: Int32Array, table: SequenceTable
+) -> HostInputs:
+    """Flattened inputs for sequences that compute `num_tokens` tokens, all positive, from the
+    positions `firsts` on."""
+    query_lens = num_tokens.astype(np.int64)
+    query_start = np.zeros(len(row_ids) + 1, np.int64)
+    np.cumsum(query_lens, out=query_start[1:])
+    context_lens = firsts + query_lens
+    max_query_len = int(query_lens.max())
+    positions, token_row_ids = firsts, row_ids
+    if max_query_len > 1:
+        # Row r of the batch belongs to sequence s and stands at firsts[s] + r - query_start[s].
+        positions = np.repeat(firsts - query_start[:-1], query_lens) + np.arange(query_start[-1])
+        token_row_ids = np.repeat(row_ids, query_lens)
+    return HostInputs(
+        row_ids=row_ids,
+        token_row_ids=token_row_ids,
+        token_ids=table.token_ids[token_row_ids, positions].astype(np.int64),
+        positions=positions,
+        slot_mappings=tuple(_slots(token_row_ids, positions, tables) for tables in table.tables),
+        query_start=query_start,
+        context_lens=context_lens,
+        max_query_len=max_query_len,
+        max_context_len=int(context_lens.max()),
+        num_decodes=int(np.argmax(query_lens > 1)) if max_query_len > 1 else len(row_ids),
+    )
+
+
+def _slots(row_ids: Int64Array, positions: Int64Array, tables: BlockTables) -> Int64Array:
+    """Where the KV of these positions of these sequences is written."""
+    indices, offsets = np.divmod(positions, tables.block_tokens)
+    return tables.blocks[row_ids, indices].astype(np.int64) * tables.block_tokens + offsets
+
+
+def build_batch(
+    inputs: HostInputs,
+    table: SequenceTable,
+    caches: Sequence[LayerCaches],
+    sampled: Int64Array | None = None,
+) -> StepBatch:
+    """Copy the inputs to the device of the caches, without waiting for it. sampled: the rows whose
+    logits will be computed, None if they are not known."""
+    device = caches[0][0].device
+    query_start = upload(inputs.query_start.astype(np.int32), device)
+    context_lens = upload(inputs.context_lens.astype(np.int32), device)
+    widths = [-(-inputs.max_context_len // tables.block_tokens) for tables in table.tables]
+    attention = [
+        AttentionMetadata(
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=upload(tables.blocks[inputs.row_ids, :width], device),
+            slot_mapping=upload(slot_mapping, device),
+            max_query_len=inputs.max_query_len,
+            max_context_len=inputs.max_context_len,
+            num_decodes=inputs.num_decodes,
+        )
+        for tables, slot_mapping, width in zip(
+            table.tables, inputs.slot_mappings, widths, strict=True
+        )
+    ]
+    return StepBatch(
+        token_ids=upload(inputs.token_ids, device),
+        positions=upload(inputs.positions, device),
+        attention=tuple(attention),
+        caches=caches,
+        sampled=None if sampled is None else upload(sampled, device),
+    )

@@ -1,0 +1,45 @@
+"""What a step sends to the device, on the host."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from worker_service.array_types import Int64Array
+from worker_service.pinned_memory import Column
+from worker_service.runner.batch.inputs import HostInputs
+from worker_service.runner.device.reports import StepReports
+from worker_service.runner.state.sequence_table import SequenceTable
+
+
+class SamplingColumns(NamedTuple):
+    """The rows that sample; int64 [n] each."""
+
+    row_ids: Int64Array
+    outputs: Int64Array
+    """Number of output tokens that the sequence of each row has so far."""
+
+    mask_rows: Int64Array
+    """As in `SamplingRows`."""
+
+    @classmethod
+    def of(
+        cls, row_ids: Int64Array, constrained: Int64Array, table: SequenceTable
+    ) -> "SamplingColumns":
+        """These rows of the table. constrained: indices of the rows with a constraint."""
+        mask_rows = np.full(len(row_ids), -1)
+        mask_rows[constrained] = np.arange(len(constrained))
+        outputs = table.num_tokens[row_ids] - table.num_prompt_tokens[row_ids]
+        return cls(row_ids, outputs, mask_rows)
+
+
+class StepColumns(NamedTuple):
+    """Everything that a step sends, in one copy."""
+
+    inputs: HostInputs
+    sampling: SamplingColumns
+    states: Int64Array
+    """[num_sampling]: the hidden states to sample from."""
+
+    reports: StepReports
+    changes: list[Column]
+    """Of `DeviceRows`."""

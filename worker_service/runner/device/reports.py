@@ -1,0 +1,271 @@
+"""What rows report besides their tokens: log probabilities, candidates, and those of prompts.
+
+`StepReports` says what a step's rows ask for, `sample` queues its computation on the device, and
+`FetchedReports` is what the host reads once the device is done.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.models.interface import Model
+from worker_service.pinned_memory import Column
+from worker_service.plan import Candidates, PromptLogprobs, TokenLogprobs
+from worker_service.runner.batch.sampling import PromptSpan, prompt_spans
+from worker_service.runner.batch.step_outcome import StepOutcome
+from worker_service.runner.batch.step_rows import StepRows
+from worker_service.runner.device.buffers import StepBuffers
+from worker_service.runner.device.sampler import DeviceSampler, LogprobTensors
+from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.sampling.logprobs import of_prompt, prompt_logits, table_of
+from worker_service.sampling.sampling_table import NO_LOGPROBS
+
+
+class DevicePass(NamedTuple):
+    """A forward pass that was queued on the device."""
+
+    rows: SamplingRows
+    logits: Callable[[], Tensor]
+    """Queues the LM head. Returns float32 [n, vocab_size], which may be overwritten."""
+
+    reported: list[Tensor]
+    """`StepReports.columns` on the device."""
+
+    hidden: Tensor | None = None
+    """[num_tokens, hidden_size], of a pass that was computed eagerly."""
+
+    sample: Callable[[], None] | None = None
+    """Replays the graph that samples after this pass; None if the pass was computed eagerly."""
+
+    outcome: Tensor | None = None
+    """int64 [n]: where that graph leaves a token or negative outcome per row."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepReports:
+    """What the rows of a step report, on the host."""
+
+    with_logprobs: Int64Array
+    """[m]: indices of the sampling rows that request log probabilities."""
+
+    num_top: Int32Array
+    """[m]: number of most probable tokens that each of these rows requests."""
+
+    with_candidates: Int64Array
+    """[k]: indices of the sampling rows whose tokens the core chooses."""
+
+    num_candidates: Int32Array
+    """[k]: number of candidates of each of these rows."""
+
+    spans: Sequence[PromptSpan]
+    """Prompt tokens whose log probabilities are reported."""
+
+    targets: Int64Array
+    """The tokens of all spans, concatenated."""
+
+    reporting: Int64Array
+    """The plan's rows with spans that do not sample."""
+
+    reporting_ids: Int64Array
+    """Their rows of the table."""
+
+    @classmethod
+    def of(cls, rows: StepRows, table: SequenceTable) -> "StepReports":
+        """What these rows have requested."""
+        row_ids = rows.row_ids[rows.sampling]
+        spans = [*prompt_spans(rows, table)] if table.prompt_logprobs else []
+        num_top = table.sampling.num_logprobs[row_ids]
+        num_candidates = table.sampling.num_candidates[row_ids]
+        with_logprobs = np.flatnonzero(num_top != NO_LOGPROBS)
+        with_candidates = np.flatnonzero(num_candidates)
+        reporting = np.setdiff1d([span.row for span in spans], rows.sampling).astype(np.int64)
+        tokens = [table.token_ids[span.row_id, span.start : span.end] for span in spans]
+        return cls(
+            with_logprobs=with_logprobs,
+            num_top=num_top[with_logprobs],
+            with_candidates=with_candidates,
+            num_candidates=num_candidates[with_candidates],
+            spans=spans,
+            targets=np.concatenate([*tokens, np.empty(0, np.int64)]).astype(np.int64),
+            reporting=reporting,
+            reporting_ids=rows.row_ids[reporting],
+        )
+
+    @property
+    def columns(self) -> list[Column]:
+        """The columns that are sent to the device."""
+        return [self.with_logprobs, self.with_candidates, self.targets, self.reporting_ids]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no row reports anything."""
+        return not any(map(len, self.columns))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedLogprobs:
+    """Log probabilities that are being copied to the host: of `LogprobTensors`."""
+
+    rows: Int64Array
+    """Sampling rows that asked for them."""
+
+    num_top: Int32Array
+    """Number of most probable tokens that each of them asked for."""
+
+    columns: Sequence[Column]
+
+    def entries(self) -> dict[int, TokenLogprobs]:
+        """Log probabilities by sampling row, once the copies are done."""
+        table = table_of(*self.columns)
+        counts = zip(self.rows.tolist(), self.num_top.tolist(), strict=True)
+        return {row: table.row(index, num_top) for index, (row, num_top) in enumerate(counts)}
+
+
+class FetchedPrompt(NamedTuple):
+    """Log probabilities of a span of prompt tokens that are being copied to the host."""
+
+    span: PromptSpan
+    pieces: Sequence[Sequence[Column]]
+    """Of each `LogprobTensors`."""
+
+    def entry(self) -> PromptLogprobs | None:
+        """The log probabilities, once the copies are done; None if one is not finite."""
+        tables = [table_of(*columns) for columns in self.pieces]
+        found = of_prompt(self.span.start, self.span.num_top, tables)
+        return found if np.isfinite(found.logprobs).all() else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FetchedCandidates:
+    """Candidates that are being copied to the host: of `CandidateTensors`."""
+
+    rows: Int64Array
+    """Sampling rows whose tokens the core chooses."""
+
+    counts: Int32Array
+    """Number of candidates that each of them asked for."""
+
+    columns: Sequence[Column]
+
+    def entries(self) -> dict[int, Candidates]:
+        """Candidates by sampling row, once the copies are done."""
+        token_ids, logprobs = self.columns[0].astype(np.int32), self.columns[1].copy()
+        kept = np.minimum(np.isfinite(logprobs).sum(axis=1), self.counts).tolist()
+        return {
+            row: Candidates(token_ids=token_ids[index, :count], logprobs=logprobs[index, :count])
+            for index, (row, count) in enumerate(zip(self.rows.tolist(), kept, strict=True))
+        }
+
+
+class FetchedReports(NamedTuple):
+    """Host memory that holds a step's reports once the device is done."""
+
+    logprobs: FetchedLogprobs | None = None
+    candidates: FetchedCandidates | None = None
+    prompts: Sequence[FetchedPrompt] = ()
+
+    def add_to(self, outcome: StepOutcome, rows: Int64Array, numbers: Int64Array) -> None:
+        """Add the reports of rows that have not failed. rows: the plan's rows that sample; numbers:
+        their tokens or negative outcomes."""
+        for prompt in self.prompts:
+            if prompt.span.row not in outcome.errors and (entry := prompt.entry()) is not None:
+                outcome.prompt_logprobs[prompt.span.row] = entry
+        if self.logprobs is not None:
+            outcome.logprobs = {
+                int(rows[index]): logprobs
+                for index, logprobs in self.logprobs.entries().items()
+                if numbers[index] >= 0
+            }
+        if self.candidates is not None:
+            outcome.candidates = {
+                int(rows[index]): candidates
+                for index, candidates in self.candidates.entries().items()
+                if numbers[index] == NOT_SAMPLED
+            }
+
+
+def sample(
+    queued: DevicePass,
+    reports: StepReports,
+    sampler: DeviceSampler,
+    model: Model,
+    buffers: StepBuffers,
+) -> tuple[Int64Array, FetchedReports]:
+    """Queue sampling and reports, operation by operation, and their copy to the host. Returns the
+    memory that will hold [n], a token or a negative outcome of each row that samples, then those of
+    the rows that only report on their prompts; and the reports."""
+    rows, (with_logprobs, with_candidates, _, reporting) = queued.rows, queued.reported
+    # A row whose prompt has an invalid log probability has failed before it samples.
+    prompts = [[*pieces] for pieces in _prompt_pieces(queued, reports.spans, sampler, model)]
+    num_rows = len(rows.row_ids)
+    numbers = torch.empty(num_rows + len(reporting), dtype=torch.int64, device=reporting.device)
+    outcome = numbers[:num_rows]
+    logprobs: Sequence[Tensor] = ()
+    candidates: Sequence[Tensor] = ()
+    logits = queued.logits() if num_rows else None
+    if logits is not None and sampler.samples:
+        # Log probabilities and candidates need logits before they are edited in place below.
+        raw = logits.index_select(0, with_logprobs) if len(with_logprobs) else None
+        if len(with_candidates):
+            offering = logits.index_select(0, with_candidates), rows.select(with_candidates)
+            candidates = sampler.candidates(*offering, int(reports.num_candidates.max()))
+        sampler.sample(logits, rows, outcome)
+        if raw is not None:
+            chosen = outcome.index_select(0, with_logprobs)
+            logprobs = sampler.logprobs(raw, chosen, int(reports.num_top.max()))
+    if len(reporting) and sampler.samples:
+        numbers[num_rows:] = sampler.failures(reporting)
+    if len(numbers):
+        sampler.share(rows, numbers)
+    of_prompts = (tensor for pieces in prompts for piece in pieces for tensor in piece)
+    fetched = iter(buffers.fetch([numbers, *logprobs, *candidates, *of_prompts]))
+    return next(fetched), FetchedReports(
+        FetchedLogprobs(
+            rows=reports.with_logprobs,
+            num_top=reports.num_top,
+            columns=[*islice(fetched, len(logprobs))],
+        )
+        if logprobs
+        else None,
+        FetchedCandidates(
+            rows=reports.with_candidates,
+            counts=reports.num_candidates,
+            columns=[*islice(fetched, len(candidates))],
+        )
+        if candidates
+        else None,
+        [
+            FetchedPrompt(span, [[*islice(fetched, len(piece))] for piece in pieces])
+            for span, pieces in zip(reports.spans, prompts, strict=True)
+            if pieces
+        ],
+    )
+
+
+def _prompt_pieces(
+    queued: DevicePass,
+    spans: Sequence[PromptSpan],
+    sampler: DeviceSampler,
+    model: Model,
+) -> Iterator[Iterator[LogprobTensors]]:
+    """Yield the log probabilities of each span's tokens, in pieces; none unless this rank
+    samples."""
+    start, targets = 0, queued.reported[2]
+    for span in spans:
+        assert queued.hidden is not None, "a step with prompts is computed eagerly"
+        count = span.end - span.start
+        hidden = queued.hidden[span.first_state : span.first_state + count]
+        pieces = prompt_logits(model, hidden, targets[start : start + count])
+        yield (
+            sampler.prompt_logprobs(*piece, span.num_top, span.row_id)
+            for piece in pieces
+            if sampler.samples
+        )
+        start += count

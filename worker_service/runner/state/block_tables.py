@@ -1,0 +1,91 @@
+"""The block tables of all sequences in one cache group."""
+
+from typing import Any
+
+import numpy as np
+
+from worker_service.array_types import Int32Array, Int64Array
+from worker_service.cache_groups import CacheGroup, CacheLifetime
+from worker_service.errors import InvalidPlan
+from worker_service.plan import BlockTable
+
+NO_BLOCK = -1
+
+
+class BlockTables:
+    """Columns by row of the sequence table.
+
+    Invariants, for a row in use: its entries from `firsts` up to `ends` are blocks of the cache,
+    the others NO_BLOCK. Entries that the group's lifetime has released stay, and are not read: the
+    core may have given their blocks to other sequences.
+    """
+
+    def __init__(self, group: CacheGroup, max_model_len: int, num_rows: int) -> None:
+        self.block_tokens = group.block_tokens
+        self._group = group
+        width = -(-max_model_len // group.block_tokens)
+        self.blocks = np.full((num_rows, width), NO_BLOCK, np.int32)
+        self.firsts = np.zeros(num_rows, np.int64)
+        self.ends = np.zeros(num_rows, np.int64)
+
+    def put(self, row_id: int, table: BlockTable) -> None:
+        """Set a new sequence's table."""
+        end = table.first_index + len(table.block_ids)
+        self.blocks[row_id, table.first_index : end] = table.block_ids
+        self.firsts[row_id], self.ends[row_id] = table.first_index, end
+
+    def update(
+        self, row_ids: Int64Array, indices: Int64Array, blocks: Int32Array, field: str
+    ) -> None:
+        """Set entries, or append them. Raises InvalidPlan if a table would get a gap."""
+        limit = self.blocks.shape[1] - 1
+        if indices.min() < 0 or indices.max() > limit:
+            raise InvalidPlan(field, f"expected table indices from 0 to {limit}")
+        if (indices < self.firsts[row_ids]).any():
+            raise InvalidPlan(field, "an entry lies before its table's first index")
+        self.blocks[row_ids, indices] = blocks
+        np.maximum.at(self.ends, row_ids, indices + 1)
+        before = self.blocks[row_ids, np.maximum(indices - 1, 0)]
+        if ((before == NO_BLOCK) & (indices > self.firsts[row_ids])).any():
+            raise InvalidPlan(field, "an entry lies more than one past its table's end")
+
+    def remove(self, row_id: int) -> None:
+        """Empty a sequence's table."""
+        self.blocks[row_id, self.firsts[row_id] : self.ends[row_id]] = NO_BLOCK
+        self.firsts[row_id] = self.ends[row_id] = 0
+
+    def resize(self, num_rows: int) -> None:
+        """Grow to `num_rows` rows."""
+        self.blocks, self.firsts, self.ends = (
+            grown(column, num_rows, fill)
+            for column, fill in ((self.blocks, NO_BLOCK), (self.firsts, 0), (self.ends, 0))
+        )
+
+    def min_position(self, row_id: int) -> int:
+        """The first position whose token finds all blocks that it reads."""
+        start, span = int(self.firsts[row_id]) * self.block_tokens, self._group.span
+        if start == 0:
+            return 0
+        if self._group.lifetime is CacheLifetime.WINDOW:
+            return start + span - 1
+        if self._group.lifetime is CacheLifetime.CHUNK:
+            return -(-start // span) * span
+        return self.blocks.shape[1] * self.block_tokens
+
+    def holding(self, blocks: Int32Array, row_ids: Int64Array, positions: Int64Array) -> Int32Array:
+        """Which of these blocks are in the tables of some sequences and not yet released.
+        positions: the next one that each of them computes."""
+        starts = np.zeros_like(positions)
+        if self._group.lifetime is CacheLifetime.WINDOW:
+            starts = np.maximum(positions - self._group.span + 1, 0)
+        elif self._group.lifetime is CacheLifetime.CHUNK:
+            starts = positions // self._group.span * self._group.span
+        tables = self.blocks[row_ids]
+        is_kept = np.arange(tables.shape[1]) >= (starts // self.block_tokens)[:, None]
+        return np.intersect1d(tables[is_kept & (tables != NO_BLOCK)], blocks)
+
+
+def grown(column: Any, num_rows: int, fill: int) -> Any:
+    """A copy of a column with more rows."""
+    more = np.full((num_rows - len(column), *column.shape[1:]), fill, column.dtype)
+    return np.concatenate([column, more])
