@@ -17,8 +17,9 @@ from scheduler_service.core.kv_cache.block_table import Retained, SequenceTables
 from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
 
-Retain = Callable[[int, int], Contents | None]
-"""What to keep cached of a sequence's released block, by its group and its index; None: nothing."""
+Retain = Callable[[int, int, Contents | None], Contents | None]
+"""What to keep cached of a sequence's released block, by its group, its index, and what is cached
+of it already; None: nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,6 +82,9 @@ class BlockManager:
         self.gpu_pool = BlockPool(num_gpu_blocks, self.host.keep)
         self.slides = any(group.span for group in groups)
         """Whether any group releases blocks before its sequence ends."""
+        self._block_tokens = [group.block_tokens for group in groups]
+        self._units_per_block = [group.block_tokens // key_tokens for group in groups]
+        self._spans = [number for number, group in enumerate(groups) if group.span]
         self._max_chunk = max_chunk
         self._key_tokens = key_tokens
         self._copy_ahead = CopyAhead(self.gpu_pool, self.host)
@@ -103,6 +107,10 @@ class BlockManager:
     def num_available(self) -> int:
         """Number of free device blocks that are not reserved for prompts."""
         return self.gpu_pool.num_free_blocks - self._num_reserved
+
+    def has_available(self, number: int) -> bool:
+        """Whether as many blocks are free and not reserved."""
+        return self.gpu_pool.has_free_blocks(number + self._num_reserved)
 
     @property
     def num_free_host_blocks(self) -> int:
@@ -266,7 +274,7 @@ class BlockManager:
 
     def _grow(self, number: int, table: Table) -> BlockUpdate:
         """Add a block at the end of a table."""
-        [block] = self.gpu_pool.allocate(1)
+        block = self.gpu_pool.allocate_one()
         table.blocks.append(block)
         return BlockUpdate(group=number, index=table.end - 1, block=block, copied_from=None)
 
@@ -276,25 +284,27 @@ class BlockManager:
         """Release the blocks that no row at `position` or after it reads. Those that `retain` keeps
         stay cached as long as the sequence's other blocks."""
         held = self._tables[seq_id]
-        for number, (group, table) in enumerate(zip(self.groups, held.tables, strict=True)):
+        for number in self._spans:
+            group, table = self.groups[number], held.tables[number]
             first = group.first_needed(position) // group.block_tokens
-            for index in range(table.first, first):
-                block, contents = table.blocks[index - table.first], retain(number, index)
-                end = (index + 1) * group.block_tokens
-                self._let_go(held, block, end, contents)
-            if first > table.first:
-                del table.blocks[: first - table.first]
-                table.first = first
+            if first <= table.first:
+                continue
+            for index, block in enumerate(table.blocks[: first - table.first], table.first):
+                contents = retain(number, index, self.gpu_pool.cached.contents_of(block))
+                self._let_go(held, block, (index + 1) * group.block_tokens, contents)
+            del table.blocks[: first - table.first]
+            table.first = first
 
     def _let_go(
         self, held: SequenceTables, block: int, end: int, contents: Contents | None
     ) -> None:
         """Release a block of a sequence that continues."""
         if contents is not None:
+            is_cached = self.gpu_pool.cached.contents_of(block) is contents
             cached = self.gpu_pool.cached.hold(block, contents)
             retained = Retained(end, block, contents, cached)
             held.retained.append(retained)
-            if not cached.is_full or not self.gpu_pool.cached.is_confirmed(block):
+            if not is_cached:
                 held.unconfirmed.append(retained)
         num_freed = self.gpu_pool.release([block], is_expendable=contents is None)
         if held.is_prompt:
@@ -334,15 +344,17 @@ class BlockManager:
         tables, or copies of shared last blocks."""
         updates = []
         for number, table in enumerate(self._tables[seq_id].tables):
-            index = (length - 1) // self.groups[number].block_tokens
-            if not table.needs_block(index, self.gpu_pool):
+            index = (length - 1) // self._block_tokens[number]
+            offset, shared = index - table.first, None
+            if offset == len(table.blocks):
+                block = self.gpu_pool.allocate_one()
+                table.blocks.append(block)
+            elif self.gpu_pool.is_shared(table.blocks[offset]):
+                block = self.gpu_pool.allocate_one()
+                shared, table.blocks[offset] = table.blocks[offset], block
+                self.gpu_pool.release([shared])
+            else:
                 continue
-            if index == table.end:
-                updates.append(self._grow(number, table))
-                continue
-            [block] = self.gpu_pool.allocate(1)
-            shared, table.blocks[index - table.first] = table.blocks[index - table.first], block
-            self.gpu_pool.release([shared])
             updates.append(BlockUpdate(group=number, index=index, block=block, copied_from=shared))
         return updates
 
@@ -389,13 +401,15 @@ class BlockManager:
         their `keys`. If another block has the same contents, they still lead to that one."""
         held = self._tables[seq_id]
         end = len(keys) if end is None else end
-        for number, (group, table) in enumerate(zip(self.groups, held.tables, strict=True)):
-            num_units = group.block_tokens // self._key_tokens
-            last = min(-(-end // num_units), table.end)
-            for index in range(max(first // num_units, table.first), last):
-                units = tuple(keys[index * num_units : min(end, (index + 1) * num_units)])
-                contents = Contents(number, units, len(units) == num_units)
-                self.gpu_pool.cached.add(table.blocks[index - table.first], contents)
+        add = self.gpu_pool.cached.add
+        for number, table in enumerate(held.tables):
+            num_units = self._units_per_block[number]
+            start = max(first // num_units, table.first)
+            blocks = table.blocks[start - table.first : -(-end // num_units) - table.first]
+            for index, block in enumerate(blocks, start):
+                unit = index * num_units
+                units = tuple(keys[unit : min(end, unit + num_units)])
+                add(block, Contents(number, units, len(units) == num_units))
         if held.unconfirmed:
             self._confirm(held, end * self._key_tokens)
 

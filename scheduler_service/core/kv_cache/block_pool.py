@@ -87,10 +87,12 @@ class CachedBlocks:
         """Let a block be found by its contents, which may be more than before, unless another
         block has them already."""
         index = self._index[contents.group]
-        if contents.key not in index:
-            self.discard(block)
+        key = contents.units[-1]
+        if key not in index:
+            if block in self._contents:
+                self.discard(block)
             self._contents[block] = contents
-            index[contents.key] = block
+            index[key] = block
             index.setdefault(contents.units[0], block)
 
     def hold(self, block: int, contents: Contents) -> Contents:
@@ -194,6 +196,10 @@ class BlockPool:
         """Number of blocks that can be allocated."""
         return len(self._free) + self.cached.num_free
 
+    def has_free_blocks(self, number: int) -> bool:
+        """Whether as many blocks can be allocated."""
+        return len(self._free) >= number or self.num_free_blocks >= number
+
     @property
     def num_ready_blocks(self) -> int:
         """Number of free blocks that can be allocated without a copy."""
@@ -226,6 +232,13 @@ class BlockPool:
         for block in blocks:
             self._ref_counts[block] = 1
         return blocks
+
+    def allocate_one(self) -> int:
+        """Allocate a block, with one reference; one must be free."""
+        self.num_allocated += 1
+        block = self._free.pop() if self._free else self._evict()
+        self._ref_counts[block] = 1
+        return block
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add one reference to each block; each must be in use or cached."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
 
@@ -26,8 +27,7 @@ class Table:
         return offset == len(self.blocks) or pool.is_shared(self.blocks[offset])
 
 
-@dataclass(frozen=True, slots=True)
-class Retained:
+class Retained(NamedTuple):
     """A block that a sequence has released, and that is to stay cached as long as its others."""
 
     end: int

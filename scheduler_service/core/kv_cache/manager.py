@@ -21,6 +21,10 @@ from scheduler_service.core.step_plan import BlockTable
 
 S = TypeVar("S", bound=CacheableSequence)
 
+OFFERED_TOKENS = 64
+"""Decoded tokens that are offered to the prefix cache together. The last ones are offered when
+their sequence ends or is preempted."""
+
 
 @dataclass(frozen=True, slots=True)
 class JointStart(Generic[S]):
@@ -48,6 +52,7 @@ class KVCacheManager:
         self.tokens_per_unit = key_tokens(group.block_tokens for group in groups)
         """Tokens that are found together."""
         self._block_tokens = [group.block_tokens for group in groups]
+        self._smallest, *self._other_tokens = sorted(set(self._block_tokens))
         self._common_tokens = lcm(*self._block_tokens)
         self._blocks = BlockManager(
             num_gpu_blocks=capacity.num_gpu_blocks,
@@ -75,7 +80,7 @@ class KVCacheManager:
     @property
     def is_full(self) -> bool:
         """Whether a sequence may find no memory for its next token."""
-        return self._blocks.num_available < len(self._block_tokens)
+        return not self._blocks.has_available(len(self._block_tokens))
 
     @property
     def num_free_tokens(self) -> int:
@@ -85,7 +90,10 @@ class KVCacheManager:
 
     def round_up(self, num_tokens: int) -> int:
         """The length up to which a sequence can grow in what holds its `num_tokens` tokens."""
-        return min(-(-num_tokens // tokens) * tokens for tokens in self._block_tokens)
+        end = -(-num_tokens // self._smallest) * self._smallest
+        for tokens in self._other_tokens:
+            end = min(end, -(-num_tokens // tokens) * tokens)
+        return end
 
     def shortage(
         self, num_tokens: int, hit: PrefixHit, *, num_waiting_tokens: int, num_waiting: int
@@ -130,6 +138,12 @@ class KVCacheManager:
         if self._caches_prefixes and end > first:
             self._blocks.set_keys(seq.seq_id, self._prefixes.keys(seq, end), first, end)
             self._num_offered[seq.seq_id] = end
+
+    def offer_decoded(self, seq: CacheableSequence, num_tokens: int) -> None:
+        """Like `offer`, for a sequence that decodes: only if there are many more tokens."""
+        num_offered = self._num_offered[seq.seq_id] * self.tokens_per_unit
+        if num_tokens >= num_offered + OFFERED_TOKENS:
+            self.offer(seq, num_tokens)
 
     def withdraw(self, seq: CacheableSequence) -> None:
         """Let nobody find any token that a failed sequence may have computed."""

@@ -13,6 +13,7 @@ will write to it; so nothing that can be found is ever overwritten. Where a wind
 the hit is cut.
 """
 
+from bisect import insort
 from collections.abc import Mapping, Sequence
 
 from scheduler_service.core.config import CacheGroup
@@ -138,7 +139,7 @@ class PrefixCache:
         """Sequences whose first tokens were being computed when the last one was admitted."""
         self._boundaries: dict[CacheableSequence, list[int]] = {}
         """Where windows are to stay cached, in addition to the multiples of BOUNDARY_TOKENS in a
-        prompt: before its last tokens, and where others branched off."""
+        prompt: before its last tokens, and where others branched off; in order."""
 
     def find(
         self, seq: CacheableSequence, *, on_host: bool = False, multiple: int = 1
@@ -199,20 +200,28 @@ class PrefixCache:
 
     def _add_boundary(self, seq: CacheableSequence, end: int) -> None:
         boundaries = self._boundaries.setdefault(seq, [])
-        if self._blocks.slides and end not in boundaries:
-            boundaries.append(end)
+        if end not in boundaries:
+            insort(boundaries, end)
 
-    def retained(self, seq: CacheableSequence, number: int, index: int) -> Contents | None:
-        """What to keep cached of a block that a sequence releases while it continues; None unless
-        it is needed at a boundary."""
+    def retained(
+        self, seq: CacheableSequence, number: int, index: int, cached: Contents | None
+    ) -> Contents | None:
+        """What to keep cached of a block that a sequence releases while it continues, if nothing
+        more than what is; None unless it is needed at a boundary."""
         group = self._blocks.groups[number]
-        start, end = index * group.block_tokens, (index + 1) * group.block_tokens
-        next_multiple = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
-        boundaries = list(self._boundaries.get(seq, ()))
-        if next_multiple < seq.num_prompt_tokens:
-            boundaries.append(next_multiple)
-        is_needed = any(b > start and group.first_needed(b) < end for b in boundaries)
-        if not (self._enabled and is_needed and end <= seq.num_known):
+        start = index * group.block_tokens
+        end = start + group.block_tokens
+        extra = self._boundaries.get(seq)
+        if extra is None or start >= extra[-1]:
+            return None  # decoded tokens, as a rule
+        multiple = (start // BOUNDARY_TOKENS + 1) * BOUNDARY_TOKENS
+        if multiple >= seq.num_prompt_tokens or group.first_needed(multiple) >= end:
+            boundaries = (b for b in extra if b > start)
+            if not any(group.first_needed(boundary) < end for boundary in boundaries):
+                return None
+        if cached is not None and cached.is_full:
+            return cached
+        if not self._enabled or end > seq.num_known:
             return None
         units = self.keys(seq, end // self._unit)[start // self._unit : end // self._unit]
         return Contents(number, tuple(units), is_full=True)

@@ -54,8 +54,9 @@ class Batch:
 
     def update_tables(self, seq_id: int, updates: Iterable[BlockUpdate]) -> None:
         """Change a running sequence's block tables, copying the shared blocks that it replaces."""
-        self.copy_shared(updates)
         for update in updates:
+            if update.copied_from is not None:
+                self.copy += (update.copied_from, update.block)
             self._block_updates += (seq_id, update.group, update.index, update.block)
 
     def copy_shared(self, updates: Iterable[BlockUpdate]) -> None:

@@ -117,7 +117,7 @@ class SamplingScheduler(StrategyScheduler):
         if self._cache.is_full and not self._make_room(seq, batch):
             return False
         batch.update_tables(seq.seq_id, self._cache.reserve(seq, seq.length))
-        self._cache.offer(seq, seq.num_confirmed)
+        self._cache.offer_decoded(seq, seq.num_confirmed)
         seq.reserve(self._cache.round_up(seq.length))
         return True
 
