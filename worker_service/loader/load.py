@@ -170,10 +170,13 @@ def attention_needs(
 
 
 def head_dim(config: Mapping[str, Any]) -> int:
-    """Elements of an attention head, from the usual fields of `config.json`; 64 without them."""
+    """Elements of the largest attention head, from the usual fields of `config.json`; 64 without
+    them."""
     size = config.get("hidden_size") or config.get("n_embd") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    return int(config.get("head_dim") or size // heads or 64)
+    others = (config.get("per_layer_config") or {}).values()  # layers that differ (Gemma 4)
+    large = [layer["head_dim"] for layer in others if layer.get("head_dim")]
+    return max(int(config.get("head_dim") or size // heads or 64), *large, 0)
 
 
 def _windows(config: Mapping[str, Any]) -> Iterator[bool]:

@@ -51,3 +51,9 @@ def test_features_are_read_from_their_keys(config: dict[str, Any], features: set
 )
 def test_the_head_size_is_given_or_derived(config: dict[str, Any], size: int) -> None:
     assert _needs(config).head_dim == size
+
+
+def test_the_largest_heads_count_where_layers_differ() -> None:
+    shape = {"head_dim": 256, "per_layer_config": {"05": {"head_dim": 512}, "07": {"x": 1}}}
+    assert _needs(shape).head_dim == 512
+    assert _needs({"head_dim": 256}).head_dim == 256

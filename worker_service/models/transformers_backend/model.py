@@ -171,8 +171,8 @@ def _obstacles(config: Any, calls: list[AttentionCall]) -> Iterator[str]:
     num_layers = int(config.num_hidden_layers)
     if sorted(call.layer for call in calls) != list(range(num_layers)):
         yield "not every layer attends once through transformers' attention interface"
-    if len({(call.num_kv_heads, call.key_dim, call.dtype) for call in calls}) > 1:
-        yield "its layers differ in KV heads or head size"
+    if len({call.dtype for call in calls}) > 1:
+        yield "its layers differ in the dtype of keys"
     if any(call.key_dim != call.value_dim for call in calls):
         yield "its keys and values differ in size"
     if not all(call.is_causal for call in calls):
@@ -333,6 +333,7 @@ class _DecoderOutput(MoeModelOutputWithPast):
     """Every field that a head reads from its decoder's output."""
 
     cross_attentions: Any = None
+    shared_kv_states: Any = None
 
 
 class _PassThrough(nn.Module):
