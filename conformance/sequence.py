@@ -1,12 +1,13 @@
 """The kit's state of a sequence, and its rows in plans."""
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
 from conformance.cache_groups import NO_BLOCK
 from conformance.generation import Sampled
 from pagewire import columns
-from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
 
 NUM_LOGPROBS = 4
 """Number of most probable tokens to report, so that a wrong context shows even if it leads to the
@@ -22,6 +23,12 @@ def sampler_params(**fields: Any) -> sampling_pb2.SamplerParams:
         "logprobs": NUM_LOGPROBS,
     }
     return sampling_pb2.SamplerParams(**(neutral | fields))
+
+
+def salt(text: str) -> context_pb2.ContextPart:
+    """A part of a context that changes no KV."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_SALT, digest=digest)
 
 
 GREEDY = sampler_params(temperature=0.0)
@@ -57,7 +64,7 @@ class Sequence:
     sampling: sampling_pb2.SamplerParams = field(default_factory=lambda: GREEDY)
     choice_index: int = 0
     prompt_logprobs_start: int = 0
-    tenant: int = 0
+    context: tuple[context_pb2.ContextPart, ...] = ()
     parent: "Sequence | None" = None
     num_own_tokens: int = 0
     """Number of a fork's tokens that follow its parent's."""
@@ -105,7 +112,7 @@ class Sequence:
             message.token_ids = columns.pack(self.tokens)
             message.num_prompt_tokens = self.num_prompt_tokens
             message.num_computed_tokens = self.num_computed_tokens
-            message.tenant = self.tenant
+            message.context.extend(self.context)
         return message
 
     def row(

@@ -5,13 +5,15 @@ own side of `Attach` are in `scheduler_service/frontend/`.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 from pagewire.columns import columns_of
+from pagewire.v1 import context_pb2, model_pb2, plan_pb2, sampling_pb2, scheduler_service_pb2
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2, scheduler_service_pb2
 from scheduler_service.columns import from_column, from_columns
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
 from scheduler_service.core.config import CacheGroup, CacheLifetime
+from scheduler_service.core.context import DIGEST_BYTES, ContextKind, ContextPart
 from scheduler_service.core.request import (
     EngineOutputs,
     GeneratedTokens,
@@ -87,8 +89,15 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
         parent_seq_id=sequence.parent_seq_id,
         prompt_logprobs_start=sequence.prompt_logprobs_start,
         traceparent=sequence.traceparent,
-        tenant=sequence.tenant,
+        context=[_encode_context_part(part) for part in sequence.context],
         **_NEW_SEQUENCE.pack(sequence),
+    )
+
+
+def _encode_context_part(part: ContextPart) -> context_pb2.ContextPart:
+    kind: Any = part.kind.value
+    return context_pb2.ContextPart(
+        kind=kind, digest=part.digest, start=part.start, length=part.length
     )
 
 
@@ -173,6 +182,10 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         request_id=submit.request_id,
         model=submit.model,
         tenant=submit.tenant,
+        context=tuple(
+            _decode_context_part(part, f"context[{index}].")
+            for index, part in enumerate(submit.context)
+        ),
         priority=submit.priority,
         prompt_token_ids=from_column(submit.prompt_token_ids, "prompt_token_ids"),
         num_choices=submit.num_choices,
@@ -208,6 +221,15 @@ def _check_submit(submit: scheduler_service_pb2.Submit) -> None:
         raise InvalidArgument("request_id", "expected a request id")
     if any(entry.choice_index >= submit.num_choices for entry in submit.generated):
         raise InvalidArgument("generated.choice_index", "expected less than num_choices")
+
+
+def _decode_context_part(part: context_pb2.ContextPart, path: str) -> ContextPart:
+    if part.kind not in list(ContextKind):
+        raise InvalidArgument(f"{path}kind", f"expected SALT, ADAPTER or MEDIA, got {part.kind}")
+    if len(part.digest) != DIGEST_BYTES:
+        expected = f"expected {DIGEST_BYTES} bytes, got {len(part.digest)}"
+        raise InvalidArgument(f"{path}digest", expected)
+    return ContextPart(ContextKind(part.kind), part.digest, part.start, part.length)
 
 
 def _decode_beam_search(submit: scheduler_service_pb2.Submit) -> BeamParams | None:

@@ -5,6 +5,7 @@ columns, no protobuf.
 messages into these and back. Nothing here imports torch.
 """
 
+import hashlib
 import time
 from dataclasses import dataclass, field, fields
 from enum import Enum, auto
@@ -189,6 +190,25 @@ class PromptLogprobs:
         )
 
 
+class ContextKind(Enum):
+    """What a part of a context is."""
+
+    SALT = auto()
+    """Who may share KV, which it does not change."""
+    ADAPTER = auto()
+    MEDIA = auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextPart:
+    """The wire's `ContextPart`; `context.proto` explains each field."""
+
+    kind: ContextKind
+    digest: bytes
+    start: int
+    length: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockTable:
     """The blocks of one sequence in one cache group."""
@@ -214,8 +234,17 @@ class NewSequence:
     parent_seq_id: int | None
     prompt_logprobs_start: int
     traceparent: str = ""
-    tenant: int = 0
-    """Nothing learned from a sequence may affect those of other numbers; 0 in a fork."""
+    context: tuple[ContextPart, ...] = ()
+    """What its KV depends on besides tokens; empty in a fork."""
+
+    @property
+    def salt(self) -> int:
+        """A 64-bit number for its salts, 0 if it has none. Nothing learned from a sequence may
+        affect those of other numbers."""
+        digests = sorted(part.digest for part in self.context if part.kind is ContextKind.SALT)
+        if not digests:
+            return 0
+        return int.from_bytes(hashlib.blake2b(b"".join(digests), digest_size=8).digest())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

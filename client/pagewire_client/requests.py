@@ -38,6 +38,9 @@ class CallOptions(SamplingOptions, total=False):
     num_speculative_tokens: int | None
     """Most tokens drafted for a step; 0 switches speculative decoding off, None is the
     deployment's. The answer is the same."""
+    cache_salt: str | None
+    """Prefixes are shared only with requests of the same salt: random, secret text. None: with all
+    that have none."""
     timeout: float | None
     """Seconds, for the whole call. None: the client's own."""
 
@@ -171,6 +174,7 @@ def generate_request(
         model=options.get("model"),
         priority=options.get("priority") or None,
         num_speculative_tokens=options.get("num_speculative_tokens"),
+        cache_salt=options.get("cache_salt"),
         max_hold_ms=MAX_HOLD_MS if is_whole else None,
     )
     fill_prompt(request, prompt)
@@ -195,6 +199,7 @@ def generate_requests(
         "model": options.get("model"),
         "priority": options.get("priority", 0),
         "num_speculative_tokens": options.get("num_speculative_tokens"),
+        "cache_salt": options.get("cache_salt"),
     }
     requests = []
     for position, (prompt, own) in enumerate(zip(prompts, params, strict=True)):

@@ -5,7 +5,7 @@ from typing import Any
 
 from conformance.assertions import Skipped, expect, expect_true
 from conformance.case import Alone, case, refusal_case, stream_case
-from conformance.sequence import Sequence, sampler_params
+from conformance.sequence import Sequence, salt, sampler_params
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire.v1 import sampling_pb2
@@ -158,14 +158,15 @@ def a_row_never_has_more_tokens_than_allowed(worker: Worker, stream: StepStream)
     return {"drafts limited": sequence}
 
 
-@stream_case("plan", "No token depends on it")
-def tokens_are_the_same_for_every_tenant(worker: Worker, stream: StepStream) -> Alone:
+@stream_case("context", "It changes no KV")
+def tokens_are_the_same_with_every_salt(worker: Worker, stream: StepStream) -> Alone:
     sampling = looping(worker, 3, temperature=1.0, seed=5)
     alone: dict[str, Sequence] = {}
-    for tenant in (0, 1, 2**64 - 1, 1):
-        sequence = stream.prefilled(worker.prompt(9), sampling=sampling, tenant=tenant)
+    for salts in ((), ("a",), ("b",), ("a", "b"), ("a",)):
+        context = tuple(map(salt, salts))
+        sequence = stream.prefilled(worker.prompt(9), sampling=sampling, context=context)
         extend(stream, sequence, NUM_TOKENS, LOOKAHEAD)
-        alone[f"sequence {len(alone)}, of tenant {tenant}"] = sequence
+        alone[f"sequence {len(alone)}, with the salts {salts}"] = sequence
     return alone
 
 

@@ -34,6 +34,7 @@ The modules, from the outside in:
     scheduler_stats.py counters, histograms and snapshots
     throughput.py      what steps cost, and how fast queues are served
     request_timing.py  a request's time by activity, and its events
+    context.py         what KV depends on besides tokens: salts, adapters, media
     config.py          what an operator configures, and the capacity of a worker group
 
     request.py         what frontends submit, and the outputs sent to them
@@ -68,6 +69,7 @@ from scheduler_service.core.config import (
     TenantConfig,
     WorkerGroupCapacity,
 )
+from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.inspection import Inspection, InspectionDetail
 from scheduler_service.core.request import (
@@ -93,6 +95,8 @@ from scheduler_service.core.step_plan import (
 __all__ = [
     "BeamParams",
     "ChoiceFinished",
+    "ContextKind",
+    "ContextPart",
     "CoreSnapshot",
     "EarlyStopping",
     "EngineOutputs",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler_service.core.beam_search import BeamParams
+from scheduler_service.core.context import Context
 from scheduler_service.core.step_plan import RowLogprobs, RowPromptLogprobs
 
 
@@ -32,6 +33,8 @@ class Request:
     """The worker's `SamplerParams`, which the core does not read."""
     num_choices: int = 1
     tenant: str = ""
+    context: Context = ()
+    """What KV depends on besides tokens and tenant."""
     priority: int = 0
     stop_token_ids: frozenset[int] = frozenset()
     min_tokens: int = 0

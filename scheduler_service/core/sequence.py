@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 from scheduler_service.core.config import WorkerGroupCapacity
+from scheduler_service.core.context import Context
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import (
@@ -168,9 +169,9 @@ class Sequence:
         return self.num_known
 
     @property
-    def tenant_name(self) -> str:
-        """Its tenant, whose KV may have to be kept apart from that of others."""
-        return self.tenant.name
+    def context(self) -> Context:
+        """What its KV depends on besides its tokens."""
+        return self.seq_group.context
 
     @property
     def max_length(self) -> int:
@@ -439,6 +440,11 @@ class SequenceGroup:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+
+    @property
+    def context(self) -> Context:
+        """What the KV of its tokens depends on besides its tokens, its tenant's part included."""
+        return self.tenant.context + self.request.context
 
     @property
     def max_hold_us(self) -> int:

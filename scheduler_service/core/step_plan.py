@@ -7,6 +7,8 @@ Plain lists, no protobuf: `scheduler_service/wire.py` converts them to messages 
 from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler_service.core.context import Context
+
 
 @dataclass(slots=True, kw_only=True)
 class BlockTable:
@@ -34,8 +36,8 @@ class NewSequence:
     prompt_logprobs_start: int = 0
     traceparent: str = ""
     """Parent of the worker's spans; empty if the request's trace is not recorded."""
-    tenant: int = 0
-    """Digest of the tenant's name; 0 in a fork."""
+    context: Context = ()
+    """Empty in a fork, which has its parent's."""
 
 
 @dataclass(slots=True, kw_only=True)

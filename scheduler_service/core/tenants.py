@@ -1,10 +1,10 @@
 """Tenants: what each one uses, and its limits."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler_service.core.config import TenantConfig
+from scheduler_service.core.context import Context, tenant_context
 from scheduler_service.core.throughput import QueueThroughput
 
 
@@ -14,8 +14,8 @@ class TenantUsage:
 
     name: str
     config: TenantConfig
-    digest: int = 0
-    """Digest of the name, for workers; 0 if it has none, or if tenants are not isolated."""
+    context: Context = ()
+    """The salt of all its requests; empty if it has no name, or if tenants are not isolated."""
     num_requests: int = 0
     """Live requests."""
     num_queued_tokens: int = 0
@@ -58,8 +58,8 @@ class Tenants:
         known = self._live.get(name)
         if known is not None:
             return known
-        digest = _digest(name) if self._isolate and name else 0
-        return TenantUsage(name, self._named.get(name, self._default), digest)
+        context = tenant_context(name) if self._isolate and name else ()
+        return TenantUsage(name, self._named.get(name, self._default), context)
 
     def add_request(self, tenant: TenantUsage, now_us: int) -> None:
         """Count a new live request."""
@@ -82,8 +82,3 @@ class Tenants:
             assert tenant.num_requests > 0
             assert tenant.num_queued_tokens >= 0
             assert tenant.may_hold(0)
-
-
-def _digest(name: str) -> int:
-    """64 bits, so that two of a million names have the same with a chance of 1 in 37 million."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

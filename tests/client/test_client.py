@@ -134,7 +134,7 @@ def test_a_chat_chooses_tools_and_leaves_reasoning_out(client: Any, frontend: Fa
 
 
 def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: FakeFrontend) -> None:
-    options = {"priority": -2, "model": MODEL, "num_speculative_tokens": 0}
+    options = {"priority": -2, "model": MODEL, "num_speculative_tokens": 0, "cache_salt": "s"}
     client.generate("Hi", SamplingParams(seed=3), request_id="mine", **options)
     client.generate_many(["Hi"], SamplingParams(seed=3), **options)
     request, of_many = frontend.requests
@@ -142,6 +142,7 @@ def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: Fa
         assert (each.priority, each.model) == (-2, MODEL)
         assert each.HasField("num_speculative_tokens")
         assert each.num_speculative_tokens == 0
+        assert each.cache_salt == "s"
     assert request.request_id == "mine"
     assert request.sampling_params == SamplingParams(seed=3).to_proto()
 

@@ -1,6 +1,8 @@
 """What the core means is what travels, whatever the numbers."""
 
-from dataclasses import MISSING, fields
+import re
+from dataclasses import MISSING, asdict, fields
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -8,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagewire.columns import columns_of, pack, pack_floats
+from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
 from scheduler_service import wire
 from scheduler_service.columns import from_column
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
+from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.request import (
     ChoiceFinished,
     EngineOutputs,
@@ -44,6 +47,13 @@ count = st.integers(0, 2**31 - 1)
 pairs = st.lists(st.tuples(count, count), max_size=9).map(flat)
 quadruples = st.lists(st.tuples(count, count, count, count), max_size=9).map(flat)
 tables = st.lists(st.builds(BlockTable, group=count, first_index=count, block_ids=ids), max_size=3)
+parts = st.builds(
+    ContextPart,
+    kind=st.sampled_from(ContextKind),
+    digest=st.binary(min_size=32, max_size=32),
+    start=count,
+    length=count,
+)
 
 NEW_SEQUENCE = {
     "seq_id": st.integers(1, 2**31 - 1),
@@ -57,7 +67,7 @@ NEW_SEQUENCE = {
     ),
     "parent_seq_id": st.none() | count,
     "prompt_logprobs_start": count,
-    "tenant": st.integers(0, 2**64 - 1),
+    "context": st.lists(parts, max_size=3).map(tuple),
     "traceparent": st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
 }
 PLAN = {
@@ -120,6 +130,10 @@ def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
         for name in names_of(NewSequence) - columns_of(sent.DESCRIPTOR).keys():
             if name == "tables":
                 assert_same_tables(sent, new)
+            elif name == "context":
+                sent_parts = [{f.name: v for f, v in part.ListFields()} for part in sent.context]
+                parts = [asdict(part).items() for part in new.context]
+                assert sent_parts == [{name: v for name, v in part if v} for part in parts]
             elif name != "parent_seq_id" or sent.HasField("parent_seq_id"):
                 assert getattr(sent, name) == getattr(new, name)
         assert sent.HasField("parent_seq_id") == (new.parent_seq_id is not None)
@@ -241,6 +255,7 @@ def test_a_submission_keeps_every_field() -> None:
         fingerprint=b"f",
         was_accepted=True,
         traceparent="t",
+        context=[context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_SALT, digest=bytes(32))],
     )
     message.sampling.prompt_logprobs = 1
     assert set_fields(message) == all_fields(message)
@@ -254,6 +269,23 @@ def test_a_submission_keeps_every_field() -> None:
     assert request.max_hold_us == 7000
     for name in SUBMITTED_NUMBERS - {"max_hold_ms"}:
         assert getattr(request, name) == 7
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "expected"),
+    [
+        ({"digest": bytes(32)}, "context[0].kind", "expected SALT, ADAPTER or MEDIA, got 0"),
+        ({"digest": bytes(32), "kind": 9}, "context[0].kind", "expected SALT, ADAPTER or MEDIA"),
+        ({"kind": 2, "digest": b"name"}, "context[0].digest", "expected 32 bytes, got 4"),
+        ({"kind": 1}, "context[0].digest", "expected 32 bytes, got 0"),
+    ],
+)
+def test_a_part_without_a_kind_or_a_digest_is_refused_by_name(
+    part: dict[str, Any], field: str, expected: str
+) -> None:
+    with pytest.raises(InvalidArgument, match=re.escape(expected)) as error:
+        wire.decode_submit(submit(context=[context_pb2.ContextPart(**part)]), "front", now=0.0)
+    assert error.value.field == field
 
 
 def test_a_submission_becomes_a_request() -> None:

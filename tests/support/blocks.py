@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.context import ContextPart
 from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.block_pool import CachedBlocks
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
@@ -63,7 +64,7 @@ class KnownSequence:
     seq_id: int
     tokens: list[int]
     prefix_keys: PrefixKeys = field(default_factory=PrefixKeys)
-    tenant_name: str = ""
+    context: tuple[ContextPart, ...] = ()
     is_prefilling: bool = False
 
     @property

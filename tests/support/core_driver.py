@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.core import (
+    ContextPart,
     EngineOutputs,
     Request,
     SchedulerConfig,
@@ -171,6 +172,7 @@ class CoreDriver:
         timeout: float | None = None,
         beam_search: BeamParams | None = None,
         tenant: str = "",
+        context: tuple[ContextPart, ...] = (),
         priority: int = 0,
         min_tokens: int = 0,
         max_hold_us: int = 0,
@@ -194,6 +196,7 @@ class CoreDriver:
             sampling=sampling,
             num_choices=n,
             tenant=tenant,
+            context=context,
             priority=priority,
             min_tokens=min_tokens,
             stop_token_ids=stop_token_ids,

@@ -26,6 +26,7 @@ from pagewire.v1.worker_service_pb2_grpc import (
 )
 from worker_service.config import SimulationConfig
 from worker_service.errors import OutOfOrder, WorkerError
+from worker_service.plan import ContextPart, StepPlan, StepResult
 from worker_service.service import wire
 from worker_service.simulated.executor import RowResults, SimulatedRunner
 from worker_service.simulated.sequences import Row
@@ -49,6 +50,13 @@ class CountingRunner(SimulatedRunner):
             config, block_size=BLOCK_SIZE, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0
         )
         self.num_gpu_blocks = num_gpu_blocks
+        self.contexts: list[tuple[ContextPart, ...]] = []
+        """The context of each sequence so far that was no fork."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        new_sequences = [new for new in plan.new_sequences if new.parent_seq_id is None]
+        self.contexts += [new.context for new in new_sequences]
+        return super().execute(plan)
 
     def _sample_row(self, row: Row, drafts: list[int], outcome: RowResults) -> None:
         tokens = counted(row.sequence.tokens[-1], 1)

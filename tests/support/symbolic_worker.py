@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from scheduler_service.core import (
+    ContextPart,
     NewSequence,
     RowCandidates,
     RowError,
@@ -146,6 +147,13 @@ class WorkerSequence:
     tables: list[dict[int, int]]
     """By group: blocks by their index."""
     num_computed: int
+    context: tuple[ContextPart, ...] = ()
+
+    def content(self, position: int) -> History:
+        """What the slot of a position holds: the history and the parts that affect it, salts too.
+        Tokens depend on the history alone."""
+        parts = sorted(part for part in self.context if part.start <= position)
+        return self.histories[position] + b"".join(part.packed() for part in parts)
 
     def used(self, groups: Sequence[CacheGroup]) -> Iterable[int]:
         """Its blocks, without those that none of its rows to come reads."""
@@ -300,6 +308,7 @@ class SymbolicWorker:
             histories=[],
             tables=self._tables(new),
             num_computed=new.num_computed_tokens,
+            context=new.context,
         )
         if new.parent_seq_id is not None:
             self._inherit(seq, new)
@@ -326,6 +335,8 @@ class SymbolicWorker:
         seq.tokens = list(parent.tokens)
         seq.histories = list(parent.histories)
         seq.num_prompt_tokens = parent.num_prompt_tokens
+        require(new.context == (), "a fork has a context")
+        seq.context = parent.context
         seq.num_computed = parent.num_computed
 
     def _check_exclusive(self, seq: WorkerSequence) -> None:
@@ -345,7 +356,7 @@ class SymbolicWorker:
                 slot = self._slot(seq, number, position)
                 history, step = self.cache.get(slot, (None, 0))
                 require(
-                    history == _kv(number, seq.histories[position]),
+                    history == _kv(number, seq.content(position)),
                     f"{seq.seq_id} finds something else at position {position}, block {slot[0]}",
                 )
                 last = max(last, step)
@@ -426,7 +437,7 @@ class SymbolicWorker:
             require(end <= len(seq.tokens), f"{seq.seq_id} computes tokens that it does not have")
             require(not sample or end == len(seq.tokens), f"{seq.seq_id} samples in mid-prompt")
             for position in range(start, end):
-                self._write_slot(seq, position, seq.histories[position], sharers)
+                self._write_slot(seq, position, seq.content(position), sharers)
             seq.num_computed = end
         return starts
 
@@ -469,7 +480,7 @@ class SymbolicWorker:
                 for position in range(group.first_needed(start), seq.num_computed):
                     block, offset = self._slot(seq, number, position)
                     require(block not in self.arriving, f"{seq.seq_id} reads {block} too early")
-                    wanted = _kv(number, seq.histories[position])
+                    wanted = _kv(number, seq.content(position))
                     require(
                         self.cache.get((block, offset), (None,))[0] == wanted,
                         f"{seq.seq_id} reads position {position} from block {block}, which holds "
@@ -543,7 +554,7 @@ class SymbolicWorker:
             position = len(seq.tokens) - seq.num_prompt_tokens
             if position == seq.sampling.fails_at:
                 return index
-            self._write_slot(seq, seq.num_computed, seq.histories[-1], {seq.seq_id})
+            self._write_slot(seq, seq.num_computed, seq.content(seq.num_computed), {seq.seq_id})
             seq.num_computed += 1
             token = next_token(seq.histories[-1], seq.choice_index, seq.sampling)
             seq.append(token)

@@ -12,7 +12,7 @@ import numpy as np
 from google.protobuf.message import Message
 
 from pagewire.columns import Column, columns_of, pack
-from pagewire.v1 import model_pb2, plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, model_pb2, plan_pb2, sampling_pb2
 from pagewire.validation import find_violation
 from worker_service.array_types import Float32Array, Int32Array
 from worker_service.cache_groups import CacheLifetime
@@ -23,6 +23,8 @@ from worker_service.plan import (
     BlockTable,
     Constraint,
     ConstraintKind,
+    ContextKind,
+    ContextPart,
     NewSequence,
     RowErrorReason,
     SamplerParams,
@@ -44,6 +46,10 @@ _TIMINGS = tuple(field.name for field in fields(StepTimings))
 _LIFETIMES = {
     lifetime: model_pb2.CacheLifetime.Value(f"CACHE_LIFETIME_{lifetime.name}")
     for lifetime in CacheLifetime
+}
+
+_CONTEXT_KINDS = {
+    context_pb2.ContextKind.Value(f"CONTEXT_KIND_{kind.name}"): kind for kind in ContextKind
 }
 
 _ROW_ERROR_REASONS = {
@@ -124,6 +130,8 @@ def encode_model_info(
 
 
 def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequence:
+    if message.context and message.HasField("parent_seq_id"):
+        raise InvalidPlan(f"{path}context", "expected none in a fork, which has its parent's")
     return NewSequence(
         seq_id=message.seq_id,
         choice_index=message.choice_index,
@@ -133,7 +141,10 @@ def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequenc
         parent_seq_id=message.parent_seq_id if message.HasField("parent_seq_id") else None,
         prompt_logprobs_start=message.prompt_logprobs_start,
         traceparent=message.traceparent,
-        tenant=message.tenant,
+        context=tuple(
+            _decode_context_part(part, f"{path}context[{index}].")
+            for index, part in enumerate(message.context)
+        ),
         tables=tuple(
             BlockTable(
                 group=table.group,
@@ -144,6 +155,16 @@ def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequenc
         ),
         **_decode_columns(message, path),
     )
+
+
+def _decode_context_part(message: context_pb2.ContextPart, path: str) -> ContextPart:
+    kind = _CONTEXT_KINDS.get(message.kind)
+    if kind is None:
+        expected = f"expected SALT, ADAPTER or MEDIA, got {message.kind}"
+        raise InvalidPlan(f"{path}kind", expected)
+    if len(message.digest) != 32:
+        raise InvalidPlan(f"{path}digest", f"expected 32 bytes, got {len(message.digest)}")
+    return ContextPart(kind=kind, digest=message.digest, start=message.start, length=message.length)
 
 
 def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerParams:

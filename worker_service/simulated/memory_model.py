@@ -1,8 +1,9 @@
 """The memory model: the content of each block, the holders of each block, and the allowed uses.
 
 A block of the device or host cache contains the `History` for which a real one would contain KV in
-each of its slots, or the one for which it would contain a state, or nothing. It belongs to one
-cache group at a time: what another group wrote there counts as nothing.
+each of its slots, or the one for which it would contain a state, together with the sequence's salt,
+or nothing. It belongs to one cache group at a time: what another group wrote there counts as
+nothing.
 A known sequence *holds* the blocks in its tables, until it is forgotten, the entry is replaced, or
 no token of the sequence to come sees the block's tokens.
 
@@ -171,7 +172,7 @@ class MemoryModel:
     ) -> None:
         content = None if block == NO_BLOCK else self._device[block]
         found = content.slots[offset] if content is not None and content.group == group else None
-        if found == sequence.histories[position]:
+        if found == sequence.content(position):
             return
         if content is None:
             problem = "nothing was written"
@@ -217,14 +218,13 @@ class MemoryModel:
     def _write_tokens(
         self, sequence: SimulatedSequence, end: int, row: int, forks: Collection[int], group: int
     ) -> None:
-        size, histories = self.groups[group].block_tokens, sequence.histories
-        start = sequence.num_computed
+        size, start = self.groups[group].block_tokens, sequence.num_computed
         while start < end:
             index, offset = divmod(start, size)
             stop = min(end, start - offset + size)
             block = sequence.tables[group][index]
             slots = self._writable(block, sequence.seq_id, row, forks, group, size)
-            slots[offset : offset + stop - start] = histories[start:stop]
+            slots[offset : offset + stop - start] = map(sequence.content, range(start, stop))
             start = stop
 
     def _write_state(
@@ -232,7 +232,7 @@ class MemoryModel:
     ) -> None:
         for block in sequence.tables[group]:
             slots = self._writable(block, sequence.seq_id, row, forks, group, 1)
-            slots[0] = sequence.histories[end - 1]
+            slots[0] = sequence.content(end - 1)
 
     def _writable(
         self, block: int, seq_id: int, row: int, forks: Collection[int], group: int, size: int

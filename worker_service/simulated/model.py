@@ -15,11 +15,18 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 import numpy as np
 
 from pagewire_kernels.philox import DRAW_BITS, draw_bits
-from worker_service.plan import Candidates, PromptLogprobs, SamplerParams, TokenLogprobs
+from worker_service.plan import (
+    Candidates,
+    ContextPart,
+    PromptLogprobs,
+    SamplerParams,
+    TokenLogprobs,
+)
 
 History = int
 """Hash of all tokens up to and including one position."""
@@ -42,6 +49,12 @@ def extend(history: History, token: int) -> History:
     """The history one token later."""
     mixed = ((history ^ token) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _WORD
     return mixed ^ (mixed >> 29)
+
+
+def hash_of(part: ContextPart) -> int:
+    """A word for a part of a context: all its fields."""
+    fields = f"{part.kind.name} {part.start} {part.length} ".encode()
+    return int.from_bytes(blake2b(fields + part.digest, digest_size=8).digest())
 
 
 def scramble(word: int) -> int:
@@ -116,9 +129,15 @@ class SimulatedSequence:
 
     seq_id: int
     num_prompt_tokens: int
+    salt: int = 0
+    """In the content of its slots, which only sequences with the same salt may read."""
+
+    context: tuple[ContextPart, ...] = ()
+    """The parts that its histories depend on."""
+
     tokens: list[int] = field(default_factory=list)
     histories: list[History] = field(default_factory=list)
-    """The required content of each position's slot."""
+    """One per token; the next token depends on the last one."""
 
     tables: list[list[int]] = field(default_factory=list)
     """A block table for each cache group; NO_BLOCK where a block was released."""
@@ -134,9 +153,16 @@ class SimulatedSequence:
         """Append tokens."""
         history = self.histories[-1] if self.histories else START
         for token in tokens:
+            for part in self.context:
+                if part.start == len(self.tokens):
+                    history = extend(history, hash_of(part))
             history = extend(history, token)
             self.tokens.append(token)
             self.histories.append(history)
+
+    def content(self, position: int) -> History:
+        """What the slot of a position must hold."""
+        return self.histories[position] ^ self.salt
 
     def truncate(self, num_tokens: int) -> None:
         """Remove the tokens after the first ones, which drafts have overwritten."""

@@ -12,6 +12,7 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     BlockTable,
     Candidates,
+    ContextKind,
     NewSequence,
     RowErrorReason,
     SamplerParams,
@@ -34,7 +35,12 @@ class KnownSequence(SimulatedSequence):
     __slots__ = ("_sampler", "failure", "prompt_logprobs_start", "sampling")
 
     def __init__(self, new: NewSequence, num_prompt_tokens: int) -> None:
-        super().__init__(seq_id=new.seq_id, num_prompt_tokens=num_prompt_tokens)
+        super().__init__(
+            seq_id=new.seq_id,
+            num_prompt_tokens=num_prompt_tokens,
+            salt=new.salt,
+            context=tuple(part for part in new.context if part.kind is not ContextKind.SALT),
+        )
         self.sampling: SamplerParams = new.sampling
         self.prompt_logprobs_start = new.prompt_logprobs_start
         self.failure: RowErrorReason | None = None
@@ -190,6 +196,7 @@ class SimulatedSequenceTable:
         sequence.tokens = parent.tokens.copy()
         sequence.histories = parent.histories.copy()
         sequence.num_computed = parent.num_computed
+        sequence.salt, sequence.context = parent.salt, parent.context
         sequence.failure = parent.failure
         return sequence
 

@@ -69,6 +69,7 @@ class GenerateRequest(_message.Message):
     ATTEMPT_FIELD_NUMBER: _builtins.int
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The client's key for this request, 1 to 128 characters of [A-Za-z0-9._:-]. While
     the request is live, on any frontend, a second request with the same key is refused
@@ -111,6 +112,12 @@ class GenerateRequest(_message.Message):
     255; 0 switches speculative decoding off for it. The tokens are the same in any case.
     Absent, or more than that: the deployment's num_speculative_tokens.
     """
+    cache_salt: _builtins.str
+    """Requests share cached prefixes, and what workers learn for their drafts, only with
+    requests of the same salt (and tenant), so that no one without the salt can infer from
+    response times what was sent with it. It should be random, secret and at least 256 bits
+    long. No token depends on it. Absent: shared with all requests without a salt.
+    """
     @_builtins.property
     def token_ids(self) -> Global___PromptTokens:
         """Token ids, used unchanged. Not empty."""
@@ -145,13 +152,16 @@ class GenerateRequest(_message.Message):
         attempt: _builtins.int = ...,
         add_special_tokens: _builtins.bool | None = ...,
         num_speculative_tokens: _builtins.int | None = ...,
+        cache_salt: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "cache_salt", b"cache_salt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "attempt", b"attempt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens", "_cache_salt", b"_cache_salt", "_max_hold_ms", b"_max_hold_ms", "_model", b"_model", "_num_speculative_tokens", b"_num_speculative_tokens", "_priority", b"_priority", "_request_id", b"_request_id", "add_special_tokens", b"add_special_tokens", "attempt", b"attempt", "cache_salt", b"cache_salt", "chat", b"chat", "max_hold_ms", b"max_hold_ms", "model", b"model", "num_speculative_tokens", b"num_speculative_tokens", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling_params", b"sampling_params", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_special_tokens: _TypeAlias = _typing.Literal["add_special_tokens"]  # noqa: Y015
     _WhichOneofArgType__add_special_tokens: _TypeAlias = _typing.Literal["_add_special_tokens", b"_add_special_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     _WhichOneofReturnType__max_hold_ms: _TypeAlias = _typing.Literal["max_hold_ms"]  # noqa: Y015
     _WhichOneofArgType__max_hold_ms: _TypeAlias = _typing.Literal["_max_hold_ms", b"_max_hold_ms"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -166,6 +176,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__add_special_tokens) -> _WhichOneofReturnType__add_special_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_hold_ms) -> _WhichOneofReturnType__max_hold_ms | None: ...
     @_typing.overload

@@ -13,6 +13,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from pagewire.v1 import context_pb2 as _context_pb2
 from pagewire.v1 import sampling_pb2 as _sampling_pb2
 import builtins as _builtins
 import sys
@@ -198,7 +199,7 @@ class NewSequence(_message.Message):
     PARENT_SEQ_ID_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
     seq_id: _builtins.int
     """The core's number for the sequence, unique on the stream while the worker knows it;
     positive, below 2^31.
@@ -233,11 +234,6 @@ class NewSequence(_message.Message):
     request. Empty in a fork, which belongs to its parent's request, and if no trace is
     recorded.
     """
-    tenant: _builtins.int
-    """A digest of the tenant's name; 0 if tenants share everything, or have no names, and in a
-    fork, which is its parent's tenant's. Nothing that the worker learns from a sequence, such
-    as which tokens to guess, may affect a sequence with another number. No token depends on it.
-    """
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockTable]:
         """One block table for each of the model's cache groups in which the sequence has blocks,
@@ -247,6 +243,12 @@ class NewSequence(_message.Message):
     @_builtins.property
     def sampling(self) -> _sampling_pb2.SamplerParams:
         """How tokens are sampled."""
+
+    @_builtins.property
+    def context(self) -> _containers.RepeatedCompositeFieldContainer[_context_pb2.ContextPart]:
+        """What KV depends on besides tokens. Empty in a fork, which has its parent's context. A
+        worker refuses parts of kinds that it cannot compute.
+        """
 
     def __init__(
         self,
@@ -261,11 +263,11 @@ class NewSequence(_message.Message):
         parent_seq_id: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
         traceparent: _builtins.str = ...,
-        tenant: _builtins.int = ...,
+        context: _abc.Iterable[_context_pb2.ContextPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "parent_seq_id", b"parent_seq_id", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "choice_index", b"choice_index", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "tables", b"tables", "tenant", b"tenant", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "choice_index", b"choice_index", "context", b"context", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "tables", b"tables", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_seq_id: _TypeAlias = _typing.Literal["parent_seq_id"]  # noqa: Y015
     _WhichOneofArgType__parent_seq_id: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id"]  # noqa: Y015

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from pagewire.v1 import context_pb2 as _context_pb2
 from pagewire.v1 import inference_service_pb2 as _inference_service_pb2
 from pagewire.v1 import model_pb2 as _model_pb2
 from pagewire.v1 import sampling_pb2 as _sampling_pb2
@@ -137,6 +138,7 @@ class Submit(_message.Message):
     WAS_ACCEPTED_FIELD_NUMBER: _builtins.int
     WAITED_US_FIELD_NUMBER: _builtins.int
     NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LONE_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
@@ -215,6 +217,10 @@ class Submit(_message.Message):
         absent have none; in beam search all are absent, because the search starts again.
         """
 
+    @_builtins.property
+    def context(self) -> _containers.RepeatedCompositeFieldContainer[_context_pb2.ContextPart]:
+        """What KV depends on besides tokens, without the tenant, which the core adds."""
+
     def __init__(
         self,
         *,
@@ -237,13 +243,14 @@ class Submit(_message.Message):
         was_accepted: _builtins.bool = ...,
         waited_us: _builtins.int = ...,
         num_worker_losses: _builtins.int = ...,
+        context: _abc.Iterable[_context_pb2.ContextPart] | None = ...,
         traceparent: _builtins.str = ...,
         num_speculative_tokens: _builtins.int | None = ...,
         num_lone_worker_losses: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_lone_worker_losses", b"num_lone_worker_losses", "num_speculative_tokens", b"num_speculative_tokens", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "context", b"context", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_lone_worker_losses", b"num_lone_worker_losses", "num_speculative_tokens", b"num_speculative_tokens", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015

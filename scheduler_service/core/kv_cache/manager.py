@@ -68,7 +68,6 @@ class KVCacheManager:
             self._blocks,
             unit=self.tokens_per_unit,
             enabled=config.enable_prefix_caching,
-            isolate_tenants=config.isolate_tenants,
             seed=config.key_seed,
         )
         self._caches_prefixes = config.enable_prefix_caching

@@ -125,7 +125,6 @@ class PrefixCache:
         *,
         unit: int,
         enabled: bool = True,
-        isolate_tenants: bool = False,
         seed: int = 0,
     ) -> None:
         """`unit`: tokens of a unit of keys; `enabled`: if False, nothing is found, and every
@@ -133,7 +132,6 @@ class PrefixCache:
         self._enabled = enabled
         self._blocks = blocks
         self._unit = unit
-        self._isolate_tenants = isolate_tenants
         self._seed = seed
         self._unconfirmed: dict[CacheableSequence, None] = {}
         """Sequences whose first tokens were being computed when the last one was admitted."""
@@ -231,16 +229,13 @@ class PrefixCache:
         unit = self._unit
         keys = seq.prefix_keys[unit]
         if len(keys) < num_units:
-            tokens = seq.known_tokens(len(keys) * unit, num_units * unit)
-            parent = keys[-1] if keys else self._root(seq)
-            keys += unit_keys(parent, tokens, unit, self._seed)
+            start, context = len(keys) * unit, seq.context
+            parent = keys[-1] if keys else root_key(context, self._seed)
+            tokens = seq.known_tokens(start, num_units * unit)
+            keys += unit_keys(parent, tokens, unit, self._seed, context=context, start=start)
         return keys
 
     def _max_reusable_units(self, seq: CacheableSequence) -> int:
         if not self._enabled:
             return 0
         return min(seq.num_known - 1, seq.max_reusable_tokens) // self._unit
-
-    def _root(self, seq: CacheableSequence) -> BlockKey:
-        parts = [seq.tenant_name.encode()] if self._isolate_tenants else []
-        return root_key(parts, self._seed)

@@ -1,9 +1,9 @@
 """Keys of the prefix cache: hashes that identify tokens and all tokens before them.
 
-The KV of a token depends on all tokens before it, and on the request's context. So each *unit* of
-`KEY_TOKENS` tokens has a key that stands for its tokens and all before them: a 128-bit hash of the
-previous unit's key and its own tokens. Units are the same for all models and worker groups,
-whatever the sizes of their blocks.
+The KV of a token depends on all tokens before it, and on the parts of the request's context that
+begin there or before. So each *unit* of `KEY_TOKENS` tokens has a key that stands for all of them:
+a 128-bit hash of the previous unit's key, its own tokens, and the parts that begin within it. Units
+are the same for all models and worker groups, whatever the sizes of their blocks.
 """
 
 from array import array
@@ -14,6 +14,7 @@ from typing import Protocol
 
 import xxhash
 
+from scheduler_service.core.context import Context
 from scheduler_service.core.kv_cache.block_pool import BlockKey
 
 KEY_TOKENS = 16
@@ -29,22 +30,38 @@ def key_tokens(block_tokens: Iterable[int]) -> int:
     return gcd(KEY_TOKENS, *block_tokens)
 
 
-def root_key(parts: Iterable[bytes], seed: int = 0) -> BlockKey:
-    """The parent of the first unit's key. `parts` are what KV depends on besides tokens: sequences
-    in which they differ share nothing. `seed`: without it, keys cannot be guessed."""
-    lengths_and_parts = b"".join(len(part).to_bytes(8, "little") + part for part in parts)
-    return xxhash.xxh3_128_digest(lengths_and_parts, seed)
+def root_key(context: Context = (), seed: int = 0) -> BlockKey:
+    """The parent of the first unit's key; sequences whose parts at position 0 differ share nothing.
+    `seed`: without it, keys cannot be guessed."""
+    return xxhash.xxh3_128_digest(_beginning(context, 0, 1), seed)
 
 
-def unit_keys(parent: BlockKey, tokens: Iterable[int], unit: int, seed: int = 0) -> list[BlockKey]:
-    """The keys of the units of `unit` tokens that these fill, after the unit with key `parent`."""
+def unit_keys(
+    parent: BlockKey,
+    tokens: Iterable[int],
+    unit: int,
+    seed: int = 0,
+    *,
+    context: Context = (),
+    start: int = 0,
+) -> list[BlockKey]:
+    """The keys of the units of `unit` tokens that these fill, after the unit with key `parent`;
+    `start` is the position of the first one."""
     data = array(_TOKEN, tokens).tobytes()
     num_bytes = unit * _TOKEN_BYTES
+    later = tuple(part for part in context if part.start > 0)  # the others are in the root
     keys = []
-    for start in range(0, len(data), num_bytes):
-        parent = xxhash.xxh3_128_digest(parent + data[start : start + num_bytes], seed)
+    for offset in range(0, len(data), num_bytes):
+        parts = _beginning(later, start, start + unit) if later else b""
+        parent = xxhash.xxh3_128_digest(parent + data[offset : offset + num_bytes] + parts, seed)
+        start += unit
         keys.append(parent)
     return keys
+
+
+def _beginning(context: Context, start: int, end: int) -> bytes:
+    """The parts that begin at positions from `start` to `end`, exclusive, whatever their order."""
+    return b"".join(part.packed() for part in sorted(context) if start <= part.start < end)
 
 
 class PrefixKeys(defaultdict[int, list[BlockKey]]):
@@ -90,8 +107,8 @@ class CacheableSequence(Protocol):
         """Whether it is in the batch, and its first tokens are still being computed."""
 
     @property
-    def tenant_name(self) -> str:
-        """The tenant for which it is computed."""
+    def context(self) -> Context:
+        """What its KV depends on besides its tokens."""
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         """The values of its tokens from `start` to `end`, exclusive."""

@@ -217,5 +217,5 @@ def make_new_sequence(seq: Sequence, tables: list[BlockTable]) -> NewSequence:
         sampling=seq_group.request.sampling,
         prompt_logprobs_start=seq_group.prompt_logprobs_start,
         traceparent=seq_group.request.traceparent,
-        tenant=seq_group.tenant.digest,
+        context=seq_group.context,
     )

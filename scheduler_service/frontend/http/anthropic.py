@@ -29,6 +29,7 @@ from scheduler_service.frontend.http.openai.protocol import MAX_MESSAGES, ChatRe
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
     STOP,
+    CacheSalt,
     JsonObject,
     ListOf,
     StopText,
@@ -141,6 +142,7 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy.")
     top_k: int | None = Field(None, ge=0, le=MAX_UINT32)
     top_p: Annotated[float, proto_range("top_p")] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 class AnswerBlock(TypedDict):
@@ -218,7 +220,7 @@ def chat_request(body: CountTokensRequest) -> ChatRequest:
             schema = {"schema": wanted.schema_}
             fields["response_format"] = {"type": "json_schema", "json_schema": schema}
     if isinstance(body, MessagesRequest):
-        same = ("max_tokens", "stream", "temperature", "top_k", "top_p")
+        same = ("max_tokens", "stream", "temperature", "top_k", "top_p", "cache_salt")
         fields |= {name: getattr(body, name) for name in same}
         fields["stop"] = body.stop_sequences
     return chat_request_of(fields)

@@ -49,7 +49,7 @@ FIXED: dict[str, Any] = {
 """The only value of fields that ask for what happens anyway, except where a body declares them."""
 
 _NEUTRAL_FIELDS: tuple[tuple[Any, ...], ...] = (
-    ("", "cache_salt", "chat_template", "conversation", "guided_grammar", "guided_json"),
+    ("", "chat_template", "conversation", "guided_grammar", "guided_json"),
     ("", "guided_regex", "previous_response_id", "stop", "suffix"),
     ([], "allowed_token_ids", "functions", "guided_choice", "logits_processors"),
     ([], "logprob_token_ids"),

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from google.protobuf.message import Message
 
 from pagewire.columns import pack
+from pagewire.v1 import context_pb2, model_pb2, sampling_pb2
 from pagewire.v1 import inference_service_pb2 as inference_pb
-from pagewire.v1 import model_pb2, sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input import validation
@@ -39,8 +39,8 @@ _NOT_HASHED: tuple[Any, ...] = (
 
 
 def fingerprint(request: inference_pb.GenerateRequest) -> bytes:
-    """A hash of the prompt and of all parameters that tokens depend on, except the seed, which a
-    client may learn only from the first response."""
+    """A hash of the prompt, the salt, and all parameters that tokens depend on, except the seed,
+    which a client may learn only from the first response."""
     reduced = inference_pb.GenerateRequest()
     reduced.CopyFrom(request)
     for field in _NOT_HASHED:
@@ -173,6 +173,7 @@ def resolve_request(
             attempt=request.attempt,
             fingerprint=fingerprint(request),
             num_speculative_tokens=value_or(request, "num_speculative_tokens", None),
+            context=_context(request),
         ),
         model=model,
         prompt_token_ids=prompt,
@@ -191,6 +192,14 @@ def resolve_request(
         wants_prompt_logprobs=params.HasField("prompt_logprobs"),
         resume=request.resume,
     )
+
+
+def _context(request: inference_pb.GenerateRequest) -> list[context_pb2.ContextPart]:
+    """The client's salt as a part; the digest of a tenant's has another domain."""
+    if not request.HasField("cache_salt"):
+        return []
+    digest = blake2b(request.cache_salt.encode(), digest_size=32, person=b"cache_salt").digest()
+    return [context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_SALT, digest=digest)]
 
 
 def check_against_model(request: inference_pb.GenerateRequest, info: model_pb2.ModelInfo) -> None:

@@ -17,6 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from scheduler_service.core import (
     BeamParams,
+    ContextKind,
+    ContextPart,
     EarlyStopping,
     PolicyName,
     SchedulerConfig,
@@ -68,6 +70,7 @@ TENANTS = {
     "few": TenantConfig(max_requests=3, max_queued_tokens=40),
     "small": TenantConfig(max_kv_blocks=SMALL + 2),
 }
+SALTS = [ContextPart(ContextKind.SALT, bytes([number]) * 32) for number in range(2)]
 REFUSALS = (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -182,6 +185,7 @@ class CoreMachine(RuleBasedStateMachine):
         fails_at=st.sampled_from([None] * 7 + [0, 3]),
         timeout=st.sampled_from([None, None, 0.1, 5.0]),
         tenant=st.sampled_from(["", *TENANTS]),
+        salts=st.sets(st.sampled_from(SALTS)),
         priority=st.integers(-1, 1),
         max_hold_us=st.sampled_from([0, 3_000, 100_000, 100_000]),
     )
@@ -199,6 +203,7 @@ class CoreMachine(RuleBasedStateMachine):
         fails_at: int | None,
         timeout: float | None,
         tenant: str,
+        salts: set[ContextPart],
         priority: int,
         max_hold_us: int,
     ) -> None:
@@ -219,6 +224,7 @@ class CoreMachine(RuleBasedStateMachine):
                     frontend_id=frontend_id,
                     timeout=timeout,
                     tenant=tenant,
+                    context=tuple(salts),
                     priority=priority + i % 2,
                     max_hold_us=max_hold_us,
                 )

@@ -9,6 +9,8 @@ from pydantic_core import PydanticSerializationError
 
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service.core import (
+    ContextKind,
+    ContextPart,
     GeneratedTokens,
     PolicyName,
     Request,
@@ -38,6 +40,7 @@ REQUEST = Request(
     sampling=SamplerParams(temperature=0.1, seed=2**63, logit_bias=[]),
     num_choices=2,
     tenant="t",
+    context=(ContextPart(ContextKind.MEDIA, bytes(range(32)), start=3, length=4),),
     priority=-3,
     stop_token_ids=frozenset({9, 2}),
     wants_logprobs=True,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pagewire.v1 import plan_pb2
+from pagewire.v1 import context_pb2, plan_pb2
 from tests.support.simulated import Bench
 from tests.support.worker_driver import GREEDY, Row, block_table, column, sampler_params
 from worker_service.errors import InvalidPlan
@@ -25,6 +25,10 @@ def new(seq_id: int, tokens: list[int], blocks: list[int], **fields: Any) -> pla
     return plan_pb2.NewSequence(
         seq_id=seq_id, token_ids=column(tokens), tables=block_table(blocks), **fields
     )
+
+
+def part(kind: Any = 1, digest: bytes = bytes(32), start: int = 0) -> context_pb2.ContextPart:
+    return context_pb2.ContextPart(kind=kind, digest=digest, start=start)
 
 
 def refused(bench: Bench, field: str, problem: str, *rows: Row, **fields: Any) -> None:
@@ -51,6 +55,27 @@ def test_a_read_of_a_block_never_written() -> None:
     prefix = new(2, PROMPT, [7, 8], num_computed_tokens=4)
     problem = "reads position 0 from device block 7 offset 0, where nothing was written"
     refused(started(), "seq_ids", problem, Row(2, 2), **with_new(prefix))
+
+
+@pytest.mark.parametrize(
+    ("context", "position"),
+    [([part()], 0), ([part(2)], 0), ([part(3, start=2)], 2), ([part(2, start=4)], None)],
+)
+def test_a_read_of_kv_of_another_context(
+    context: list[context_pb2.ContextPart], position: int | None
+) -> None:
+    bench = started()
+    bench.execute(bench.plans.plan([], forget_seq_ids=column([1])))
+    sequence = new(2, PROMPT, [0, 8], num_computed_tokens=4, context=context)
+    problem = f"reads position {position} from device block 0 offset {position}, where another"
+    plan = plan_pb2.StepPlan(
+        epoch=1, step_id=3, seq_ids=column([2]), num_tokens=column([2]), new_sequences=[sequence]
+    )
+    if position is None:
+        bench.execute(plan)
+        return
+    with pytest.raises(InvalidPlan, match=problem):
+        bench.execute(plan)
 
 
 def test_a_read_of_a_slot_never_written_in_a_block_that_was() -> None:
@@ -212,6 +237,11 @@ def test_a_row_of_a_sequence_that_is_not_known() -> None:
     [
         ("seq_id", "known already", new(1, PROMPT, [2])),
         ("seq_id", "expected 1 to", new(0, PROMPT, [2])),
+        ("context", "expected none in a fork", new(2, [], [2], parent_seq_id=1, context=[part()])),
+        ("context[0].kind", "ADAPTER or MEDIA, got 0", new(2, PROMPT, [2], context=[part(0)])),
+        ("context[0].kind", "ADAPTER or MEDIA, got 9", new(2, PROMPT, [2], context=[part(9)])),
+        ("context[1].digest", "expected 32 bytes, got 4",
+            new(2, PROMPT, [2], context=[part(), part(digest=b"name")])),
         ("token_ids", "expected token ids from 0 to 996", new(2, [997], [2])),
         ("token_ids", "expected at most 64 in all, got 65", new(2, [1] * 65, [])),
         ("tables[0].block_ids", "expected device blocks from 0 to 31, got", new(2, PROMPT, [32])),

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.cache_groups import CacheGroup
 from worker_service.errors import InvalidPlan
-from worker_service.plan import BlockTable, NewSequence, RowErrorReason, StepPlan
+from worker_service.plan import BlockTable, ContextKind, NewSequence, RowErrorReason, StepPlan
 from worker_service.runner.state.block_tables import BlockTables, grown
 from worker_service.sampling.logit_edits import EditedRow
 from worker_service.sampling.sampling_table import SamplingTable
@@ -374,6 +374,10 @@ class SequenceTable:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
         self._check_tables(new.tables, f"{field}.tables")
+        for index, part in enumerate(new.context):
+            if part.kind is not ContextKind.SALT:
+                problem = f"expected SALT, the only kind computed here, got {part.kind.name}"
+                raise InvalidPlan(f"{field}.context[{index}].kind", problem)
         for name in ("bias_token_ids", "suppressed_token_ids"):
             self._check_tokens(getattr(new.sampling, name), f"{field}.sampling.{name}")
         if (constraint := new.sampling.constraint) is not None:
@@ -428,7 +432,7 @@ class SequenceTable:
         if parent is None:
             self.num_prompt_tokens[row_id] = new.num_prompt_tokens
             self.num_computed_tokens[row_id] = new.num_computed_tokens
-            self.tenants[row_id] = new.tenant
+            self.tenants[row_id] = new.salt
         else:
             self.token_ids[row_id, :inherited] = self.token_ids[parent, :inherited]
             self.num_prompt_tokens[row_id] = self.num_prompt_tokens[parent]

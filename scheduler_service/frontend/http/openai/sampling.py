@@ -62,6 +62,15 @@ Text = Annotated[str, Field(min_length=1)]
 STOP = SAMPLING_LIMITS["stop"]
 StopText = Annotated[str, Field(min_length=STOP.min_length, max_length=STOP.max_length)]
 Stop = StopText | Annotated[ListOf[StopText], Field(max_length=STOP.max_items)]
+_SALT = limits_of(GenerateRequest.DESCRIPTOR)["cache_salt"]
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=_SALT.min_length,
+        max_length=_SALT.max_length,
+        description="Prefixes are shared only with requests of the same salt, a secret.",
+    ),
+]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 MAX_UINT32 = 2**32 - 1
 
@@ -200,6 +209,7 @@ class SamplingFields(Strict):
     num_speculative_tokens: (
         Annotated[int, proto_range("num_speculative_tokens", GenerateRequest)] | None
     ) = Field(None, description="Most tokens drafted for a step; 0: no speculative decoding.")
+    cache_salt: CacheSalt | None = None
     guided_json: JsonObject | str | None = None
     guided_regex: str | None = None
     guided_choice: ListOf[str] | None = None

@@ -417,6 +417,7 @@ def make_request(
         model=body.model,
         priority=body.priority,
         num_speculative_tokens=body.num_speculative_tokens,
+        cache_salt=body.cache_salt,
         max_hold_ms=None if body.stream else HOLD_MS,
     )
 

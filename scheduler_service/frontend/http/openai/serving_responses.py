@@ -31,6 +31,7 @@ from scheduler_service.frontend.http.openai.protocol import (
 )
 from scheduler_service.frontend.http.openai.sampling import (
     MAX_UINT32,
+    CacheSalt,
     JsonObject,
     ListOf,
     Strict,
@@ -129,6 +130,7 @@ class ResponsesRequest(Strict):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     metadata: JsonObject | None = Field(None, description="Repeated in the response.")
+    cache_salt: CacheSalt | None = None
 
 
 class ResponsesUsage(TypedDict):
@@ -169,6 +171,12 @@ class ResponsesAnswer(TypedDict):
     usage: ResponsesUsage | None
 
 
+_SAME_IN_CHAT = (
+    *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "tool_choice"),
+    "cache_salt",
+)
+
+
 def chat_request(body: ResponsesRequest) -> ChatRequest:
     """The equivalent chat completion. Raises InvalidArgument."""
     messages: list[dict[str, Any]] = []
@@ -179,8 +187,7 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     else:
         for index, item in enumerate(body.input):
             _add_item(messages, item, f"input[{index}]")
-    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "tool_choice")
-    fields = {name: getattr(body, name) for name in same}
+    fields = {name: getattr(body, name) for name in _SAME_IN_CHAT}
     fields |= {"messages": messages, "max_completion_tokens": body.max_output_tokens}
     if body.tools:
         fields["tools"] = chat_tools(body.tools)

@@ -3,6 +3,7 @@
 import pytest
 
 from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from tests.support.blocks import KnownSequence
@@ -69,13 +70,17 @@ def test_withdrawn_tokens_are_not_found() -> None:
     assert cache.match_prefix(make_seq(2, 9), is_fetched=always).num_tokens == 0
 
 
-def test_tokens_of_tenants_are_found_by_others_unless_tenants_are_isolated() -> None:
-    for isolate_tenants, num_tokens in ((False, 8), (True, 0)):
-        cache = make_cache(isolate_tenants=isolate_tenants)
-        admit(cache, make_seq(1, 9))
-        other = make_seq(2, 9)
-        other.tenant_name = "other"
-        assert cache.match_prefix(other, is_fetched=always).num_tokens == num_tokens
+@pytest.mark.parametrize(
+    ("start", "num_tokens"), [(0, 0), (1, 0), (3, 0), (4, 4), (7, 4), (8, 8), (9, 8)]
+)
+@pytest.mark.parametrize("kind", ContextKind)
+def test_tokens_before_a_part_are_found_and_others_not(
+    kind: ContextKind, start: int, num_tokens: int
+) -> None:
+    cache, other = make_cache(), make_seq(2, 9)
+    admit(cache, make_seq(1, 9))
+    other.context = (ContextPart(kind, bytes(32), start),)
+    assert cache.match_prefix(other, is_fetched=always).num_tokens == num_tokens
 
 
 def test_a_sequence_waits_for_one_that_computes_most_of_its_tokens_and_still_runs() -> None:

@@ -1,8 +1,12 @@
 """Prefix cache hits of sequences that share a prefix; the scenarios prefix_*.txt show the rest."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from scheduler_service.core import SchedulerConfig, StepPlan
+from scheduler_service.core.context import Context, ContextKind, ContextPart
 from scheduler_service.core.kv_cache.prefix_keys import root_key, unit_keys
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
@@ -37,8 +41,8 @@ def num_found(driver: CoreDriver, prompt: list[int], **changes: object) -> int:
     return new.num_computed_tokens
 
 
-def keys_of(tokens: list[int], salt: bytes = b"") -> list[bytes]:
-    return unit_keys(root_key([salt]), tokens, 4)
+def keys_of(tokens: list[int], *context: ContextPart) -> list[bytes]:
+    return unit_keys(root_key(context), tokens, 4, context=context)
 
 
 # Keys.
@@ -59,9 +63,32 @@ def test_keys_do_not_depend_on_how_many_are_made_at_once() -> None:
     assert keys == keys_of(list(range(1, 13)))
 
 
-def test_another_salt_gives_other_keys() -> None:
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert not {*keys_of(tokens, b"a")} & {*keys_of(tokens, b"b")}
+PART = ContextPart(ContextKind.MEDIA, bytes(32), start=5, length=2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"kind": ContextKind.ADAPTER}, {"digest": bytes(31) + b"1"}, {"start": 6}, {"length": 0}],
+)
+def test_each_field_of_a_part_is_in_the_keys_from_its_start_on(changes: dict[str, Any]) -> None:
+    tokens = list(range(12))
+    keys, others = keys_of(tokens, PART), keys_of(tokens, replace(PART, **changes))
+    assert keys[0] == others[0] == keys_of(tokens)[0]
+    assert not {*keys[1:]} & {*others[1:], *keys_of(tokens)[1:]}
+
+
+def test_a_part_at_the_start_is_in_all_keys_in_any_order_with_others() -> None:
+    tokens, salt = list(range(12)), replace(PART, kind=ContextKind.SALT, start=0, length=0)
+    other = replace(salt, digest=bytes(31) + b"1")
+    assert keys_of(tokens, salt, other) == keys_of(tokens, other, salt)
+    assert len({*keys_of(tokens), *keys_of(tokens, salt), *keys_of(tokens, salt, other)}) == 9
+
+
+def test_keys_with_a_part_do_not_depend_on_how_many_are_made_at_once() -> None:
+    tokens = list(range(12))
+    keys = unit_keys(root_key((PART,)), tokens[:4], 4, context=(PART,))
+    keys += unit_keys(keys[-1], tokens[4:], 4, context=(PART,), start=4)
+    assert keys == keys_of(tokens, PART)
 
 
 # What is found.
@@ -225,14 +252,37 @@ def test_tenants_share_nothing_where_they_are_isolated(isolated: bool, found: in
 @pytest.mark.parametrize(("isolated", "count"), [(False, 1), (True, 3)])
 def test_workers_know_tenants_apart_where_they_are_isolated(isolated: bool, count: int) -> None:
     driver = make_driver(isolate_tenants=isolated)
-    found: dict[str, set[int]] = {}
+    found: dict[str, set[Context]] = {}
     for tenant in ("", "one", "other", "one", "other"):
         driver.submit(prompt=PROMPT, max_tokens=2, n=2, tenant=tenant)
         parent, fork = plan_of(driver).new_sequences
-        assert (fork.parent_seq_id, fork.tenant) == (parent.seq_id, 0)
-        found.setdefault(tenant, set()).add(parent.tenant)
+        assert (fork.parent_seq_id, fork.context) == (parent.seq_id, ())
+        found.setdefault(tenant, set()).add(parent.context)
         driver.run_until_idle()
-    assert found[""] == {0}
-    assert all(len(digests) == 1 for digests in found.values()), "the same after it was idle"
+    assert found[""] == {()}
+    assert all(len(contexts) == 1 for contexts in found.values()), "the same after it was idle"
     assert len(set.union(*found.values())) == count
-    assert max(set.union(*found.values())) < 2**64
+
+
+def salt(digest: bytes) -> Context:
+    return (ContextPart(ContextKind.SALT, digest),)
+
+
+def test_requests_share_prefixes_with_those_of_the_same_salt_and_tenant() -> None:
+    driver = make_driver()
+    a, b = salt(b"a" * 32), salt(b"b" * 32)
+    for tenant in ("", "one"):
+        for context in ((), a, b, a + b):
+            assert num_found(driver, PROMPT, tenant=tenant, context=context) == 0
+            assert num_found(driver, PROMPT, tenant=tenant, context=context) == 36
+
+
+def test_a_worker_that_joins_after_a_loss_gets_the_context_again() -> None:
+    driver = make_driver()
+    driver.submit(prompt=PROMPT, max_tokens=9, context=salt(b"a" * 32))
+    contexts = [new.context for new in plan_of(driver).new_sequences]
+    driver.lose_worker_group("g0")
+    driver.add_worker_group(make_capacity())
+    contexts += [new.context for new in plan_of(driver).new_sequences]
+    driver.run_until_idle()
+    assert contexts == [salt(b"a" * 32)] * 2

@@ -18,6 +18,8 @@ GOOD: list[dict[str, Any]] = [
     {"text": "a", "priority": -5},
     {"text": "a", "num_speculative_tokens": 0},
     {"text": "a", "num_speculative_tokens": 255},
+    {"text": "a", "cache_salt": "s"},
+    {"text": "a", "cache_salt": "é" * 1024},
 ]
 GOOD_SAMPLING: list[dict[str, Any]] = [
     {"n": 128},
@@ -82,6 +84,8 @@ BAD = [
     ({"text": "a", "request_id": "a\n"}, "request_id"),
     ({"text": "a", "max_hold_ms": 60_001}, "max_hold_ms"),
     ({"text": "a", "num_speculative_tokens": 256}, "num_speculative_tokens"),
+    ({"text": "a", "cache_salt": ""}, "cache_salt"),
+    ({"text": "a", "cache_salt": "s" * 1025}, "cache_salt"),
 ]
 BAD_SAMPLING = [
     ({"n": 0}, "n"),

@@ -253,10 +253,18 @@ COMPLETE = {"prompt": "a"}
             CHAT | {"modalities": ["text", "audio"]},
             'modalities: expected ["text"], got a list of 2 entries',
         ),
-        (
-            "/v1/completions",
-            COMPLETE | {"cache_salt": "s"},
-            "cache_salt: not supported: leave it out",
+        *(
+            (path, body | {"cache_salt": salt}, f"cache_salt: expected {problem}")
+            for path, body in (
+                ("/v1/completions", COMPLETE),
+                ("/v1/chat/completions", CHAT),
+                ("/v1/responses", {"input": "a"}),
+            )
+            for salt, problem in (
+                ("", 'at least 1 character, got ""'),
+                ("s" * 1025, 'at most 1024 characters, got "' + 39 * "s" + "…"),
+                (7, "a string, got 7"),
+            )
         ),
         (
             "/v1/responses",

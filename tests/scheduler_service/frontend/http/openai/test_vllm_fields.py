@@ -301,7 +301,14 @@ def _text_and_ends(answer: httpx.Response, *, stream: bool) -> tuple[str, list[A
 async def test_null_means_absent_for_any_field(
     served: HttpServed, path: str, wish: dict[str, Any]
 ) -> None:
-    absent = ("cache_salt", "mm_processor_kwargs", "chat_template", "suffix", "temperature")
+    absent = (
+        "cache_salt",
+        "guided_json",
+        "mm_processor_kwargs",
+        "chat_template",
+        "suffix",
+        "temperature",
+    )
     defaults = {
         "return_token_offsets": False,
         "routed_experts_prompt_start": 0,
