@@ -47,7 +47,10 @@ class CountingRunner(SimulatedRunner):
     def __init__(self, num_gpu_blocks: int, max_model_len: int) -> None:
         config = SimulationConfig(vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
         super().__init__(
-            config, block_size=BLOCK_SIZE, num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=0
+            config,
+            groups=config.groups(BLOCK_SIZE),
+            num_gpu_blocks=num_gpu_blocks,
+            num_cpu_blocks=0,
         )
         self.num_gpu_blocks = num_gpu_blocks
         self.contexts: list[tuple[ContextPart, ...]] = []
