@@ -413,7 +413,7 @@ def test_status_shows_a_line_for_each_worker_on_a_narrow_terminal(
     invoke: Any, monkeypatch: pytest.MonkeyPatch, frontend: FakeFrontend, columns: str
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    monkeypatch.setattr(frontend, "group_id", "4072c8dda0" * 3)
+    frontend.group_id = "4072c8dda0" * 3
     [line] = [line for line in invoke("status").stdout.splitlines() if "4072c8dda0" * 3 in line]
     assert "ready" in line
     assert "25 of 100" in line

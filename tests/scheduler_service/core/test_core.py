@@ -1,8 +1,5 @@
 """What the scenarios do not show of the core: failing rows, mismatches, timings, bounds."""
 
-import gc
-import tracemalloc
-
 import pytest
 
 from scheduler_service.core import (
@@ -201,29 +198,3 @@ def test_sequence_numbers_wrap_around_and_skip_live_ones(monkeypatch: pytest.Mon
     assert plan.seq_ids == [1, 2**31 - 1, 2]
     driver.run_until_idle()
     driver.check_empty()
-
-
-def test_memory_does_not_grow_with_requests_that_have_ended() -> None:
-    driver = make_driver(max_queue_requests=10_000)
-
-    def serve(count: int) -> None:
-        for i in range(count):
-            record = driver.submit(prompt=[1, 2, 3], max_tokens=2, timeout=1e6)
-            if i % 2:
-                driver.cancel(record)
-            if i % 4 == 0:
-                driver.run_until_idle()
-            driver.records = {key: r for key, r in driver.records.items() if r.is_live}
-        driver.run_until_idle()
-        driver.records = {}
-
-    tracemalloc.start()  # before the last ended requests, which are remembered, are made
-    try:
-        serve(400)
-        before = tracemalloc.get_traced_memory()[0]
-        serve(1200)
-        gc.collect()  # empties the interpreter's free lists, too
-        grown = tracemalloc.get_traced_memory()[0] - before
-    finally:
-        tracemalloc.stop()
-    assert grown < 20 * 1200
