@@ -66,6 +66,7 @@ class KnownSequence:
     prefix_keys: PrefixKeys = field(default_factory=PrefixKeys)
     context: tuple[ContextPart, ...] = ()
     is_prefilling: bool = False
+    next_position: int = 0
 
     @property
     def length(self) -> int:

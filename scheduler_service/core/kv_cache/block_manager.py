@@ -22,11 +22,11 @@ Retain = Callable[[int, int, Contents | None], Contents | None]
 of it already; None: nothing."""
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class BlockUpdate:
     """A change of one entry of a block table."""
 
-    group: int = 0
+    group: int
     index: int
     block: int
     copied_from: int | None
@@ -92,7 +92,8 @@ class BlockManager:
         if len(groups) > 1:  # a sequence may need one of each to write a token
             self._watermark_blocks = max(self._watermark_blocks, len(groups))
         self._tables: dict[int, SequenceTables] = {}
-        self._num_reserved = 0
+        self.num_reserved = 0
+        """Free device blocks that are reserved for prompts."""
         self._pinned: list[int] = []
         """References that end with the plan: blocks that it copies to those that found them."""
 
@@ -106,11 +107,7 @@ class BlockManager:
     @property
     def num_available(self) -> int:
         """Number of free device blocks that are not reserved for prompts."""
-        return self.gpu_pool.num_free_blocks - self._num_reserved
-
-    def has_available(self, number: int) -> bool:
-        """Whether as many blocks are free and not reserved."""
-        return self.gpu_pool.has_free_blocks(number + self._num_reserved)
+        return self.gpu_pool.num_free_blocks - self.num_reserved
 
     @property
     def num_free_host_blocks(self) -> int:
@@ -215,7 +212,7 @@ class BlockManager:
                 num_held = sum(block not in used for block in table.blocks)
                 held.num_reserved += max(0, number - num_held)
         self._tables[seq_id] = held
-        self._num_reserved += held.num_reserved
+        self.num_reserved += held.num_reserved
         return moves
 
     def _pin(self, copied: Sequence[int], num_spare: int) -> set[int]:
@@ -259,7 +256,7 @@ class BlockManager:
         if sum(missing) - num_reserved > self.num_available:
             return None
         held.num_reserved -= num_reserved
-        self._num_reserved -= num_reserved
+        self.num_reserved -= num_reserved
         return [
             self._grow(number, table)
             for number, table in enumerate(held.tables)
@@ -269,14 +266,14 @@ class BlockManager:
     def end_prompt(self, seq_id: int) -> None:
         """Give up what is reserved for a sequence: the rest of its prompt is planned."""
         held = self._tables[seq_id]
-        self._num_reserved -= held.num_reserved
+        self.num_reserved -= held.num_reserved
         held.num_reserved, held.is_prompt = 0, False
 
     def _grow(self, number: int, table: Table) -> BlockUpdate:
         """Add a block at the end of a table."""
         block = self.gpu_pool.allocate_one()
         table.blocks.append(block)
-        return BlockUpdate(group=number, index=table.end - 1, block=block, copied_from=None)
+        return BlockUpdate(number, table.end - 1, block, None)
 
     # Windows and chunks.
 
@@ -309,7 +306,7 @@ class BlockManager:
         num_freed = self.gpu_pool.release([block], is_expendable=contents is None)
         if held.is_prompt:
             held.num_reserved += num_freed
-            self._num_reserved += num_freed
+            self.num_reserved += num_freed
 
     # Running sequences.
 
@@ -355,7 +352,7 @@ class BlockManager:
                 self.gpu_pool.release([shared])
             else:
                 continue
-            updates.append(BlockUpdate(group=number, index=index, block=block, copied_from=shared))
+            updates.append(BlockUpdate(number, index, block, shared))
         return updates
 
     def trim(self, seq_id: int, num_tokens: int) -> bool:
@@ -561,8 +558,8 @@ class BlockManager:
         for seq_id, held in self._tables.items():
             blocks = held.blocks()
             assert len(blocks) == len(set(blocks)), f"a block is twice in {seq_id}'s tables"
-        assert self._num_reserved == sum(held.num_reserved for held in self._tables.values())
-        assert 0 <= self._num_reserved <= self.gpu_pool.num_free_blocks
+        assert self.num_reserved == sum(held.num_reserved for held in self._tables.values())
+        assert 0 <= self.num_reserved <= self.gpu_pool.num_free_blocks
 
     def _contents_of(self, seq_ids: Sequence[int]) -> dict[int, Contents | None]:
         """The contents of these sequences' distinct blocks."""

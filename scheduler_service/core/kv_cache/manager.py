@@ -79,7 +79,8 @@ class KVCacheManager:
     @property
     def is_full(self) -> bool:
         """Whether a sequence may find no memory for its next token."""
-        return not self._blocks.has_available(len(self._block_tokens))
+        num_needed = len(self._block_tokens) + self._blocks.num_reserved
+        return not self._pool.has_free_blocks(num_needed)
 
     @property
     def num_free_tokens(self) -> int:
@@ -249,10 +250,10 @@ class KVCacheManager:
         that this takes."""
         return self._blocks.append(seq.seq_id, length)
 
-    def release_unread(self, seq: CacheableSequence, position: int) -> None:
-        """Release what no row of a sequence at `position` or after it will read."""
+    def release_unread(self, seq: CacheableSequence) -> None:
+        """Release what no row to come of a decoding sequence will read."""
         if self._blocks.slides:
-            self._slide(seq, position)
+            self._slide(seq, seq.next_position)
 
     def can_reserve_all(self, sequences: Iterable[CacheableSequence]) -> bool:
         """Whether all these sequences can write their last tokens."""

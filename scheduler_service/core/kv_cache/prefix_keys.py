@@ -99,6 +99,10 @@ class CacheableSequence(Protocol):
         """Number of tokens of its prompt."""
 
     @property
+    def next_position(self) -> int:
+        """While it decodes: the lowest position that its next row may have."""
+
+    @property
     def max_reusable_tokens(self) -> int:
         """Maximum number of its first tokens that need not be computed."""
 

@@ -237,12 +237,12 @@ class BeamScheduler(StrategyScheduler):
         beams.continuations = []
 
     def _reserve_last(self, seq: Sequence, batch: Batch) -> None:
-        self._cache.release_unread(seq, seq.next_position)
+        self._cache.release_unread(seq)
         batch.update_tables(seq.seq_id, self._cache.reserve(seq, seq.length))
         self._cache.offer(seq, seq.num_confirmed)
 
     def _reserve_fork(self, seq: Sequence, batch: Batch) -> None:
-        self._cache.release_unread(seq, seq.next_position)
+        self._cache.release_unread(seq)
         batch.copy_shared(self._cache.reserve(seq, seq.length))
         self._cache.offer(seq, seq.num_confirmed)
 

@@ -113,7 +113,7 @@ class SamplingScheduler(StrategyScheduler):
             if seq.num_in_flight == 0:
                 batch.outgrown.append(seq.seq_group)
             return False  # its tokens in flight may end it
-        self._cache.release_unread(seq, seq.next_position)
+        self._cache.release_unread(seq)
         if self._cache.is_full and not self._make_room(seq, batch):
             return False
         batch.update_tables(seq.seq_id, self._cache.reserve(seq, seq.length))

@@ -137,7 +137,8 @@ def num_that_fit(groups: tuple[CacheGroup, ...], num_blocks: int) -> int:
             end = start + config.max_num_batched_tokens
             assert cache.extend_prompt(seq, start, end) is not None
         cache.end_prompt(seq)
-        cache.release_unread(seq, LENGTH - 40)  # where windows end within a block, as most do
+        seq.next_position = LENGTH - 40  # where windows end within a block, as most do
+        cache.release_unread(seq)
         count += 1
 
 

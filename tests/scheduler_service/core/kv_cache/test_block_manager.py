@@ -13,8 +13,8 @@ def test_only_the_last_owner_writes_to_a_shared_block_in_place() -> None:
     assert allocate(manager, 1, 2) == [0]
     manager.fork(1, 2)
     manager.fork(1, 3)
-    assert manager.append(2, 3) == [BlockUpdate(index=0, block=1, copied_from=0)]
-    assert manager.append(1, 3) == [BlockUpdate(index=0, block=2, copied_from=0)]
+    assert manager.append(2, 3) == [BlockUpdate(group=0, index=0, block=1, copied_from=0)]
+    assert manager.append(1, 3) == [BlockUpdate(group=0, index=0, block=2, copied_from=0)]
     assert manager.append(3, 3) == []
 
 
