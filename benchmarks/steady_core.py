@@ -17,6 +17,7 @@ from scheduler_service.core import (
     WorkerGroupCapacity,
 )
 from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.request import Generation
 
 NUM_FRONTENDS = 2
 PREFILL_TOKENS = 16_384
@@ -174,14 +175,16 @@ def _request(index: int, queue: Queue) -> Request:
         request_id=f"r{index}",
         model="m",
         prompt_token_ids=queue.prompt(index),
-        max_tokens=GROWTH_TOKENS,
-        sampling=SamplerParams(top_p=1.0, repetition_penalty=1.0),
-        stop_token_ids=frozenset({2, 3}),
+        work=Generation(
+            max_tokens=GROWTH_TOKENS,
+            sampling=SamplerParams(top_p=1.0, repetition_penalty=1.0),
+            stop_token_ids=frozenset({2, 3}),
+        ),
     )
 
 
 def _answer(plan: StepPlan) -> bytes:
-    samples = plan.sample or [True] * len(plan.seq_ids)
+    samples = plan.output or [1] * len(plan.seq_ids)
     num_tokens = sum(samples)
     message = StepResultMessage(epoch=1, step_id=plan.step_id)
     if plan.lookahead is not None:

@@ -9,6 +9,9 @@ from conformance.generation import Sampled
 from pagewire import columns
 from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
 
+NOTHING, TOKEN, CANDIDATES, VECTOR = range(4)
+"""What a row brings."""
+
 NUM_LOGPROBS = 4
 """Number of most probable tokens to report, so that a wrong context shows even if it leads to the
 same token."""
@@ -62,6 +65,9 @@ class Sequence:
     """Its tables in the other groups; NO_BLOCK where a block was released."""
 
     sampling: sampling_pb2.SamplerParams = field(default_factory=lambda: GREEDY)
+    pooling: sampling_pb2.PoolingParams | None = None
+    """How its hidden states become a vector; None: it generates tokens."""
+
     choice_index: int = 0
     prompt_logprobs_start: int = 0
     context: tuple[context_pb2.ContextPart, ...] = ()
@@ -101,7 +107,8 @@ class Sequence:
             tables=[
                 block_table(group, table) for group, table in sorted(self.tables.items()) if table
             ],
-            sampling=self.sampling,
+            sampling=self.sampling if self.pooling is None else None,
+            pooling=self.pooling,
             prompt_logprobs_start=self.prompt_logprobs_start,
         )
         if self.parent is not None:
@@ -115,13 +122,21 @@ class Sequence:
             message.context.extend(self.context)
         return message
 
+    @property
+    def output_kind(self) -> int:
+        """What its rows bring, as in the plan's `output`."""
+        if self.pooling is not None:
+            return VECTOR
+        return CANDIDATES if self.sampling.HasField("num_candidates") else TOKEN
+
     def row(
-        self, num_tokens: int | None = None, *, sample: bool = True, lookahead: int = 0
+        self, num_tokens: int | None = None, *, brings: bool = True, lookahead: int = 0
     ) -> "Row":
-        """A row that computes `num_tokens` tokens; by default all that are not computed."""
+        """A row that computes `num_tokens` tokens; by default all that are not computed. brings:
+        False for a row without output."""
         if num_tokens is None:
             num_tokens = self.num_tokens - self.num_computed_tokens
-        return Row(self, num_tokens, sample, lookahead)
+        return Row(self, num_tokens, self.output_kind if brings else NOTHING, lookahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +145,13 @@ class Row:
 
     sequence: Sequence
     num_tokens: int
-    sample: bool
+    output: int
+    """What it brings: NOTHING, TOKEN, CANDIDATES or VECTOR."""
+
     lookahead: int = 0
     """Maximum number of drafts."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether it brings a token or candidates."""
+        return self.output in (TOKEN, CANDIDATES)

@@ -12,7 +12,7 @@ import grpc
 from conformance.assertions import Failed, Skipped, expect, expect_true, fail
 from conformance.cache_groups import NO_BLOCK, first_visible, has_tokens, main_group
 from conformance.generation import Sampled, sampled
-from conformance.sequence import Row, Sequence
+from conformance.sequence import TOKEN, VECTOR, Row, Sequence
 from pagewire import columns
 from pagewire.v1 import model_pb2, plan_pb2
 from pagewire.v1 import worker_service_pb2 as pb
@@ -44,6 +44,9 @@ class Result:
     candidates."""
 
     candidates: dict[int, Candidates] = field(default_factory=dict)
+    """By sequence id."""
+
+    vectors: dict[int, list[float]] = field(default_factory=dict)
     """By sequence id."""
 
     errors: dict[int, plan_pb2.RowErrorReason.ValueType] = field(default_factory=dict)
@@ -392,11 +395,11 @@ class StepStream:
                 sequence.num_computed_tokens = sequence.parent.num_computed_tokens
             sequence.num_computed_tokens += row.num_tokens
             if not sequence.sampling.HasField("num_candidates"):
-                sequence.num_pending += row.sample
+                sequence.num_pending += row.output == TOKEN
                 sequence.num_pending_drafts += row.lookahead
 
     def _read(self, message: plan_pb2.StepResult, rows: list[Row]) -> Result:
-        sampling = [(index, row) for index, row in enumerate(rows) if row.sample]
+        sampling = [(index, row) for index, row in enumerate(rows) if row.samples]
         tokens = columns.unpack(message.token_ids)
         counts = list(message.num_sampled) or [1] * len(sampling)
         expect("numbers of tokens, one per sampling row", len(counts), len(sampling))
@@ -421,6 +424,7 @@ class StepStream:
         for entry in message.candidates:
             ids, logprobs = columns.unpack(entry.token_ids), columns.unpack_floats(entry.logprobs)
             result.candidates[rows[entry.row].sequence.seq_id] = Candidates(ids, logprobs)
+        result.vectors = _vectors(message, rows)
         remaining = iter(tokens)
         for count, (index, row) in zip(counts, sampling, strict=True):
             sequence = row.sequence
@@ -435,6 +439,18 @@ class StepStream:
                 sequence.sampled += found
                 sequence.tokens += [sample.token for sample in found if sample.token >= 0]
         return result
+
+
+def _vectors(message: plan_pb2.StepResult, rows: list[Row]) -> dict[int, list[float]]:
+    """The vectors by sequence id: one of each row that brings one, in row order."""
+    wanted = [index for index, row in enumerate(rows) if row.output == VECTOR]
+    failed = {error.row for error in message.errors}
+    expected = [index for index in wanted if index not in failed]
+    expect("rows in `vectors`", [entry.row for entry in message.vectors], expected)
+    return {
+        rows[entry.row].sequence.seq_id: columns.unpack_floats(entry.values)
+        for entry in message.vectors
+    }
 
 
 def _rows(planned: Iterable[Row | Sequence]) -> list[Row]:

@@ -17,6 +17,9 @@ from scheduler_service.core.context import DIGEST_BYTES, ContextKind, ContextPar
 from scheduler_service.core.request import (
     EngineOutputs,
     GeneratedTokens,
+    Generation,
+    Pooling,
+    PoolingType,
     Request,
     RequestFinished,
     RequestTimings,
@@ -44,6 +47,12 @@ _OUTPUTS = columns_of(scheduler_service_pb2.SchedulerMessage.DESCRIPTOR)
 FINISH_REASONS: Mapping[str, inference_pb.FinishReason.ValueType] = {
     "stop": inference_pb.FINISH_REASON_STOP,
     "length": inference_pb.FINISH_REASON_LENGTH,
+}
+
+POOLING_TYPES: Mapping[int, PoolingType] = {
+    sampling_pb2.POOLING_TYPE_LAST: PoolingType.LAST,
+    sampling_pb2.POOLING_TYPE_MEAN: PoolingType.MEAN,
+    sampling_pb2.POOLING_TYPE_CLS: PoolingType.CLS,
 }
 
 EARLY_STOPPING: Mapping[int, EarlyStopping] = {
@@ -86,6 +95,7 @@ def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
         num_computed_tokens=sequence.num_computed_tokens,
         tables=[_encode_table(table) for table in sequence.tables],
         sampling=sequence.sampling,
+        pooling=sequence.pooling,
         parent_seq_id=sequence.parent_seq_id,
         prompt_logprobs_start=sequence.prompt_logprobs_start,
         traceparent=sequence.traceparent,
@@ -127,6 +137,7 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
             entry.row: _decode_prompt_logprobs(entry) for entry in message.prompt_logprobs
         },
         candidates={entry.row: _decode_candidates(entry) for entry in message.candidates},
+        vectors={entry.row: entry.values for entry in message.vectors},
         errors={entry.row: _decode_row_error(entry) for entry in message.errors},
         cache_ops_us=timings.cache_ops_us,
         forward_us=timings.forward_us,
@@ -175,7 +186,6 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
     core's to say.
     """
     _check_submit(submit)
-    sampling = submit.sampling
     return Request(
         frontend_id=frontend_id,
         handle=submit.handle,
@@ -188,39 +198,63 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
         ),
         priority=submit.priority,
         prompt_token_ids=from_column(submit.prompt_token_ids, "prompt_token_ids"),
-        num_choices=submit.num_choices,
-        max_tokens=submit.max_tokens,
-        min_tokens=sampling.min_tokens,
-        stop_token_ids=frozenset(from_column(submit.stop_token_ids, "stop_token_ids")),
-        sampling=sampling,
-        wants_logprobs=sampling.HasField("logprobs"),
-        wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        work=_decode_work(submit),
         deadline=now + submit.timeout_us / 1e6 if submit.HasField("timeout_us") else None,
-        beam_search=_decode_beam_search(submit),
-        generated={entry.choice_index: _decode_generated(entry) for entry in submit.generated},
         attempt=submit.attempt,
         fingerprint=submit.fingerprint,
         was_accepted=submit.was_accepted,
         waited_us=submit.waited_us,
-        max_hold_us=submit.max_hold_ms * 1000,
         num_worker_losses=submit.num_worker_losses,
         num_lone_worker_losses=submit.num_lone_worker_losses,
         traceparent=submit.traceparent,
-        num_speculative_tokens=(
-            submit.num_speculative_tokens if submit.HasField("num_speculative_tokens") else None
-        ),
     )
 
 
 def _check_submit(submit: scheduler_service_pb2.Submit) -> None:
-    if submit.num_choices < 1:
-        raise InvalidArgument("num_choices", "expected at least 1")
-    if not 1 <= submit.handle <= MAX_HANDLE - submit.num_choices:
+    if not 1 <= submit.handle <= MAX_HANDLE - submit.generation.num_choices:
         raise InvalidArgument("handle", "expected a positive number below 2^31 for every choice")
     if not submit.request_id:
         raise InvalidArgument("request_id", "expected a request id")
-    if any(entry.choice_index >= submit.num_choices for entry in submit.generated):
+
+
+def _decode_work(submit: scheduler_service_pb2.Submit) -> Generation | Pooling:
+    match submit.WhichOneof("work"):
+        case "generation":
+            return _decode_generation(submit.generation)
+        case "pooling":
+            return _decode_pooling(submit.pooling)
+    raise InvalidArgument("work", "expected one of generation and pooling")
+
+
+def _decode_pooling(pooling: sampling_pb2.PoolingParams) -> Pooling:
+    if pooling.type not in POOLING_TYPES:
+        raise InvalidArgument("pooling.type", "expected POOLING_TYPE_LAST, _MEAN or _CLS")
+    return Pooling(type=POOLING_TYPES[pooling.type], dimensions=pooling.dimensions, pooling=pooling)
+
+
+def _decode_generation(generation: scheduler_service_pb2.Generation) -> Generation:
+    sampling, num_choices = generation.sampling, generation.num_choices
+    if num_choices < 1:
+        raise InvalidArgument("num_choices", "expected at least 1")
+    if any(entry.choice_index >= num_choices for entry in generation.generated):
         raise InvalidArgument("generated.choice_index", "expected less than num_choices")
+    return Generation(
+        num_choices=num_choices,
+        max_tokens=generation.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=frozenset(from_column(generation.stop_token_ids, "stop_token_ids")),
+        sampling=sampling,
+        wants_logprobs=sampling.HasField("logprobs"),
+        wants_prompt_logprobs=sampling.HasField("prompt_logprobs"),
+        beam_search=_decode_beam_search(generation),
+        generated={entry.choice_index: _decode_generated(entry) for entry in generation.generated},
+        max_hold_us=generation.max_hold_ms * 1000,
+        num_speculative_tokens=(
+            generation.num_speculative_tokens
+            if generation.HasField("num_speculative_tokens")
+            else None
+        ),
+    )
 
 
 def _decode_context_part(part: context_pb2.ContextPart, path: str) -> ContextPart:
@@ -232,10 +266,10 @@ def _decode_context_part(part: context_pb2.ContextPart, path: str) -> ContextPar
     return ContextPart(ContextKind(part.kind), part.digest, part.start, part.length)
 
 
-def _decode_beam_search(submit: scheduler_service_pb2.Submit) -> BeamParams | None:
-    if not submit.HasField("beam_search"):
+def _decode_beam_search(generation: scheduler_service_pb2.Generation) -> BeamParams | None:
+    if not generation.HasField("beam_search"):
         return None
-    beam, sampling = submit.beam_search, submit.sampling
+    beam, sampling = generation.beam_search, generation.sampling
     if beam.early_stopping not in EARLY_STOPPING:
         raise InvalidArgument("beam_search.early_stopping", "expected a known value")
     return BeamParams(
@@ -260,6 +294,10 @@ def encode_outbox(outbox: EngineOutputs) -> scheduler_service_pb2.SchedulerMessa
         logprobs=[_encode_logprobs(handle, entry) for handle, entry in outbox.logprobs],
         prompt_logprobs=[
             _encode_prompt_logprobs(handle, entry) for handle, entry in outbox.prompt_logprobs
+        ],
+        vectors=[
+            scheduler_service_pb2.PooledVector(handle=handle, values=values)
+            for handle, values in outbox.vectors
         ],
         choices_finished=[
             scheduler_service_pb2.ChoiceFinished(

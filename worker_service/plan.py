@@ -8,7 +8,7 @@ messages into these and back. Nothing here imports torch.
 import hashlib
 import time
 from dataclasses import dataclass, field, fields
-from enum import Enum, auto
+from enum import Enum, IntEnum, auto
 from typing import NamedTuple
 
 import numpy as np
@@ -141,6 +141,33 @@ FILTERS: dict[str, float] = {
 parameter."""
 
 
+class PoolingType(Enum):
+    """Which tokens' hidden states make a vector."""
+
+    LAST = auto()
+    MEAN = auto()
+    CLS = auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolingParams:
+    """The wire's `PoolingParams`."""
+
+    type: PoolingType
+    normalize: bool = False
+    dimensions: int = 0
+    """0: all."""
+
+
+class RowOutput(IntEnum):
+    """What a row brings."""
+
+    NOTHING = 0
+    TOKEN = 1
+    CANDIDATES = 2
+    VECTOR = 3
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
     """One sampled token's log probability, and those of the most probable tokens."""
@@ -233,6 +260,8 @@ class NewSequence:
     sampling: SamplerParams
     parent_seq_id: int | None
     prompt_logprobs_start: int
+    pooling: PoolingParams | None = None
+    """How its hidden states become a vector; None: it generates tokens."""
     traceparent: str = ""
     context: tuple[ContextPart, ...] = ()
     """What its KV depends on besides tokens; empty in a fork."""
@@ -273,8 +302,8 @@ class StepPlan:
     num_tokens: Int32Array
     """[num_rows]."""
 
-    sample: BoolArray
-    """[num_rows]."""
+    output: Int32Array
+    """[num_rows]: what each row brings, a `RowOutput`."""
 
     lookahead: Int32Array
     """[num_rows]: the most drafts of each row."""
@@ -287,6 +316,11 @@ class StepPlan:
 
     max_results: int = 0
     """Maximum number of results in one message, this step's included."""
+
+    @property
+    def samples(self) -> BoolArray:
+        """[num_rows]: rows that bring a token or candidates."""
+        return (self.output == RowOutput.TOKEN) | (self.output == RowOutput.CANDIDATES)
 
 
 class RowErrorReason(Enum):
@@ -339,6 +373,7 @@ class StepResult:
 
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
+    vectors: dict[int, Float32Array] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
     timings: StepTimings
 

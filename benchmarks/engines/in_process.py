@@ -19,6 +19,7 @@ from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.request import Generation
 from service_common.version import VERSION
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
 from worker_service.cpu_cores import limit_spinning
@@ -173,9 +174,7 @@ def _request(
         request_id=str(number),
         model=MODEL,
         prompt_token_ids=prompt,
-        max_tokens=num_tokens,
-        sampling=sampling,
-        **fields,
+        work=Generation(max_tokens=num_tokens, sampling=sampling, **fields),
     )
 
 

@@ -42,9 +42,9 @@ def a_known_sequence_may_be_left_out_of_a_step(worker: Worker, stream: StepStrea
 
 
 @stream_case("plan", "One byte per row")
-def only_rows_that_sample_return_tokens(worker: Worker, stream: StepStream) -> None:
+def only_rows_that_bring_tokens_return_them(worker: Worker, stream: StepStream) -> None:
     first, second, third = (stream.new(worker.prompt(number)) for number in range(3))
-    result = stream.step(first.row(2, sample=False), second, third.row(3, sample=False))
+    result = stream.step(first.row(2, brings=False), second, third.row(3, brings=False))
     expect("sequences that sampled", list(result.sampled), [second.seq_id])
 
 
@@ -58,8 +58,8 @@ def more_tokens_than_the_sequence_has_are_refused(worker: Worker, stream: StepSt
 
 @refusal_case(
     "plan",
-    "A sampling row computes up to and including the last token the sequence has.",
-    "sample",
+    "A row that brings anything",
+    "output",
     "num_tokens",
 )
 def sampling_before_the_last_token_is_refused(worker: Worker, stream: StepStream) -> None:
@@ -79,10 +79,10 @@ def a_negative_number_of_tokens_is_refused(worker: Worker, stream: StepStream) -
     stream.send_changed(seq_ids=[known.seq_id], num_tokens=[-1])
 
 
-@refusal_case("plan", "One byte per row", "sample")
-def a_sample_column_of_another_length_is_refused(worker: Worker, stream: StepStream) -> None:
+@refusal_case("plan", "One byte per row", "output")
+def an_output_column_of_another_length_is_refused(worker: Worker, stream: StepStream) -> None:
     known = stream.prefilled(worker.prompt(1))
-    stream.send_changed(seq_ids=[known.seq_id], sample=b"\x01\x01")
+    stream.send_changed(seq_ids=[known.seq_id], output=b"\x01\x01")
 
 
 def _malformed(field: str, size: int) -> None:

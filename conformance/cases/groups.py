@@ -41,7 +41,7 @@ def released_blocks_may_be_given_to_others(worker: Worker, stream: StepStream) -
     for start in range(0, num_tokens, size):
         count = min(size, num_tokens - start)
         is_last = start + count == num_tokens
-        stream.step(*(sequence.row(count, sample=is_last) for sequence in (first, second)))
+        stream.step(*(sequence.row(count, brings=is_last) for sequence in (first, second)))
     stream.generate(first, 2)
     stream.generate(second, 2)
     return {"the first of two": first, "the second of two": second}

@@ -86,7 +86,7 @@ def only_rows_that_asked_get_log_probabilities(worker: Worker) -> None:
             stream.new(worker.prompt(number), sampling=wish) for number, wish in enumerate(wishes)
         ]
         unsampled = stream.new(worker.prompt(7), sampling=sampler_params(logprobs=2))
-        entries = stream.step(unsampled.row(2, sample=False), *asking).message.logprobs
+        entries = stream.step(unsampled.row(2, brings=False), *asking).message.logprobs
         expect("rows with log probabilities", [entry.row for entry in entries], [2, 4])
         widths = [len(columns.unpack(entry.token_ids)) for entry in entries]
         expect("entries of each", widths, [3, 2])

@@ -29,7 +29,7 @@ def wished(worker: Worker, prompt: list[int], sizes: list[int], **fields: int) -
     sampling = sampler_params(temperature=0.0, prompt_logprobs=WIDTH)
     with worker.open() as stream:
         sequence: Sequence = stream.new(prompt, sampling=sampling, **fields)
-        results = [stream.step(sequence.row(size, sample=False)) for size in sizes]
+        results = [stream.step(sequence.row(size, brings=False)) for size in sizes]
         return [*results, stream.step(sequence)]
 
 

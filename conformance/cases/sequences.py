@@ -100,4 +100,4 @@ def a_fork_of_an_unknown_parent_is_refused(worker: Worker, stream: StepStream) -
 @refusal_case("model", "Most tokens of prompt and output together.", "new_sequences", "num_tokens")
 def more_tokens_than_the_model_takes_are_refused(worker: Worker, stream: StepStream) -> None:
     num_tokens = worker.info.model.max_model_len + 2
-    stream.send(stream.new(worker.prompt(1, num_tokens)).row(1, sample=False))
+    stream.send(stream.new(worker.prompt(1, num_tokens)).row(1, brings=False))

@@ -28,7 +28,7 @@ def a_prompt_in_chunks_leads_to_the_same_tokens(worker: Worker) -> None:
         with worker.open() as stream:
             sequence = stream.new(worker.prompt(number))
             while sequence.num_computed_tokens + size < sequence.num_prompt_tokens:
-                result = stream.step(sequence.row(size, sample=False))
+                result = stream.step(sequence.row(size, brings=False))
                 expect("tokens of a chunk that does not sample", len(result.sampled), 0)
             stream.generate(sequence, 4)
         worker.expect_as_alone(f"a prompt in chunks of {size}", sequence)
@@ -47,7 +47,7 @@ def a_sampled_token_is_fed_forward_by_the_worker(worker: Worker) -> None:
 @stream_case("plan", "0 does not")
 def a_row_that_does_not_sample_appends_nothing(worker: Worker, stream: StepStream) -> Alone:
     sequence = stream.new(worker.prompt(3))
-    stream.step(sequence.row(len(sequence.tokens) - 1, sample=False))
+    stream.step(sequence.row(len(sequence.tokens) - 1, brings=False))
     stream.generate(sequence, 3)
     return {"the last token computed alone": sequence}
 

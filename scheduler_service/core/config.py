@@ -50,6 +50,13 @@ class TenantConfig:
                 raise ValueError(f"{name} must be at least 1, is {limit}")
 
 
+class WorkKind(StrEnum):
+    """A kind of work that workers do for a model."""
+
+    GENERATION = "generation"
+    POOLING = "pooling"
+
+
 class PreemptionMode(StrEnum):
     """The fate of the KV blocks of a request that is preempted because memory ran out."""
 
@@ -263,6 +270,12 @@ class WorkerGroupCapacity:
     max_chunk_tokens: int = 0
     """Most tokens of a prompt that are computed in a step; 0: all. The core sets it: windows need
     memory for a chunk at a time."""
+    work_kinds: frozenset[WorkKind] = frozenset({WorkKind.GENERATION})
+    """What its workers do."""
+    vector_size: int = 0
+    """Numbers in a pooled vector; 0 if they pool none."""
+    whole_prompt: bool = False
+    """Whether a prompt must be computed in one row, and no cached prefix can be reused."""
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if a number is out of range."""
@@ -281,6 +294,14 @@ class WorkerGroupCapacity:
                 f"num_speculative_tokens must be 0 to {MAX_LOOKAHEAD}, "
                 f"is {self.num_speculative_tokens}"
             )
+        if (WorkKind.POOLING in self.work_kinds) != (self.vector_size > 0):
+            kinds = ", ".join(sorted(self.work_kinds))
+            raise ValueError(
+                f"vector_size must be above 0 with the work kind pooling, and else 0, is "
+                f"{self.vector_size} with {kinds}"
+            )
+        if self.whole_prompt and WorkKind.GENERATION in self.work_kinds:
+            raise ValueError("whole_prompt must be false with the work kind generation, is true")
         if self.max_model_len < 2:
             raise ValueError(f"max_model_len must be at least 2, is {self.max_model_len}")
 

@@ -12,7 +12,7 @@ from scheduler_service.core.admission.deadlines import (
     why_too_late,
 )
 from scheduler_service.core.admission.request_registry import RequestRegistry
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
 from scheduler_service.core.inspection import Inspection, InspectionDetail, Inspector
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.request import EngineOutputs, Request
@@ -306,7 +306,7 @@ class SchedulerCore:
         for seq_group in [*model.waiting, *model.unschedulable]:
             if seq_group.has_begun or seq_group in model.former_until_us:
                 continue
-            error = why_not(seq_group, model.capacities())
+            error = why_not(seq_group, model.capacities(), self._config)
             if error is not None:
                 self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 
@@ -388,7 +388,7 @@ class SchedulerCore:
         """Update the statistics and limits of an ended group's model."""
         model = self._fleet.models.get(seq_group.request.model)
         if model is not None:
-            if seq_group.has_begun:
+            if seq_group.has_begun and seq_group.request.work.kind is WorkKind.GENERATION:
                 for seq in seq_group.choices():
                     model.router.note_answer(len(seq.output_token_ids))
             model.release(seq_group)

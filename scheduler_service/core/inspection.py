@@ -86,7 +86,7 @@ def _snapshot(
         num_output_tokens=sum([len(seq.output_token_ids) for seq in seq_group.sequences]),
         num_accepted_drafts=seq_group.clock.timings.num_accepted_drafts,
         num_drafts=seq_group.clock.timings.num_drafts,
-        max_tokens=request.max_tokens,
+        max_tokens=request.work.max_tokens,
         num_sequences=len(seq_group.sequences),
         submitted_us=seq_group.clock.submitted_us,
         events=seq_group.clock.timeline.entries.copy(),

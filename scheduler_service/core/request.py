@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from enum import StrEnum
+from typing import Any, ClassVar
 
 from scheduler_service.core.beam_search import BeamParams
+from scheduler_service.core.config import WorkerGroupCapacity, WorkKind
 from scheduler_service.core.context import Context
 from scheduler_service.core.step_plan import RowLogprobs, RowPromptLogprobs
 
@@ -19,6 +21,87 @@ class GeneratedTokens:
 
 
 @dataclass(slots=True, kw_only=True)
+class Generation:
+    """What a request wants: tokens."""
+
+    kind: ClassVar = WorkKind.GENERATION
+    pooling: ClassVar[Any] = None
+
+    max_tokens: int
+    sampling: Any
+    """The worker's `SamplerParams`, which the core does not read."""
+    num_choices: int = 1
+    stop_token_ids: frozenset[int] = frozenset()
+    min_tokens: int = 0
+    wants_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
+    beam_search: BeamParams | None = None
+    """Beam search for the `num_choices` best; None: sampling."""
+    generated: Mapping[int, GeneratedTokens] = field(default_factory=dict)
+    """The tokens by choice index."""
+    max_hold_us: int = 0
+    """Longest time for which its tokens may be buffered, to be sent together with later ones."""
+    num_speculative_tokens: int | None = None
+    """Most drafts of one of its rows; None: as many as its worker makes."""
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed for it."""
+        return self.num_choices if self.beam_search is None else self.beam_search.width
+
+    def vector_size(self, model_size: int) -> int:
+        """None: it gets no vector."""
+        del model_size
+        return 0
+
+    def max_output_tokens(self, capacity: WorkerGroupCapacity, num_prompt_tokens: int) -> int:
+        """Maximum number of tokens after the prompt in a worker group; none if it is too long."""
+        return min(self.max_tokens, capacity.max_model_len - num_prompt_tokens)
+
+
+class PoolingType(StrEnum):
+    """Which tokens' hidden states make a vector."""
+
+    LAST = "last"
+    MEAN = "mean"
+    CLS = "cls"
+
+
+@dataclass(slots=True, kw_only=True)
+class Pooling:
+    """What a request wants: a vector. It counts as one token of output, which is not computed and
+    needs no position of the model."""
+
+    kind: ClassVar = WorkKind.POOLING
+    max_tokens: ClassVar[int] = 1
+    min_tokens: ClassVar[int] = 0
+    num_choices: ClassVar[int] = 1
+    num_sequences: ClassVar[int] = 1
+    stop_token_ids: ClassVar[frozenset[int]] = frozenset()
+    wants_logprobs: ClassVar[bool] = False
+    wants_prompt_logprobs: ClassVar[bool] = False
+    generated: ClassVar[Mapping[int, GeneratedTokens]] = {}
+    beam_search: ClassVar[None] = None
+    sampling: ClassVar[Any] = None
+    max_hold_us: ClassVar[int] = 0
+    num_speculative_tokens: ClassVar[int] = 0
+
+    type: PoolingType
+    dimensions: int = 0
+    """Numbers of the vector; 0: all."""
+    pooling: Any = None
+    """The worker's `PoolingParams`, which the core does not read."""
+
+    def vector_size(self, model_size: int) -> int:
+        """Numbers of its vector, if the model's have `model_size`."""
+        return self.dimensions or model_size
+
+    def max_output_tokens(self, capacity: WorkerGroupCapacity, num_prompt_tokens: int) -> int:
+        """One, for the vector; none if the prompt is too long for a worker group."""
+        return int(num_prompt_tokens <= capacity.max_model_len)
+
+
+@dataclass(slots=True, kw_only=True)
 class Request:
     """One request, validated by its frontend."""
 
@@ -28,24 +111,14 @@ class Request:
     request_id: str
     model: str
     prompt_token_ids: Sequence[int]
-    max_tokens: int
-    sampling: Any
-    """The worker's `SamplerParams`, which the core does not read."""
-    num_choices: int = 1
+    work: Generation | Pooling
+    """What it wants."""
     tenant: str = ""
     context: Context = ()
     """What KV depends on besides tokens and tenant."""
     priority: int = 0
-    stop_token_ids: frozenset[int] = frozenset()
-    min_tokens: int = 0
-    wants_logprobs: bool = False
-    wants_prompt_logprobs: bool = False
     deadline: float | None = None
     """On the clock that the core's callers pass as `now`, in seconds."""
-    beam_search: BeamParams | None = None
-    """Beam search for the `num_choices` best; None: sampling."""
-    generated: Mapping[int, GeneratedTokens] = field(default_factory=dict)
-    """The tokens by choice index."""
     attempt: int = 0
     """The client's number for this attempt."""
     fingerprint: bytes = b""
@@ -54,27 +127,18 @@ class Request:
     """Whether a core has accepted it before."""
     waited_us: int = 0
     """Time since its frontend received it."""
-    max_hold_us: int = 0
-    """Longest time for which its tokens may be buffered, to be sent together with later ones."""
     traceparent: str = ""
     """Parent of its spans; empty if its trace is not recorded."""
-    num_speculative_tokens: int | None = None
-    """Most drafts of one of its rows; None: as many as its worker makes."""
     num_worker_losses: int = 0
     """Workers that died while they were computing it, as counted by former cores."""
     num_lone_worker_losses: int = 0
     """Those of them that died in steps that it had to itself."""
 
     @property
-    def num_sequences(self) -> int:
-        """Sequences that are computed for it."""
-        return self.num_choices if self.beam_search is None else self.beam_search.width
-
-    @property
     def is_continued(self) -> bool:
         """Whether it continues after a loss. It was admitted once, so it is not refused because of
         later requests."""
-        return self.was_accepted or bool(self.generated)
+        return self.was_accepted or bool(self.work.generated)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,6 +196,8 @@ class EngineOutputs:
     """(choice handle, log probabilities), in the order of the tokens."""
     prompt_logprobs: list[tuple[int, RowPromptLogprobs]] = field(default_factory=list)
     """(request handle, log probabilities)."""
+    vectors: list[tuple[int, bytes]] = field(default_factory=list)
+    """(request handle, float32 numbers as on the wire)."""
     choices_finished: list[ChoiceFinished] = field(default_factory=list)
     requests_finished: list[RequestFinished] = field(default_factory=list)
     requests_failed: list[tuple[int, Exception]] = field(default_factory=list)
@@ -151,6 +217,7 @@ class EngineOutputs:
         return bool(
             self.accepted
             or self.prompt_logprobs
+            or self.vectors
             or self.choices_finished
             or self.requests_finished
             or self.requests_failed

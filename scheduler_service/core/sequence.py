@@ -20,6 +20,7 @@ from scheduler_service.core.request_timing import (
     RequestEvent,
     RequestPhase,
 )
+from scheduler_service.core.step_plan import RowOutput
 from scheduler_service.core.tenants import TenantUsage
 
 
@@ -163,8 +164,13 @@ class Sequence:
         """Maximum number of tokens that may come from the cache. If prompt log probabilities are
         still to be reported, computation must begin at the logits of the first of them."""
         seq_group = self.seq_group
+        if not seq_group.strategy.reuses_prefixes:
+            return 0
         num_reported = seq_group.prompt_logprobs_start
-        if seq_group.request.wants_prompt_logprobs and num_reported < seq_group.num_prompt_tokens:
+        if (
+            seq_group.request.work.wants_prompt_logprobs
+            and num_reported < seq_group.num_prompt_tokens
+        ):
             return max(0, num_reported - 1)
         return self.num_known
 
@@ -377,6 +383,10 @@ class Strategy:
 
     is_lockstep: ClassVar[bool] = False
     """Whether its sequences advance and leave the batch only together."""
+    output: ClassVar[RowOutput] = RowOutput.TOKEN
+    """What the last row of a prefill brings."""
+    reuses_prefixes: bool = True
+    """Whether tokens may come from the prefix cache."""
     streams: ClassVar[bool] = True
     """Whether each token that a sequence samples is delivered at once."""
 
@@ -449,7 +459,7 @@ class SequenceGroup:
     @property
     def max_hold_us(self) -> int:
         """How long its results may be held back."""
-        return self.request.max_hold_us if self.strategy.streams else 0
+        return self.request.work.max_hold_us if self.strategy.streams else 0
 
     @property
     def longest(self) -> Sequence:
@@ -491,7 +501,7 @@ class SequenceGroup:
 
     def choices(self) -> list[Sequence]:
         """The sequences for which its frontend has handles."""
-        return self.sequences[: self.request.num_choices]
+        return self.sequences[: self.request.work.num_choices]
 
     def note(self, event: RequestEvent, now_us: int) -> None:
         """Add an event to its timeline, with the number of tokens of its longest sequence."""
@@ -501,20 +511,23 @@ class SequenceGroup:
     def max_kv_quota(self, capacity: WorkerGroupCapacity) -> int:
         """What the memory that its sequences can need in a worker group counts against its tenant's
         limit, even if the group has less; what they share counts once per sequence."""
-        room = capacity.max_model_len - self.num_prompt_tokens
-        num_tokens = self.num_prompt_tokens + min(self.request.max_tokens, room) - 1
-        return self.num_unfinished * capacity.kv_quota(num_tokens)
+        return self.num_unfinished * capacity.kv_quota(self.max_length(capacity) - 1)
+
+    def max_output_tokens(self, capacity: WorkerGroupCapacity) -> int:
+        """Maximum number of tokens of each sequence's output in a worker group."""
+        return self.request.work.max_output_tokens(capacity, self.num_prompt_tokens)
 
     def fits(self, capacity: WorkerGroupCapacity) -> bool:
         """Whether a worker group can compute its sequences, at least one at a time."""
-        is_in_model = self.num_prompt_tokens < capacity.max_model_len
+        is_in_model = self.max_output_tokens(capacity) > 0
+        is_served = self.request.work.kind in capacity.work_kinds
         is_allowed = self.tenant.may_ever_hold(self.max_kv_quota(capacity))
         num_tokens = max(self.max_known_tokens, self.outgrown_tokens + 1)
-        return is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
+        return is_served and is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
 
     def max_length(self, capacity: WorkerGroupCapacity) -> int:
         """Maximum number of tokens that it requests and that a worker group's model allows."""
-        return min(self.num_prompt_tokens + self.request.max_tokens, capacity.max_model_len)
+        return self.num_prompt_tokens + self.max_output_tokens(capacity)
 
     def reach(self, capacity: WorkerGroupCapacity) -> int:
         """Maximum length of one of its sequences in a worker group's cache, if alone there."""
@@ -561,7 +574,7 @@ class SequenceGroup:
         assert not (self.num_running and self.swapped()), "swapped out and in only together"
         for seq in self.unfinished():
             assert seq.num_in_flight >= 0
-            assert len(seq.output_token_ids) <= self.request.max_tokens
+            assert len(seq.output_token_ids) <= self.request.work.max_tokens
             assert not seq.forks or seq.status is SequenceStatus.RUNNING
 
 

@@ -5,9 +5,23 @@ Plain lists, no protobuf: `scheduler_service/wire.py` converts them to messages 
 """
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 from scheduler_service.core.context import Context
+
+
+class RowOutput(IntEnum):
+    """What a row brings."""
+
+    NOTHING = 0
+    TOKEN = 1
+    CANDIDATES = 2
+    VECTOR = 3
+
+
+SAMPLED = (RowOutput.TOKEN, RowOutput.CANDIDATES)
+"""Outputs of rows that sample."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -30,8 +44,10 @@ class NewSequence:
     num_prompt_tokens: int
     num_computed_tokens: int
     tables: list[BlockTable]
-    sampling: Any
+    sampling: Any = None
     """The request's `SamplerParams`, which the core does not read."""
+    pooling: Any = None
+    """The request's `PoolingParams`, which the core does not read; instead of `sampling`."""
     parent_seq_id: int | None = None
     prompt_logprobs_start: int = 0
     traceparent: str = ""
@@ -59,8 +75,8 @@ class StepPlan:
     seq_ids: list[int] = field(default_factory=list)
     num_tokens: list[int] | None = None
     """Tokens to compute per row; None: one in every row."""
-    sample: list[bool] | None = None
-    """Whether a row samples; None: every row does."""
+    output: list[int] | None = None
+    """What each row brings, a `RowOutput`; None: a token in every row."""
     lookahead: list[int] | None = None
     """The most drafts per row; None: 0 in every row."""
     appended_tokens: list[int] = field(default_factory=list)
@@ -120,6 +136,8 @@ class StepResult:
     """By row."""
     candidates: dict[int, RowCandidates] = field(default_factory=dict)
     """By row."""
+    vectors: dict[int, bytes] = field(default_factory=dict)
+    """Float32 numbers as on the wire, by row."""
     errors: dict[int, RowError] = field(default_factory=dict)
     """By row."""
     num_sampled: list[int] | None = None

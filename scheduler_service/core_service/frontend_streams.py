@@ -7,6 +7,7 @@ their tokens held, so that more of them travel in one message.
 import asyncio
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
 import grpc
@@ -129,7 +130,7 @@ class FrontendStream:
                 raise Unavailable("the scheduler is shutting down", reason="SHUTTING_DOWN")
             now = self._driver.clock()
             self._driver.core.submit(wire.decode_submit(submit, self.frontend_id, now), now)
-            self._hold_times.begin(submit.handle, submit.max_hold_ms / 1000)
+            self._hold_times.begin(submit.handle, submit.generation.max_hold_ms / 1000)
         except PagewireError as error:
             logger.debug("request refused request_id=%s reason=%s", submit.request_id, error.reason)
             self.deliver(EngineOutputs(requests_failed=[(submit.handle, error)]))
@@ -151,26 +152,25 @@ class FrontendStream:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            message = self._next_message()
-            if message is not None:
+            for message in self._next_messages():
                 await shielded(
                     context.write(pb.AttachResponse(message=message)), LAST_WRITE_TIMEOUT_S
                 )
             if self._closed is not None and not self._wake.is_set():
                 raise self._closed
 
-    def _next_message(self) -> pb.SchedulerMessage | None:
+    def _next_messages(self) -> list[pb.SchedulerMessage]:
         if self._hold is not None:
             self._hold.cancel()
             self._hold = None
         if not self._pending and self._models is None:
-            return None
-        message = wire.encode_outbox(self._pending)
+            return []
+        messages = [wire.encode_outbox(part) for part in in_parts(self._pending)]
         self._pending = EngineOutputs()
         if self._models is not None:
-            message.models.CopyFrom(self._models)
+            messages[0].models.CopyFrom(self._models)
             self._models = None
-        return message
+        return messages
 
 
 class FrontendStreams:
@@ -253,6 +253,26 @@ class FrontendStreams:
             logger.info("frontend detached frontend_id=%s", stream.frontend_id)
 
 
+MAX_VECTOR_BYTES = 4 << 20
+"""Maximum size of the vectors in a message, unless one alone is larger."""
+
+
+def in_parts(outputs: EngineOutputs) -> list[EngineOutputs]:
+    """The outputs in as many parts as their vectors need. What precedes a vector is in the first
+    part, and what follows one, such as its request's end, in the last."""
+    parts: list[EngineOutputs] = []
+    part, num_bytes = EngineOutputs(accepted=outputs.accepted), 0
+    for handle, vector in outputs.vectors:
+        if part.vectors and num_bytes + len(vector) > MAX_VECTOR_BYTES:
+            parts.append(part)
+            part, num_bytes = EngineOutputs(), 0
+        part.vectors.append((handle, vector))
+        num_bytes += len(vector)
+    if not parts:
+        return [outputs]
+    return [*parts, replace(outputs, accepted=[], vectors=part.vectors)]
+
+
 def merge(pending: EngineOutputs, outputs: EngineOutputs) -> None:
     """Append `outputs` to `pending`, column by column."""
     pending.accepted.extend(outputs.accepted)
@@ -260,6 +280,7 @@ def merge(pending: EngineOutputs, outputs: EngineOutputs) -> None:
     pending.token_ids.extend(outputs.token_ids)
     pending.logprobs.extend(outputs.logprobs)
     pending.prompt_logprobs.extend(outputs.prompt_logprobs)
+    pending.vectors.extend(outputs.vectors)
     pending.choices_finished.extend(outputs.choices_finished)
     pending.requests_finished.extend(outputs.requests_finished)
     pending.requests_failed.extend(outputs.requests_failed)

@@ -22,11 +22,11 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from pagewire.connection_errors import in_words
+from pagewire.v1 import model_pb2, status_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
-from pagewire.v1 import status_pb2
 from pagewire.v1 import worker_service_pb2 as worker_pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
 from scheduler_service.core.scheduling.pipeline import ResultMismatch
 from scheduler_service.core_service.counters import CoreCounters
 from scheduler_service.core_service.driver import CoreDriver
@@ -65,6 +65,15 @@ Stubs: TypeAlias = Sequence[WorkerServiceStub]
 """The stubs of a group's ranks, in order."""
 Dial: TypeAlias = Callable[[str], AbstractAsyncContextManager[WorkerServiceStub]]
 """Connects to the worker at an address, with a connection of its own."""
+
+
+GENERATION_ONLY = frozenset({WorkKind.GENERATION})
+_PREFIX = "WORK_KIND_"
+
+
+def _work_kind(number: model_pb2.WorkKind.ValueType) -> WorkKind:
+    """Raises ValueError for a number that this software does not know."""
+    return WorkKind(model_pb2.WorkKind.Name(number).removeprefix(_PREFIX).lower())
 
 
 class WorkerSession:
@@ -252,6 +261,9 @@ class WorkerSession:
                 vocab_size=model.vocab_size,
                 num_speculative_tokens=num_speculative_tokens,
                 arithmetic=model.arithmetic,
+                work_kinds=frozenset(map(_work_kind, model.work_kinds)) or GENERATION_ONLY,
+                vector_size=model.vector_size,
+                whole_prompt=model.whole_prompt,
             )
         except ValueError as error:
             raise CannotServe(str(error)) from error

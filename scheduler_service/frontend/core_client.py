@@ -139,8 +139,8 @@ def _submission(request: RequestStream) -> scheduler_pb.Submit:
     submit.CopyFrom(request.resolved.submit)
     submit.handle = request.handle
     submit.tenant = request.tenant
-    if not submit.HasField("beam_search"):  # a search outputs nothing before its end
-        submit.generated.extend(
+    if not submit.generation.HasField("beam_search"):  # a search outputs nothing before its end
+        submit.generation.generated.extend(
             choice.generated() for choice in request.choices if choice.token_ids or choice.finish
         )
     now = time.monotonic()

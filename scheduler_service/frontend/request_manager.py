@@ -292,7 +292,9 @@ class RequestManager:
             )
             field = constraint_field(request)
             await self._checker.check(constrained.sampling_params, tenant.name, field)
-            await off_the_loop(request, lambda: to_lark(resolved.submit.sampling.constraint))
+            await off_the_loop(
+                request, lambda: to_lark(resolved.submit.generation.sampling.constraint)
+            )
             await off_the_loop(request, lambda: stream.begin(resolved))
             stream.stopwatch.tokenize_s = time.monotonic() - began
             self._core_client.submit(stream)

@@ -26,14 +26,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, make_dataclass, replace
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import xxhash
 from google.protobuf.message import Message
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pagewire.v1.sampling_pb2 import SamplerParams
+from pagewire.v1.sampling_pb2 import PoolingParams, SamplerParams
 from scheduler_service.core import EngineOutputs, SchedulerConfig, SchedulerCore, StepPlan
+from scheduler_service.core.request import Pooling
 from service_common.version import VERSION
 
 FORMAT = "pagewire recording"
@@ -169,12 +170,19 @@ def _of_other_type(value: Any) -> str:
     raise TypeError(f"a recording cannot hold a {type(value).__name__}")
 
 
+AnyMessage = TypeVar("AnyMessage", bound=Message)
+
+
 def decode_sampling(data: Any) -> SamplerParams:
     """Return the message from base64; raises Unreadable."""
+    return _decode_message(SamplerParams, data)
+
+
+def _decode_message(kind: type[AnyMessage], data: Any) -> AnyMessage:
     try:
-        return SamplerParams.FromString(base64.b64decode(data, validate=True))
+        return kind.FromString(base64.b64decode(data, validate=True))
     except Exception as error:  # protobuf's own class differs between its implementations
-        raise Unreadable(f"expected SamplerParams in base64: {error}") from error
+        raise Unreadable(f"expected {kind.__name__} in base64: {error}") from error
 
 
 def decode_header(text: str | bytes) -> Header:
@@ -200,7 +208,12 @@ def decode_entry(
     data = _decoded(_LINE.validate_json, text)
     arguments = {name: getattr(data, name) for name in PARAMETERS[data.do]}
     if (request := arguments.get("request")) is not None:
-        arguments["request"] = replace(request, sampling=decode_sampling(request.sampling))
+        work = request.work
+        if isinstance(work, Pooling):
+            work = replace(work, pooling=_decode_message(PoolingParams, work.pooling))
+        else:
+            work = replace(work, sampling=decode_sampling(work.sampling))
+        arguments["request"] = replace(request, work=work)
     return Entry(
         line=line,
         do=data.do,

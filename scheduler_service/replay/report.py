@@ -6,7 +6,7 @@ from itertools import zip_longest
 from rich.table import Table
 
 from scheduler_service.core import NewSequence, StepPlan
-from scheduler_service.core.step_plan import BlockTable
+from scheduler_service.core.step_plan import BlockTable, RowOutput
 from scheduler_service.replay.exact_replay import Difference, Summary
 from scheduler_service.replay.recording_file import RecordingReader
 
@@ -49,11 +49,19 @@ def _show_table(table: BlockTable) -> str:
     return f"{where}{table.block_ids}"
 
 
+_OUTPUTS = {
+    RowOutput.NOTHING: "",
+    RowOutput.TOKEN: "*",
+    RowOutput.CANDIDATES: "*",
+    RowOutput.VECTOR: "v",
+}
+
+
 def _show_rows(plan: StepPlan) -> Iterator[str]:
     num_tokens = plan.num_tokens or [1] * len(plan.seq_ids)
-    sample = plan.sample or [True] * len(plan.seq_ids)
-    for seq_id, count, samples in zip(plan.seq_ids, num_tokens, sample, strict=True):
-        yield f"{seq_id}:{count}{'*' if samples else ''}"
+    outputs = plan.output or [RowOutput.TOKEN] * len(plan.seq_ids)
+    for seq_id, count, output in zip(plan.seq_ids, num_tokens, outputs, strict=True):
+        yield f"{seq_id}:{count}{_OUTPUTS[RowOutput(output)]}"
 
 
 def _tuples(column: list[int], width: int) -> Iterator[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from conformance import cases
 from conformance.runner import Outcome, Verdict, run
 from conformance.worker import Worker
 from pagewire import columns
-from pagewire.v1 import plan_pb2
+from pagewire.v1 import plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.mutant import Fault, mutant
 from tests.support.processes import node_worker, python_worker, running
@@ -122,6 +122,57 @@ def _takes_steps_in_any_order() -> Fault:
         result.step_id = told[next(answered)]
 
     return Fault(plan=change, result=restore)
+
+
+def on_pooling(field: str) -> Callable[[], Fault]:
+    """A worker that does not read this field of what is pooled."""
+
+    def change(new: plan_pb2.NewSequence) -> None:
+        if new.HasField("pooling"):
+            new.pooling.ClearField(field)  # type: ignore[arg-type]
+
+    return on_new(change)
+
+
+def _drops_a_vector(result: plan_pb2.StepResult) -> None:
+    del result.vectors[-1:]
+
+
+def _adds_a_vector(result: plan_pb2.StepResult) -> None:
+    result.vectors.add(row=0, values=columns.pack_floats([1.0]))
+
+
+def _numbers_vectors_by_themselves(result: plan_pb2.StepResult) -> None:
+    for number, entry in enumerate(result.vectors):
+        entry.row = number
+
+
+def _shortens_vectors(result: plan_pb2.StepResult) -> None:
+    for entry in result.vectors:
+        entry.values = entry.values[:-4]
+
+
+def _changes_a_number(result: plan_pb2.StepResult) -> None:
+    for entry in result.vectors:
+        first, *others = columns.unpack_floats(entry.values)
+        entry.values = columns.pack_floats([first + 1.0, *others])
+
+
+def _pools_the_last(new: plan_pb2.NewSequence) -> None:
+    if new.HasField("pooling"):
+        new.pooling.type = sampling_pb2.POOLING_TYPE_LAST
+
+
+def _pools_the_last_chunk() -> Fault:
+    """Takes the vector of a prompt in chunks for that of its last token."""
+
+    def change(plan: plan_pb2.StepPlan) -> None:
+        is_last = not plan.output or plan.output[0] == 3
+        for new in plan.new_sequences:
+            if new.HasField("pooling") and not is_last:
+                new.pooling.type = sampling_pb2.POOLING_TYPE_LAST
+
+    return Fault(plan=change)
 
 
 def _reports_too_few_logprobs(result: plan_pb2.StepResult) -> None:
@@ -329,6 +380,47 @@ FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     "normalises candidates again": (
         on_result(_normalises_candidates),
         ["a bias changes a candidates log probability"],
+    ),
+    # Vectors.
+    "returns too few vectors": (
+        on_result(_drops_a_vector),
+        ["a vector has as many numbers", "vectors and tokens share a batch"],
+    ),
+    "returns a vector too many": (
+        on_result(_adds_a_vector),
+        ["only rows that bring tokens", "vectors and tokens share a batch"],
+    ),
+    "numbers vectors by themselves": (
+        on_result(_numbers_vectors_by_themselves),
+        ["vectors and tokens share a batch"],
+    ),
+    "shortens vectors": (
+        on_result(_shortens_vectors),
+        ["a vector has as many numbers", "dimensions are the first numbers"],
+    ),
+    "changes a number of vectors": (
+        on_result(_changes_a_number),
+        ["a normalized vector has the norm 1", "dimensions are the first numbers"],
+    ),
+    "ignores dimensions": (
+        on_pooling("dimensions"),
+        ["dimensions are the first numbers", "more dimensions than the model"],
+    ),
+    "does not normalize": (
+        on_pooling("normalize"),
+        ["a normalized vector has the norm 1", "dimensions are the first numbers"],
+    ),
+    "always pools the last token": (
+        on_new(_pools_the_last),
+        ["types pool the last all and the first", "a mean over cached tokens is refused"],
+    ),
+    "pools no more than the last chunk": (
+        _pools_the_last_chunk,
+        ["a vector does not depend on chunks"],
+    ),
+    "samples in every row": (
+        ignores("output"),
+        ["only rows that bring tokens", "a row may compute the last token and bring nothing"],
     ),
     # Log probabilities.
     "reports too few log probabilities": (

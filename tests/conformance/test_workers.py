@@ -21,9 +21,22 @@ COMMANDS = {
     ),
     "node": node_worker(),
 }
+REFUSES_POOLING = ["pooling: a worker that pools no vectors refuses them"]
+NEED_NO_POOLING = (
+    "a row may compute the last token and bring nothing",
+    "a vector of a sequence that generates is refused",
+    "candidates of a sequence that samples are refused",
+    "an unknown output is refused",
+    "a worker that pools no vectors refuses them",
+)
 NO_PROFILER = ["info: a profile can be started and stopped"]
 NO_TEXTS = [
     case.full_name for case in cases.ALL if case.group in ("structured output", "constrained rows")
+]
+POOLING = [
+    case.full_name
+    for case in cases.ALL
+    if case.group == "pooling" and case.name not in NEED_NO_POOLING
 ]
 NO_GROUPS = [
     f"groups: {name}"
@@ -35,6 +48,12 @@ NO_GROUPS = [
         "a sequence without its state is refused",
     )
 ]
+ON_BLOCKS = (
+    "accepted tokens are computed in their blocks",
+    "the last vector is the same after a cached prefix",
+    "a row may compute the last token and bring nothing",
+    "a mean over cached tokens is refused",
+)
 OF_ONE_GROUP = [
     f"cache operations: {name}"
     for name in (
@@ -44,18 +63,14 @@ OF_ONE_GROUP = [
         "a copied block holds what its source held",
         "a copys target may be another copys source",
     )
-] + [
-    case.full_name
-    for case in cases.ALL
-    if case.group == "swaps" or case.name == "accepted tokens are computed in their blocks"
-]
+] + [case.full_name for case in cases.ALL if case.group == "swaps" or case.name in ON_BLOCKS]
 """Cases that give a sequence blocks of the main group alone."""
 
 SKIPPED = {
-    "model": NO_GROUPS,
-    "simulated": [*NO_PROFILER, *NO_GROUPS, *NO_TEXTS],
-    "cache groups": [*NO_PROFILER, *OF_ONE_GROUP, *NO_TEXTS],
-    "node": [*NO_PROFILER, *NO_GROUPS, *NO_TEXTS],
+    "model": [*NO_GROUPS, *POOLING],
+    "simulated": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
+    "cache groups": [*NO_PROFILER, *OF_ONE_GROUP, *REFUSES_POOLING, *NO_TEXTS],
+    "node": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pagewire.v1 import sampling_pb2
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Generation, Request
 from tests.support.beams import BeamCase, transformers_beams
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import FRONTEND, GREEDY, InProcessEngine
@@ -80,8 +80,10 @@ def greedy_request(handle: int, tokens: Sequence[int], max_tokens: int) -> Reque
         request_id=str(handle),
         model="model",
         prompt_token_ids=tokens,
-        max_tokens=max_tokens,
-        sampling=sampling_pb2.SamplerParams(**GREEDY),  # type: ignore[arg-type]
+        work=Generation(
+            max_tokens=max_tokens,
+            sampling=sampling_pb2.SamplerParams(**GREEDY),
+        ),
     )
 
 

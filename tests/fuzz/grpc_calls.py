@@ -65,8 +65,10 @@ CORE_SEEDS: Mapping[str, Sequence[Message]] = {
                         request_id="r",
                         model="simulated",
                         prompt_token_ids=b"\x05\0\0\0\x06\0\0\0",
-                        num_choices=1,
-                        max_tokens=4,
+                        generation=scheduler_pb.Generation(
+                            num_choices=1,
+                            max_tokens=4,
+                        ),
                     )
                 ],
             )

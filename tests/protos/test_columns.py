@@ -40,10 +40,10 @@ def test_a_malformed_column_is_named() -> None:
 
 def test_empty_columns_are_left_out_and_mean_what_the_proto_says() -> None:
     columns = columns_of(plan_pb2.StepPlan.DESCRIPTOR)
-    values = SimpleNamespace(**dict.fromkeys(columns, ()) | {"seq_ids": [4, 5], "sample": [1, 0]})
+    values = SimpleNamespace(**dict.fromkeys(columns, ()) | {"seq_ids": [4, 5], "output": [1, 0]})
     plan = plan_pb2.StepPlan(**columns.pack(values))
-    assert {field.name for field, _ in plan.ListFields()} == {"seq_ids", "sample"}
+    assert {field.name for field, _ in plan.ListFields()} == {"seq_ids", "output"}
     unpacked = columns.unpack(plan)
-    assert (unpacked["seq_ids"], unpacked["sample"], unpacked["copy"]) == ([4, 5], [1, 0], [])
+    assert (unpacked["seq_ids"], unpacked["output"], unpacked["copy"]) == ([4, 5], [1, 0], [])
     assert unpacked["num_tokens"] is None
     assert (columns["num_tokens"].absent, columns["lookahead"].absent) == (1, 0)

@@ -20,7 +20,7 @@ from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.request import (
     ChoiceFinished,
     EngineOutputs,
-    Request,
+    Pooling,
     RequestFinished,
     RequestTimings,
 )
@@ -65,10 +65,15 @@ NEW_SEQUENCE = {
     "sampling": st.builds(
         sampling_pb2.SamplerParams, seed=st.integers(0, 2**64 - 1), logprobs=st.none() | count
     ),
+    "pooling": st.none(),
     "parent_seq_id": st.none() | count,
     "prompt_logprobs_start": count,
     "context": st.lists(parts, max_size=3).map(tuple),
     "traceparent": st.sampled_from(["", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"]),
+}
+POOLED = NEW_SEQUENCE | {
+    "sampling": st.none(),
+    "pooling": st.builds(sampling_pb2.PoolingParams, type=st.integers(1, 3), dimensions=count),
 }
 PLAN = {
     "step_id": st.integers(1, 2**63),
@@ -76,15 +81,21 @@ PLAN = {
     "swap_out": pairs,
     "swap_in": pairs,
     "copy": pairs,
-    "new_sequences": st.lists(st.builds(NewSequence, **NEW_SEQUENCE), max_size=3),
+    "new_sequences": st.lists(
+        st.builds(NewSequence, **NEW_SEQUENCE) | st.builds(NewSequence, **POOLED), max_size=3
+    ),
     "block_updates": quadruples,
     "seq_ids": ids,
     "num_tokens": st.none() | ids,
-    "sample": st.none() | st.lists(st.booleans(), max_size=20),
+    "output": st.none() | st.lists(st.integers(0, 3), max_size=20),
     "lookahead": st.none() | st.lists(st.integers(0, 255), max_size=20),
     "appended_tokens": pairs,
     "max_results": st.integers(1, 64),
 }
+
+
+OPTIONAL = ("parent_seq_id", "sampling", "pooling")
+"""Fields of NewSequence that may be absent."""
 
 
 def names_of(kind: type) -> set[str]:
@@ -134,9 +145,10 @@ def test_a_plan_keeps_every_field(plan: StepPlan, epoch: int) -> None:
                 sent_parts = [{f.name: v for f, v in part.ListFields()} for part in sent.context]
                 parts = [asdict(part).items() for part in new.context]
                 assert sent_parts == [{name: v for name, v in part if v} for part in parts]
-            elif name != "parent_seq_id" or sent.HasField("parent_seq_id"):
+            elif name not in OPTIONAL or sent.HasField(name):
                 assert getattr(sent, name) == getattr(new, name)
-        assert sent.HasField("parent_seq_id") == (new.parent_seq_id is not None)
+        for name in OPTIONAL:
+            assert sent.HasField(name) == (getattr(new, name) is not None)
 
 
 def assert_same_tables(sent: plan_pb2.NewSequence, new: NewSequence) -> None:
@@ -181,6 +193,7 @@ def test_a_result_keeps_every_field() -> None:
                 row=0, start=1, width=2, token_ids=b"tttt", logprobs=b"llll", ranks=b"rrrr"
             )
         ],
+        vectors=[plan_pb2.RowVector(row=4, values=pack_floats([0.5]))],
         errors=[
             plan_pb2.RowError(
                 row=1, reason=plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS, message="NaN"
@@ -217,6 +230,7 @@ def test_a_result_keeps_every_field() -> None:
     )
 
 
+GENERATION_FIELDS = {field.name for field in pb.Generation.DESCRIPTOR.fields}
 SUBMITTED_NUMBERS = {"waited_us", "max_hold_ms", "num_worker_losses", "num_lone_worker_losses"}
 
 
@@ -234,13 +248,54 @@ def submit(**changes: object) -> pb.Submit:
         "sampling": sampling_pb2.SamplerParams(min_tokens=4, logprobs=0),
         "timeout_us": 2_500_000,
     }
-    return pb.Submit(**fields | changes)  # type: ignore[arg-type]
+    fields |= changes
+    work = {name: fields.pop(name) for name in GENERATION_FIELDS & fields.keys()}
+    return pb.Submit(generation=pb.Generation(**work), **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("limit", [None, 0, 3])
 def test_a_submission_may_limit_its_drafts(limit: int | None) -> None:
     request = wire.decode_submit(submit(num_speculative_tokens=limit), "front", now=0.0)
-    assert request.num_speculative_tokens == limit
+    assert request.work.num_speculative_tokens == limit
+
+
+def unset_fields(values: Any) -> set[str]:
+    return {
+        field.name
+        for field in fields(values)
+        if field.default is not MISSING and getattr(values, field.name) == field.default
+    }
+
+
+@pytest.mark.parametrize("type", list(wire.POOLING_TYPES))
+def test_a_submission_for_a_vector_keeps_every_field(type: Any) -> None:
+    params = sampling_pb2.PoolingParams(type=type, normalize=True, dimensions=3)
+    message = submit()
+    message.pooling.CopyFrom(params)
+    work = wire.decode_submit(message, "front", now=0.0).work
+    assert work == Pooling(type=wire.POOLING_TYPES[type], dimensions=3, pooling=params)
+
+
+def test_a_submission_that_wants_nothing_is_refused_by_field() -> None:
+    message = submit()
+    message.ClearField("generation")
+    with pytest.raises(InvalidArgument) as error:
+        wire.decode_submit(message, "front", now=0.0)
+    assert error.value.field == "work"
+
+
+def test_a_submission_with_an_unknown_type_of_pooling_is_refused_by_field() -> None:
+    message = submit()
+    message.pooling.dimensions = 3
+    with pytest.raises(InvalidArgument) as error:
+        wire.decode_submit(message, "front", now=0.0)
+    assert error.value.field == "pooling.type"
+
+
+def test_the_vectors_of_a_step_keep_their_rows_and_numbers() -> None:
+    vectors = [plan_pb2.RowVector(row=row, values=pack_floats([row, 0.5])) for row in (0, 3)]
+    result = wire.decode_result(plan_pb2.StepResult(step_id=1, vectors=vectors))
+    assert result.vectors == {0: pack_floats([0, 0.5]), 3: pack_floats([3, 0.5])}
 
 
 def test_a_submission_keeps_every_field() -> None:
@@ -257,16 +312,12 @@ def test_a_submission_keeps_every_field() -> None:
         traceparent="t",
         context=[context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_SALT, digest=bytes(32))],
     )
-    message.sampling.prompt_logprobs = 1
-    assert set_fields(message) == all_fields(message)
+    message.generation.sampling.prompt_logprobs = 1
+    assert set_fields(message) == all_fields(message) - {"pooling"}
+    assert set_fields(message.generation) == all_fields(message.generation)
     request = wire.decode_submit(message, "front", now=100.0)
-    unset = {
-        field.name
-        for field in fields(Request)
-        if field.default is not MISSING and getattr(request, field.name) == field.default
-    }
-    assert unset == set()
-    assert request.max_hold_us == 7000
+    assert unset_fields(request) == unset_fields(request.work) == set()
+    assert request.work.max_hold_us == 7000
     for name in SUBMITTED_NUMBERS - {"max_hold_ms"}:
         assert getattr(request, name) == 7
 
@@ -297,14 +348,14 @@ def test_a_submission_becomes_a_request() -> None:
     request = wire.decode_submit(submit(generated=generated), "front", now=100.0)
     assert (request.frontend_id, request.handle, request.request_id) == ("front", 5, "r")
     assert (request.model, request.tenant, request.priority) == ("m", "t", -3)
-    assert (list(request.prompt_token_ids), request.stop_token_ids) == ([1, 2], {7, 8})
-    assert (request.num_choices, request.max_tokens, request.min_tokens) == (2, 9, 4)
-    assert (request.wants_logprobs, request.wants_prompt_logprobs) == (True, False)
+    assert (list(request.prompt_token_ids), request.work.stop_token_ids) == ([1, 2], {7, 8})
+    assert (request.work.num_choices, request.work.max_tokens, request.work.min_tokens) == (2, 9, 4)
+    assert (request.work.wants_logprobs, request.work.wants_prompt_logprobs) == (True, False)
     assert request.deadline == 102.5
-    assert request.generated.keys() == {1}
-    assert request.generated[1].token_ids == [3]
-    assert request.generated[1].finished
-    assert request.generated[1].cumulative_logprob == -0.5
+    assert request.work.generated.keys() == {1}
+    assert request.work.generated[1].token_ids == [3]
+    assert request.work.generated[1].finished
+    assert request.work.generated[1].cumulative_logprob == -0.5
 
 
 @pytest.mark.parametrize(
@@ -320,10 +371,10 @@ def test_a_search_is_submitted_with_all_that_it_needs(
 ) -> None:
     beam_search = sampling_pb2.BeamSearch(width=3, length_penalty=0.5, early_stopping=sent)
     request = wire.decode_submit(submit(beam_search=beam_search), "front", now=0.0)
-    assert request.beam_search == BeamParams(
+    assert request.work.beam_search == BeamParams(
         width=3, length_penalty=0.5, early_stopping=expected, num_logprobs=0
     )
-    assert wire.decode_submit(submit(), "front", now=0.0).beam_search is None
+    assert wire.decode_submit(submit(), "front", now=0.0).work.beam_search is None
 
 
 @pytest.mark.parametrize("logprobs", [b"", b"123", pack_floats([-0.5])])
@@ -393,6 +444,7 @@ def test_outputs_keep_every_field() -> None:
                 timings=RequestTimings(**TIMINGS),
             )
         ],
+        vectors=[(7, pack_floats([0.5]))],
         requests_failed=[(3, QueueFull("full", retry_delay_s=0.5, details={"limit": 2}))],
         worker_losses=[4, 5],
         lone_worker_losses=[5],

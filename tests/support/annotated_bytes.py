@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from pagewire import columns
 
-FLAGS = ("sample",)
+FLAGS = ("output",)
 """Fields of one byte per row; other fields of bytes are int32 columns."""
 
 WIDTH = 44

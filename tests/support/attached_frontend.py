@@ -26,23 +26,29 @@ def submission(
     timeout_s: float | None = None,
     generated: Mapping[int, Sequence[int]] | None = None,
     max_hold_ms: int = 0,
+    pooling: sampling_pb2.PoolingParams | None = None,
 ) -> pb.Submit:
-    """A request for greedy tokens; its id is made of frontend and handle."""
-    return pb.Submit(
+    """A request for greedy tokens, or for a vector; its id is made of frontend and handle."""
+    submit = pb.Submit(
         handle=handle,
         request_id=f"{frontend_id}-{handle}",
         model=model,
         prompt_token_ids=array("i", prompt).tobytes(),
-        num_choices=num_choices,
-        max_tokens=max_tokens,
-        sampling=sampling_pb2.SamplerParams(temperature=0, top_p=1, repetition_penalty=1),
         timeout_us=None if timeout_s is None else round(timeout_s * 1e6),
-        generated=[
-            pb.GeneratedTokens(choice_index=index, token_ids=array("i", tokens).tobytes())
-            for index, tokens in (generated or {}).items()
-        ],
-        max_hold_ms=max_hold_ms,
+        generation=pb.Generation(
+            num_choices=num_choices,
+            max_tokens=max_tokens,
+            sampling=sampling_pb2.SamplerParams(temperature=0, top_p=1, repetition_penalty=1),
+            generated=[
+                pb.GeneratedTokens(choice_index=index, token_ids=array("i", tokens).tobytes())
+                for index, tokens in (generated or {}).items()
+            ],
+            max_hold_ms=max_hold_ms,
+        ),
     )
+    if pooling is not None:
+        submit.pooling.CopyFrom(pooling)
+    return submit
 
 
 class AttachedFrontend:
@@ -53,6 +59,7 @@ class AttachedFrontend:
         self.accepted: list[int] = []
         self.tokens: dict[int, list[int]] = defaultdict(list)
         """By choice handle."""
+        self.vectors: dict[int, list[float]] = {}
         self.finish_reasons: dict[int, int] = {}
         self.finished: dict[int, pb.RequestFinished] = {}
         self.failed: dict[int, pb.RequestFailed] = {}
@@ -141,6 +148,8 @@ class AttachedFrontend:
         handles = array("i", message.token_handles)
         for handle, token in zip(handles, array("i", message.token_ids), strict=True):
             self.tokens[handle].append(token)
+        for vector in message.vectors:
+            self.vectors[vector.handle] = array("f", vector.values).tolist()
         for choice in message.choices_finished:
             self.finish_reasons[choice.handle] = choice.reason
         for finished in message.requests_finished:

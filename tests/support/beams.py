@@ -10,7 +10,7 @@ import torch
 from pagewire.columns import pack
 from pagewire.v1 import sampling_pb2
 from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Generation, Request
 from tests.support.in_process import FRONTEND, GREEDY
 from tests.support.transformers_oracle import oracle
 
@@ -53,16 +53,18 @@ class BeamCase:
             request_id=str(handle),
             model="model",
             prompt_token_ids=list(self.prompt),
-            max_tokens=self.max_tokens,
-            sampling=params,
-            num_choices=self.n,
-            stop_token_ids=frozenset(self.stops),
-            wants_logprobs=num_logprobs is not None,
-            beam_search=BeamParams(
-                width=self.width,
-                length_penalty=self.length_penalty,
-                early_stopping=EARLY_STOPPING[self.early_stopping],
-                num_logprobs=num_logprobs,
+            work=Generation(
+                max_tokens=self.max_tokens,
+                sampling=params,
+                num_choices=self.n,
+                stop_token_ids=frozenset(self.stops),
+                wants_logprobs=num_logprobs is not None,
+                beam_search=BeamParams(
+                    width=self.width,
+                    length_penalty=self.length_penalty,
+                    early_stopping=EARLY_STOPPING[self.early_stopping],
+                    num_logprobs=num_logprobs,
+                ),
             ),
         )
 

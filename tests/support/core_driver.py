@@ -6,9 +6,11 @@ choices get the tokens of an undisturbed run, and that timings add up.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
+from pagewire.v1.sampling_pb2 import PoolingParams
 from scheduler_service.core import (
     ContextPart,
     EngineOutputs,
@@ -20,11 +22,13 @@ from scheduler_service.core import (
     WorkerGroupCapacity,
 )
 from scheduler_service.core.beam_search import BeamParams
-from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.config import CacheGroup, WorkKind
+from scheduler_service.core.request import Generation, Pooling, PoolingType
 from scheduler_service.errors import PagewireError, RequestAborted, RequestTakenOver
 from tests.support.promises import Promises
-from tests.support.records import ChoiceRecord, RequestRecord, generated_of
+from tests.support.records import ChoiceRecord, RequestRecord, resumed
 from tests.support.symbolic_worker import (
+    VECTOR_SIZE,
     Sampling,
     SymbolicWorker,
     logprobs_of,
@@ -42,6 +46,9 @@ class WorkerLink:
     results: deque[StepResult] = field(default_factory=deque)
 
 
+GENERATION_FIELDS = {field.name for field in fields(Generation)}
+
+
 def make_request(**changes: object) -> Request:
     """A small one of frontend f0."""
     values: dict[str, object] = {
@@ -53,7 +60,9 @@ def make_request(**changes: object) -> Request:
         "max_tokens": 4,
         "sampling": Sampling(seed=1),
     }
-    return Request(**(values | changes))  # type: ignore[arg-type]
+    values |= changes
+    work = {name: values.pop(name) for name in GENERATION_FIELDS & values.keys()}
+    return Request(work=Generation(**work), **values)  # type: ignore[arg-type]
 
 
 def make_capacity(
@@ -68,6 +77,8 @@ def make_capacity(
         "cache_groups": (CacheGroup(block_tokens=block_size),),
         "max_model_len": 64,
         "vocab_size": 32,
+        "work_kinds": frozenset(WorkKind),
+        "vector_size": VECTOR_SIZE,
     }
     return WorkerGroupCapacity(**(values | changes))  # type: ignore[arg-type]
 
@@ -142,7 +153,7 @@ class CoreDriver:
 
     def _submit_again(self, record: RequestRecord) -> None:
         request = record.request
-        request.generated = generated_of(record.choices)
+        request.work = resumed(request.work, record.choices)
         request.was_accepted = record.accepted
         request.num_worker_losses = record.num_losses
         request.num_lone_worker_losses = record.num_recent_lone_losses
@@ -192,22 +203,24 @@ class CoreDriver:
             request_id=request_id or f"r{handle}",
             model=model,
             prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            num_choices=n,
             tenant=tenant,
             context=context,
             priority=priority,
-            min_tokens=min_tokens,
-            stop_token_ids=stop_token_ids,
-            wants_logprobs=sampling.logprobs,
-            wants_prompt_logprobs=sampling.prompt_logprobs,
-            beam_search=beam_search,
-            max_hold_us=max_hold_us,
             deadline=None if timeout is None else self.now + timeout,
             fingerprint=b"of this request",
-            num_speculative_tokens=num_speculative_tokens,
             was_accepted=was_accepted,
+            work=Generation(
+                max_tokens=max_tokens,
+                sampling=sampling,
+                num_choices=n,
+                min_tokens=min_tokens,
+                stop_token_ids=stop_token_ids,
+                wants_logprobs=sampling.logprobs,
+                wants_prompt_logprobs=sampling.prompt_logprobs,
+                beam_search=beam_search,
+                max_hold_us=max_hold_us,
+                num_speculative_tokens=num_speculative_tokens,
+            ),
         )
         self.core.submit(request, self.now)
         record = RequestRecord(request, self.now, [ChoiceRecord() for _ in range(n)])
@@ -227,7 +240,7 @@ class CoreDriver:
             frontend_id=frontend_id,
             handle=handle,
             attempt=record.request.attempt + 1,
-            generated=generated_of(choices),
+            work=resumed(record.request.work, choices),
             was_accepted=False,
             waited_us=0,
             num_worker_losses=0,
@@ -235,7 +248,7 @@ class CoreDriver:
         )
         was_live = record.is_live
         self.core.submit(request, self.now)
-        self.next_handle += request.num_choices
+        self.next_handle += request.work.num_choices
         later = RequestRecord(
             request,
             self.now,
@@ -248,6 +261,22 @@ class CoreDriver:
         self.collect()
         assert isinstance(record.error, RequestTakenOver) or not was_live
         return later
+
+    def submit_pooled(
+        self, prompt: Sequence[int], type: PoolingType, *, dimensions: int = 0, **fields: Any
+    ) -> RequestRecord:
+        """Submit a request for a vector. Raises what the core raises; it is then not recorded."""
+        handle = self.next_handle
+        self.next_handle += 1
+        params = PoolingParams(type=f"POOLING_TYPE_{type.name}", dimensions=dimensions)
+        work = Pooling(type=type, dimensions=dimensions, pooling=params)
+        values = {"frontend_id": "f0", "request_id": f"r{handle}", "model": MODEL} | fields
+        request = Request(handle=handle, prompt_token_ids=prompt, work=work, **values)
+        self.core.submit(request, self.now)
+        record = RequestRecord(request, self.now, [ChoiceRecord()])
+        self.records[request.frontend_id, handle] = record
+        self.collect()
+        return record
 
     def cancel(self, record: RequestRecord) -> None:
         """Its client goes away."""
@@ -268,7 +297,8 @@ class CoreDriver:
         """A stop string appears in a choice."""
         self.collect()
         choice = record.choices[index]
-        if record.request.beam_search is not None:
+        work = record.request.work
+        if isinstance(work, Pooling) or work.beam_search is not None:
             return  # has no stop strings
         if record.is_live and choice.finish_reason is None and len(choice.tokens) >= num_tokens:
             choice.stopped_by_frontend = True
@@ -341,8 +371,8 @@ class CoreDriver:
                 capacity = self.links[group_id].capacity
                 prompt = len(record.request.prompt_token_ids)
                 longest = prompt + max(len(choice.tokens) for choice in record.choices)
-                if record.request.beam_search is not None:  # none of its tokens are reported
-                    longest = capacity.max_model_len * record.request.beam_search.width
+                if record.request.work.beam_search is not None:  # none of its tokens are reported
+                    longest = capacity.max_model_len * record.request.work.beam_search.width
                 fits = prompt < capacity.max_model_len and longest <= capacity.num_cache_tokens
                 assert not fits or capacity.model != record.request.model, "it waits for nothing"
 
@@ -382,10 +412,14 @@ class CoreDriver:
             choice = self._choice(frontend_id, handle)[1]
             if (frontend_id, handle) in new_tokens:
                 token = new_tokens[frontend_id, handle].popleft()
-                if self._choice(frontend_id, handle)[0].request.beam_search is None:
+                if self._choice(frontend_id, handle)[0].request.work.beam_search is None:
                     assert logprobs == logprobs_of(token)
                 assert logprobs.token_ids[:4] == token.to_bytes(4, "little")
                 choice.num_logprobs += 1
+        for handle, vector in outbox.vectors:
+            record = self.records[frontend_id, handle]
+            assert record.vector is None, "two vectors"
+            record.vector = vector
         for finished in outbox.choices_finished:
             record, choice = self._choice(frontend_id, finished.handle)
             assert not record.is_live or choice.finish_reason is None, "finished twice"

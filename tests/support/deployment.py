@@ -19,6 +19,7 @@ from scheduler_service.core import (
     StepPlan,
     StepResult,
 )
+from scheduler_service.core.request import Generation
 from scheduler_service.errors import GenerationFailed
 from tests.support.in_process import FRONTEND, MODEL, InProcessWorker
 from tests.support.random_configurations import Configuration, Job, Loss
@@ -146,18 +147,20 @@ class Deployment:
             request_id=str(index),
             model=MODEL,
             prompt_token_ids=self._prompts[index],
-            num_choices=job.num_choices,
             tenant=job.tenant,
             priority=job.priority,
-            num_speculative_tokens=job.num_speculative_tokens,
-            max_hold_us=job.max_hold_us,
-            max_tokens=job.max_tokens,
-            stop_token_ids=job.stop_token_ids,
-            sampling=job.sampling,
-            beam_search=job.beam_search,
-            min_tokens=job.sampling.min_tokens,
-            wants_logprobs=_wants_logprobs(job),
-            wants_prompt_logprobs=job.sampling.HasField("prompt_logprobs"),
+            work=Generation(
+                num_choices=job.num_choices,
+                num_speculative_tokens=job.num_speculative_tokens,
+                max_hold_us=job.max_hold_us,
+                max_tokens=job.max_tokens,
+                stop_token_ids=job.stop_token_ids,
+                sampling=job.sampling,
+                beam_search=job.beam_search,
+                min_tokens=job.sampling.min_tokens,
+                wants_logprobs=_wants_logprobs(job),
+                wants_prompt_logprobs=job.sampling.HasField("prompt_logprobs"),
+            ),
         )
         received = Received(job, request, [Choice() for _ in range(job.num_choices)])
         self.received[index] = received
@@ -216,7 +219,7 @@ class Deployment:
             self._join(index)
         self._absent_until, self._draining = {}, {}
         for received in self._open():
-            received.request.generated = {
+            received.request.work.generated = {
                 index: GeneratedTokens(
                     token_ids=list(choice.token_ids), finished=choice.finish is not None
                 )
@@ -255,7 +258,7 @@ class Deployment:
         self.disturbance["swapped-out blocks"] += len(plan.swap_out) // 2
         self.disturbance["swapped-in blocks"] += len(plan.swap_in) // 2
         self.disturbance["copied blocks"] += len(plan.copy) // 2
-        self.disturbance["chunks"] += (plan.sample or []).count(False)
+        self.disturbance["chunks"] += (plan.output or []).count(0)
         self.disturbance["forks"] += sum(s.parent_seq_id is not None for s in new)
         self.disturbance["recomputed answers"] += sum(
             len(s.token_ids) > s.num_prompt_tokens > 0 for s in new

@@ -54,7 +54,7 @@ class FakeRequest:
 
     def generated(self, choice: int = 0) -> list[int]:
         """The tokens it was submitted with."""
-        for entry in self.submit.generated:
+        for entry in self.submit.generation.generated:
             if entry.choice_index == choice:
                 return from_column(entry.token_ids, "generated")
         return []

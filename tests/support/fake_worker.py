@@ -5,7 +5,6 @@ worker checks of sequences and blocks. Tests decide when it answers.
 """
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -29,6 +28,7 @@ from worker_service.errors import OutOfOrder, WorkerError
 from worker_service.plan import ContextPart, StepPlan, StepResult
 from worker_service.service import wire
 from worker_service.simulated.executor import RowResults, SimulatedRunner
+from worker_service.simulated.model import VECTOR_SIZE
 from worker_service.simulated.sequences import Row
 
 VOCAB_SIZE = 1000
@@ -86,6 +86,7 @@ class FakeWorker(WorkerServiceServicer):
         mute_assets: bool = False,
         aliases: Sequence[str] = (),
         reasoning_parser: str = "auto",
+        pools: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.group_id = group_id or worker_id
@@ -108,6 +109,8 @@ class FakeWorker(WorkerServiceServicer):
             uses_cuda_graphs=True,
             weights="Q4_1",
             reasoning_parser=reasoning_parser,
+            vector_size=VECTOR_SIZE if pools else 0,
+            work_kinds=["WORK_KIND_POOLING", "WORK_KIND_GENERATION"] if pools else [],
         )
         self.epochs: list[int] = []
         """Of each InitializeCache."""
@@ -316,24 +319,24 @@ class FakeWorker(WorkerServiceServicer):
                 step_id += 1
                 self.plans.append(plan)
                 try:
-                    tokens = self._execute(plan, step_id)
+                    executed = self._execute(plan, step_id)
                 except WorkerError as error:
                     self.broken_promises.append(repr(error))
                     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, repr(error))
-                for result in self._results(plan, tokens):
+                for result in self._results(executed):
                     results.put_nowait(result)
 
-    def _execute(self, plan: plan_pb2.StepPlan, step_id: int) -> list[int]:
+    def _execute(self, plan: plan_pb2.StepPlan, step_id: int) -> plan_pb2.StepResult:
         if (plan.epoch, plan.step_id) != (self.epochs[-1], step_id):
             raise OutOfOrder(f"expected step {step_id} of epoch {self.epochs[-1]}, got {plan}")
-        tokens: list[int] = self.runner.execute(wire.decode_plan(plan, 0)).token_ids.tolist()
-        return tokens
+        return wire.encode_result(self.runner.execute(wire.decode_plan(plan, 0)))
 
-    def _results(self, plan: plan_pb2.StepPlan, tokens: list[int]) -> list[plan_pb2.StepResult]:
+    def _results(self, executed: plan_pb2.StepResult) -> list[plan_pb2.StepResult]:
         result = plan_pb2.StepResult(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            token_ids=array("i", tokens).tobytes() if self.tells_tokens else b"",
+            epoch=executed.epoch,
+            step_id=executed.step_id,
+            token_ids=executed.token_ids if self.tells_tokens else b"",
+            vectors=executed.vectors,
             timings=plan_pb2.StepTimings(started_us=1, finished_us=2),
         )
         if self.answer_next_as_step is not None:

@@ -18,7 +18,7 @@ from pagewire.v1 import plan_pb2, sampling_pb2
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.step_plan import StepResult
 from tests.support.runners import (
     AllDrafts,
@@ -225,11 +225,13 @@ class InProcessEngine:
                 request_id=str(number),
                 model=MODEL,
                 prompt_token_ids=list(prompt),
-                max_tokens=max_tokens,
-                num_choices=num_choices,
-                sampling=params,
-                wants_logprobs=params.HasField("logprobs"),
-                wants_prompt_logprobs=params.HasField("prompt_logprobs"),
+                work=Generation(
+                    max_tokens=max_tokens,
+                    num_choices=num_choices,
+                    sampling=params,
+                    wants_logprobs=params.HasField("logprobs"),
+                    wants_prompt_logprobs=params.HasField("prompt_logprobs"),
+                ),
             )
             self.core.submit(request, now=0.0)
         outputs = {handle: Output() for handle in range(1, 1 + len(prompts) * num_choices)}
@@ -243,7 +245,7 @@ class InProcessEngine:
         outputs = {
             request.handle + index: Output()
             for request in requests
-            for index in range(request.num_choices)
+            for index in range(request.work.num_choices)
         }
         self._run(outputs)
         return outputs

@@ -36,7 +36,7 @@ def moving_plan(
         block_updates=_column(block_updates, 4),
         seq_ids=nothing,
         num_tokens=nothing,
-        sample=nothing.astype(bool),
+        output=nothing,
         lookahead=nothing,
     )
 

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Iterable
 
 from scheduler_service.core import RequestTimings, SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.request import Pooling, PoolingType
 from tests.support.records import RequestRecord
-from tests.support.symbolic_worker import undisturbed, undisturbed_beams
+from tests.support.symbolic_worker import undisturbed, undisturbed_beams, undisturbed_vector
 
 
 class Promises:
@@ -26,21 +27,21 @@ class Promises:
     def _expected(self, record: RequestRecord, index: int) -> list[int]:
         request = record.request
         room = self.max_model_len - len(request.prompt_token_ids)
-        if request.beam_search is not None:
+        if request.work.beam_search is not None:
             beams = undisturbed_beams(
                 request.prompt_token_ids,
-                request.sampling,
-                request.beam_search,
-                request.stop_token_ids,
-                min(request.max_tokens, room),
+                request.work.sampling,
+                request.work.beam_search,
+                request.work.stop_token_ids,
+                min(request.work.max_tokens, room),
             )
             return [] if beams is None else beams[index]
         return undisturbed(
             request.prompt_token_ids,
             index,
-            request.sampling,
-            request.stop_token_ids,
-            min(request.max_tokens, room),
+            request.work.sampling,
+            request.work.stop_token_ids,
+            min(request.work.max_tokens, room),
         )
 
     def _check_prefixes(self, record: RequestRecord) -> None:
@@ -50,44 +51,57 @@ class Promises:
 
     def check_finished(self, record: RequestRecord, now: float) -> None:
         """It has all its tokens, and why it ended and what it took are as they must be."""
-        self._check_prefixes(record)
         request = record.request
+        if isinstance(request.work, Pooling):
+            self._check_vector(record, request.work)
+            return
+        self._check_prefixes(record)
         for index, choice in enumerate(record.choices):
             if choice.stopped_by_frontend:
                 continue
             expected = self._expected(record, index)
             assert choice.tokens == expected, "not all tokens came"
-            stopped = bool(expected) and expected[-1] in request.stop_token_ids
+            stopped = bool(expected) and expected[-1] in request.work.stop_token_ids
             assert choice.finish_reason == ("stop" if stopped else "length")
-            if request.wants_logprobs and not request.generated:
+            if request.work.wants_logprobs and not request.work.generated:
                 assert choice.num_logprobs == len(expected)
         is_begun = any(choice.tokens for choice in record.choices)
-        if request.wants_prompt_logprobs and is_begun and not request.generated:
+        if request.work.wants_prompt_logprobs and is_begun and not request.work.generated:
             assert record.num_prompt_logprobs == len(request.prompt_token_ids) - 1
         assert record.finished is not None
         self._check_cached_tokens(record)
         _check_timings(record, record.finished, now)
 
+    def _check_vector(self, record: RequestRecord, work: Pooling) -> None:
+        """It is the one of an undisturbed run, and came without tokens."""
+        assert [choice.tokens for choice in record.choices] == [[]]
+        assert record.vector == undisturbed_vector(record.request.prompt_token_ids, work.pooling)
+        if work.type is not PoolingType.LAST:
+            assert record.cached_tokens == 0
+
     def _check_cached_tokens(self, record: RequestRecord) -> None:
         request = record.request
-        most = len(request.prompt_token_ids) - (0 if request.generated else 1)
-        if request.wants_prompt_logprobs or not self._config.enable_prefix_caching:
+        most = len(request.prompt_token_ids) - (0 if request.work.generated else 1)
+        if request.work.wants_prompt_logprobs or not self._config.enable_prefix_caching:
             most = 0
         assert 0 <= record.cached_tokens <= most
         self.num_cached_tokens += record.cached_tokens
 
     def check_failed(self, record: RequestRecord) -> None:
         """Its tokens are right as far as they go, and it was to fail."""
-        self._check_prefixes(record)
         assert record.error is not None
+        if isinstance(record.request.work, Pooling):
+            assert record.vector is None, "a vector before an error"
+            return
+        self._check_prefixes(record)
         lengths = [len(self._expected(record, i)) for i in range(len(record.choices))]
         if record.error.reason == "KV_CACHE_TOO_SMALL":
             assert int(record.error.details["num_cache_tokens"]) >= self._most_cache_tokens(record)
-        if record.request.beam_search is not None:
+        if record.request.work.beam_search is not None:
             assert not any(choice.tokens for choice in record.choices), "reported before the end"
             return
         if record.error.reason == "NON_FINITE_LOGITS":
-            fails_at = record.request.sampling.fails_at
+            fails_at = record.request.work.sampling.fails_at
             assert fails_at in [len(choice.tokens) for choice in record.choices]
         if record.error.reason == "WORKERS_LOST":
             assert record.num_lone_losses >= self._config.max_worker_losses - 1

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from scheduler_service.core import GeneratedTokens, Request, RequestTimings
+from scheduler_service.core.request import Generation, Pooling
 from scheduler_service.errors import PagewireError
 
 
@@ -34,6 +35,11 @@ def generated_of(choices: list[ChoiceRecord]) -> dict[int, GeneratedTokens]:
     }
 
 
+def resumed(work: Generation | Pooling, choices: list[ChoiceRecord]) -> Generation | Pooling:
+    """The work of a request that is submitted again."""
+    return work if isinstance(work, Pooling) else replace(work, generated=generated_of(choices))
+
+
 @dataclass
 class RequestRecord:
     """What a frontend has of one request."""
@@ -46,6 +52,7 @@ class RequestRecord:
     finished: RequestTimings | None = None
     cached_tokens: int = 0
     error: PagewireError | None = None
+    vector: bytes | None = None
     num_prompt_logprobs: int = 0
     num_losses: int = 0
     """Workers that died while computing it, as reported to its frontend."""

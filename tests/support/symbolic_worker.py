@@ -11,10 +11,17 @@ The sampled token is a hash too: of the history, the seed and the choice. `undis
 tokens that a request must get whatever happens to it on the way.
 """
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+from pagewire.v1.sampling_pb2 import (
+    POOLING_TYPE_CLS,
+    POOLING_TYPE_LAST,
+    POOLING_TYPE_MEAN,
+    PoolingParams,
+)
 from scheduler_service.core import (
     ContextPart,
     NewSequence,
@@ -27,6 +34,7 @@ from scheduler_service.core import (
 )
 from scheduler_service.core.beam_search import BeamParams, BeamSearch
 from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.step_plan import RowOutput
 
 History = bytes
 """Digest of all tokens up to and including one position."""
@@ -148,12 +156,21 @@ class WorkerSequence:
     """By group: blocks by their index."""
     num_computed: int
     context: tuple[ContextPart, ...] = ()
+    pooling: PoolingParams | None = None
 
     def content(self, position: int) -> History:
         """What the slot of a position holds: the history and the parts that affect it, salts too.
         Tokens depend on the history alone."""
         parts = sorted(part for part in self.context if part.start <= position)
         return self.histories[position] + b"".join(part.packed() for part in parts)
+
+    @property
+    def output(self) -> RowOutput:
+        """What its last row brings."""
+        if self.pooling is not None:
+            return RowOutput.VECTOR
+        has_candidates = self.sampling.num_candidates is not None
+        return RowOutput.CANDIDATES if has_candidates else RowOutput.TOKEN
 
     def used(self, groups: Sequence[CacheGroup]) -> Iterable[int]:
         """Its blocks, without those that none of its rows to come reads."""
@@ -301,7 +318,8 @@ class SymbolicWorker:
         seq = WorkerSequence(
             seq_id=seq_id,
             choice_index=new.choice_index,
-            sampling=new.sampling,
+            sampling=new.sampling or Sampling(seed=0),
+            pooling=new.pooling,
             num_prompt_tokens=new.num_prompt_tokens,
             prompt_logprobs_start=new.prompt_logprobs_start,
             tokens=[],
@@ -314,6 +332,9 @@ class SymbolicWorker:
             self._inherit(seq, new)
         else:
             require(0 < new.num_prompt_tokens <= len(new.token_ids), "a prompt is needed")
+            is_reused = new.num_computed_tokens > 0 and new.pooling is not None
+            reuses = not is_reused or new.pooling.type == POOLING_TYPE_LAST
+            require(reuses, f"{seq_id} is pooled over tokens that were computed before")
             self._check_exclusive(seq)
         for token in new.token_ids:
             seq.append(token)
@@ -400,12 +421,12 @@ class SymbolicWorker:
             require(not owners, f"block {block} is given to {seq_id} while in use")
             table[index] = block
 
-    def _rows(self, plan: StepPlan, forks: set[int]) -> list[tuple[WorkerSequence, int, bool]]:
-        """(sequence, number of tokens, whether to sample) per row."""
+    def _rows(self, plan: StepPlan, forks: set[int]) -> list[tuple[WorkerSequence, int, int]]:
+        """(sequence, number of tokens, what it brings) per row."""
         count = len(plan.seq_ids)
         num_tokens = [1] * count if plan.num_tokens is None else plan.num_tokens
-        sample = [True] * count if plan.sample is None else plan.sample
-        require(count == len(num_tokens) == len(sample), "the batch's columns differ in length")
+        output = [1] * count if plan.output is None else plan.output
+        require(count == len(num_tokens) == len(output), "the batch's columns differ in length")
         require(count <= self.max_num_seqs, f"{count} rows")
         require(sum(num_tokens) <= self.max_num_batched_tokens, f"{sum(num_tokens)} tokens")
         require(count == len(set(plan.seq_ids)), "a sequence has two rows")
@@ -417,13 +438,15 @@ class SymbolicWorker:
             if new.parent_seq_id in place:
                 later = place[new.seq_id] > place[new.parent_seq_id]
                 require(later, f"fork {new.seq_id} comes before its parent")
-        for seq_id, num, samples in zip(plan.seq_ids, num_tokens, sample, strict=True):
-            require(num > 0 or (seq_id in forks and samples), f"row of {seq_id} computes nothing")
+        for seq_id, num, brings in zip(plan.seq_ids, num_tokens, output, strict=True):
+            require(num > 0 or (seq_id in forks and brings), f"row of {seq_id} computes nothing")
+            expected = self.sequences[seq_id].output
+            require(brings in (0, expected), f"row of {seq_id} brings {brings}, not {expected}")
         sequences = [self.sequences[seq_id] for seq_id in plan.seq_ids]
-        return list(zip(sequences, num_tokens, sample, strict=True))
+        return list(zip(sequences, num_tokens, output, strict=True))
 
     def _write(
-        self, rows: list[tuple[WorkerSequence, int, bool]], plan: StepPlan, forks: set[int]
+        self, rows: list[tuple[WorkerSequence, int, int]], plan: StepPlan, forks: set[int]
     ) -> list[int]:
         """Write each row's tokens to their slots; per row the first position."""
         parents = {new.seq_id: new.parent_seq_id for new in plan.new_sequences}
@@ -442,7 +465,7 @@ class SymbolicWorker:
         return starts
 
     def _write_drafts(
-        self, plan: StepPlan, rows: list[tuple[WorkerSequence, int, bool]]
+        self, plan: StepPlan, rows: list[tuple[WorkerSequence, int, int]]
     ) -> list[int]:
         """Write as many drafts as each row may have, all of them wrong until they are kept."""
         lookahead = [0] * len(rows) if plan.lookahead is None else plan.lookahead
@@ -473,7 +496,7 @@ class SymbolicWorker:
             require(not had, f"{seq.seq_id} writes to block {block}, which is swapped out")
             self.cache[block, offset] = _kv(number, history), self.num_steps
 
-    def _read(self, rows: list[tuple[WorkerSequence, int, bool]], starts: list[int]) -> None:
+    def _read(self, rows: list[tuple[WorkerSequence, int, int]], starts: list[int]) -> None:
         """Attend over each row's context."""
         for (seq, num_tokens, _), start in zip(rows, starts, strict=True):
             for number, group in enumerate(self.cache_groups if num_tokens else ()):
@@ -497,7 +520,7 @@ class SymbolicWorker:
     def _result(
         self,
         plan: StepPlan,
-        rows: list[tuple[WorkerSequence, int, bool]],
+        rows: list[tuple[WorkerSequence, int, int]],
         starts: list[int],
         lookahead: list[int],
     ) -> StepResult:
@@ -515,7 +538,9 @@ class SymbolicWorker:
         for row, (seq, num_tokens, sample) in enumerate(rows):
             if seq.sampling.prompt_logprobs:
                 self._report_prompt(result, row, seq, starts[row], starts[row] + num_tokens)
-            if not sample:
+            if seq.pooling is not None and sample:
+                result.vectors[row] = vector_of(seq.histories, seq.pooling)
+            if not sample or seq.pooling is not None:
                 continue
             num_sampled.append(1)
             num_drafts.append(lookahead[row])
@@ -579,6 +604,28 @@ class SymbolicWorker:
 
     def _check_block(self, block: int) -> None:
         require(0 <= block < self.num_gpu_blocks, f"block {block} does not exist")
+
+
+VECTOR_SIZE = 4
+
+
+def vector_of(histories: Sequence[History], pooling: PoolingParams) -> bytes:
+    """What stands for a vector: numbers that depend on all tokens that its type pools."""
+    pooled = {
+        POOLING_TYPE_LAST: histories[-1:],
+        POOLING_TYPE_MEAN: histories,
+        POOLING_TYPE_CLS: histories[:1],
+    }[pooling.type]
+    digest = blake2b(b"".join(pooled), digest_size=VECTOR_SIZE).digest()
+    return struct.pack(f"<{VECTOR_SIZE}f", *digest)[: 4 * (pooling.dimensions or VECTOR_SIZE)]
+
+
+def undisturbed_vector(prompt: Iterable[int], pooling: PoolingParams) -> bytes:
+    """The vector of a request that runs alone."""
+    histories = [START]
+    for token in prompt:
+        histories.append(extend(histories[-1], token))
+    return vector_of(histories[1:], pooling)
 
 
 def _kv(group: int, history: History) -> History:

@@ -1,7 +1,7 @@
 """Groups of tenants, for tests of policies and queues without a core."""
 
 from scheduler_service.core.admission.request_registry import RequestRegistry
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.tenants import Tenants
 
@@ -16,8 +16,10 @@ def make_group(
         request_id="r",
         model="m",
         prompt_token_ids=[1] * num_prompt_tokens,
-        max_tokens=1,
-        sampling=None,
         tenant=tenant,
+        work=Generation(
+            max_tokens=1,
+            sampling=None,
+        ),
     )
     return RequestRegistry(lambda request, number: (arrival,), tenants).make_seq_group(request, 0)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
+from scheduler_service.core.request import Generation
 from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import Entry, decode_sampling
@@ -57,10 +58,11 @@ def script(
         handle=number + 1,
         request_id=f"r{number}",
         model="m",
-        # Unlike all others from the first token on.
         prompt_token_ids=[(number + i) % 31 for i in range(prompt)],
-        max_tokens=max_tokens or num_tokens,
-        sampling=None,
+        work=Generation(
+            max_tokens=max_tokens or num_tokens,
+            sampling=None,
+        ),
     )
     return Script(
         number=number,

@@ -53,6 +53,8 @@ class PlanBuilder:
     """Tokens computed once all plans built so far are done."""
     _updates: list[int] = field(default_factory=list)
     _new: list[plan_pb2.NewSequence] = field(default_factory=list)
+    _with_candidates: set[int] = field(default_factory=set)
+    """Sequences whose rows bring candidates."""
 
     def add(
         self,
@@ -94,6 +96,10 @@ class PlanBuilder:
             )
         )
 
+    def _output(self, row: Row) -> int:
+        """What a row brings."""
+        return 1 + (row.seq_id in self._with_candidates) if row.sample else 0
+
     def grow(self, seq_id: int, num_tokens: int) -> None:
         """Give a sequence the blocks for some more tokens."""
         self.lengths[seq_id] += num_tokens
@@ -105,6 +111,9 @@ class PlanBuilder:
 
     def plan(self, rows: Sequence[Row], **fields: object) -> plan_pb2.StepPlan:
         """The next plan, with blocks for what its rows compute."""
+        for new in self._new:
+            if new.sampling.HasField("num_candidates"):
+                self._with_candidates.add(new.seq_id)
         for row in rows:
             self.grow(row.seq_id, row.num_tokens)
         self.step_id += 1
@@ -115,7 +124,7 @@ class PlanBuilder:
             block_updates=column(self._updates),
             seq_ids=column(row.seq_id for row in rows),
             num_tokens=column(row.num_tokens for row in rows),
-            sample=bytes(row.sample for row in rows),
+            output=bytes(self._output(row) for row in rows),
         )
         plan.MergeFrom(plan_pb2.StepPlan(**fields))  # type: ignore[arg-type]
         self._new, self._updates = [], []

@@ -13,6 +13,7 @@ from functools import partial
 
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service.core import SchedulerCore, StepPlan, StepResult
+from scheduler_service.core.request import Generation, Pooling
 from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.errors import PagewireError
 from scheduler_service.replay.recording import Entry
@@ -36,7 +37,7 @@ class _Sequence:
 
 
 def _filler(script: Script) -> int:
-    stops = script.request.stop_token_ids
+    stops = script.request.work.stop_token_ids
     return next(token for token in itertools.count() if token not in stops)
 
 
@@ -73,12 +74,20 @@ class VirtualWorker:
                 num_known = len(new.token_ids) - new.num_prompt_tokens
                 num_output = num_known - num_resumed(script.request, new.choice_index)
             self._sequences[new.seq_id] = _Sequence(script, new.choice_index, num_output)
-        samples = plan.sample or itertools.repeat(True)
+        samples = plan.output or itertools.repeat(True)
         return [
             self._sequences[seq_id].next_token()
             for seq_id, does_sample in zip(plan.seq_ids, samples, strict=False)
             if does_sample
         ]
+
+
+def _without_search(work: Generation | Pooling, sampling: SamplerParams) -> Generation:
+    """The work of a request as it is simulated. Of a beam search only the resulting choices are
+    known, not the other beams. A vector takes as long as a first token."""
+    if isinstance(work, Pooling):
+        return Generation(max_tokens=work.max_tokens, sampling=sampling)
+    return replace(work, sampling=sampling, beam_search=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,10 +169,8 @@ class _Simulation:
 
     def _submit(self, script: Script) -> None:
         try:
-            # Of a beam search only the resulting choices are known, not the other beams.
-            sampling = SamplerParams(seed=script.number)
-            request = replace(script.request, sampling=sampling, beam_search=None)
-            self._core.submit(request, self._now)
+            work = _without_search(script.request.work, SamplerParams(seed=script.number))
+            self._core.submit(replace(script.request, work=work), self._now)
         except PagewireError:
             return
         history = self._histories.begin(script.number, script.request, self._now)

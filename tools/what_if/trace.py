@@ -59,7 +59,7 @@ class Histories:
 
     def begin(self, number: int, request: Request, now: float) -> RequestHistory:
         """A request was accepted."""
-        choices = [ChoiceHistory() for _ in range(request.num_choices)]
+        choices = [ChoiceHistory() for _ in range(request.work.num_choices)]
         history = RequestHistory(number=number, request=request, submitted=now, choices=choices)
         self.all.append(history)
         for key, choice in zip(_keys(history), choices, strict=True):
@@ -116,7 +116,7 @@ class Histories:
 
 def _keys(history: RequestHistory) -> Iterator[tuple[str, int]]:
     request = history.request
-    for index in range(request.num_choices):
+    for index in range(request.work.num_choices):
         yield request.frontend_id, request.handle + index
 
 
@@ -159,8 +159,8 @@ class Script:
     def assume_ends(self, history: RequestHistory | None, usual_length: int) -> None:
         """Give choices whose end was not recorded the typical number of tokens, at least those
         that they already got; `history`: None if the request was refused."""
-        for index in range(self.request.num_choices):
-            generated = self.request.generated.get(index)
+        for index in range(self.request.work.num_choices):
+            generated = self.request.work.generated.get(index)
             has_ended = history is not None and history.choices[index].has_ended
             if not has_ended and not (generated is not None and generated.finished):
                 length = max(usual_length, len(self.tokens[index]))
@@ -239,8 +239,8 @@ class TraceReader:
             number=len(self._scripts),
             request=request,
             submitted=self._burst_at,
-            tokens=[[] for _ in range(request.num_choices)],
-            stops=[None] * request.num_choices,
+            tokens=[[] for _ in range(request.work.num_choices)],
+            stops=[None] * request.work.num_choices,
         )
         self._scripts.append(script)
         return script
@@ -320,5 +320,5 @@ class _StepClock:
 
 def num_resumed(request: Request, index: int) -> int:
     """Tokens that a choice of the request resumed with."""
-    generated = request.generated.get(index)
+    generated = request.work.generated.get(index)
     return len(generated.token_ids) if generated is not None else 0

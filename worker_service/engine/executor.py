@@ -12,11 +12,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import Enum, auto
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
 from worker_service.cache_groups import CacheGroup
 from worker_service.plan import StepPlan, StepResult
+
+
+class WorkKind(Enum):
+    """A kind of work that a worker does for its model."""
+
+    GENERATION = auto()
+    POOLING = auto()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +68,13 @@ class ModelFacts:
 
     uses_cuda_graphs: bool = False
     """Whether decode steps are replayed as CUDA graphs."""
+
+    work_kinds: tuple[WorkKind, ...] = (WorkKind.GENERATION,)
+    vector_size: int = 0
+    """Numbers in a pooled vector; 0 if the worker pools none."""
+
+    whole_prompt: bool = False
+    """Whether a prompt must be computed in one row."""
 
     num_speculative_tokens: int = 0
     """Maximum number of drafts that the worker adds to a row."""

@@ -148,7 +148,7 @@ class StreamTraces:
             if not request.num_prefill_tokens:
                 self._tracing.add_event(request.span, "started", timings.started_us / 1e6)
             request.num_prefill_tokens += int(plan.num_tokens[rows].sum())
-            if plan.sample[rows].any():
+            if plan.output[rows].any():
                 self._tracing.add_event(request.span, "first token", timings.finished_us / 1e6)
                 del self._prefilling[request.traceparent]
 

@@ -26,7 +26,10 @@ from worker_service.plan import (
     ContextKind,
     ContextPart,
     NewSequence,
+    PoolingParams,
+    PoolingType,
     RowErrorReason,
+    RowOutput,
     SamplerParams,
     StepPlan,
     StepResult,
@@ -52,6 +55,12 @@ _CONTEXT_KINDS = {
     context_pb2.ContextKind.Value(f"CONTEXT_KIND_{kind.name}"): kind for kind in ContextKind
 }
 
+_POOLING_TYPES = {
+    sampling_pb2.POOLING_TYPE_LAST: PoolingType.LAST,
+    sampling_pb2.POOLING_TYPE_MEAN: PoolingType.MEAN,
+    sampling_pb2.POOLING_TYPE_CLS: PoolingType.CLS,
+}
+
 _ROW_ERROR_REASONS = {
     RowErrorReason.NON_FINITE_LOGITS: plan_pb2.ROW_ERROR_REASON_NON_FINITE_LOGITS,
     RowErrorReason.NO_CANDIDATES: plan_pb2.ROW_ERROR_REASON_NO_CANDIDATES,
@@ -64,6 +73,9 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
     columns = _decode_columns(message, num_rows=len(message.seq_ids) // 4)
     if (columns["num_tokens"] < 0).any():
         raise InvalidPlan("num_tokens", "expected no negative numbers")
+    if (columns["output"] > max(RowOutput)).any():
+        got = columns["output"].max()
+        raise InvalidPlan("output", f"expected 0 to {max(RowOutput)} in each row, got {got}")
     return StepPlan(
         epoch=message.epoch,
         step_id=message.step_id,
@@ -73,7 +85,7 @@ def decode_plan(message: plan_pb2.StepPlan, received_us: int) -> StepPlan:
         ),
         received_us=received_us,
         max_results=message.max_results,
-        **columns | {"sample": columns["sample"] != 0},
+        **columns,
     )
 
 
@@ -104,6 +116,10 @@ def encode_result(result: StepResult) -> plan_pb2.StepResult:
             _encode(plan_pb2.RowCandidates, entry, row=row)
             for row, entry in result.candidates.items()
         ],
+        vectors=[
+            plan_pb2.RowVector(row=row, values=vector.astype("<f4", copy=False).tobytes())
+            for row, vector in result.vectors.items()
+        ],
         errors=[
             plan_pb2.RowError(
                 row=row, reason=_ROW_ERROR_REASONS[reason], message=ROW_ERROR_MESSAGES[reason]
@@ -124,6 +140,7 @@ def encode_model_info(
         model_pb2.CacheGroup(**asdict(group) | {"lifetime": _LIFETIMES[group.lifetime]})
         for group in facts.cache_groups
     ]
+    values["work_kinds"] = [f"WORK_KIND_{kind.name}" for kind in facts.work_kinds]
     for of_worker in ("device", "attention_backend", "num_speculative_tokens"):
         del values[of_worker]
     return model_pb2.ModelInfo(name=name, aliases=aliases, **values)
@@ -137,7 +154,12 @@ def _decode_new_sequence(message: plan_pb2.NewSequence, path: str) -> NewSequenc
         choice_index=message.choice_index,
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
-        sampling=_decode_sampling(message.sampling, f"{path}sampling"),
+        sampling=(
+            SamplerParams()
+            if message.HasField("pooling")
+            else _decode_sampling(message.sampling, f"{path}sampling")
+        ),
+        pooling=_decode_pooling(message, f"{path}pooling"),
         parent_seq_id=message.parent_seq_id if message.HasField("parent_seq_id") else None,
         prompt_logprobs_start=message.prompt_logprobs_start,
         traceparent=message.traceparent,
@@ -165,6 +187,19 @@ def _decode_context_part(message: context_pb2.ContextPart, path: str) -> Context
     if len(message.digest) != 32:
         raise InvalidPlan(f"{path}digest", f"expected 32 bytes, got {len(message.digest)}")
     return ContextPart(kind=kind, digest=message.digest, start=message.start, length=message.length)
+
+
+def _decode_pooling(message: plan_pb2.NewSequence, path: str) -> PoolingParams | None:
+    if not message.HasField("pooling"):
+        return None
+    pooling = message.pooling
+    if pooling.type not in _POOLING_TYPES:
+        raise InvalidPlan(f"{path}.type", f"expected a type of pooling, got {pooling.type}")
+    return PoolingParams(
+        type=_POOLING_TYPES[pooling.type],
+        normalize=pooling.normalize,
+        dimensions=pooling.dimensions,
+    )
 
 
 def _decode_sampling(message: sampling_pb2.SamplerParams, path: str) -> SamplerParams:

@@ -9,14 +9,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from worker_service.array_types import Float32Array
 from worker_service.cache_groups import CacheGroup
 from worker_service.config import SimulationConfig
-from worker_service.engine.executor import BlockCounts, FinishedStep, ModelFacts
+from worker_service.engine.executor import BlockCounts, FinishedStep, ModelFacts, WorkKind
 from worker_service.errors import OutOfOrder
 from worker_service.plan import (
     Candidates,
     PromptLogprobs,
     RowErrorReason,
+    RowOutput,
     StepPlan,
     StepResult,
     StepTimings,
@@ -24,7 +26,13 @@ from worker_service.plan import (
     monotonic_us,
 )
 from worker_service.simulated.memory_model import MemoryModel
-from worker_service.simulated.model import NextToken, prompt_logprobs, token_logprobs
+from worker_service.simulated.model import (
+    VECTOR_SIZE,
+    NextToken,
+    pooled,
+    prompt_logprobs,
+    token_logprobs,
+)
 from worker_service.simulated.sequences import (
     Batch,
     Row,
@@ -54,6 +62,7 @@ class RowResults:
 
     prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
     candidates: dict[int, Candidates] = field(default_factory=dict)
+    vectors: dict[int, Float32Array] = field(default_factory=dict)
     errors: dict[int, RowErrorReason] = field(default_factory=dict)
 
 
@@ -130,6 +139,7 @@ class SimulatedRunner:
             kept_logprobs=outcome.kept_logprobs,
             prompt_logprobs=outcome.prompt_logprobs,
             candidates=outcome.candidates,
+            vectors=outcome.vectors,
             errors=outcome.errors,
             timings=StepTimings(
                 received_us=plan.received_us,
@@ -205,9 +215,14 @@ class SimulatedRunner:
             num_before = len(outcome.tokens)
             if row.sequence.failure is not None:
                 outcome.errors[row.index] = row.sequence.failure
-            elif row.sample:
+            elif row.output == RowOutput.VECTOR:
+                params = row.sequence.pooling
+                assert params is not None, "its output says so"
+                vector = pooled(row.sequence, params)
+                outcome.vectors[row.index] = vector
+            elif row.samples:
                 self._sample_row(row, drafts.get(row.index, []), outcome)
-            if row.sample:
+            if row.samples:
                 if len(outcome.tokens) == num_before:
                     outcome.tokens.append(NO_TOKEN)
                 outcome.num_sampled.append(len(outcome.tokens) - num_before)
@@ -278,6 +293,8 @@ class SimulatedExecutor:
             device="simulated",
             attention_backend="",
             arithmetic="simulated/1",
+            work_kinds=tuple(WorkKind),
+            vector_size=VECTOR_SIZE,
             num_speculative_tokens=self._max_drafts,
         )
 

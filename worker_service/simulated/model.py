@@ -18,11 +18,15 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
+import numpy.typing as npt
 
 from pagewire_kernels.philox import DRAW_BITS, draw_bits
+from worker_service.array_types import Float32Array
 from worker_service.plan import (
     Candidates,
     ContextPart,
+    PoolingParams,
+    PoolingType,
     PromptLogprobs,
     SamplerParams,
     TokenLogprobs,
@@ -205,6 +209,28 @@ def prompt_logprobs(
         logprobs=np.stack([entry.logprobs for entry in entries]),
         ranks=np.array([entry.rank for entry in entries], np.int32),
     )
+
+
+VECTOR_SIZE = 16
+"""Numbers in a hidden state."""
+
+
+def pooled(sequence: SimulatedSequence, params: PoolingParams) -> Float32Array:
+    """The vector of a sequence: each token's hidden state is a function of its history."""
+    histories = sequence.histories
+    if params.type is not PoolingType.MEAN:
+        histories = histories[-1:] if params.type is PoolingType.LAST else histories[:1]
+    vector = np.mean([_hidden_state(history) for history in histories], axis=0)
+    vector = vector[: params.dimensions or VECTOR_SIZE]
+    if params.normalize:
+        vector = vector / np.linalg.norm(vector)
+    return vector.astype(np.float32)
+
+
+def _hidden_state(history: History) -> npt.NDArray[np.float64]:
+    """Numbers from -1 to 1, not 0."""
+    words = [scramble(history + place) | 1 for place in range(VECTOR_SIZE)]
+    return np.array(words, np.float64) / 2.0**63 - 1.0
 
 
 class SimulatedSampler:

@@ -14,13 +14,16 @@ from worker_service.plan import (
     Candidates,
     ContextKind,
     NewSequence,
+    PoolingType,
     RowErrorReason,
+    RowOutput,
     SamplerParams,
     StepPlan,
 )
 from worker_service.simulated.memory_model import MemoryModel
 from worker_service.simulated.model import (
     NO_BLOCK,
+    VECTOR_SIZE,
     NextToken,
     SimulatedSampler,
     SimulatedSequence,
@@ -30,9 +33,9 @@ from worker_service.simulated.model import (
 
 
 class KnownSequence(SimulatedSequence):
-    """A simulated sequence and how its tokens are chosen."""
+    """A simulated sequence, and how its tokens are chosen or its vector is pooled."""
 
-    __slots__ = ("_sampler", "failure", "prompt_logprobs_start", "sampling")
+    __slots__ = ("_sampler", "failure", "pooling", "prompt_logprobs_start", "sampling")
 
     def __init__(self, new: NewSequence, num_prompt_tokens: int) -> None:
         super().__init__(
@@ -42,6 +45,7 @@ class KnownSequence(SimulatedSequence):
             context=tuple(part for part in new.context if part.kind is not ContextKind.SALT),
         )
         self.sampling: SamplerParams = new.sampling
+        self.pooling = new.pooling
         self.prompt_logprobs_start = new.prompt_logprobs_start
         self.failure: RowErrorReason | None = None
         """Why no token could be sampled: the sequence stays failed until it is forgotten."""
@@ -50,6 +54,15 @@ class KnownSequence(SimulatedSequence):
     def next_token(self, distribution: NextToken) -> int | None:
         """The token sampled after the last; None if every token is excluded."""
         return self._sampler.choose(distribution, self.tokens, self.num_prompt_tokens)
+
+    @property
+    def outputs(self) -> tuple[RowOutput, RowOutput]:
+        """What its rows may bring."""
+        if self.pooling is not None:
+            return RowOutput.NOTHING, RowOutput.VECTOR
+        if self.sampling.num_candidates is not None:
+            return RowOutput.NOTHING, RowOutput.CANDIDATES
+        return RowOutput.NOTHING, RowOutput.TOKEN
 
     @property
     def may_draft(self) -> bool:
@@ -104,6 +117,7 @@ class SimulatedSequenceTable:
         """Add a sequence; a fork starts with its parent's current tokens."""
         self._check_identity(new, field)
         self._check_ids(new, field)
+        self._check_pooling(new, field)
         tables = self._checked_tables(new, field)
         if new.parent_seq_id is None:
             sequence = self._new_sequence(new, tables, field)
@@ -206,6 +220,18 @@ class SimulatedSequenceTable:
         if new.seq_id in self._known:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
 
+    def _check_pooling(self, new: NewSequence, field: str) -> None:
+        """Vectors have as many numbers as there are, and no hit that they depend on."""
+        pooling = new.pooling
+        if pooling is None:
+            return
+        if pooling.dimensions > VECTOR_SIZE:
+            problem = f"expected 0 to {VECTOR_SIZE}, got {pooling.dimensions}"
+            raise InvalidPlan(f"{field}.pooling.dimensions", problem)
+        if new.num_computed_tokens and pooling.type is not PoolingType.LAST:
+            problem = f"expected 0 with this type of pooling, got {new.num_computed_tokens}"
+            raise InvalidPlan(f"{field}.num_computed_tokens", problem)
+
     def _check_ids(self, new: NewSequence, field: str) -> None:
         self._check_tokens(new.token_ids, f"{field}.token_ids")
         for name in ("bias_token_ids", "suppressed_token_ids"):
@@ -269,9 +295,15 @@ class Row:
     index: int
     sequence: KnownSequence
     num_tokens: int
-    sample: bool
+    output: int
+    """What it brings, a `RowOutput`."""
     lookahead: int
     """Maximum number of drafts."""
+
+    @property
+    def samples(self) -> bool:
+        """Whether it brings a token or candidates."""
+        return self.output in (RowOutput.TOKEN, RowOutput.CANDIDATES)
 
     @property
     def is_computed(self) -> bool:
@@ -314,16 +346,16 @@ def resolve_rows(
     max_model_len: int,
 ) -> Batch:
     """The plan's rows. Raises InvalidPlan if they contradict the sequences' state."""
-    columns = (plan.seq_ids, plan.num_tokens, plan.sample, plan.lookahead)
+    columns = (plan.seq_ids, plan.num_tokens, plan.output, plan.lookahead)
     rows = [
         Row(
             index=i,
             sequence=table.get(seq_id, "seq_ids"),
             num_tokens=num,
-            sample=sample,
+            output=output,
             lookahead=num_drafts,
         )
-        for i, (seq_id, num, sample, num_drafts) in enumerate(zip(*columns, strict=True))
+        for i, (seq_id, num, output, num_drafts) in enumerate(zip(*columns, strict=True))
     ]
     places = {row.sequence.seq_id: row.index for row in rows}
     if len(places) != len(rows):
@@ -363,7 +395,7 @@ def _resolve_fork(
 ) -> None:
     """Enter a row without tokens into the batch's forks."""
     seq_id = row.sequence.seq_id
-    if parent_id is None or not row.sample:
+    if parent_id is None or not row.samples:
         problem = f"row {row.index} computes no tokens; only a new fork that samples may do so"
         raise InvalidPlan("num_tokens", problem)
     parent = batch.rows[places[parent_id]] if parent_id in places else None
@@ -388,14 +420,17 @@ def _check_length(row: Row, groups: Sequence[CacheGroup], max_model_len: int) ->
     field = "num_tokens"
     if end > known:
         problem = f"computes {end} tokens of {known}"
-    elif row.sample and end != known:
-        field, problem = "sample", "samples before its last token"
+    elif row.output and end != known:
+        field, problem = "output", "brings something before its last token"
+    elif row.output not in sequence.outputs:
+        expected = " or ".join(str(int(output)) for output in sequence.outputs)
+        field, problem = "output", f"has the output {row.output}, expected {expected}"
     elif end > max_model_len:
         problem = "goes beyond the model's length"
     elif end > room:
         problem = "lacks blocks"
-    elif row.lookahead and (not row.sample or sequence.sampling.num_candidates is not None):
-        field, problem = "lookahead", "has drafts, but does not sample a token"
+    elif row.lookahead and row.output != RowOutput.TOKEN:
+        field, problem = "lookahead", "has drafts, but does not bring a token"
     elif with_drafts > most:
         field = "lookahead"
         problem = f"may compute {with_drafts} tokens of {most} with its drafts"

@@ -60,7 +60,7 @@ class _ColumnEntriesEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ColumnE
     COLUMN_ENTRIES_ROWS: _ColumnEntries.ValueType  # 1
     """The rows of the batch."""
     COLUMN_ENTRIES_SAMPLING_ROWS: _ColumnEntries.ValueType  # 2
-    """The rows of the batch that sample."""
+    """The rows of the batch that sample: those with the output 1 or 2."""
 
 class ColumnEntries(_ColumnEntries, metaclass=_ColumnEntriesEnumTypeWrapper):
     """What a column has one entry for."""
@@ -70,7 +70,7 @@ COLUMN_ENTRIES_UNSPECIFIED: ColumnEntries.ValueType  # 0
 COLUMN_ENTRIES_ROWS: ColumnEntries.ValueType  # 1
 """The rows of the batch."""
 COLUMN_ENTRIES_SAMPLING_ROWS: ColumnEntries.ValueType  # 2
-"""The rows of the batch that sample."""
+"""The rows of the batch that sample: those with the output 1 or 2."""
 Global___ColumnEntries: _TypeAlias = ColumnEntries  # noqa: Y015
 
 @_typing.final

@@ -19,6 +19,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _WorkKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORK_KIND_UNSPECIFIED: _WorkKind.ValueType  # 0
+    """Not specified."""
+    WORK_KIND_GENERATION: _WorkKind.ValueType  # 1
+    """Generation of tokens."""
+    WORK_KIND_POOLING: _WorkKind.ValueType  # 2
+    """A vector for a text."""
+
+class WorkKind(_WorkKind, metaclass=_WorkKindEnumTypeWrapper):
+    """A kind of work that a worker does for its model."""
+
+WORK_KIND_UNSPECIFIED: WorkKind.ValueType  # 0
+"""Not specified."""
+WORK_KIND_GENERATION: WorkKind.ValueType  # 1
+"""Generation of tokens."""
+WORK_KIND_POOLING: WorkKind.ValueType  # 2
+"""A vector for a text."""
+Global___WorkKind: _TypeAlias = WorkKind  # noqa: Y015
+
 class _CacheLifetime:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -86,6 +110,9 @@ class ModelInfo(_message.Message):
     WEIGHTS_FIELD_NUMBER: _builtins.int
     MAX_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     GENERATION_DEFAULTS_FIELD_NUMBER: _builtins.int
+    WORK_KINDS_FIELD_NUMBER: _builtins.int
+    VECTOR_SIZE_FIELD_NUMBER: _builtins.int
+    WHOLE_PROMPT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name that clients use in GenerateRequest.model."""
     fingerprint: _builtins.str
@@ -142,6 +169,12 @@ class ModelInfo(_message.Message):
     """Most tokens of prompt and output together that one sequence can have in the KV cache of
     a worker group that serves the model: set by the core, 0 before a cache was sized.
     """
+    vector_size: _builtins.int
+    """Numbers in a pooled vector; 0 if the worker pools none."""
+    whole_prompt: _builtins.bool
+    """Whether a prompt must be computed in one row, because tokens see those that follow. The
+    core then refuses prompts that are longer than a step, and reuses no cached prefix.
+    """
     @_builtins.property
     def cache_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheGroup]:
         """The model's cache groups; plans name them by their index here. Ranks must agree."""
@@ -158,6 +191,10 @@ class ModelInfo(_message.Message):
         """Fields of SamplingParams for which the model has a default of its own, from
         generation_config.json. Set by frontends in the answers to GetModel.
         """
+
+    @_builtins.property
+    def work_kinds(self) -> _containers.RepeatedScalarFieldContainer[Global___WorkKind.ValueType]:
+        """What the worker does. The core refuses other requests. Empty: generation."""
 
     def __init__(
         self,
@@ -183,10 +220,13 @@ class ModelInfo(_message.Message):
         weights: _builtins.str = ...,
         max_cached_tokens: _builtins.int = ...,
         generation_defaults: _abc.Iterable[_builtins.str] | None = ...,
+        work_kinds: _abc.Iterable[Global___WorkKind.ValueType] | None = ...,
+        vector_size: _builtins.int = ...,
+        whole_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "bos_token_id", b"bos_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "bos_token_id", b"bos_token_id", "cache_groups", b"cache_groups", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vocab_size", b"vocab_size", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id", "aliases", b"aliases", "architecture", b"architecture", "arithmetic", b"arithmetic", "batch_invariant", b"batch_invariant", "block_bytes", b"block_bytes", "bos_token_id", b"bos_token_id", "cache_groups", b"cache_groups", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "fingerprint", b"fingerprint", "generation_defaults", b"generation_defaults", "max_cached_tokens", b"max_cached_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "reasoning_parser", b"reasoning_parser", "structured_output", b"structured_output", "tool_call_parser", b"tool_call_parser", "uses_cuda_graphs", b"uses_cuda_graphs", "vector_size", b"vector_size", "vocab_size", b"vocab_size", "weights", b"weights", "whole_prompt", b"whole_prompt", "work_kinds", b"work_kinds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__bos_token_id: _TypeAlias = _typing.Literal["bos_token_id"]  # noqa: Y015
     _WhichOneofArgType__bos_token_id: _TypeAlias = _typing.Literal["_bos_token_id", b"_bos_token_id"]  # noqa: Y015

@@ -87,7 +87,7 @@ class StepPlan(_message.Message):
     BLOCK_UPDATES_FIELD_NUMBER: _builtins.int
     SEQ_IDS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    SAMPLE_FIELD_NUMBER: _builtins.int
+    OUTPUT_FIELD_NUMBER: _builtins.int
     APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_RESULTS_FIELD_NUMBER: _builtins.int
     LOOKAHEAD_FIELD_NUMBER: _builtins.int
@@ -124,10 +124,12 @@ class StepPlan(_message.Message):
     """Tokens to compute per row, following those already computed. int32 column.
     Empty: one token in every row (a batch of decodes).
     """
-    sample: _builtins.bytes
-    """One byte per row: 1 samples a token from the row's last logits and appends it
-    to the sequence, 0 does not. Empty: every row samples. A sampling row computes
-    up to and including the last token the sequence has.
+    output: _builtins.bytes
+    """One byte per row: what it brings. 0: nothing. 1: a token, sampled from the row's last
+    logits and appended to the sequence. 2: candidates for the next token, in sequences
+    with num_candidates, and only there. 3: a vector, in sequences with `pooling`, and only
+    there. Empty: 1 in every row. Rows with 1 or 2 sample. A row that brings anything
+    computes up to and including the last token the sequence has.
     """
     appended_tokens: _builtins.bytes
     """Pairs (sequence id, token), int32 column: tokens the core has chosen among the
@@ -142,7 +144,8 @@ class StepPlan(_message.Message):
     """
     lookahead: _builtins.bytes
     """One byte per row: the most drafts that the worker may add to the row. Empty: 0 in every
-    row. Drafts are tokens that the worker guesses; such a row samples and computes tokens.
+    row. Drafts are tokens that the worker guesses; such a row brings a token and computes
+    tokens.
     The worker computes the drafts after the row's tokens and samples at the last token
     and at each draft, every position with its own random number, as if the drafts before
     it had been output. Of the sampled tokens it appends those up to and including the
@@ -170,14 +173,14 @@ class StepPlan(_message.Message):
         block_updates: _builtins.bytes = ...,
         seq_ids: _builtins.bytes = ...,
         num_tokens: _builtins.bytes = ...,
-        sample: _builtins.bytes = ...,
+        output: _builtins.bytes = ...,
         appended_tokens: _builtins.bytes = ...,
         max_results: _builtins.int = ...,
         lookahead: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "sample", b"sample", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["appended_tokens", b"appended_tokens", "block_updates", b"block_updates", "copy", b"copy", "epoch", b"epoch", "forget_seq_ids", b"forget_seq_ids", "lookahead", b"lookahead", "max_results", b"max_results", "new_sequences", b"new_sequences", "num_tokens", b"num_tokens", "output", b"output", "seq_ids", b"seq_ids", "step_id", b"step_id", "swap_in", b"swap_in", "swap_out", b"swap_out"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -196,6 +199,7 @@ class NewSequence(_message.Message):
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     TABLES_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     PARENT_SEQ_ID_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -245,6 +249,13 @@ class NewSequence(_message.Message):
         """How tokens are sampled."""
 
     @_builtins.property
+    def pooling(self) -> _sampling_pb2.PoolingParams:
+        """How the hidden states of all its tokens become one vector. Such a sequence has no
+        output tokens and no forks. Unless the type is LAST, none of its tokens was computed
+        before.
+        """
+
+    @_builtins.property
     def context(self) -> _containers.RepeatedCompositeFieldContainer[_context_pb2.ContextPart]:
         """What KV depends on besides tokens. Empty in a fork, which has its parent's context. A
         worker refuses parts of kinds that it cannot compute.
@@ -260,18 +271,24 @@ class NewSequence(_message.Message):
         num_computed_tokens: _builtins.int = ...,
         tables: _abc.Iterable[Global___BlockTable] | None = ...,
         sampling: _sampling_pb2.SamplerParams | None = ...,
+        pooling: _sampling_pb2.PoolingParams | None = ...,
         parent_seq_id: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         context: _abc.Iterable[_context_pb2.ContextPart] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "parent_seq_id", b"parent_seq_id", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "parent_seq_id", b"parent_seq_id", "pooling", b"pooling", "sampling", b"sampling", "work", b"work"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "choice_index", b"choice_index", "context", b"context", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "tables", b"tables", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id", "choice_index", b"choice_index", "context", b"context", "num_computed_tokens", b"num_computed_tokens", "num_prompt_tokens", b"num_prompt_tokens", "parent_seq_id", b"parent_seq_id", "pooling", b"pooling", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "seq_id", b"seq_id", "tables", b"tables", "token_ids", b"token_ids", "traceparent", b"traceparent", "work", b"work"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parent_seq_id: _TypeAlias = _typing.Literal["parent_seq_id"]  # noqa: Y015
     _WhichOneofArgType__parent_seq_id: _TypeAlias = _typing.Literal["_parent_seq_id", b"_parent_seq_id"]  # noqa: Y015
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["sampling", "pooling"]  # noqa: Y015
+    _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_seq_id) -> _WhichOneofReturnType__parent_seq_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
 
 Global___NewSequence: _TypeAlias = NewSequence  # noqa: Y015
 
@@ -323,6 +340,7 @@ class StepResult(_message.Message):
     CANDIDATES_FIELD_NUMBER: _builtins.int
     NUM_SAMPLED_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """As in the plan."""
     step_id: _builtins.int
@@ -367,6 +385,10 @@ class StepResult(_message.Message):
         are in `errors`.
         """
 
+    @_builtins.property
+    def vectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowVector]:
+        """The vectors of rows with the output 3, in row order, unless they are in `errors`."""
+
     def __init__(
         self,
         *,
@@ -380,14 +402,43 @@ class StepResult(_message.Message):
         candidates: _abc.Iterable[Global___RowCandidates] | None = ...,
         num_sampled: _builtins.bytes = ...,
         num_drafts: _builtins.bytes = ...,
+        vectors: _abc.Iterable[Global___RowVector] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "epoch", b"epoch", "errors", b"errors", "logprobs", b"logprobs", "num_drafts", b"num_drafts", "num_sampled", b"num_sampled", "prompt_logprobs", b"prompt_logprobs", "step_id", b"step_id", "timings", b"timings", "token_ids", b"token_ids", "vectors", b"vectors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResult: _TypeAlias = StepResult  # noqa: Y015
+
+@_typing.final
+class RowVector(_message.Message):
+    """A pooled vector."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """Index of the row in the batch."""
+    values: _builtins.bytes
+    """As many numbers as the sequence's PoolingParams.dimensions, or the model's vector_size.
+    Little-endian float32.
+    """
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["row", b"row", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RowVector: _TypeAlias = RowVector  # noqa: Y015
 
 @_typing.final
 class RowCandidates(_message.Message):

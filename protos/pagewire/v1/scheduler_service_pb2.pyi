@@ -125,14 +125,9 @@ class Submit(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    NUM_CHOICES_FIELD_NUMBER: _builtins.int
-    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
-    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     TIMEOUT_US_FIELD_NUMBER: _builtins.int
-    GENERATED_FIELD_NUMBER: _builtins.int
-    MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     WAS_ACCEPTED_FIELD_NUMBER: _builtins.int
@@ -140,7 +135,6 @@ class Submit(_message.Message):
     NUM_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_LONE_WORKER_LOSSES_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     """The frontend's number for the request's first choice; choice i is handle + i.
@@ -156,21 +150,8 @@ class Submit(_message.Message):
     """Lower values are served first."""
     prompt_token_ids: _builtins.bytes
     """The prompt. int32 column."""
-    num_choices: _builtins.int
-    """Number of choices to generate, from 1; with best_of, the number of candidates."""
-    max_tokens: _builtins.int
-    """Most output tokens, from 1."""
-    stop_token_ids: _builtins.bytes
-    """End-of-sequence and stop tokens that end a choice; empty if ignore_eos is set and
-    no stop tokens are given. int32 column.
-    """
     timeout_us: _builtins.int
     """Time left for the request, in microseconds. Absent: no deadline."""
-    max_hold_ms: _builtins.int
-    """How long tokens may be held back to be sent together with later ones, in
-    milliseconds. Used while no request of the frontend has 0. All other updates are
-    sent at once, together with the tokens held so far.
-    """
     attempt: _builtins.int
     """As in GenerateRequest. If request_id is live with the same tenant, model and
     fingerprint, the higher attempt gets the request, whichever arrives first; the
@@ -195,12 +176,87 @@ class Submit(_message.Message):
     """The request's span in W3C Trace Context format (`traceparent`) if its trace is
     recorded: the parent of the spans of core and workers. Empty otherwise.
     """
-    num_speculative_tokens: _builtins.int
-    """As in GenerateRequest."""
     num_lone_worker_losses: _builtins.int
     """How often previous cores have reported it in `lone_worker_losses` since its last
     output.
     """
+    @_builtins.property
+    def generation(self) -> Global___Generation:
+        """Tokens."""
+
+    @_builtins.property
+    def pooling(self) -> _sampling_pb2.PoolingParams:
+        """A vector."""
+
+    @_builtins.property
+    def context(self) -> _containers.RepeatedCompositeFieldContainer[_context_pb2.ContextPart]:
+        """What KV depends on besides tokens, without the tenant, which the core adds."""
+
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        prompt_token_ids: _builtins.bytes = ...,
+        generation: Global___Generation | None = ...,
+        pooling: _sampling_pb2.PoolingParams | None = ...,
+        timeout_us: _builtins.int | None = ...,
+        attempt: _builtins.int = ...,
+        fingerprint: _builtins.bytes = ...,
+        was_accepted: _builtins.bool = ...,
+        waited_us: _builtins.int = ...,
+        num_worker_losses: _builtins.int = ...,
+        context: _abc.Iterable[_context_pb2.ContextPart] | None = ...,
+        traceparent: _builtins.str = ...,
+        num_lone_worker_losses: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "generation", b"generation", "pooling", b"pooling", "timeout_us", b"timeout_us", "work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us", "attempt", b"attempt", "context", b"context", "fingerprint", b"fingerprint", "generation", b"generation", "handle", b"handle", "model", b"model", "num_lone_worker_losses", b"num_lone_worker_losses", "num_worker_losses", b"num_worker_losses", "pooling", b"pooling", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_us: _TypeAlias = _typing.Literal["timeout_us"]  # noqa: Y015
+    _WhichOneofArgType__timeout_us: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us"]  # noqa: Y015
+    _WhichOneofReturnType_work: _TypeAlias = _typing.Literal["generation", "pooling"]  # noqa: Y015
+    _WhichOneofArgType_work: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_us) -> _WhichOneofReturnType__timeout_us | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_work) -> _WhichOneofReturnType_work | None: ...
+
+Global___Submit: _TypeAlias = Submit  # noqa: Y015
+
+@_typing.final
+class Generation(_message.Message):
+    """Tokens to generate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    BEAM_SEARCH_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
+    MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
+    NUM_SPECULATIVE_TOKENS_FIELD_NUMBER: _builtins.int
+    num_choices: _builtins.int
+    """Number of choices to generate, from 1."""
+    max_tokens: _builtins.int
+    """Most output tokens, from 1."""
+    stop_token_ids: _builtins.bytes
+    """End-of-sequence and stop tokens that end a choice; empty if ignore_eos is set and
+    no stop tokens are given. int32 column.
+    """
+    max_hold_ms: _builtins.int
+    """How long tokens may be held back to be sent together with later ones, in
+    milliseconds. Used while no request of the frontend has 0. All other updates are
+    sent at once, together with the tokens held so far.
+    """
+    num_speculative_tokens: _builtins.int
+    """As in GenerateRequest."""
     @_builtins.property
     def beam_search(self) -> _sampling_pb2.BeamSearch:
         """Beam search, with every default filled in; `sampling` then sets num_candidates to
@@ -217,51 +273,27 @@ class Submit(_message.Message):
         absent have none; in beam search all are absent, because the search starts again.
         """
 
-    @_builtins.property
-    def context(self) -> _containers.RepeatedCompositeFieldContainer[_context_pb2.ContextPart]:
-        """What KV depends on besides tokens, without the tenant, which the core adds."""
-
     def __init__(
         self,
         *,
-        handle: _builtins.int = ...,
-        request_id: _builtins.str = ...,
-        model: _builtins.str = ...,
-        tenant: _builtins.str = ...,
-        priority: _builtins.int = ...,
-        prompt_token_ids: _builtins.bytes = ...,
         num_choices: _builtins.int = ...,
         beam_search: _sampling_pb2.BeamSearch | None = ...,
         max_tokens: _builtins.int = ...,
         stop_token_ids: _builtins.bytes = ...,
         sampling: _sampling_pb2.SamplerParams | None = ...,
-        timeout_us: _builtins.int | None = ...,
         generated: _abc.Iterable[Global___GeneratedTokens] | None = ...,
         max_hold_ms: _builtins.int = ...,
-        attempt: _builtins.int = ...,
-        fingerprint: _builtins.bytes = ...,
-        was_accepted: _builtins.bool = ...,
-        waited_us: _builtins.int = ...,
-        num_worker_losses: _builtins.int = ...,
-        context: _abc.Iterable[_context_pb2.ContextPart] | None = ...,
-        traceparent: _builtins.str = ...,
         num_speculative_tokens: _builtins.int | None = ...,
-        num_lone_worker_losses: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "beam_search", b"beam_search", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "timeout_us", b"timeout_us"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "beam_search", b"beam_search", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "_timeout_us", b"_timeout_us", "attempt", b"attempt", "beam_search", b"beam_search", "context", b"context", "fingerprint", b"fingerprint", "generated", b"generated", "handle", b"handle", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "model", b"model", "num_choices", b"num_choices", "num_lone_worker_losses", b"num_lone_worker_losses", "num_speculative_tokens", b"num_speculative_tokens", "num_worker_losses", b"num_worker_losses", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids", "tenant", b"tenant", "timeout_us", b"timeout_us", "traceparent", b"traceparent", "waited_us", b"waited_us", "was_accepted", b"was_accepted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens", "beam_search", b"beam_search", "generated", b"generated", "max_hold_ms", b"max_hold_ms", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_speculative_tokens", b"num_speculative_tokens", "sampling", b"sampling", "stop_token_ids", b"stop_token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_speculative_tokens: _TypeAlias = _typing.Literal["num_speculative_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_speculative_tokens: _TypeAlias = _typing.Literal["_num_speculative_tokens", b"_num_speculative_tokens"]  # noqa: Y015
-    _WhichOneofReturnType__timeout_us: _TypeAlias = _typing.Literal["timeout_us"]  # noqa: Y015
-    _WhichOneofArgType__timeout_us: _TypeAlias = _typing.Literal["_timeout_us", b"_timeout_us"]  # noqa: Y015
-    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_speculative_tokens) -> _WhichOneofReturnType__num_speculative_tokens | None: ...
-    @_typing.overload
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_us) -> _WhichOneofReturnType__timeout_us | None: ...
 
-Global___Submit: _TypeAlias = Submit  # noqa: Y015
+Global___Generation: _TypeAlias = Generation  # noqa: Y015
 
 @_typing.final
 class GeneratedTokens(_message.Message):
@@ -335,6 +367,7 @@ class SchedulerMessage(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    VECTORS_FIELD_NUMBER: _builtins.int
     CHOICES_FINISHED_FIELD_NUMBER: _builtins.int
     REQUESTS_FINISHED_FIELD_NUMBER: _builtins.int
     REQUESTS_FAILED_FIELD_NUMBER: _builtins.int
@@ -371,6 +404,12 @@ class SchedulerMessage(_message.Message):
         """Log probabilities of prompts."""
 
     @_builtins.property
+    def vectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledVector]:
+        """Pooled vectors. Where there are many, they travel in several messages; a request's vector
+        precedes its end.
+        """
+
+    @_builtins.property
     def choices_finished(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceFinished]:
         """Choices that ended."""
 
@@ -391,6 +430,7 @@ class SchedulerMessage(_message.Message):
         token_ids: _builtins.bytes = ...,
         logprobs: _abc.Iterable[Global___ChoiceLogprobs] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___PromptLogprobsUpdate] | None = ...,
+        vectors: _abc.Iterable[Global___PooledVector] | None = ...,
         choices_finished: _abc.Iterable[Global___ChoiceFinished] | None = ...,
         requests_finished: _abc.Iterable[Global___RequestFinished] | None = ...,
         requests_failed: _abc.Iterable[Global___RequestFailed] | None = ...,
@@ -399,7 +439,7 @@ class SchedulerMessage(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "models", b"models"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "accepted", b"accepted", "choices_finished", b"choices_finished", "logprobs", b"logprobs", "lone_worker_losses", b"lone_worker_losses", "models", b"models", "prompt_logprobs", b"prompt_logprobs", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "token_handles", b"token_handles", "token_ids", b"token_ids", "worker_losses", b"worker_losses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_models", b"_models", "accepted", b"accepted", "choices_finished", b"choices_finished", "logprobs", b"logprobs", "lone_worker_losses", b"lone_worker_losses", "models", b"models", "prompt_logprobs", b"prompt_logprobs", "requests_failed", b"requests_failed", "requests_finished", b"requests_finished", "token_handles", b"token_handles", "token_ids", b"token_ids", "vectors", b"vectors", "worker_losses", b"worker_losses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__models: _TypeAlias = _typing.Literal["models"]  # noqa: Y015
     _WhichOneofArgType__models: _TypeAlias = _typing.Literal["_models", b"_models"]  # noqa: Y015
@@ -523,6 +563,32 @@ class PromptLogprobsUpdate(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PromptLogprobsUpdate: _TypeAlias = PromptLogprobsUpdate  # noqa: Y015
+
+@_typing.final
+class PooledVector(_message.Message):
+    """The vector of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """The request's handle."""
+    values: _builtins.bytes
+    """Its numbers. Little-endian float32."""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handle", b"handle", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PooledVector: _TypeAlias = PooledVector  # noqa: Y015
 
 @_typing.final
 class ChoiceFinished(_message.Message):

@@ -11,13 +11,13 @@ from dataclasses import replace
 from scheduler_service import attempts
 from scheduler_service.core.admission.deadlines import check_deadline
 from scheduler_service.core.admission.request_registry import RequestRegistry
-from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams
-from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
 from scheduler_service.core.request import Request
 from scheduler_service.core.request_queue import AnyQueue
 from scheduler_service.core.request_timing import to_us
 from scheduler_service.core.routing.fleet import Fleet
 from scheduler_service.core.routing.poison import resume_suspicion
+from scheduler_service.core.scheduling.beams import check_beam_search
 from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.throughput import QueueThroughput, retry_delay_s
 from scheduler_service.errors import (
@@ -27,6 +27,7 @@ from scheduler_service.errors import (
     PromptTooLong,
     QueueFull,
     TenantLimit,
+    UnsupportedByModel,
 )
 
 
@@ -34,55 +35,46 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
     """Raise InvalidArgument for a request that is invalid for every model."""
     if not request.prompt_token_ids:
         raise InvalidArgument("prompt", "must not be empty")
-    if request.max_tokens < 1:
+    if request.work.max_tokens < 1:
         raise InvalidArgument("max_tokens", "must be at least 1")
-    if not 1 <= request.num_choices <= config.max_num_seqs:
+    if not 1 <= request.work.num_choices <= config.max_num_seqs:
         raise InvalidArgument(
             "num_choices", f"must be 1 to {config.max_num_seqs}, the scheduler's max_num_seqs"
         )
-    if request.beam_search is not None:
-        _check_beam_search(request, request.beam_search, config)
-    for index, generated in request.generated.items():
-        if not 0 <= index < request.num_choices:
+    if request.work.beam_search is not None:
+        check_beam_search(request, request.work.beam_search, config)
+    for index, generated in request.work.generated.items():
+        if not 0 <= index < request.work.num_choices:
             raise InvalidArgument(
-                "resume", f"index must be below num_choices, {request.num_choices}"
+                "resume", f"index must be below num_choices, {request.work.num_choices}"
             )
-        if len(generated.token_ids) > request.max_tokens:
+        if len(generated.token_ids) > request.work.max_tokens:
             raise InvalidArgument("resume", "must not hold more than max_tokens tokens")
 
 
-def _check_beam_search(request: Request, params: BeamParams, config: SchedulerConfig) -> None:
-    if not request.num_choices <= params.width <= config.max_num_seqs:
-        raise InvalidArgument(
-            "beam_search.width",
-            f"must be {request.num_choices} to {config.max_num_seqs}, from the number of choices "
-            "to the scheduler's max_num_seqs",
-        )
-    if not -MAX_LENGTH_PENALTY <= params.length_penalty <= MAX_LENGTH_PENALTY:
-        raise InvalidArgument(
-            "beam_search.length_penalty", f"must be within {MAX_LENGTH_PENALTY} of 0"
-        )
-    if request.generated:
-        raise InvalidArgument(
-            "resume", "must hold nothing with beam_search, which restarts from the prompt"
-        )
-
-
 def why_not(
-    seq_group: SequenceGroup, capacities: Iterable[WorkerGroupCapacity]
+    seq_group: SequenceGroup, capacities: Iterable[WorkerGroupCapacity], config: SchedulerConfig
 ) -> PagewireError | None:
     """The reason why no worker group can serve a request; None if one can."""
     error: PagewireError | None = None
     for capacity in capacities:
-        error = _why_not_here(seq_group, capacity)
+        error = _why_not_here(seq_group, capacity, config)
         if error is None:
             return None
     return error
 
 
-def _why_not_here(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
+def _why_not_here(
+    seq_group: SequenceGroup, capacity: WorkerGroupCapacity, config: SchedulerConfig
+) -> PagewireError | None:
     request = seq_group.request
     tokens = request.prompt_token_ids
+    if request.work.kind not in capacity.work_kinds:
+        return _unsupported(request, capacity)
+    if request.work.vector_size(0) > capacity.vector_size:
+        return InvalidArgument(
+            "pooling.dimensions", f"must be 0 to the model's {capacity.vector_size}"
+        )
     if min(tokens) < 0 or max(tokens) >= capacity.vocab_size:
         return InvalidArgument(
             "prompt", f"token ids must be below the model's {capacity.vocab_size}"
@@ -90,19 +82,39 @@ def _why_not_here(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> Pa
     error = None
     # A continued request may wait for the worker group that held it, so it is not too long until
     # that wait is over. If it has output, it then fails with another error.
-    if not request.is_continued or (seq_group.outgrown_tokens and not request.generated):
-        error = _why_too_long(seq_group, capacity)
+    if not request.is_continued or (seq_group.outgrown_tokens and not request.work.generated):
+        error = _why_too_long(seq_group, capacity, config)
     return error or _why_tenant_cannot(seq_group, capacity)
 
 
-def _why_too_long(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
+def _unsupported(request: Request, capacity: WorkerGroupCapacity) -> UnsupportedByModel:
+    kinds = " and ".join(sorted(capacity.work_kinds))
+    return UnsupportedByModel(
+        f"the workers of the model {capacity.model!r} do {kinds}, not {request.work.kind}: send "
+        f"the request to a model that does {request.work.kind}",
+        reason="WORK_KIND_UNSUPPORTED",
+        details={"model": capacity.model, "work_kind": request.work.kind, "work_kinds": kinds},
+    )
+
+
+def _why_too_long(
+    seq_group: SequenceGroup, capacity: WorkerGroupCapacity, config: SchedulerConfig
+) -> PagewireError | None:
     tokens = seq_group.request.prompt_token_ids
     details = {"num_prompt_tokens": len(tokens), "max_model_len": capacity.max_model_len}
-    if len(tokens) + 1 > capacity.max_model_len:
+    if seq_group.max_output_tokens(capacity) < 1:
+        generates = seq_group.request.work.kind is WorkKind.GENERATION
         return PromptTooLong(
-            f"the prompt has {len(tokens)} tokens; with one to generate, the model takes "
-            f"{capacity.max_model_len}",
+            f"the prompt has {len(tokens)} tokens; {'with one to generate, ' * generates}"
+            f"the model takes {capacity.max_model_len}",
             details=details,
+        )
+    if capacity.whole_prompt and len(tokens) > config.max_num_batched_tokens:
+        return PromptTooLong(
+            f"the prompt has {len(tokens)} tokens, which the model computes in one step; a step "
+            f"computes max_num_batched_tokens={config.max_num_batched_tokens}",
+            reason="PROMPT_LARGER_THAN_STEP",
+            details=details | {"max_num_batched_tokens": config.max_num_batched_tokens},
         )
     # A sequence's last token is never computed: one that ends with its next token needs no slots
     # beyond those of its known tokens.
@@ -258,7 +270,7 @@ class AdmissionControl:
         model = self._fleet.models.get(request.model)
         # While all worker groups of a model are away, they may return with other capacities.
         capacities = model.capacities() if model is not None and model.schedulers else ()
-        error = why_not(seq_group, capacities)
+        error = why_not(seq_group, capacities, self._config)
         if error is not None:
             raise error
         if not request.is_continued:  # else it was accepted before the loss

@@ -122,7 +122,7 @@ def _own_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = F
 
 def _own_us_on(scheduler: Scheduler, seq_group: SequenceGroup, is_cached: bool) -> float:
     room = seq_group.max_length(scheduler.capacity) - seq_group.num_prompt_tokens
-    least_output = max(min(seq_group.request.min_tokens, room), 1)
+    least_output = max(min(seq_group.request.work.min_tokens, room), 1)
     num_tokens = max(least_output - len(seq.output_token_ids) for seq in seq_group.active())
     decode_us = max(0, num_tokens - 1) * (scheduler.rates.least_us_per_decode_step or 0.0)
     if is_cached:

@@ -53,7 +53,7 @@ class RequestRegistry:
 
     def has_handles_of(self, request: Request) -> bool:
         """Whether a live request of its frontend uses one of its handles."""
-        handles = range(request.handle, request.handle + request.num_choices)
+        handles = range(request.handle, request.handle + request.work.num_choices)
         return any(
             self.find_sequence(request.frontend_id, handle) is not None for handle in handles
         )
@@ -73,7 +73,7 @@ class RequestRegistry:
             num_worker_losses=request.num_worker_losses,
             num_lone_losses=request.num_lone_worker_losses,
         )
-        indices = range(request.num_sequences)
+        indices = range(request.work.num_sequences)
         seq_group.set_sequences([self._make_sequence(seq_group, index) for index in indices])
         return seq_group
 
@@ -114,14 +114,14 @@ class RequestRegistry:
 
     def _make_sequence(self, seq_group: SequenceGroup, choice_index: int) -> Sequence:
         request = seq_group.request
-        generated = request.generated.get(choice_index)
+        generated = request.work.generated.get(choice_index)
         output = list(generated.token_ids) if generated is not None else []
         is_finished = generated is not None and generated.finished
         return Sequence(
             seq_group=seq_group,
             choice_index=choice_index,
             handle=request.handle + choice_index,
-            stop_token_ids=request.stop_token_ids,
+            stop_token_ids=request.work.stop_token_ids,
             order=(seq_group.rank, choice_index),
             length=len(request.prompt_token_ids) + len(output),
             output_token_ids=output,

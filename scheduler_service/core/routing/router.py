@@ -146,7 +146,7 @@ class Router:
         """Expected number of tokens that the longest answer still needs."""
         usual = self._output_tokens.mean or OUTPUT_TOKENS_UNMEASURED
         num_known = seq_group.max_known_tokens - seq_group.num_prompt_tokens
-        return max(1.0, min(usual, seq_group.request.max_tokens) - num_known)
+        return max(1.0, min(usual, seq_group.request.work.max_tokens) - num_known)
 
 
 def us_per_token(scheduler: Scheduler) -> float | None:
@@ -209,7 +209,7 @@ def eligible(
     fitting = [groups for groups in equivalent if seq_group.fits(groups[0].capacity)]
     suitable = [groups for groups in fitting if not groups[0].is_draining]
     reach = SequenceGroup.max_length
-    if seq_group.has_begun or seq_group.request.generated:
+    if seq_group.has_begun or seq_group.request.work.generated:
         suitable = suitable or fitting
         exact = [each for each in suitable if not seq_group.is_inexact_in(each[0].capacity)]
         suitable = exact or suitable

@@ -6,7 +6,13 @@ from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.block_manager import BlockUpdate
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.sequence import Sequence, SequenceGroup
-from scheduler_service.core.step_plan import BlockTable, NewSequence, StepPlan
+from scheduler_service.core.step_plan import (
+    SAMPLED,
+    BlockTable,
+    NewSequence,
+    RowOutput,
+    StepPlan,
+)
 from scheduler_service.core.throughput import PrefillCost, StepWork
 
 MIN_CHUNK_TOKENS = 16
@@ -46,10 +52,12 @@ class Batch:
         """The most drafts of the first rows; later ones have none."""
         self._new_sequences: list[NewSequence] = []
         self._appended_tokens: list[int] = []
-        self._candidate_rows: list[int] = []
+        self._other_outputs: dict[int, RowOutput] = {}
+        """The rows that bring something other than a token."""
+        self.num_vectors = 0
+        """Rows that bring vectors."""
         self._block_updates: list[int] = []
         self._prefill_tokens: list[int] = []
-        self._prefill_samples: list[bool] = []
         self._prefills: list[tuple[Sequence, int, bool]] = []
 
     def update_tables(self, seq_id: int, updates: Iterable[BlockUpdate]) -> None:
@@ -80,7 +88,7 @@ class Batch:
 
     def add_beam(self, seq: Sequence) -> None:
         """Add a decode row that reports candidates."""
-        self._candidate_rows.append(len(self.rows))
+        self._other_outputs[len(self.rows)] = RowOutput.CANDIDATES
         self.num_attended_pairs += seq.length
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
@@ -89,16 +97,17 @@ class Batch:
         """Introduce a sequence; its row must follow."""
         self._new_sequences.append(new_sequence)
 
-    def add_prefill(self, seq: Sequence, num_tokens: int, sample: bool) -> None:
+    def add_prefill(self, seq: Sequence, num_tokens: int, is_last: bool) -> None:
         """Add a row of prompt tokens, or of none where a fork samples from its parent's logits.
         The sequence counts them as computed already."""
-        if sample and seq.seq_group.strategy.is_lockstep:
-            self._candidate_rows.append(len(self.rows))
+        output = seq.seq_group.strategy.output if is_last else RowOutput.NOTHING
+        if output is not RowOutput.TOKEN:
+            self._other_outputs[len(self.rows)] = output
+            self.num_vectors += output is RowOutput.VECTOR
         self.seq_ids.append(seq.seq_id)
         self.rows.append(seq)
         self._prefill_tokens.append(num_tokens)
-        self._prefill_samples.append(sample)
-        self._prefills.append((seq, seq.num_computed, sample))
+        self._prefills.append((seq, seq.num_computed, is_last))
         self.num_prefill_tokens += num_tokens
         self.num_attended_pairs += num_tokens * seq.num_computed
         num_pairs = num_tokens * seq.num_computed - num_tokens * (num_tokens - 1) // 2
@@ -151,10 +160,12 @@ class Batch:
         if self._prefill_tokens:
             num_decodes = len(self.rows) - len(self._prefill_tokens)
             plan.num_tokens = [1] * num_decodes + self._prefill_tokens
-            if not all(self._prefill_samples):
-                plan.sample = [True] * num_decodes + self._prefill_samples
-                pairs = zip(self.rows, plan.sample, strict=True)
-                sampled = [seq for seq, sample in pairs if sample]
+        if self._other_outputs:
+            plan.output = [int(RowOutput.TOKEN)] * len(self.rows)
+            for row, output in self._other_outputs.items():
+                plan.output[row] = output
+            pairs = zip(self.rows, plan.output, strict=True)
+            sampled = [seq for seq, output in pairs if output in SAMPLED]
         if any(self.lookahead):
             missing = len(self.rows) - len(self.lookahead)
             plan.lookahead = self.lookahead + [0] * missing
@@ -164,7 +175,7 @@ class Batch:
             sampled,
             plan.lookahead,
             self._prefills,
-            self._candidate_rows,
+            self._other_outputs,
             self._work(),
         )
 
@@ -182,7 +193,7 @@ class Batch:
     def _in_batch_order(self) -> list[NewSequence]:
         """The new sequences in the order of their rows. Beams, and sequences that were swapped in,
         may have been added in another order."""
-        if self._appended_tokens or self._candidate_rows:
+        if self._appended_tokens or self._other_outputs:
             places = {seq_id: row for row, seq_id in enumerate(self.seq_ids)}
             self._new_sequences.sort(key=lambda new: places[new.seq_id])
         return self._new_sequences
@@ -199,7 +210,7 @@ def make_fork(
         num_prompt_tokens=0,
         num_computed_tokens=0,
         tables=tables,
-        sampling=seq.seq_group.request.sampling,
+        sampling=seq.seq_group.request.work.sampling,
         parent_seq_id=parent.seq_id,
     )
 
@@ -214,7 +225,8 @@ def make_new_sequence(seq: Sequence, tables: list[BlockTable]) -> NewSequence:
         num_prompt_tokens=seq_group.num_prompt_tokens,
         num_computed_tokens=seq.num_computed,
         tables=tables,
-        sampling=seq_group.request.sampling,
+        sampling=seq_group.request.work.sampling,
+        pooling=seq_group.request.work.pooling,
         prompt_logprobs_start=seq_group.prompt_logprobs_start,
         traceparent=seq_group.request.traceparent,
         context=seq_group.context,

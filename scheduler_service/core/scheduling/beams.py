@@ -20,10 +20,11 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from scheduler_service.core.beam_search import BeamSearch, Path
+from scheduler_service.core.beam_search import MAX_LENGTH_PENALTY, BeamParams, BeamSearch, Path
+from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import JointStart
-from scheduler_service.core.request import ChoiceFinished
+from scheduler_service.core.request import ChoiceFinished, Request
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.batch import Batch, make_fork
 from scheduler_service.core.scheduling.departures import Departures
@@ -32,8 +33,26 @@ from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategy import AddRows, StrategyScheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, Strategy
-from scheduler_service.core.step_plan import RowCandidates, RowLogprobs
-from scheduler_service.errors import GenerationFailed
+from scheduler_service.core.step_plan import RowCandidates, RowLogprobs, RowOutput
+from scheduler_service.errors import GenerationFailed, InvalidArgument
+
+
+def check_beam_search(request: Request, params: BeamParams, config: SchedulerConfig) -> None:
+    """Raise InvalidArgument for a search that is invalid for every model."""
+    if not request.work.num_choices <= params.width <= config.max_num_seqs:
+        raise InvalidArgument(
+            "beam_search.width",
+            f"must be {request.work.num_choices} to {config.max_num_seqs}, from the number of "
+            "choices to the scheduler's max_num_seqs",
+        )
+    if not -MAX_LENGTH_PENALTY <= params.length_penalty <= MAX_LENGTH_PENALTY:
+        raise InvalidArgument(
+            "beam_search.length_penalty", f"must be within {MAX_LENGTH_PENALTY} of 0"
+        )
+    if request.work.generated:
+        raise InvalidArgument(
+            "resume", "must hold nothing with beam_search, which restarts from the prompt"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +74,7 @@ class Beams(Strategy):
 
     is_lockstep = True
     streams = False
+    output = RowOutput.CANDIDATES
 
     def __init__(self, search: BeamSearch) -> None:
         self.search = search
@@ -169,14 +189,14 @@ class BeamScheduler(StrategyScheduler):
             _beams(seq.seq_group).source_of[seq] = start.source
         self._running.enter(seq, idle, batch.now_us)
 
-    def may_prefill(self, seq: Sequence) -> bool:
+    def may_prefill(self, seq: Sequence, batch: Batch) -> bool:
         """Whether a beam that is recomputed may get a row: only once the tokens that it shares are
         computed."""
         source = _beams(seq.seq_group).source_of.get(seq)
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return False
         if self._running.is_unintroduced(seq):
-            seq.rejoin(self._pipeline.next_step_id)
+            seq.rejoin(batch.step_id)
         return True
 
     # One token for each beam.
@@ -248,11 +268,14 @@ class BeamScheduler(StrategyScheduler):
 
     # Results.
 
-    def receive(self, seq: Sequence, step_id: int, value: RowCandidates, now_us: int) -> None:
+    def receive(
+        self, seq: Sequence, step_id: int, value: RowCandidates | bytes, now_us: int
+    ) -> None:
         """Collect the candidates for a beam's next token; with those of all beams, continue the
         search. Results of steps from before a preemption are ignored."""
         if seq.status is not SequenceStatus.RUNNING or step_id < seq.first_step_id:
             return
+        assert isinstance(value, RowCandidates)
         beams = _beams(seq.seq_group)
         if not beams.collect(seq, value):
             return
@@ -320,8 +343,8 @@ def _deliver(seq_group: SequenceGroup) -> int | None:
     Returns None, and sends nothing, if the search found fewer sequences than requested because
     the request's own constraints left no candidates.
     """
-    best = _beams(seq_group).search.finished[: seq_group.request.num_choices]
-    if len(best) < seq_group.request.num_choices:
+    best = _beams(seq_group).search.finished[: seq_group.request.work.num_choices]
+    if len(best) < seq_group.request.work.num_choices:
         return None
     return sum(
         _deliver_choice(seq_group, seq_group.request.handle + index, finished.path)
@@ -331,13 +354,13 @@ def _deliver(seq_group: SequenceGroup) -> int | None:
 
 def _deliver_choice(seq_group: SequenceGroup, handle: int, path: Path) -> int:
     outbox, request = seq_group.frontend.outbox, seq_group.request
-    assert request.beam_search is not None
+    assert request.work.beam_search is not None
     steps = path.steps()
     outbox.token_handles += [handle] * len(steps)
     outbox.token_ids += [step.token for step in steps]
-    if (num_top := request.beam_search.num_logprobs) is not None:
+    if (num_top := request.work.beam_search.num_logprobs) is not None:
         outbox.logprobs += [(handle, _beam_logprobs(step, num_top)) for step in steps]
-    is_stopped = path.token in request.stop_token_ids
+    is_stopped = path.token in request.work.stop_token_ids
     outbox.choices_finished.append(
         ChoiceFinished(
             handle=handle,

@@ -14,12 +14,16 @@ from itertools import chain, repeat
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.request_timing import StepClock
 from scheduler_service.core.sequence import Sequence
-from scheduler_service.core.step_plan import StepResult
+from scheduler_service.core.step_plan import RowOutput, StepResult
 from scheduler_service.core.throughput import StepRates, StepWork
 
 MAX_HOLD_US = 100_000
 """The longest that steps which travel together may take, because a request that arrives now waits
 for all steps that are already planned."""
+
+
+FLOAT_BYTES = 4
+"""Bytes of a number of a vector."""
 
 
 class ResultMismatch(Exception):
@@ -41,10 +45,14 @@ class InFlightStep:
     prefills: list[tuple[Sequence, int, bool]]
     """Rows of prefills: the sequence, how many of its tokens are computed with this step, and
     whether these are all. Forks, whose parents compute for them, are among them."""
-    candidate_rows: list[int]
-    """Rows that report candidates, in order."""
+    other_outputs: dict[int, RowOutput]
+    """What rows bring that bring something other than a token, in order."""
     work: StepWork
     """Estimated duration on the worker."""
+
+    def rows_with(self, output: RowOutput) -> list[int]:
+        """The rows that bring candidates, or vectors."""
+        return [row for row, other in self.other_outputs.items() if other is output]
 
 
 def _check_counts(step: InFlightStep, result: StepResult) -> None:
@@ -88,6 +96,7 @@ class Pipeline:
         self.clock = StepClock(now_us)
         self.rates = StepRates()
         self._vocab_size = capacity.vocab_size
+        self._vector_size = capacity.vector_size
         self._depth = config.pipeline_depth
         self._max_results = config.max_results
         self.may_hold_results = self._max_results > 1
@@ -156,7 +165,8 @@ class Pipeline:
             num_tokens = sum(result.num_sampled)
         if len(tokens) != num_tokens:
             raise ResultMismatch(f"expected {num_tokens} tokens, result has {len(tokens)}")
-        self._check_candidates(step, result)
+        if step.other_outputs or result.candidates or result.vectors:
+            self._check_other_outputs(step, result)
         named = (result.errors, result.logprobs, result.kept_logprobs, result.prompt_logprobs)
         for rows in named:
             if rows and not 0 <= min(rows) <= max(rows) < len(step.rows):
@@ -173,13 +183,22 @@ class Pipeline:
                 if token < 0 and seq not in failed:
                     raise ResultMismatch(f"seq_id={seq.seq_id} has neither a token nor an error")
 
-    def _check_candidates(self, step: InFlightStep, result: StepResult) -> None:
-        missing = [row for row in step.candidate_rows if row not in result.candidates]
-        if any(row not in result.errors for row in missing):
-            raise ResultMismatch(f"row {missing[0]} has neither candidates nor an error")
-        if len(missing) + len(result.candidates) != len(step.candidate_rows):
-            raise ResultMismatch("result has candidates for a row that was to choose")
+    def _check_other_outputs(self, step: InFlightStep, result: StepResult) -> None:
+        """Each row has exactly what its plan says, of the right size, or an error."""
+        brought = (RowOutput.CANDIDATES, result.candidates), (RowOutput.VECTOR, result.vectors)
+        for output, values in brought:
+            name, rows = f"{output.name.lower()}", step.rows_with(output)
+            missing = [row for row in rows if row not in values and row not in result.errors]
+            if missing:
+                raise ResultMismatch(f"row {missing[0]} has neither {name} nor an error")
+            if further := values.keys() - set(rows):
+                raise ResultMismatch(f"row {min(further)} has {name}, which its plan does not want")
         for candidates in result.candidates.values():
             tokens = candidates.token_ids
             if tokens and not 0 <= min(tokens) <= max(tokens) < self._vocab_size:
                 raise ResultMismatch(f"a candidate is not below {self._vocab_size}")
+        for row, vector in result.vectors.items():
+            size = step.rows[row].seq_group.request.work.vector_size(self._vector_size)
+            if len(vector) != size * FLOAT_BYTES:
+                got = f"{len(vector)} bytes, expected {size} numbers"
+                raise ResultMismatch(f"the vector of row {row} has {got}")

@@ -33,7 +33,7 @@ class PrefillScheduler:
         for seq in sequences:
             if not batch.fits(seq, seq.num_computed):
                 return
-            if self._strategies.of(seq.seq_group).may_prefill(seq):
+            if self._strategies.of(seq.seq_group).may_prefill(seq, batch):
                 self._add_row(seq, batch)  # others may have memory if this one has none
 
     def _add_row(self, seq: Sequence, batch: Batch) -> None:

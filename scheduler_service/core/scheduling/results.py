@@ -100,7 +100,7 @@ def finish_resumed(seq: Sequence) -> None:
     if output and output[-1] in seq.stop_token_ids:
         finish_choice(seq, output[-1])
         seq.seq_group.end(seq, STOPPED)
-    elif len(output) >= seq.seq_group.request.max_tokens:
+    elif len(output) >= seq.seq_group.request.work.max_tokens:
         finish_choice(seq, None)
         seq.seq_group.end(seq, LENGTH_CAPPED)
 
@@ -194,8 +194,8 @@ class ResultProcessor:
         if step.lookahead is not None:
             sampled, token_ids = take_drafts(step, result, self._totals)
         served, num_drafts = sampled, len(sampled) - len(step.sampled)
-        if step.candidate_rows:
-            self._receive_candidates(step, result, now_us)
+        if result.candidates or result.vectors:
+            self._receive_others(step, result, now_us)
             sampled, token_ids = without_candidates(sampled, token_ids)
         num_accepted, finished = deliver_tokens(sampled, token_ids)
         self._count(step, num_accepted, num_drafts, waited_us)
@@ -224,12 +224,12 @@ class ResultProcessor:
             elif is_last and seq.status in _OUT and seq.num_in_flight:
                 self._totals.note_prefill(seq, num_tokens, is_last, now_us)
 
-    def _receive_candidates(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
-        for row in step.candidate_rows:
-            candidates, seq = result.candidates.get(row), step.rows[row]
-            if candidates is not None:
-                strategy = self._strategies.of(seq.seq_group)
-                strategy.receive(seq, step.step_id, candidates, now_us)
+    def _receive_others(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
+        """Hand what rows bring other than tokens to their strategies."""
+        for row in step.other_outputs:
+            seq, value = step.rows[row], result.candidates.get(row) or result.vectors.get(row)
+            if value is not None:
+                self._strategies.of(seq.seq_group).receive(seq, step.step_id, value, now_us)
 
     def _count(
         self, step: InFlightStep, num_accepted: int, num_drafts: int, waited_us: int

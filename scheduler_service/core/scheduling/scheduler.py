@@ -1,6 +1,7 @@
 """Plans the steps of one worker group, and processes their results."""
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.manager import KVCacheManager
@@ -13,6 +14,7 @@ from scheduler_service.core.scheduling.capacity_probe import CapacityProbe
 from scheduler_service.core.scheduling.departures import Departures
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.placed_groups import PlacedGroups
+from scheduler_service.core.scheduling.pooling import Pooled, PoolingScheduler
 from scheduler_service.core.scheduling.preemption import Preemption
 from scheduler_service.core.scheduling.results import ResultProcessor
 from scheduler_service.core.scheduling.running_set import RunningSet
@@ -107,8 +109,7 @@ class Scheduler:
             self.num_changes += 1
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
         self._totals.num_inexact_recoveries += seq_group.enter(self.capacity)
-        room = self.capacity.max_model_len - seq_group.num_prompt_tokens
-        max_output_tokens = min(seq_group.request.max_tokens, room)
+        max_output_tokens = seq_group.max_output_tokens(self.capacity)
         for seq in seq_group.sequences:
             seq.limit_output(max_output_tokens)
         self._strategies.of(seq_group).place(seq_group, now_us)
@@ -261,6 +262,8 @@ def make_scheduler(
     now_us: int,
 ) -> Scheduler:
     """A scheduler for a worker group that is ready. `totals`: of its model."""
+    if capacity.whole_prompt:
+        config = replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
     pipeline = Pipeline(config, capacity, now_us)
     placed = PlacedGroups()
     running = RunningSet(KVCacheManager(config, capacity), pipeline.clock, config.max_num_seqs)
@@ -271,6 +274,7 @@ def make_scheduler(
         {
             Sampling: SamplingScheduler(running, rates, preemption, departures),
             Beams: BeamScheduler(running, pipeline, preemption, departures, totals),
+            Pooled: PoolingScheduler(running, rates, preemption, departures, capacity),
         }
     )
     probe = CapacityProbe(config, capacity, placed, running, rates, policy)

@@ -141,10 +141,10 @@ class StepPlanner:
         how many it may have. Nothing is preempted for drafts, and each running sequence finds
         memory for its next token."""
         request = seq.seq_group.request
-        if request.wants_prompt_logprobs:
+        if request.work.wants_prompt_logprobs:
             return 0
-        if request.num_speculative_tokens is not None:
-            num_drafts = min(num_drafts, request.num_speculative_tokens)
+        if request.work.num_speculative_tokens is not None:
+            num_drafts = min(num_drafts, request.work.num_speculative_tokens)
         end = min(seq.length + num_drafts, seq.max_length - 1)
         if end <= seq.reserved_length:
             return end - seq.length

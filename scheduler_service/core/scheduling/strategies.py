@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from scheduler_service.core.beam_search import BeamSearch
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Pooling, Request
 from scheduler_service.core.scheduling.beams import Beams
+from scheduler_service.core.scheduling.pooling import Pooled
 from scheduler_service.core.scheduling.sampling import Sampling
 from scheduler_service.core.scheduling.strategy import StrategyScheduler
 from scheduler_service.core.sequence import SequenceGroup, Strategy
@@ -12,8 +13,11 @@ from scheduler_service.core.sequence import SequenceGroup, Strategy
 
 def make_strategy(request: Request) -> Strategy:
     """The strategy of a new request."""
-    if request.beam_search is not None:
-        return Beams(BeamSearch(request.beam_search, request.stop_token_ids, request.max_tokens))
+    work = request.work
+    if isinstance(work, Pooling):
+        return Pooled(work)
+    if work.beam_search is not None:
+        return Beams(BeamSearch(work.beam_search, work.stop_token_ids, work.max_tokens))
     return Sampling()
 
 

@@ -25,9 +25,9 @@ class StrategyScheduler(ABC):
     def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit the waiting sequences of a group to the batch; LATER if some keep waiting."""
 
-    def may_prefill(self, seq: Sequence) -> bool:
+    def may_prefill(self, seq: Sequence, batch: Batch) -> bool:
         """Whether an admitted sequence may get a row now."""
-        del seq
+        del seq, batch
         return True
 
     @abstractmethod
@@ -39,6 +39,8 @@ class StrategyScheduler(ABC):
         """Reserve memory for a decoding sequence's last token. Returns False if it gets no row in
         this step, or has one already."""
 
-    def receive(self, seq: Sequence, step_id: int, value: RowCandidates, now_us: int) -> None:
+    def receive(
+        self, seq: Sequence, step_id: int, value: RowCandidates | bytes, now_us: int
+    ) -> None:
         """Process the result of a row, other than a token."""
         raise AssertionError(f"seq_id={seq.seq_id} has no use for {type(value).__name__}")

@@ -106,7 +106,7 @@ class ResolvedRequest:
     def is_streamed(self) -> bool:
         """Whether tokens go to the client as they come. Otherwise the choices are known only when
         all have ended; the client gets nothing before, and a resumed request starts again."""
-        return not (self.is_ranked or self.submit.HasField("beam_search"))
+        return not (self.is_ranked or self.submit.generation.HasField("beam_search"))
 
     @property
     def has_logprobs(self) -> bool:
@@ -162,17 +162,19 @@ def resolve_request(
             model=model.info.name,
             priority=request.priority,
             prompt_token_ids=pack(prompt),
-            num_choices=num_choices,
-            max_tokens=max_tokens,
-            stop_token_ids=pack(sorted(stop_token_ids)),
-            beam_search=_beam_search(params),
-            sampling=_sampler_params(params, model, seed, stop_token_ids, answer),
-            # Stop strings are matched in this process: while tokens were held back, the worker
-            # would compute tokens that are then discarded.
-            max_hold_ms=0 if params.stop else request.max_hold_ms,
             attempt=request.attempt,
             fingerprint=fingerprint(request),
-            num_speculative_tokens=value_or(request, "num_speculative_tokens", None),
+            generation=scheduler_pb.Generation(
+                num_choices=num_choices,
+                max_tokens=max_tokens,
+                stop_token_ids=pack(sorted(stop_token_ids)),
+                beam_search=_beam_search(params),
+                sampling=_sampler_params(params, model, seed, stop_token_ids, answer),
+                # Stop strings are matched in this process: while tokens were held back, the worker
+                # would compute tokens that are then discarded.
+                max_hold_ms=0 if params.stop else request.max_hold_ms,
+                num_speculative_tokens=value_or(request, "num_speculative_tokens", None),
+            ),
             context=_context(request),
         ),
         model=model,

@@ -566,6 +566,6 @@ class RequestStream:
                 response.usage,
                 finishes,
                 longest=max(len(choice.token_ids) for choice in self.choices),
-                max_tokens=self.resolved.submit.max_tokens,
+                max_tokens=self.resolved.submit.generation.max_tokens,
             )
         return True

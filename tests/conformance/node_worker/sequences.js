@@ -2,6 +2,7 @@
 
 import { column } from "./columns.js";
 import { PlanError } from "./errors.js";
+import { readPooling } from "./pooling.js";
 import { readParams } from "./sampler.js";
 
 /** The blocks of a model with one cache group, which keeps all tokens. */
@@ -13,6 +14,7 @@ function readTable(tables, path) {
   }
   return column(blocks, `${path}[0].block_ids`);
 }
+const NO_PARAMS = { logprobs: null, promptLogprobs: null, numCandidates: null };
 
 export class Sequences {
   #known = new Map();
@@ -46,7 +48,10 @@ export class Sequences {
     const sequence = {
       id,
       choiceIndex: message.choice_index,
-      params: readParams(message.sampling, this.model.vocab_size, `${path}.sampling`),
+      params: message.pooling
+        ? NO_PARAMS
+        : readParams(message.sampling, this.model.vocab_size, `${path}.sampling`),
+      pooling: readPooling(message, this.model.vector_size, path),
       promptLogprobsStart: message.prompt_logprobs_start,
       blocks: readTable(message.tables, `${path}.tables`),
       parent: null,

@@ -4,9 +4,11 @@ import { column, pack, packFloats } from "./columns.js";
 import { MAX_DRAFTS, draft } from "./drafts.js";
 import { PlanError } from "./errors.js";
 import { computeSlot, logitsAfter } from "./model.js";
+import { accumulate, pooled } from "./pooling.js";
 import { choose, logprobsOf, offer } from "./sampler.js";
 
 const NO_TOKEN = -1;
+const [TOKEN, CANDIDATES, VECTOR] = [1, 2, 3];
 
 export const nowUs = () => Number(process.hrtime.bigint() / 1000n);
 
@@ -58,9 +60,9 @@ function readRows(plan, sequences) {
   if (numTokens.length !== ids.length || numTokens.some((number) => number < 0)) {
     throw new PlanError("num_tokens", `expected ${ids.length} numbers of 0 or more, or none`);
   }
-  const sample = plan.sample.length ? [...plan.sample] : ids.map(() => 1);
-  if (sample.length !== ids.length) {
-    throw new PlanError("sample", `expected ${ids.length} bytes, or none`);
+  const output = plan.output.length ? [...plan.output] : ids.map(() => TOKEN);
+  if (output.length !== ids.length || output.some((kind) => kind > VECTOR)) {
+    throw new PlanError("output", `expected ${ids.length} bytes from 0 to 3, or none`);
   }
   const lookahead = plan.lookahead.length ? [...plan.lookahead] : ids.map(() => 0);
   if (lookahead.length !== ids.length) {
@@ -70,7 +72,8 @@ function readRows(plan, sequences) {
     index,
     sequence: sequences.get(id, "seq_ids"),
     numTokens: numTokens[index],
-    sample: sample[index] !== 0,
+    output: output[index],
+    sample: output[index] === TOKEN || output[index] === CANDIDATES,
     lookahead: lookahead[index],
     drafts: [],
     draftLogits: [],
@@ -96,8 +99,12 @@ function checkRow(row, byId, newcomers, blockSize) {
   }
   const end = sequence.numComputed + numTokens;
   if (end > known) throw new PlanError("num_tokens", `row ${row.index}: ${end} tokens of ${known}`);
-  if (row.sample && end !== known) {
-    throw new PlanError("sample", `row ${row.index} samples before its last token`);
+  if (row.output && end !== known) {
+    throw new PlanError("output", `row ${row.index} brings something before its last token`);
+  }
+  const expected = sequence.pooling ? VECTOR : sequence.params.numCandidates ? CANDIDATES : TOKEN;
+  if (row.output && row.output !== expected) {
+    throw new PlanError("output", `row ${row.index} has ${row.output}, expected 0 or ${expected}`);
   }
   if (end > sequence.blocks.length * blockSize) {
     throw new PlanError("num_tokens", `row ${row.index} lacks blocks`);
@@ -124,6 +131,7 @@ function compute(row, byId, cache) {
     const slot = computeSlot(sequence.tokens[position], position, read);
     cache.device[cache.slot(sequence.blocks, position)] = slot;
     sequence.lastLogits = logitsAfter(slot);
+    if (sequence.pooling) accumulate(sequence.pooling, sequence.lastLogits, position);
     const next = position + 1;
     const isAsked = sequence.params.promptLogprobs !== null && next < sequence.numPrompt;
     if (isAsked && next >= sequence.promptLogprobsStart) {
@@ -192,6 +200,9 @@ function reportLogprobs({ sequence, index }, logits, token, logprobs) {
 
 function sampleAll(rows, mayDraft) {
   const [tokens, logprobs, candidates, errors, counts, numDrafts] = [[], [], [], [], [], []];
+  const vectors = rows
+    .filter((row) => row.output === VECTOR)
+    .map(({ index, sequence }) => ({ row: index, values: packFloats(pooled(sequence.pooling)) }));
   for (const row of rows) {
     if (row.sample) {
       counts.push(1);
@@ -226,5 +237,5 @@ function sampleAll(rows, mayDraft) {
     }
   }
   const ofDrafts = mayDraft ? { num_sampled: Buffer.from(counts), num_drafts: Buffer.from(numDrafts) } : {};
-  return { token_ids: pack(tokens), ...ofDrafts, logprobs, candidates, errors };
+  return { token_ids: pack(tokens), ...ofDrafts, logprobs, candidates, vectors, errors };
 }

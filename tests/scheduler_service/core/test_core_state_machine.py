@@ -25,6 +25,7 @@ from scheduler_service.core import (
     TenantConfig,
 )
 from scheduler_service.core.config import CacheGroup, CacheLifetime, PreemptionMode
+from scheduler_service.core.request import PoolingType
 from scheduler_service.errors import (
     DeadlineExceeded,
     DeadlineUnreachable,
@@ -38,7 +39,7 @@ from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.inspections import check_inspection
 from tests.support.recorded import Recorder
 from tests.support.records import RequestRecord
-from tests.support.symbolic_worker import Sampling
+from tests.support.symbolic_worker import VECTOR_SIZE, Sampling
 
 GROWING, WINDOW, CHUNK = CacheLifetime.GROWING, CacheLifetime.WINDOW, CacheLifetime.CHUNK
 ALL = CacheGroup(block_tokens=4)
@@ -273,6 +274,40 @@ class CoreMachine(RuleBasedStateMachine):
                     ),
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     beam_search=params,
+                )
+
+    @rule(
+        count=st.integers(1, 3),
+        length=st.integers(1, 40),
+        num_alike=st.sampled_from([0, 8, 21, 40]),
+        seed=st.integers(0, 1000),
+        type=st.sampled_from(PoolingType),
+        dimensions=st.sampled_from([0, 1, VECTOR_SIZE]),
+        timeout=st.sampled_from([None, None, 0.1, 5.0]),
+        tenant=st.sampled_from(["", *TENANTS]),
+        priority=st.integers(-1, 1),
+    )
+    def pool(
+        self,
+        count: int,
+        length: int,
+        num_alike: int,
+        seed: int,
+        type: PoolingType,
+        dimensions: int,
+        timeout: float | None,
+        tenant: str,
+        priority: int,
+    ) -> None:
+        for i in range(count):
+            with suppress(*REFUSALS):
+                self.driver.submit_pooled(
+                    make_prompt(1 + (length + 7 * i) % MAX_MODEL_LEN, num_alike, seed),
+                    type,
+                    dimensions=dimensions,
+                    deadline=None if timeout is None else self.driver.now + timeout,
+                    tenant=tenant,
+                    priority=priority,
                 )
 
     @rule(pick=st.integers(0, 1000), num_more=st.integers(1, 8), max_tokens=st.integers(1, 12))

@@ -18,6 +18,7 @@ from scheduler_service.core import (
     StepResult,
 )
 from scheduler_service.core.inspection import MAX_ENDED
+from scheduler_service.core.request import Generation
 from scheduler_service.errors import DeadlineUnreachable, DuplicateRequest, PromptTooLong
 from tests.support.core_driver import make_capacity
 from tests.support.symbolic_worker import logprobs_of
@@ -73,8 +74,10 @@ class Traffic:
                     request_id=f"r{handle}",
                     model="m",
                     prompt_token_ids=[1],
-                    max_tokens=1,
-                    sampling=None,
+                    work=Generation(
+                        max_tokens=1,
+                        sampling=None,
+                    ),
                 ),
                 self._now,
             )
@@ -109,11 +112,13 @@ class Traffic:
             request_id=f"r{handle}",
             model="m",
             prompt_token_ids=[7] * 8 + prompt if draw.random() < 1 / 4 else prompt,
-            num_choices=2 if draw.random() < 1 / 4 else 1,
-            max_tokens=draw.randint(1, 8),
-            stop_token_ids=frozenset({draw.randrange(32)}),
-            sampling=None,
             deadline=self._now + 0.003 if draw.random() < 1 / 16 else None,
+            work=Generation(
+                num_choices=2 if draw.random() < 1 / 4 else 1,
+                max_tokens=draw.randint(1, 8),
+                stop_token_ids=frozenset({draw.randrange(32)}),
+                sampling=None,
+            ),
         )
         try:
             self.core.submit(request, self._now)
@@ -139,7 +144,7 @@ class Traffic:
             self.core.cancel(frontend_id, handle, self._now)
 
     def _answer(self, plan: StepPlan) -> StepResult:
-        num_sampled = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+        num_sampled = len(plan.seq_ids) if plan.output is None else sum(plan.output)
         token_ids = [self._draw.randrange(32) for _ in range(num_sampled)]
         first_samples = token_ids and num_sampled == len(plan.seq_ids)
         logprobs = {0: logprobs_of(token_ids[0])} if first_samples else {}

@@ -238,8 +238,8 @@ class Scenario:
         def name(handle: int) -> str:
             for name, record in self.records.items():
                 choice = handle - record.request.handle
-                if 0 <= choice < record.request.num_choices:
-                    return name if record.request.num_choices == 1 else f"{name}[{choice}]"
+                if 0 <= choice < record.request.work.num_choices:
+                    return name if record.request.work.num_choices == 1 else f"{name}[{choice}]"
             return f"#{handle}"
 
         tokens: dict[str, int] = {}

@@ -5,7 +5,10 @@ import logging
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
+from pagewire.v1 import sampling_pb2
 from pagewire.v1 import scheduler_service_pb2 as pb
+from scheduler_service.core.request import EngineOutputs, RequestFinished, RequestTimings
+from scheduler_service.core_service.frontend_streams import MAX_VECTOR_BYTES, in_parts
 from scheduler_service.core_service.service import CoreService
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
@@ -25,6 +28,54 @@ async def test_tokens_of_many_requests_flow_to_their_end(
             assert frontend.tokens[handle] == counted(handle - 1, handle)
             assert frontend.finish_reasons[handle] == inference_pb.FINISH_REASON_LENGTH
         assert sorted(frontend.accepted) == list(range(1, 21))
+
+
+async def test_vectors_of_many_requests_come_before_their_ends(
+    service: CoreService, fleet: Fleet
+) -> None:
+    worker = await fleet.start(FakeWorker(pools=True))
+    params = sampling_pb2.PoolingParams(type=sampling_pb2.POOLING_TYPE_LAST, dimensions=3)
+    async with AttachedFrontend(service.address) as frontend:
+        for handle in range(1, 21):
+            await frontend.submit(handle, range(handle + 1), pooling=params)
+        await frontend.submit(30, range(6), max_tokens=4)
+        await frontend.wait_finished(*range(1, 21), 30)
+        assert {
+            handle: len(vector) for handle, vector in frontend.vectors.items()
+        } == dict.fromkeys(range(1, 21), 3)
+        assert len(set(map(tuple, frontend.vectors.values()))) == 20
+        assert frontend.tokens == {30: counted(5, 4)}
+    pooled = [new for plan in worker.plans for new in plan.new_sequences if new.HasField("pooling")]
+    assert [new.pooling for new in pooled] == [params] * 20
+
+
+async def test_a_vector_of_a_model_that_only_generates_is_refused_by_kind(
+    service: CoreService, fleet: Fleet
+) -> None:
+    await fleet.start(FakeWorker())
+    params = sampling_pb2.PoolingParams(type=sampling_pb2.POOLING_TYPE_LAST)
+    async with AttachedFrontend(service.address) as frontend:
+        await frontend.submit(1, [1, 2], pooling=params)
+        failed = await frontend.wait_failed(1)
+    assert (failed.code, failed.reason) == (9, "WORK_KIND_UNSUPPORTED")
+    assert failed.message == (
+        "the workers of the model 'counter' do generation, not pooling: send the request to a"
+        " model that does pooling"
+    )
+
+
+def test_vectors_travel_in_parts_and_before_the_ends_of_their_requests() -> None:
+    vector = bytes(MAX_VECTOR_BYTES // 2)
+    finished = [RequestFinished(handle=5, cached_tokens=0, timings=RequestTimings())]
+    outputs = EngineOutputs(
+        accepted=[1],
+        vectors=[(handle, vector) for handle in range(1, 6)],
+        requests_finished=finished,
+    )
+    parts = in_parts(outputs)
+    assert [[handle for handle, _ in part.vectors] for part in parts] == [[1, 2], [3, 4], [5]]
+    assert [part.accepted for part in parts] == [[1], [], []]
+    assert [part.requests_finished for part in parts] == [[], [], finished]
 
 
 async def test_choices_share_a_prompt_and_end_one_by_one(
@@ -171,7 +222,7 @@ async def test_a_request_too_long_for_the_model_fails_alone(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        ({"num_choices": 0}, "num_choices"),
+        ({"generation": pb.Generation(max_tokens=2)}, "num_choices"),
         ({"request_id": ""}, "request_id"),
         ({"prompt_token_ids": b"\1\2\3"}, "prompt_token_ids"),
     ],
@@ -186,8 +237,7 @@ async def test_a_malformed_request_fails_alone(
             "request_id": "seven",
             "model": "counter",
             "prompt_token_ids": b"\1\0\0\0",
-            "num_choices": 1,
-            "max_tokens": 2,
+            "generation": pb.Generation(num_choices=1, max_tokens=2),
         }
         await frontend.send(pb.FrontendMessage(submits=[pb.Submit(**fields | change)]))
         failed = await frontend.wait_failed(7)
@@ -224,8 +274,10 @@ async def test_a_live_request_id_is_refused(service: CoreService, fleet: Fleet) 
             request_id="one-1",
             model="counter",
             prompt_token_ids=b"\1\0\0\0",
-            num_choices=1,
-            max_tokens=2,
+            generation=pb.Generation(
+                num_choices=1,
+                max_tokens=2,
+            ),
         )
         await frontend.send(pb.FrontendMessage(submits=[second]))
         assert (await frontend.wait_failed(2)).reason == "DUPLICATE_REQUEST"

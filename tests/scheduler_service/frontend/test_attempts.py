@@ -27,7 +27,7 @@ async def test_the_later_try_goes_on_and_the_former_ends_with_an_error(served: S
     await request.accept()
     await request.send_tokens(letters("ab"))
     assert text_of([await former.read(), await former.read()]) == "ab"
-    seed = request.submit.sampling.seed
+    seed = request.submit.generation.sampling.seed
     first = pb.ResumedChoice(token_ids=letters("a"), num_chars=1)
     later = served.client.Generate(
         generate_request("hello", request_id="r", attempt=1, seed=seed, resume=[first])

@@ -51,13 +51,13 @@ async def test_a_broken_stream_is_replaced_and_open_requests_go_on_where_they_we
     request.attachment.break_off()
     again = await served.core.next_request()
     assert again.attachment is not request.attachment
-    assert (again.submit.request_id, again.submit.sampling.seed) == (
+    assert (again.submit.request_id, again.submit.generation.sampling.seed) == (
         request.submit.request_id,
         5,
     )
     assert again.generated(0) == letters("abc")
     assert again.generated(1) == letters("x")
-    assert [entry.finished for entry in again.submit.generated] == [False, True]
+    assert [entry.finished for entry in again.submit.generation.generated] == [False, True]
     await again.accept()
     await again.send_tokens(letters("de"), 0)
     await again.finish_choice(0)

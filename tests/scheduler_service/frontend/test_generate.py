@@ -64,7 +64,7 @@ async def test_the_first_response_comes_with_acceptance_before_any_token(served:
     first = await call.read()
     assert first.HasField("started")
     assert len(first.request_id) == 32
-    assert first.started.seed == request.submit.sampling.seed
+    assert first.started.seed == request.submit.generation.sampling.seed
     call.cancel()
 
 
@@ -99,7 +99,7 @@ async def test_an_end_is_not_held(served: Served) -> None:
 async def test_n_choices_come_with_their_index_and_end_each_for_itself(served: Served) -> None:
     call = served.client.Generate(generate_request("hello", n=3))
     request = await served.core.next_request()
-    assert request.submit.num_choices == 3
+    assert request.submit.generation.num_choices == 3
     await request.accept()
     for choice, text in enumerate(["one", "two", "three"]):
         await request.send_tokens(tokens(text), choice)
@@ -118,7 +118,7 @@ async def test_requests_at_once_have_handles_that_do_not_overlap(served: Served)
     used = [
         request.handle + choice
         for request in requests
-        for choice in range(request.submit.num_choices)
+        for choice in range(request.submit.generation.num_choices)
     ]
     assert len(used) == len(set(used)) == 134
     for call in calls:

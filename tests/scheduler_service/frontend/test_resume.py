@@ -112,7 +112,7 @@ async def test_a_choice_that_had_ended_is_told_again_to_client_and_core(served: 
         generate_request("a", request_id="r", seed=3, max_tokens=len(ids), resume=[choice])
     )
     request = await served.core.next_request()
-    assert request.submit.generated[0].finished
+    assert request.submit.generation.generated[0].finished
     await request.accept()
     await request.finish()
     responses = await read_all(call)

@@ -21,6 +21,7 @@ from scheduler_service.core import (
     StepResult,
     TenantConfig,
 )
+from scheduler_service.core.request import Generation
 from scheduler_service.replay.recording import (
     LINES,
     Header,
@@ -36,17 +37,19 @@ REQUEST = Request(
     request_id="r",
     model="m",
     prompt_token_ids=[1, 2, 3],
-    max_tokens=9,
-    sampling=SamplerParams(temperature=0.1, seed=2**63, logit_bias=[]),
-    num_choices=2,
     tenant="t",
     context=(ContextPart(ContextKind.MEDIA, bytes(range(32)), start=3, length=4),),
     priority=-3,
-    stop_token_ids=frozenset({9, 2}),
-    wants_logprobs=True,
     deadline=1234.000000001,
-    generated={1: GeneratedTokens(token_ids=[5], cumulative_logprob=-0.1, finished=True)},
-    num_speculative_tokens=0,
+    work=Generation(
+        max_tokens=9,
+        sampling=SamplerParams(temperature=0.1, seed=2**63, logit_bias=[]),
+        num_choices=2,
+        stop_token_ids=frozenset({9, 2}),
+        wants_logprobs=True,
+        generated={1: GeneratedTokens(token_ids=[5], cumulative_logprob=-0.1, finished=True)},
+        num_speculative_tokens=0,
+    ),
 )
 
 RESULT = StepResult(
@@ -101,9 +104,9 @@ def test_fields_with_their_default_are_left_out() -> None:
 
 def test_fields_that_this_version_does_not_know_survive_in_sampling_parameters() -> None:
     data = SamplerParams(temperature=0.5).SerializeToString() + b"\xfa\x3e\x01x"
-    REQUEST.sampling.ParseFromString(data)
+    REQUEST.work.sampling.ParseFromString(data)
     request = there_and_back("submit", request=REQUEST, now=1.0)["request"]
-    assert request.sampling.SerializeToString() == data
+    assert request.work.sampling.SerializeToString() == data
 
 
 @pytest.mark.parametrize(
@@ -130,7 +133,7 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], message: str) -> Non
 def test_sampling_parameters_that_are_no_message_are_named() -> None:
     line = written("submit", request=REQUEST, now=4.0)
     for sampling in ("/w==", "a", 3):
-        line["request"]["sampling"] = sampling
+        line["request"]["work"]["sampling"] = sampling
         with pytest.raises(Unreadable, match="expected SamplerParams in base64"):
             decode_entry(2, json.dumps(line))
 

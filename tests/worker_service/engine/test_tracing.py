@@ -74,7 +74,7 @@ class Worker:
             block_updates=np.zeros((0, 4), np.int32),
             seq_ids=np.array(rows, np.int32),
             num_tokens=np.full(size, tokens, np.int32),
-            sample=np.full(size, sample),
+            output=np.full(size, int(sample), np.int32),
             lookahead=np.zeros(size, np.int32),
             appended_tokens=pairs,
             received_us=self.now_us,

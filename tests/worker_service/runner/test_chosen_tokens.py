@@ -33,14 +33,16 @@ def make_bench(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return BENCHES[request.param]
 
 
-def execute(bench: Any, step_id: int, rows: Sequence[Row], **fields: Any) -> StepResult:
-    """A plan of exactly these columns."""
+def execute(
+    bench: Any, step_id: int, rows: Sequence[Row], *, kind: int = 2, **fields: Any
+) -> StepResult:
+    """A plan of exactly these columns; kind: what rows bring that sample."""
     plan = plan_pb2.StepPlan(
         epoch=1,
         step_id=step_id,
         seq_ids=column(row.seq_id for row in rows),
         num_tokens=column(row.num_tokens for row in rows),
-        sample=bytes(row.sample for row in rows),
+        output=bytes(kind * row.sample for row in rows),
         **fields,
     )
     return bench.execute(plan)
@@ -133,9 +135,9 @@ def test_a_worker_chooses_its_own_sequences_tokens(make_bench: Callable[[], Any]
         tables=block_table([0, 1]),
         sampling=sampler_params(),
     )
-    execute(bench, 1, [Row(1, 6)], new_sequences=[new])
+    execute(bench, 1, [Row(1, 6)], kind=1, new_sequences=[new])
     with pytest.raises(InvalidPlan, match="worker"):
-        execute(bench, 2, [Row(1)], appended_tokens=column([1, 5]))
+        execute(bench, 2, [Row(1)], kind=1, appended_tokens=column([1, 5]))
 
 
 def test_a_token_beyond_the_models_length_is_refused(make_bench: Callable[[], Any]) -> None:

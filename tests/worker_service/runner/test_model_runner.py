@@ -229,7 +229,7 @@ def test_more_sequences_than_rows_are_admitted(make_bench: MakeBench) -> None:
     plan = bench.plans.plan(rows)
     updates = np.array([[seq_id, 0, 0, 0] for seq_id in range(1, 200)])
     plan.block_updates = column(updates.flatten())
-    plan.sample = bytes(199)
+    plan.output = bytes(199)
     bench.execute(plan)
     assert bench.model.batches[-1] == (199, 199)
     bench.step([], forget_seq_ids=column(range(1, 200)))  # it knows all of them
@@ -331,7 +331,7 @@ BAD_PLANS = {
     "forgotten twice": ({"forget_seq_ids": column([1, 1])}, "forget_seq_ids"),
     "two rows": ({"seq_ids": column([1, 1]), "num_tokens": column([1, 1])}, "seq_ids"),
     "too many tokens": ({"seq_ids": column([1]), "num_tokens": column([5])}, "num_tokens"),
-    "samples too early": ({"seq_ids": column([1]), "num_tokens": column([2])}, "sample"),
+    "samples too early": ({"seq_ids": column([1]), "num_tokens": column([2])}, "output"),
     "no tokens": ({"seq_ids": column([1]), "num_tokens": column([0])}, "num_tokens"),
     "negative": ({"seq_ids": column([1]), "num_tokens": column([-1])}, "num_tokens"),
     "block out of range": ({"block_updates": column([1, 0, 0, NUM_BLOCKS])}, "block_updates"),
@@ -345,7 +345,7 @@ BAD_PLANS = {
     "half a pair": ({"copy": column([0])}, "copy"),
     "half a number": ({"seq_ids": b"\0\0\0"}, "seq_ids"),
     "rows and lengths": ({"seq_ids": column([1]), "num_tokens": column([1, 2])}, "num_tokens"),
-    "rows and flags": ({"seq_ids": column([1]), "sample": b"\1\1"}, "sample"),
+    "rows and flags": ({"seq_ids": column([1]), "output": b"\1\1"}, "output"),
 }
 
 

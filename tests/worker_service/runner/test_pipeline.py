@@ -122,7 +122,7 @@ def test_parts_of_random_plans_are_even_and_pieces_add_up() -> None:
         table, plan = plan_of(num_parts, rows)
         pieces: dict[int, list[tuple[int, bool]]] = {row: [] for row in range(len(rows))}
         for indices, part in divided(plan, table):
-            columns = (indices.tolist(), part.num_tokens.tolist(), part.sample.tolist())
+            columns = (indices.tolist(), part.num_tokens.tolist(), part.samples.tolist())
             for row, num_tokens, samples in zip(*columns, strict=True):
                 pieces[row].append((num_tokens, samples))
         for row, planned in zip(pieces.values(), rows, strict=True):
@@ -148,7 +148,7 @@ def test_decodes_stay_in_their_parts_whatever_is_beside_them(num_parts: int) -> 
         alone,
         seq_ids=np.append(alone.seq_ids, both.seq_ids),
         num_tokens=np.append(alone.num_tokens, both.num_tokens),
-        sample=np.append(alone.sample, both.sample),
+        output=np.append(alone.output, both.output),
         lookahead=np.append(alone.lookahead, both.lookahead),
     )
     before = [part.seq_ids.tolist() for _, part in divided(alone, table)]
@@ -172,8 +172,8 @@ def test_a_fork_samples_where_the_last_piece_of_its_parent_does() -> None:
     plan = wire.decode_plan(builder.plan([Row(1, 100), Row(2, 0)]), received_us=0)
     table.add(plan.new_sequences[0], "")
     first, last = (part for _, part in divided(plan, table))
-    assert (first.seq_ids.tolist(), first.sample.tolist()) == ([1], [False])
-    assert (last.seq_ids.tolist(), last.sample.tolist()) == ([1, 2], [True, True])
+    assert (first.seq_ids.tolist(), first.samples.tolist()) == ([1], [False])
+    assert (last.seq_ids.tolist(), last.samples.tolist()) == ([1, 2], [True, True])
 
 
 def test_two_rows_of_a_sequence_are_refused_though_they_may_be_in_different_parts() -> None:
@@ -182,7 +182,7 @@ def test_two_rows_of_a_sequence_are_refused_though_they_may_be_in_different_part
         plan,
         seq_ids=np.repeat(plan.seq_ids, 2),
         num_tokens=np.repeat(plan.num_tokens, 2),
-        sample=np.repeat(plan.sample, 2),
+        output=np.repeat(plan.output, 2),
         lookahead=np.repeat(plan.lookahead, 2),
     )
     with pytest.raises(InvalidPlan, match="two rows"):

@@ -38,7 +38,7 @@ def refused(bench: Bench, field: str, problem: str, *rows: Row, **fields: Any) -
         step_id=1,
         seq_ids=column(row.seq_id for row in rows),
         num_tokens=column(row.num_tokens for row in rows),
-        sample=bytes(row.sample for row in rows),
+        output=bytes(row.sample for row in rows),
         **fields,
     )
     with pytest.raises(InvalidPlan) as caught:
@@ -294,7 +294,12 @@ FORK = plan_pb2.NewSequence(seq_id=2, parent_seq_id=1, tables=block_table([0, 1]
         ("num_tokens", "which computes nothing", [Row(2, 0)], with_new(FORK)),
         ("seq_ids", "before its parent's", [Row(2, 0), Row(1)], with_new(FORK)),
         ("num_tokens", "lacks blocks", [Row(2, 6)], with_new(new(2, PROMPT, [5]))),
-        ("sample", "samples before its last token", [Row(2, 5)], with_new(new(2, PROMPT, [5, 6]))),
+        (
+            "output",
+            "before its last token",
+            [Row(2, 5)],
+            with_new(new(2, PROMPT, [5, 6])),
+        ),
         (
             "num_tokens",
             "does not compute up to its last token",

@@ -52,7 +52,7 @@ def micro_batches(
                     plan,
                     seq_ids=plan.seq_ids[rows],
                     num_tokens=shares[part, rows],
-                    sample=(plan.sample & ends_here)[rows],
+                    output=np.where(ends_here, plan.output, 0)[rows],
                     lookahead=np.where(ends_here, plan.lookahead, 0)[rows],
                 ),
             )
@@ -70,9 +70,10 @@ def _divide(
     short = np.flatnonzero(~is_long)
     shares[ends[short], short] = plan.num_tokens[short]
     room = -(-int(plan.num_tokens.sum()) // table.num_parts) - shares.sum(axis=1)
+    samples = plan.samples
     # Rows that sample come first: only they prefer certain parts.
-    for row in sorted(np.flatnonzero(is_long).tolist(), key=lambda row: not plan.sample[row]):
-        order = _order(int(ends[row]), table.num_parts, samples=bool(plan.sample[row]))
+    for row in sorted(np.flatnonzero(is_long).tolist(), key=lambda row: not samples[row]):
+        order = _order(int(ends[row]), table.num_parts, samples=bool(samples[row]))
         shares[:, row] = _pieces(int(plan.num_tokens[row]), room, order)
         room -= shares[:, row]
         ends[row] = np.flatnonzero(shares[:, row])[-1]

@@ -122,13 +122,14 @@ class StepOutcome:
             return StepResult(
                 epoch=plan.epoch, step_id=plan.step_id, token_ids=none, timings=timings
             )
-        token_ids, num_sampled, num_drafts = self.tokens[plan.sample], None, None
+        sampling_rows = plan.samples
+        token_ids, num_sampled, num_drafts = self.tokens[sampling_rows], None, None
         if self.num_drafts is not None:
-            sampling = np.flatnonzero(plan.sample).tolist()
+            sampling = np.flatnonzero(sampling_rows).tolist()
             parts = [np.append(self.tokens[row], self.kept.get(row, ())) for row in sampling]
             token_ids = np.concatenate(parts)
             num_sampled = np.array([len(part) for part in parts], np.int32)
-            num_drafts = self.num_drafts[plan.sample]
+            num_drafts = self.num_drafts[sampling_rows]
         return StepResult(
             epoch=plan.epoch,
             step_id=plan.step_id,

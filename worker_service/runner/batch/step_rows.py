@@ -11,7 +11,7 @@ import numpy as np
 
 from worker_service.array_types import BoolArray, Int32Array, Int64Array
 from worker_service.errors import InvalidPlan
-from worker_service.plan import RowErrorReason, StepPlan
+from worker_service.plan import RowErrorReason, RowOutput, StepPlan
 from worker_service.runner.state.sequence_table import SequenceTable
 
 _NO_ROWS = np.empty(0, np.int64)
@@ -97,21 +97,23 @@ def resolve_rows(plan: StepPlan, row_ids: Int64Array, table: SequenceTable) -> S
         forks = np.flatnonzero(~computes & is_alive)
         parents = np.array([_parent_row(plan, row, table) for row in forks.tolist()], np.int64)
         computes &= is_alive
-    samples = plan.sample & computes
+    planned = plan.samples
+    samples = planned & computes
     samples[forks] = True
     rows = StepRows(
         row_ids=row_ids,
         num_tokens=plan.num_tokens,
         firsts=table.num_computed_tokens[row_ids],
-        sample=plan.sample,
+        sample=planned,
         computes=computes,
-        are_decodes=bool((computes & plan.sample & (plan.num_tokens == 1)).all()),
+        are_decodes=bool((computes & planned & (plan.num_tokens == 1)).all()),
         forks=forks,
         parents=parents,
         sampling=np.flatnonzero(samples),
         errors=errors,
     )
     _check_lengths(rows, plan, table)
+    _check_outputs(rows, plan, table)
     return rows
 
 
@@ -119,7 +121,7 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
     """The row whose logits a row without tokens samples from."""
     seq_id = int(plan.seq_ids[row])
     parent = next((new.parent_seq_id for new in plan.new_sequences if new.seq_id == seq_id), None)
-    if parent is None or not plan.sample[row]:
+    if parent is None or not plan.samples[row]:
         problem = f"row {row} computes no tokens; only a new fork that samples may do so"
         raise InvalidPlan("num_tokens", problem)
     rows = np.flatnonzero(plan.seq_ids[:row] == parent)
@@ -134,6 +136,18 @@ def _parent_row(plan: StepPlan, row: int, table: SequenceTable) -> int:
     return int(rows[0])
 
 
+def _check_outputs(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None:
+    """Sequences with num_candidates bring candidates, and others a token, or nothing."""
+    has_candidates = table.sampling.num_candidates[rows.row_ids] > 0
+    expected = np.where(has_candidates, RowOutput.CANDIDATES, RowOutput.TOKEN)
+    is_wrong = (plan.output != RowOutput.NOTHING) & (plan.output != expected)
+    if is_wrong.any():
+        row = int(np.flatnonzero(is_wrong)[0])
+        got, seq_id = plan.output[row], plan.seq_ids[row]
+        problem = f"the row of sequence {seq_id} has {got}, expected 0 or {expected[row]}"
+        raise InvalidPlan("output", problem)
+
+
 def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None:
     """Rows compute tokens that exist, into blocks that exist, and sample from the last token. Rows
     with drafts compute and sample, and have blocks for all of them."""
@@ -144,7 +158,7 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
     lacks_front = firsts < table.min_position[row_ids]
     if (lookahead := plan.lookahead).any():
         last = end + lookahead[rows.computes]
-        is_idle = ~plan.sample | (plan.num_tokens == 0)
+        is_idle = ~rows.sample | (plan.num_tokens == 0)
         if lookahead[is_idle].any():
             seq_id = plan.seq_ids[is_idle & (lookahead > 0)][0]
             problem = "has drafts, but does not compute and sample"
@@ -153,7 +167,7 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
         return
     for field, is_wrong, problem in (
         ("num_tokens", end > num_tokens, "computes more tokens than the sequence has"),
-        ("sample", is_early, "samples before its last token"),
+        ("output", is_early, "samples before its last token"),
         ("num_tokens", end > table.max_model_len, "goes beyond the model's length"),
         ("num_tokens", end > limit, "lacks blocks"),
         ("num_tokens", lacks_front, "lacks the first blocks that it reads"),

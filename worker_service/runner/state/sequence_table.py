@@ -191,6 +191,8 @@ class SequenceTable:
         self._put_sampling(self._add(new, field), new)
 
     def _add(self, new: NewSequence, field: str) -> int:
+        if new.pooling is not None:
+            raise InvalidPlan(f"{field}.pooling", "this worker pools no vectors")
         self._check_new(new, field)
         parent = None
         if new.parent_seq_id is not None:

@@ -8,7 +8,7 @@ import pytest
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import PolicyName, SchedulerConfig
 from scheduler_service.core.policies.policy import FirstComeFirstServed
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import RouteEstimate, Router
 from scheduler_service.core.scheduler_stats import ModelTotals
@@ -65,9 +65,11 @@ class Deployment:
             request_id=f"r{handle}",
             model="m",
             prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            sampling=None,
-            num_choices=num_choices,
+            work=Generation(
+                max_tokens=max_tokens,
+                sampling=None,
+                num_choices=num_choices,
+            ),
         )
         group = self._registry.make_seq_group(request, self.now_us)
         self._registry.add(group)
@@ -101,7 +103,7 @@ class Deployment:
             for scheduler in self.schedulers:
                 plan = scheduler.schedule(self.now_us, is_awaited=False)
                 if plan is not None:
-                    num_tokens = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+                    num_tokens = len(plan.seq_ids) if plan.output is None else sum(plan.output)
                     result = StepResult(step_id=plan.step_id, token_ids=[3] * num_tokens)
                     scheduler.update(result, self.now_us)
                 for group in scheduler.pop_ended():

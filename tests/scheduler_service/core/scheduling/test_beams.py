@@ -50,9 +50,8 @@ def test_what_no_search_can_be_is_refused_by_name(changes: dict[str, Any], field
 def test_a_search_does_not_go_on_from_tokens() -> None:
     driver = make_driver()
     request = driver.submit(prompt=PROMPT, max_tokens=5, beam_search=THREE).request
-    other = dataclasses.replace(
-        request, handle=50, request_id="again", generated={0: GeneratedTokens(token_ids=[1])}
-    )
+    work = dataclasses.replace(request.work, generated={0: GeneratedTokens(token_ids=[1])})
+    other = dataclasses.replace(request, handle=50, request_id="again", work=work)
     with pytest.raises(InvalidArgument) as caught:
         driver.core.submit(other, driver.now)
     assert caught.value.field == "resume"
@@ -104,7 +103,7 @@ def test_a_lost_core_begins_the_search_anew_with_the_same_end() -> None:
         driver.schedule("g0")
         driver.deliver("g0")
     driver.lose_core()
-    assert record.request.generated == {}
+    assert record.request.work.generated == {}
     driver.run_until_idle()
     assert record.finished is not None
     driver.check_empty()
@@ -124,7 +123,7 @@ def test_a_search_that_moves_to_a_shorter_model_ends_with_what_it_has() -> None:
     assert [finished.reason for finished in outbox.choices_finished] == ["length"] * 3
     assert len(outbox.token_ids) == 3 * 8
     assert len(outbox.requests_finished) == 1
-    assert record.request.num_choices == 3
+    assert record.request.work.num_choices == 3
 
 
 def test_other_requests_are_pipelined_while_a_search_waits() -> None:

@@ -30,14 +30,14 @@ def with_defaults(**config: object) -> FrontendModel:
 
 def test_a_bare_request_gets_the_defaults_of_the_contract() -> None:
     request = resolved()
-    sampling = request.submit.sampling
+    sampling = request.submit.generation.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
     assert (sampling.repetition_penalty, sampling.presence_penalty) == (1, 0)
     assert not sampling.HasField("logprobs")
     assert not sampling.HasField("prompt_logprobs")
-    assert request.submit.num_choices == request.num_returned == 1
-    assert request.submit.max_tokens == 256 - 10
-    assert from_column(request.submit.stop_token_ids, "") == [EOS_ID]
+    assert request.submit.generation.num_choices == request.num_returned == 1
+    assert request.submit.generation.max_tokens == 256 - 10
+    assert from_column(request.submit.generation.stop_token_ids, "") == [EOS_ID]
     assert request.skip_special_tokens
     assert not request.include_stop
 
@@ -45,24 +45,24 @@ def test_a_bare_request_gets_the_defaults_of_the_contract() -> None:
 def test_the_models_author_fills_in_what_the_request_leaves_open() -> None:
     model = with_defaults(temperature=0.5, top_k=9, max_new_tokens=20, eos_token_id=[7])
     request = resolved(model, top_k=3)
-    assert request.submit.sampling.temperature == 0.5
-    assert request.submit.sampling.top_k == 3
+    assert request.submit.generation.sampling.temperature == 0.5
+    assert request.submit.generation.sampling.top_k == 3
     assert request.max_tokens == 20
     assert request.stop_token_ids == {EOS_ID, 7}
-    assert resolved(model, temperature=0.0).submit.sampling.temperature == 0
+    assert resolved(model, temperature=0.0).submit.generation.sampling.temperature == 0
 
 
 def test_tokens_may_wait_at_the_core_unless_stop_strings_are_looked_for_here() -> None:
-    assert resolved(max_hold_ms=50).submit.max_hold_ms == 50
-    assert resolved(max_hold_ms=50, stop=["x"]).submit.max_hold_ms == 0
-    assert resolved().submit.max_hold_ms == 0
+    assert resolved(max_hold_ms=50).submit.generation.max_hold_ms == 50
+    assert resolved(max_hold_ms=50, stop=["x"]).submit.generation.max_hold_ms == 0
+    assert resolved().submit.generation.max_hold_ms == 0
 
 
 def test_a_seed_is_drawn_once_and_fits_a_double() -> None:
     seeds = {resolved().seed for _ in range(50)}
     assert len(seeds) == 50
     assert max(seeds) < 2**SEED_BITS
-    assert resolved(seed=2**64 - 1).submit.sampling.seed == 2**64 - 1
+    assert resolved(seed=2**64 - 1).submit.generation.sampling.seed == 2**64 - 1
     assert resolved(seed=0).seed == 0
 
 
@@ -84,77 +84,82 @@ def test_stop_tokens_come_beside_the_ends_of_sequence() -> None:
 
 
 def test_ends_of_sequence_can_be_ignored() -> None:
-    assert resolved(ignore_eos=True).submit.stop_token_ids == b""
+    assert resolved(ignore_eos=True).submit.generation.stop_token_ids == b""
     request = resolved(ignore_eos=True, stop_token_ids=[EOS_ID])
     assert request.reported_stop_token_ids == {EOS_ID}
 
 
 def test_min_tokens_holds_every_stop_token_back() -> None:
     request = resolved(min_tokens=4, stop_token_ids=[9])
-    assert request.submit.sampling.min_tokens == 4
-    assert set(from_column(request.submit.sampling.suppressed_token_ids, "")) == {9, EOS_ID}
-    assert resolved().submit.sampling.suppressed_token_ids == b""
+    assert request.submit.generation.sampling.min_tokens == 4
+    assert set(from_column(request.submit.generation.sampling.suppressed_token_ids, "")) == {
+        9,
+        EOS_ID,
+    }
+    assert resolved().submit.generation.sampling.suppressed_token_ids == b""
 
 
 def test_bad_words_travel_as_token_sequences() -> None:
-    words = resolved(bad_words=["fox"]).submit.sampling.bad_words
+    words = resolved(bad_words=["fox"]).submit.generation.sampling.bad_words
     sequences = [from_column(word.token_ids, "") for word in words]
     assert [byte_level().decode(ids) for ids in sequences] == ["fox", " fox"]
 
 
 def test_log_probabilities_travel_with_their_zero() -> None:
-    sampling = resolved(logprobs=0, prompt_logprobs=3).submit.sampling
+    sampling = resolved(logprobs=0, prompt_logprobs=3).submit.generation.sampling
     assert sampling.HasField("logprobs")
     assert (sampling.logprobs, sampling.prompt_logprobs) == (0, 3)
 
 
 def test_candidates_are_as_many_choices_with_log_probabilities() -> None:
     request = resolved(n=2, best_of=5)
-    assert (request.submit.num_choices, request.num_returned) == (5, 2)
-    assert request.submit.sampling.HasField("logprobs")
+    assert (request.submit.generation.num_choices, request.num_returned) == (5, 2)
+    assert request.submit.generation.sampling.HasField("logprobs")
     assert request.num_logprobs is None
     assert not request.is_streamed
-    assert resolved(n=2, best_of=5, logprobs=3).submit.sampling.logprobs == 3
+    assert resolved(n=2, best_of=5, logprobs=3).submit.generation.sampling.logprobs == 3
 
 
 def test_as_many_candidates_as_choices_are_just_choices() -> None:
     request = resolved(n=2, best_of=2)
     assert request.is_streamed
-    assert not request.submit.sampling.HasField("logprobs")
+    assert not request.submit.generation.sampling.HasField("logprobs")
 
 
 def test_a_search_is_settled_with_candidates_and_without_what_the_author_says_of_sampling() -> None:
     model = with_defaults(temperature=0.5, top_k=9, top_p=0.5, eos_token_id=[7])
     request = resolved(model, n=2, beam_search={"width": 4})
-    beam, sampling = request.submit.beam_search, request.submit.sampling
+    beam, sampling = request.submit.generation.beam_search, request.submit.generation.sampling
     assert (beam.width, beam.length_penalty) == (4, 1.0)
     assert beam.early_stopping == sampling_pb2.EARLY_STOPPING_WHEN_HOPELESS
-    assert request.submit.num_choices == request.num_returned == 2
+    assert request.submit.generation.num_choices == request.num_returned == 2
     assert not request.is_streamed
     assert sampling.num_candidates == 4 + len(request.stop_token_ids)
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0, 0, 1)
 
 
 def test_a_search_has_candidates_for_the_log_probabilities_asked_for() -> None:
-    sampling = resolved(beam_search={"width": 2}, logprobs=17).submit.sampling
+    sampling = resolved(beam_search={"width": 2}, logprobs=17).submit.generation.sampling
     assert sampling.num_candidates == 17
 
 
 def test_more_candidates_than_the_vocabulary_has_are_the_vocabulary() -> None:
     model = build_model(model_info(vocab_size=30), model_files(byte_level()))
-    assert resolved(model, beam_search={"width": 64}).submit.sampling.num_candidates == 30
+    assert (
+        resolved(model, beam_search={"width": 64}).submit.generation.sampling.num_candidates == 30
+    )
 
 
 def test_a_single_beam_is_greedy() -> None:
     request = resolved(beam_search={"width": 1})
-    assert not request.submit.HasField("beam_search")
-    assert not request.submit.sampling.HasField("num_candidates")
-    assert request.submit.sampling.temperature == 0
+    assert not request.submit.generation.HasField("beam_search")
+    assert not request.submit.generation.sampling.HasField("num_candidates")
+    assert request.submit.generation.sampling.temperature == 0
     assert request.is_streamed
 
 
 def test_top_k_beyond_the_vocabulary_is_the_vocabulary() -> None:
-    assert resolved(top_k=2**32 - 1).submit.sampling.top_k == model_info().vocab_size
+    assert resolved(top_k=2**32 - 1).submit.generation.sampling.top_k == model_info().vocab_size
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ def test_tokenizer_files_that_cannot_be_used_leave_token_ids_working() -> None:
 
 
 def constraint_of(model: FrontendModel = MODEL, **fields: Any) -> sampling_pb2.Constraint:
-    sampling = resolved(model, **fields).submit.sampling
+    sampling = resolved(model, **fields).submit.generation.sampling
     assert sampling.suppressed_token_ids == b""
     assert sampling.HasField("constraint")
     return sampling.constraint
@@ -195,7 +200,7 @@ def ends_of(constraint: sampling_pb2.Constraint) -> tuple[set[int], set[int]]:
 
 
 def test_a_worker_is_told_what_the_output_must_match_and_what_may_end_it() -> None:
-    assert not resolved().submit.sampling.HasField("constraint")
+    assert not resolved().submit.generation.sampling.HasField("constraint")
     constraint = constraint_of(regex="a+", stop_token_ids=[9], min_tokens=4)
     assert (constraint.regex, ends_of(constraint)) == ("a+", ({9, EOS_ID}, set()))
     assert constraint_of(json_schema="{}").json_schema == "{}"
@@ -220,7 +225,7 @@ def test_a_constraint_of_a_chat_applies_after_the_models_thought() -> None:
     request.sampling_params.regex = "a"
 
     def thought() -> sampling_pb2.Thought:
-        return resolve_request(request, "r", thinking).submit.sampling.constraint.thought
+        return resolve_request(request, "r", thinking).submit.generation.sampling.constraint.thought
 
     other_starts = ["\n<think>", "\n\n<think>", " <think>"]
     assert thought() == sampling_pb2.Thought(

@@ -54,7 +54,7 @@ async def test_the_best_beams_come_at_the_end_in_order(served: Served) -> None:
     beam_search = {"width": 4, "length_penalty": 0.5, "early_stopping": 1}
     call = served.client.Generate(generate_request("x", n=2, beam_search=beam_search, logprobs=0))
     request = await served.core.next_request()
-    submitted = request.submit.beam_search
+    submitted = request.submit.generation.beam_search
     assert (submitted.width, submitted.length_penalty) == (4, 0.5)
     assert submitted.early_stopping == sampling_pb2.EARLY_STOPPING_WHEN_FULL
     await request.accept()
@@ -75,8 +75,8 @@ async def test_a_search_is_submitted_again_as_it_was_when_the_core_is_lost(serve
     await call.read()
     request.attachment.break_off()
     again = await served.core.next_request()
-    assert again.submit.beam_search == request.submit.beam_search
-    assert not again.submit.generated
+    assert again.submit.generation.beam_search == request.submit.generation.beam_search
+    assert not again.submit.generation.generated
     await again.accept()
     await found(again, letters("a"), letters("b"))
     responses = await read_all(call)
@@ -89,7 +89,7 @@ async def test_a_client_that_lost_its_frontend_gets_the_rest(served: Served) -> 
         generate_request("x", n=2, beam_search={"width": 2}, seed=1, request_id="r", resume=resumed)
     )
     request = await served.core.next_request()
-    assert not request.submit.generated
+    assert not request.submit.generation.generated
     await request.accept()
     await found(request, letters("ab"), letters("cd"))
     responses = await read_all(call)

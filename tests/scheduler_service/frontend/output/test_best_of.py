@@ -38,7 +38,7 @@ async def send(request: FakeRequest, choice: int, text: str, *logprobs: float) -
 
 
 async def finish(request: FakeRequest) -> None:
-    for choice in range(request.submit.num_choices):
+    for choice in range(request.submit.generation.num_choices):
         await request.finish_choice(choice)
     await request.finish()
 
@@ -46,7 +46,7 @@ async def finish(request: FakeRequest) -> None:
 async def test_the_most_probable_candidates_are_returned_best_first(served: Served) -> None:
     call = served.client.Generate(generate_request("x", n=2, best_of=4))
     request = await served.core.next_request()
-    assert request.submit.num_choices == 4
+    assert request.submit.generation.num_choices == 4
     await request.accept()
     await send(request, 0, "aa", -1.0, -1.0)
     await send(request, 1, "b", -0.5)
@@ -141,7 +141,7 @@ async def test_a_client_that_lost_its_frontend_gets_the_rest(served: Served) -> 
         generate_request("x", n=2, best_of=3, seed=3, request_id="r", resume=resumed)
     )
     request = await served.core.next_request()
-    assert not request.submit.generated
+    assert not request.submit.generation.generated
     await request.accept()
     await send(request, 0, "aa", -1.0, -1.0)
     await send(request, 1, "bcd", -0.5, -0.5, -0.5)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagewire.v1 import sampling_pb2
-from scheduler_service.core.request import Request
+from scheduler_service.core.request import Generation, Request
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine
 from tests.support.speculation import SpeculatingEngine
@@ -235,10 +235,12 @@ class Engine(SpeculatingEngine):
             request_id=str(handle),
             model=MODEL,
             prompt_token_ids=list(range(5, 25)),
-            max_tokens=40,
-            num_choices=num_choices,
             tenant=tenant,
-            sampling=sampling_pb2.SamplerParams(**(GREEDY | {"temperature": 1.0, "seed": 8})),
+            work=Generation(
+                max_tokens=40,
+                num_choices=num_choices,
+                sampling=sampling_pb2.SamplerParams(**(GREEDY | {"temperature": 1.0, "seed": 8})),
+            ),
         )
         return [each.token_ids for each in self.run([request]).values()]
 

@@ -41,14 +41,14 @@ async def test_a_request_goes_to_the_core_as_one_of_grpc_does(served: HttpServed
     wish |= {"num_speculative_tokens": 0}
     answer = post(served, wish | {"min_p": 0.25, "stop_token_ids": [9], "ignore_eos": True})
     request = await served.core.next_request()
-    sampling = request.submit.sampling
+    sampling = request.submit.generation.sampling
     assert (sampling.seed, sampling.top_k, sampling.min_p) == (2**64 - 2, 0, 0.25)
     assert [(entry.token_id, entry.bias) for entry in sampling.logit_bias] == [(7, 3)]
     assert request.submit.priority == 4
-    assert request.submit.HasField("num_speculative_tokens")
-    assert request.submit.num_speculative_tokens == 0
-    assert request.submit.max_tokens == 50
-    assert request.submit.max_hold_ms == 1000
+    assert request.submit.generation.HasField("num_speculative_tokens")
+    assert request.submit.generation.num_speculative_tokens == 0
+    assert request.submit.generation.max_tokens == 50
+    assert request.submit.generation.max_hold_ms == 1000
     await request.complete(tokens("world"))
     body = (await answer).json()
     assert body["choices"][0]["text"] == "world"

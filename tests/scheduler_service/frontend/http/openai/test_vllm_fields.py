@@ -150,12 +150,12 @@ async def test_beam_search(served: HttpServed, wish: dict[str, Any], width: int,
     beams = {"use_beam_search": True, "length_penalty": 2.0, "max_tokens": 4}
     answer = asyncio.create_task(served.client.post(COMPLETIONS, json=WISH | beams | wish))
     request = await served.core.next_request()
-    assert request.submit.num_choices == n
+    assert request.submit.generation.num_choices == n
     if width > 1:
-        assert request.submit.beam_search.width == width
-        assert request.submit.beam_search.length_penalty == 2
+        assert request.submit.generation.beam_search.width == width
+        assert request.submit.generation.beam_search.length_penalty == 2
     else:
-        assert not request.submit.HasField("beam_search")
+        assert not request.submit.generation.HasField("beam_search")
     answer.cancel()
     await request.cancelled()
 
@@ -186,7 +186,7 @@ async def test_a_temperature_that_is_too_low_is_the_lowest(
     served: HttpServed, path: str, asked: float, taken: float
 ) -> None:
     request, _ = await submitted(served, path, dict(BOTH)[path] | {"temperature": asked})
-    assert request.submit.sampling.temperature == unpack("f", pack("f", taken))[0]
+    assert request.submit.generation.sampling.temperature == unpack("f", pack("f", taken))[0]
 
 
 async def test_a_request_may_be_named_in_the_body(served: HttpServed) -> None:
@@ -234,11 +234,11 @@ async def test_minus_one_is_as_many_tokens_as_fit_and_any_seed(
     for _ in range(2):
         asked = wish | {"max_tokens": -1, "seed": -1}
         request, _ = await submitted(served, path, asked)
-        assert request.submit.max_tokens == 256 - len(request.prompt)
-        seeds.add(request.submit.sampling.seed)
+        assert request.submit.generation.max_tokens == 256 - len(request.prompt)
+        seeds.add(request.submit.generation.sampling.seed)
     assert len(seeds) == 2, "drawn for each"
     request, _ = await submitted(served, path, wish | {"seed": -2})
-    assert request.submit.sampling.seed == 2**64 - 2
+    assert request.submit.generation.sampling.seed == 2**64 - 2
 
 
 async def test_a_character_of_several_tokens_comes_whole(served: HttpServed) -> None:
