@@ -1,0 +1,192 @@
+"""Memory and prefixes where a model has several cache groups. A unit of keys has four tokens."""
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler_service.core.config import CacheGroup, CacheLifetime, SchedulerConfig
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.manager import KVCacheManager
+from tests.support.blocks import KnownSequence
+from tests.support.core_driver import make_capacity
+
+ALL = CacheGroup(block_tokens=12)
+WINDOW = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=4, span=8)
+CHUNK = CacheGroup(lifetime=CacheLifetime.CHUNK, block_tokens=4, span=16)
+STEP_TOKENS = 8
+"""Tokens of a prompt in a step."""
+
+
+def make_cache(
+    *groups: CacheGroup, num_blocks: int = 64, num_host_blocks: int = 0
+) -> KVCacheManager:
+    capacity = make_capacity(
+        num_gpu_blocks=num_blocks, num_cpu_blocks=num_host_blocks, cache_groups=groups
+    )
+    return KVCacheManager(
+        SchedulerConfig(watermark=0.0), replace(capacity, max_chunk_tokens=STEP_TOKENS)
+    )
+
+
+def make_seq(seq_id: int, num_tokens: int) -> KnownSequence:
+    return KnownSequence(seq_id, list(range(num_tokens)))
+
+
+def prefill(cache: KVCacheManager, seq: KnownSequence) -> list[int]:
+    """Compute a prompt, and offer what each step computes before the next one; returns the plan's
+    `copy` of what was found of it."""
+    hit = cache.match_prefix(seq)
+    assert cache.can_admit(seq.length, hit) is AllocStatus.OK
+    copies = cache.admit(seq, hit).copy
+    for start in range(hit.num_tokens, seq.length, STEP_TOKENS):
+        end = min(seq.length, start + STEP_TOKENS)
+        assert cache.extend_prompt(seq, start, end) is not None
+        cache.offer(seq, end)
+    cache.end_prompt(seq)
+    cache.end_plan(has_rows=True)
+    return copies
+
+
+def tables(cache: KVCacheManager, seq: KnownSequence) -> list[tuple[int, int]]:
+    """By group: the first index and the number of blocks."""
+    return [(table.first_index, len(table.block_ids)) for table in cache.tables(seq)]
+
+
+def test_a_window_has_blocks_from_the_first_token_that_its_next_row_sees() -> None:
+    cache, seq = make_cache(ALL, WINDOW), make_seq(1, 40)
+    prefill(cache, seq)
+    assert tables(cache, seq) == [(0, 4), (6, 4)], "the last step began at token 32, and saw 25"
+    seq.next_position = 40
+    cache.release_unread(seq)
+    assert tables(cache, seq) == [(0, 4), (8, 2)], "33 to 39"
+    [update] = cache.reserve(seq, 41)
+    assert (update.group, update.index, update.copied_from) == (1, 10, None)
+
+
+def test_a_chunk_is_released_at_multiples_of_its_length() -> None:
+    cache, seq = make_cache(ALL, CHUNK), make_seq(1, 32)
+    prefill(cache, seq)
+    assert tables(cache, seq)[1] == (4, 4)
+    seq.next_position = 32
+    cache.release_unread(seq)
+    assert tables(cache, seq)[1] == (8, 0)
+
+
+def test_a_prompt_is_admitted_if_a_window_and_a_step_of_it_fit() -> None:
+    num_blocks = 4 + (8 - 1 + STEP_TOKENS + 3) // 4 + 1
+    cache, seq = make_cache(ALL, WINDOW, num_blocks=num_blocks), make_seq(1, 48)
+    prefill(cache, seq)
+    cache.check([seq])
+    assert cache.num_tokens == 48
+    assert cache.can_admit(49, cache.match_prefix(seq)) is AllocStatus.NEVER
+
+
+def test_what_is_reserved_for_a_prompt_is_given_to_no_other() -> None:
+    cache, seq, other = make_cache(ALL, WINDOW, num_blocks=10), make_seq(1, 48), make_seq(2, 12)
+    cache.admit(seq, cache.match_prefix(seq))
+    assert cache.num_free_blocks[0] == 6
+    assert cache.is_full
+    assert cache.can_admit(other.length, cache.match_prefix(other)) is AllocStatus.LATER
+
+
+@pytest.mark.parametrize(("num_equal", "found"), [(3, 0), (4, 4), (11, 8), (12, 12), (22, 20)])
+def test_a_hit_may_end_inside_a_block_which_is_then_copied(num_equal: int, found: int) -> None:
+    cache, first = make_cache(ALL), make_seq(1, 40)
+    prefill(cache, first)
+    second = make_seq(2, 40)
+    second.tokens[num_equal:] = [90 + index for index in range(40 - num_equal)]
+    assert cache.match_prefix(second).num_tokens == found
+    copies = prefill(cache, second)
+    [ours], [theirs] = cache.tables(second), cache.tables(first)
+    assert ours.block_ids[: found // 12] == theirs.block_ids[: found // 12]
+    index = found // 12
+    expected = [theirs.block_ids[index], ours.block_ids[index]] if found % 12 else []
+    assert copies == expected
+    cache.check([first, second])
+
+
+def test_the_last_block_of_a_sequence_is_found_though_it_is_not_full() -> None:
+    cache, first, second = make_cache(ALL), make_seq(1, 22), make_seq(2, 23)
+    prefill(cache, first)
+    cache.free(first)
+    assert cache.match_prefix(second).num_tokens == 20
+    assert len(prefill(cache, second)) == 2
+
+
+def test_without_room_for_a_copy_a_sequence_continues_in_the_block_that_it_has_found() -> None:
+    cache, first, second = make_cache(ALL, num_blocks=2), make_seq(1, 22), make_seq(2, 23)
+    prefill(cache, first)
+    [table] = cache.tables(first)
+    cache.free(first)
+    assert prefill(cache, second) == []
+    assert cache.tables(second) == [table]
+    cache.check([second])
+
+
+def test_a_prefix_is_found_at_the_end_of_a_prompt_whose_window_has_moved_on() -> None:
+    cache, seq = make_cache(ALL, WINDOW), make_seq(1, 30)
+    prefill(cache, seq)
+    seq.next_position = 60
+    for length in range(31, 62):
+        cache.reserve(seq, length)
+    cache.release_unread(seq)
+    cache.free(seq)
+    assert cache.match_prefix(make_seq(2, 30)).num_tokens == 28
+
+
+def test_a_hit_is_cut_where_the_window_before_its_end_has_been_evicted() -> None:
+    cache, seq = make_cache(ALL, WINDOW, num_blocks=16), make_seq(1, 30)
+    prefill(cache, seq)
+    cache.free(seq)
+    assert cache.match_prefix(make_seq(2, 30)).num_tokens == 28
+    number = 3
+    while (found := cache.match_prefix(make_seq(2, 30)).num_tokens) == 28:
+        other = make_seq(number, 9)
+        other.tokens = [100 * number + index for index in range(9)]
+        prefill(cache, other)
+        number += 1
+    assert found < 28
+    hit = cache.match_prefix(make_seq(2, 30))
+    first = max(0, found - WINDOW.span + 1) // 4
+    assert (hit.groups[1].first, len(hit.groups[1].blocks)) == (first, found // 4 - first)
+
+
+def test_a_window_that_left_the_device_is_found_on_the_host_with_the_rest() -> None:
+    cache, seq = make_cache(ALL, WINDOW, num_blocks=16, num_host_blocks=64), make_seq(1, 30)
+    prefill(cache, seq)
+    cache.free(seq)
+    for number in (3, 4, 5):
+        other = make_seq(number, 30)
+        other.tokens = [100 * number + index for index in range(30)]
+        prefill(cache, other)
+        cache.free(other)
+    assert cache.match_prefix(make_seq(2, 30)).num_tokens == 0
+    hit = cache.match_prefix(make_seq(2, 30), is_fetched=lambda num_moves, num_tokens: True)
+    assert hit.num_tokens == 28
+    assert hit.num_moves == 3 + 2, "three blocks of all tokens, and 21 to 27"
+
+
+def test_a_swapped_out_window_comes_back_with_its_first_index() -> None:
+    cache, seq = make_cache(ALL, WINDOW, num_host_blocks=16), make_seq(1, 40)
+    prefill(cache, seq)
+    before = tables(cache, seq)
+    cache.swap_out([seq])
+    cache.end_plan(has_rows=False)
+    cache.swap_in([seq])
+    cache.end_plan(has_rows=False)
+    assert tables(cache, seq) == before
+    cache.check([seq])
+
+
+def test_keys_do_not_depend_on_the_sizes_of_blocks() -> None:
+    keys = []
+    for group in (CacheGroup(block_tokens=16), CacheGroup(block_tokens=48), WINDOW_OF_320):
+        cache, seq = make_cache(group), make_seq(1, 40)
+        cache.match_prefix(seq)
+        [(unit, of_unit)] = seq.prefix_keys.items()
+        assert unit == 16
+        keys.append(of_unit)
+    assert keys[0] == keys[1] == keys[2]
+
+
+WINDOW_OF_320 = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=320, span=512)
