@@ -215,5 +215,5 @@ def test_the_device_has_the_tables_block_tables() -> None:
     used = sorted(table.used_rows())
     for tables, on_device in zip(table.tables, sequences.on_device.block_tables, strict=True):
         np.testing.assert_array_equal(on_device[used].cpu().numpy(), tables.blocks[used])
-    assert table.tables[1].blocks[used].max() == 100
+    assert 100 in table.tables[1].blocks[used]
     assert sequences.on_device.changes(table) == []
