@@ -18,7 +18,7 @@ from benchmarks.engines.engine import Settings
 from pagewire.v1.sampling_pb2 import SamplerParams
 from scheduler_service import wire as scheduler_wire
 from scheduler_service.core import Request, SchedulerConfig, SchedulerCore, WorkerGroupCapacity
-from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.config import CacheGroup, CacheLifetime
 from scheduler_service.core.request import Generation
 from service_common.version import VERSION
 from worker_service.config import CacheConfig, ModelConfig, RunnerConfig
@@ -95,7 +95,14 @@ class InProcess:
             model=MODEL,
             num_gpu_blocks=counts.num_gpu_blocks,
             num_cpu_blocks=counts.num_cpu_blocks,
-            cache_groups=(CacheGroup(block_tokens=facts.cache_groups[0].block_tokens),),
+            cache_groups=tuple(
+                CacheGroup(
+                    lifetime=CacheLifetime(group.lifetime.value),
+                    block_tokens=group.block_tokens,
+                    span=group.span,
+                )
+                for group in facts.cache_groups
+            ),
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             num_speculative_tokens=facts.num_speculative_tokens,

@@ -41,6 +41,7 @@ from tests.support.rank_threads import ParallelWorker, RankThreads
 from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig, RunnerConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model
+from worker_service.loader.load import release_windows
 from worker_service.models.interface import Model
 from worker_service.models.native import NativeModel
 from worker_service.runner.drafting.draft_model import DraftModel
@@ -98,8 +99,9 @@ def model(name: str) -> Model:
 
 
 @cache
-def loaded(name: str, captures: bool = False) -> LoadedModel:
-    """captures: whether this one is for a head, which makes it keep hidden states."""
+def loaded(name: str, speculates: bool = False) -> LoadedModel:
+    """speculates: whether this one is for a head, which makes it keep hidden states, or for a draft
+    model; with both, windows are no cache groups of their own."""
     name, _, rounded = name.partition("-")
     path = EMBEDDED if name == "embedded" else checkpoint(name)
     quantization = rounded if rounded in QUANTIZATIONS else None
@@ -114,7 +116,8 @@ def loaded(name: str, captures: bool = False) -> LoadedModel:
         config = ModelConfig(
             model=str(path), device="cpu", dtype="float32", quantization=quantization
         )
-        return load_model(config, cache)
+        found = load_model(config, cache)
+    return found if speculates else release_windows(found, cache)
 
 
 @cache
@@ -237,7 +240,7 @@ def speculation(number: int) -> Counter[str]:
         "knowing": partial(SpeculatingWorker, drafter=KnowingDrafter(outputs)),
         "ngram": partial(SpeculatingWorker, drafter=SuffixDrafter(history_tokens=0)),
         "suffix": worker_with_history,
-        "draft": worker_with_draft_model,
+        "draft": partial(worker_with_draft_model, drawn.model),
         "eagle": partial(worker_with_head, drawn.model),
     }[DRAFTERS[number % len(DRAFTERS)]]
     worker_type = partial(worker_type, num_drafts=draw.choice((1, 2, 4, 7)))
@@ -250,9 +253,10 @@ def worker_with_history(model: Model, **options: Any) -> InProcessWorker:
 
 
 def worker_with_draft_model(
-    model: Model, *, num_gpu_blocks: int, block_size: int, **options: Any
+    name: str, model: Model, *, num_gpu_blocks: int, block_size: int, **options: Any
 ) -> InProcessWorker:
     """A worker with its model as the draft model, too, so that most drafts are right."""
+    model = loaded(name, speculates=True).model
     cache = CacheEngine(
         model.kv_cache_spec,
         block_size=block_size,
@@ -273,7 +277,7 @@ def worker_with_head(
     options |= {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
     if not isinstance(model, NativeModel):
         return SpeculatingWorker(model, drafter=SuffixDrafter(history_tokens=0), **options)
-    target = loaded(name, captures=True)
+    target = loaded(name, speculates=True)
     stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
     path = head_for(model.hidden_size, model.vocab_size)
     head = load_eagle_head(str(path), target, CacheConfig(kv_cache_dtype=stored))

@@ -189,11 +189,13 @@ class Deployment:
 
     def _join(self, index: int) -> None:
         memory = self._configuration.workers[index]
+        block_size = self._configuration.block_size
+        num_groups = len(self._model.kv_cache_spec.groups(block_size))
         worker = self._worker_type(
             self._model,
-            num_gpu_blocks=memory.num_gpu_blocks,
-            num_cpu_blocks=memory.num_cpu_blocks,
-            block_size=self._configuration.block_size,
+            num_gpu_blocks=memory.num_gpu_blocks * num_groups,
+            num_cpu_blocks=memory.num_cpu_blocks * num_groups,
+            block_size=block_size,
         )
         self._links[index] = Link(worker)
         self._core.add_worker_group(worker.capacity(str(index)), now=0.0)

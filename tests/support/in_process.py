@@ -6,7 +6,7 @@ only the network and the processes are missing. So a test can run many models in
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,12 @@ import torch
 
 from pagewire.v1 import plan_pb2, sampling_pb2
 from scheduler_service import wire as scheduler_wire
-from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import (
+    CacheGroup,
+    CacheLifetime,
+    SchedulerConfig,
+    WorkerGroupCapacity,
+)
 from scheduler_service.core.core import SchedulerCore
 from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.step_plan import StepResult
@@ -29,6 +34,7 @@ from tests.support.runners import (
     speculating,
 )
 from worker_service.array_types import Int32Array
+from worker_service.cache_groups import CacheGroup as WorkerCacheGroup
 from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
@@ -54,6 +60,18 @@ class Output:
     """Prompt tokens found in the prefix cache."""
     prompt_logprobs: bytes = b""
     """Log probabilities as they travel, of a first choice whose request asked for them."""
+
+
+def groups_of_core(groups: Sequence[WorkerCacheGroup]) -> tuple[CacheGroup, ...]:
+    """A worker's cache groups as the core receives them."""
+    return tuple(
+        CacheGroup(
+            lifetime=CacheLifetime(group.lifetime.value),
+            block_tokens=group.block_tokens,
+            span=group.span,
+        )
+        for group in groups
+    )
 
 
 class InProcessWorker:
@@ -91,7 +109,7 @@ class InProcessWorker:
             model=MODEL,
             num_gpu_blocks=len(self._cache.device_cache),
             num_cpu_blocks=len(self._cache.host_cache),
-            cache_groups=(CacheGroup(block_tokens=self._block_size),),
+            cache_groups=groups_of_core(self._model.kv_cache_spec.groups(self._block_size)),
             max_model_len=self._model.max_model_len,
             vocab_size=self._model.vocab_size,
             num_speculative_tokens=self._num_speculative_tokens,
@@ -180,9 +198,12 @@ class InProcessEngine:
         dtype: str = "float32",
         device: str = "cpu",
         config: SchedulerConfig | None = None,
+        releases_windows: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.loaded = load_model(ModelConfig(model=str(model), device=device, dtype=dtype))
+        model_spec = self.loaded.model.kv_cache_spec
+        self.loaded.model.kv_cache_spec = replace(model_spec, releases_windows=releases_windows)
         self.block_size = block_size
         self.reset(
             num_gpu_blocks=num_gpu_blocks,

@@ -45,11 +45,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-RELEASES_WINDOWS = False
-"""Whether the scheduler releases the blocks of windows. Until it does, all layers of a model are
-one cache group, which keeps all tokens."""
-
-
 def compile_layers(
     model: Model, device: torch.device, backend: str | Callable[..., Any] = "inductor"
 ) -> None:
@@ -108,17 +103,14 @@ class ModelExecutor:
         rendezvous: Rendezvous | None = None,
         runner: RunnerConfig | None = None,
         draft_lengths: DraftLengths | None = None,
-        releases_windows: bool = RELEASES_WINDOWS,
     ) -> None:
         """rendezvous: where the ranks join, if several share the model. draft_lengths: chooses
-        numbers of drafts; None: from measurements, which outlast an epoch. releases_windows:
-        whether windows become cache groups of their own where that is supported."""
+        numbers of drafts; None: from measurements, which outlast an epoch."""
         self._config = config
         self._profiler = profiler
         self._load = load
         self._runner = runner or RunnerConfig()
         self._rendezvous = rendezvous
-        self._releases_windows = releases_windows
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
         self._draft_cache: CacheEngine | None = None
@@ -138,7 +130,8 @@ class ModelExecutor:
         if self._rendezvous is not None:
             self._rendezvous.open()
         self._loaded = self._load()
-        if self._can_release_windows:
+        # A draft model or head reads all tokens by the block tables of the target.
+        if self._runner.speculative_model is None:
             self._loaded = release_windows(self._loaded, self._config)
         self._grammars = _grammars_of(self._loaded)
         if self._runner.compile:
@@ -161,13 +154,6 @@ class ModelExecutor:
             uses_cuda_graphs=self._uses_cuda_graphs,
             num_speculative_tokens=self._runner.max_drafts,
         )
-
-    @property
-    def _can_release_windows(self) -> bool:
-        """Not on GPUs, whose steps have one block table per sequence, and not with a draft model or
-        head, which read all tokens by the block tables of the target."""
-        is_alone = self._runner.speculative_model is None
-        return self._releases_windows and is_alone and self._device.type == "cpu"
 
     def _check_speculation(self, loaded: LoadedModel) -> None:
         """Raises InvalidOption where drafts could change tokens, or are not supported."""

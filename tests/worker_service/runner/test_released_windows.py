@@ -1,0 +1,95 @@
+"""Models with windows, whose blocks the scheduler releases while sequences run."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler_service.core.config import PreemptionMode, SchedulerConfig
+from tests.support.checkpoints import VOCAB_SIZE, checkpoint
+from tests.support.in_process import AheadWorker, InProcessEngine, InProcessWorker
+from tests.support.paged_driver import NAN
+from tests.support.transformers_oracle import oracle
+
+FAMILIES = ("mistral", "qwen2_sliding", "gemma2", "gemma3", "gemma4", "gpt_oss")
+NUM_TOKENS = 60
+LENGTHS = (3, 17, 30, 41)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class ReleasingEngine(InProcessEngine):
+    """An engine of a tiny model whose windows are cache groups of their own. Blocks are full of NaN
+    until something is written to them."""
+
+    worker_type: type[InProcessWorker] = InProcessWorker
+
+    def __init__(self, family: str, **options: Any) -> None:
+        super().__init__(checkpoint(family), releases_windows=True, **options)
+
+    def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
+        worker = self.worker_type(
+            self.loaded.model,
+            num_gpu_blocks=num_gpu_blocks,
+            block_size=self.block_size,
+            num_cpu_blocks=num_cpu_blocks,
+            device=self.device,
+        )
+        worker._cache.device_cache.fill_(NAN)
+        return worker
+
+
+class AheadEngine(ReleasingEngine):
+    """The same, launching steps ahead as on a GPU."""
+
+    worker_type = AheadWorker
+
+
+def _prompts() -> list[list[int]]:
+    draw = np.random.default_rng(4)
+    return [draw.integers(5, VOCAB_SIZE, size=length).tolist() for length in LENGTHS]
+
+
+@cache
+def _expected(family: str) -> list[list[int]]:
+    return [oracle(checkpoint(family)).generate(prompt, NUM_TOKENS) for prompt in _prompts()]
+
+
+@pytest.mark.parametrize("engine_type", [ReleasingEngine, AheadEngine])
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_transformers_past_several_windows(
+    family: str, block_size: int, engine_type: type[ReleasingEngine]
+) -> None:
+    engine = engine_type(family, block_size=block_size)
+    for _ in range(2):  # the second time with hits
+        outputs = engine.generate(_prompts(), NUM_TOKENS)
+        assert [output.token_ids for output in outputs] == _expected(family)
+    assert max(output.cached_tokens for output in outputs) >= 32
+
+
+@pytest.mark.parametrize("mode", [PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
+@pytest.mark.parametrize("family", FAMILIES[1:])  # windows alone reserve all that they ever need
+def test_preempted_sequences_keep_their_tokens(family: str, mode: PreemptionMode) -> None:
+    config = SchedulerConfig(preemption_mode=mode, max_num_batched_tokens=24, watermark=0.0)
+    engine = ReleasingEngine(family, num_gpu_blocks=40, num_cpu_blocks=120, config=config)
+    outputs = engine.generate(_prompts(), NUM_TOKENS)
+    assert [output.token_ids for output in outputs] == _expected(family)
+    assert engine.core.snapshot().num_preemptions > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_choices_of_a_prompt_are_those_of_a_model_that_keeps_all_tokens(family: str) -> None:
+    sampling = {"temperature": 1.0, "seed": 7}
+    engines = [
+        ReleasingEngine(family),
+        ReleasingEngine(family, num_gpu_blocks=60, num_cpu_blocks=60),
+        InProcessEngine(checkpoint(family)),
+    ]
+    outputs = [
+        [output.token_ids for output in engine.generate(_prompts()[2:], 40, 3, **sampling)]
+        for engine in engines
+    ]
+    assert outputs[0] == outputs[1] == outputs[2]
+    assert len(set(map(tuple, outputs[0]))) == len(outputs[0])
