@@ -30,6 +30,7 @@ from scheduler_service.core.scheduling.batch import Batch, make_fork
 from scheduler_service.core.scheduling.departures import Departures
 from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.preemption import Preemption
+from scheduler_service.core.scheduling.resources import Entrants, acquire_all, fit_all
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategy import AddRows, StrategyScheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, Strategy
@@ -167,16 +168,17 @@ class BeamScheduler(StrategyScheduler):
     def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit all sequences of a group, with the memory of all its beams, or none of them."""
         beams = _beams(seq_group)
-        if not self._running.has_places(len(seq_group.sequences)):
+        if not self._running.places.has_room(len(seq_group.sequences)):
             return AllocStatus.LATER
         starts = self._cache.start_jointly(beams.held, Sequence.num_common_tokens)
         if not batch.fits(starts[0].seq, starts[0].num_tokens):
             return AllocStatus.LATER
-        verdict = self._cache.can_admit_jointly(starts)
+        entrants = Entrants(seq_group.sequences, starts)
+        verdict = fit_all(self._running.resources, entrants)
         if verdict is AllocStatus.OK:
             idle = [seq for seq in seq_group.sequences if seq not in beams.held]
             beams.num_prefilling = len(starts)
-            self._cache.admit_jointly(starts)
+            acquire_all(self._running.resources, entrants, batch)
             for start in starts:
                 self._enter(start, idle if start is starts[0] else [], batch)
             add_rows(beams.held, batch)

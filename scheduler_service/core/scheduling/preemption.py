@@ -181,14 +181,14 @@ class Preemption:
                 return
             seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
             swapped = seq_group.swapped()
-            batch.swap_in += self._running.swap_in(seq_group, batch.now_us)
+            batch.swap_in += self._running.swap_in(seq_group, batch)
             for seq in swapped:  # late results of beams are ignored
                 seq.rejoin(batch.step_id)
 
     def _can_swap_in(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
             return False  # the worker will need all their tokens
-        return self._running.has_places(len(sequences)) and self._cache.can_swap_in(sequences)
+        return self._running.places.has_room(len(sequences)) and self._cache.can_swap_in(sequences)
 
     def resume_swapped_in(self, batch: Batch) -> None:
         """Resume the sequences whose KV the last plan swapped in: they were swapped out,

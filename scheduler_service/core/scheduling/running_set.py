@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.request_queue import RemovableHeap
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase, StepClock
+from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.scheduling.resources import Entrants, Memory, Places, Resource
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 
 RUNNING = SequenceStatus.RUNNING
@@ -27,9 +29,11 @@ class RunningSet:
 
     def __init__(self, cache: KVCacheManager, clock: StepClock, max_num_seqs: int) -> None:
         self.cache = cache
-        self.max_num_seqs = max_num_seqs
-        self.num_places = 0
-        """The number of running sequences, forks that wait for their parent's prefill included."""
+        self.places = Places(max_num_seqs)
+        """One is taken by each running sequence, forks that wait for their parent's prefill
+        included."""
+        self.resources: tuple[Resource, ...] = (self.places, Memory(cache))
+        """What a sequence must get to run, in the order in which they are asked."""
         self.num_changes = 0
         """Number of times that sequences started or stopped running."""
         self.decoding: list[Sequence] = []
@@ -48,19 +52,21 @@ class RunningSet:
         self._unintroduced: set[Sequence] = set()
         """Sequences that have memory and have not been sent to the worker yet."""
 
-    def has_places(self, num_sequences: int) -> bool:
-        """Whether the batch can take this many more sequences."""
-        return self.num_places + num_sequences <= self.max_num_seqs
+    @property
+    def num_places(self) -> int:
+        """The number of running sequences."""
+        return self.places.num_taken
 
     def enter(
         self, seq: Sequence, forks: list[Sequence], now_us: int, *, awaits_swap_in: bool = False
     ) -> None:
-        """Start a sequence that will prefill, and the `forks` that will share its prompt.
+        """Start a sequence that will prefill, and the `forks` that will share its prompt; they have
+        acquired all resources.
 
         `awaits_swap_in`: its rows begin in the next plan, because this one swaps in some of its KV.
         """
         seq.hold_forks(forks)
-        self._take_places([seq, *forks], now_us)
+        self._start([seq, *forks], now_us)
         seq.seq_group.has_begun = True
         self._unintroduced.add(seq)
         if awaits_swap_in:
@@ -72,7 +78,7 @@ class RunningSet:
         """Add a sequence whose prompt is computed, or that was forked from such a sequence."""
         insort(self.decoding, seq, key=_order)
 
-    def swap_in(self, seq_group: SequenceGroup, now_us: int) -> list[int]:
+    def swap_in(self, seq_group: SequenceGroup, batch: Batch) -> list[int]:
         """Resume the swapped-out sequences of a group; returns the plan's `swap_in`.
         They decode from the next plan on."""
         sequences = seq_group.swapped()
@@ -80,7 +86,8 @@ class RunningSet:
         pairs = self.cache.swap_in(sequences)
         for seq in sequences:
             seq.swap_in()
-        self._take_places(sequences, now_us)
+        self.places.acquire(Entrants(sequences, []), batch)
+        self._start(sequences, batch.now_us)
         self._unintroduced.update(sequences)
         self.swap_in_pending += sequences
         return pairs
@@ -166,11 +173,12 @@ class RunningSet:
     def vacate(self, seq: Sequence, now_us: int) -> None:
         """Stop running a sequence, free its memory, and let it and its forks wait again."""
         if self.cache.holds(seq):
-            self.cache.free(seq)
             self._forget(seq)
         for other in (seq, *seq.live_forks()):
+            for resource in self.resources:
+                resource.release(other)
             other.preempt()
-            self._give_up_place(other, now_us)
+            self._leave(other, now_us)
 
     def swap_out(self, sequences: list[Sequence], now_us: int) -> list[int]:
         """Stop running sequences of one group; returns the plan's `swap_out`."""
@@ -184,8 +192,9 @@ class RunningSet:
         pairs = self.cache.swap_out(sequences)
         for seq in sequences:
             self._forget(seq)
+            self.places.release(seq)
             seq.swap_out()
-            self._give_up_place(seq, now_us)
+            self._leave(seq, now_us)
         return pairs
 
     @contextmanager
@@ -230,7 +239,7 @@ class RunningSet:
             orders = [s.order for s in sequences]
             assert orders == sorted(orders)
 
-    def _take_places(self, sequences: list[Sequence], now_us: int) -> None:
+    def _start(self, sequences: list[Sequence], now_us: int) -> None:
         """`sequences`: all of one group."""
         seq_group = sequences[0].seq_group
         if seq_group.num_running == 0:
@@ -239,11 +248,9 @@ class RunningSet:
         for seq in sequences:
             seq.enter_batch()
         seq_group.num_running += len(sequences)
-        self.num_places += len(sequences)
         self.num_changes += 1
 
-    def _give_up_place(self, seq: Sequence, now_us: int) -> None:
-        self.num_places -= 1
+    def _leave(self, seq: Sequence, now_us: int) -> None:
         self.num_changes += 1
         self._has_ended = True
         seq_group = seq.seq_group

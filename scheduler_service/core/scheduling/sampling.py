@@ -11,6 +11,7 @@ from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.scheduling.batch import Batch, make_fork
 from scheduler_service.core.scheduling.departures import Departures
 from scheduler_service.core.scheduling.preemption import Preemption, is_fetch_cheaper
+from scheduler_service.core.scheduling.resources import Entrants, acquire_all, fit_all
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.strategy import AddRows, StrategyScheduler
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus, Strategy
@@ -60,21 +61,20 @@ class SamplingScheduler(StrategyScheduler):
         """Admit a sequence and those that will fork from it."""
         if any(other.num_in_flight for other in (seq, *forks)):
             return AllocStatus.LATER  # its tokens are sent again, so all must be known
-        if not self._running.has_places(1 + len(forks)):
-            return AllocStatus.LATER
+        if not self._running.places.has_room(1 + len(forks)):
+            return AllocStatus.LATER  # before its prefix is looked up, in every step under load
         hit = self._cache.match_prefix(seq, is_fetched=self._is_fetched(batch))
         if not seq.seq_group.is_preempting and self._cache.is_to_come(seq, hit):
             return AllocStatus.LATER
         if not batch.fits(seq, hit.num_tokens):
             return AllocStatus.LATER
-        verdict = self._cache.can_admit(seq.length, hit)
+        entrants = Entrants([seq, *forks], (seq, hit))
+        verdict = fit_all(self._running.resources, entrants)
         if verdict is AllocStatus.OK:
             seq.start_prefill(batch.step_id, hit.num_tokens)
             awaits_swap_in = hit.num_moves > 0
+            acquire_all(self._running.resources, entrants, batch)
             self._running.enter(seq, forks, batch.now_us, awaits_swap_in=awaits_swap_in)
-            moves = self._cache.admit(seq, hit)
-            batch.swap_in += moves.swap_in
-            batch.copy += moves.copy
             if not awaits_swap_in:
                 add_rows([seq], batch)
         return verdict

@@ -1,0 +1,106 @@
+"""What a worker group has a limited amount of, and sequences hold while they are in its batch.
+
+Admission asks each resource, in order, whether sequences fit; all of them are acquired together.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.manager import JointStart, KVCacheManager
+from scheduler_service.core.kv_cache.prefix_hit import PrefixHit
+from scheduler_service.core.scheduling.batch import Batch
+from scheduler_service.core.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Entrants:
+    """Sequences of one group that enter the batch together, or not at all."""
+
+    sequences: list[Sequence]
+    """All of them; those that are not computed fork from the first later."""
+    start: tuple[Sequence, PrefixHit] | list[JointStart[Sequence]]
+    """The one that is computed, with its cached tokens, or several that share some."""
+
+
+class Resource(Protocol):
+    """A limited amount of something."""
+
+    def fits(self, entrants: Entrants) -> AllocStatus:
+        """Whether there is enough for these sequences: now, later or never."""
+        ...
+
+    def acquire(self, entrants: Entrants, batch: Batch) -> None:
+        """Give them what they need; adds to the batch what its plan must do for that."""
+        ...
+
+    def release(self, seq: Sequence) -> None:
+        """Take back what a sequence holds, if anything."""
+        ...
+
+
+class Places:
+    """Places in the batch: one for each sequence."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.num_taken = 0
+
+    def has_room(self, num_sequences: int) -> bool:
+        """Whether there are this many more."""
+        return self.num_taken + num_sequences <= self._limit
+
+    def fits(self, entrants: Entrants) -> AllocStatus:
+        """Places come free as sequences end."""
+        return AllocStatus.OK if self.has_room(len(entrants.sequences)) else AllocStatus.LATER
+
+    def acquire(self, entrants: Entrants, batch: Batch) -> None:
+        """One for each."""
+        del batch
+        self.num_taken += len(entrants.sequences)
+
+    def release(self, seq: Sequence) -> None:
+        """The sequence's place."""
+        del seq
+        self.num_taken -= 1
+
+
+class Memory:
+    """The KV cache, of which a sequence has as much as its known tokens take."""
+
+    def __init__(self, cache: KVCacheManager) -> None:
+        self._cache = cache
+
+    def fits(self, entrants: Entrants) -> AllocStatus:
+        """Never, if a sequence is longer than the whole cache."""
+        if isinstance(entrants.start, list):
+            return self._cache.can_admit_jointly(entrants.start)
+        seq, hit = entrants.start
+        return self._cache.can_admit(seq.length, hit)
+
+    def acquire(self, entrants: Entrants, batch: Batch) -> None:
+        """Memory for all known tokens; what is on the host is swapped in."""
+        if isinstance(entrants.start, list):
+            self._cache.admit_jointly(entrants.start)
+            return
+        moves = self._cache.admit(*entrants.start)
+        batch.swap_in += moves.swap_in
+        batch.copy += moves.copy
+
+    def release(self, seq: Sequence) -> None:
+        """What it computed can be found until the memory is used again."""
+        if self._cache.holds(seq):
+            self._cache.free(seq)
+
+
+def fit_all(resources: Iterable[Resource], entrants: Entrants) -> AllocStatus:
+    """The first verdict other than OK, if any."""
+    verdicts = (resource.fits(entrants) for resource in resources)
+    return next((v for v in verdicts if v is not AllocStatus.OK), AllocStatus.OK)
+
+
+def acquire_all(resources: Iterable[Resource], entrants: Entrants, batch: Batch) -> None:
+    """Acquire every resource, all of which fit."""
+    for resource in resources:
+        resource.acquire(entrants, batch)
