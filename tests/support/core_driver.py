@@ -270,7 +270,8 @@ class CoreDriver:
         self.next_handle += 1
         params = PoolingParams(type=f"POOLING_TYPE_{type.name}", dimensions=dimensions)
         work = Pooling(type=type, dimensions=dimensions, pooling=params)
-        values = {"frontend_id": "f0", "request_id": f"r{handle}", "model": MODEL} | fields
+        values = {"frontend_id": "f0", "request_id": f"r{handle}", "model": MODEL}
+        values |= {"fingerprint": b"of this request"} | fields
         request = Request(handle=handle, prompt_token_ids=prompt, work=work, **values)
         self.core.submit(request, self.now)
         record = RequestRecord(request, self.now, [ChoiceRecord()])
