@@ -1,9 +1,9 @@
 """The scheduler core: decides which sequences run on which worker group in each step.
 
 It owns all requests from submission to their end, the queues that they wait in, and the KV cache
-of every worker group. It is a pure state machine that never waits, reads a clock or uses the wire
-format: the same calls produce the same plans, so that any run can be replayed. Its driver runs
-this loop:
+of every worker group. It is a pure state machine that never waits or reads a clock: the same calls
+produce the same plans, so that any run can be replayed. It imports no protobuf; log probabilities
+and vectors pass through it in the bytes of the wire. Its driver runs this loop:
 
     core = SchedulerCore(SchedulerConfig())
     core.add_worker_group(capacity, now)        # a worker group is ready
@@ -24,7 +24,8 @@ The modules, from the outside in:
     inspection.py      the state in detail, for status pages
     admission/         which requests are accepted, and whether they can meet their deadlines
     routing/           which worker group serves a waiting request
-    scheduling/        Scheduler, one per worker group: schedule() and update()
+    scheduling/        Scheduler, one per worker group: schedule() and update(); the strategies of
+                       sampling, beam search and pooling, and the resources of a batch
     policies/          the order in which requests are served
     kv_cache/          KVCacheManager: memory on device and host, and the prefix cache
     sequence.py        the state of one request and its sequences, and its strategy
@@ -55,6 +56,7 @@ Promises to workers, beyond those of plan.proto:
 - No plan computes more tokens of a sequence than its request or the model allows, whatever is still
   in flight.
 - A sequence comes back to a worker only when all its sampled tokens are known, with all of them.
+- A sequence that is pooled has no row after the one that brings its vector.
 - A sequence that reports candidates has at most one row in flight. It gets its next row with the
   token that was chosen, or as a fork that brings it, or as a new sequence.
 

@@ -216,7 +216,8 @@ class Sequence:
         """The forks that are still in the batch."""
         return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
 
-    # Transitions; nothing outside this module assigns a sequence's fields.
+    # Transitions; no other module assigns a sequence's fields. Sampled tokens are appended to
+    # `output_token_ids` where they are delivered, without a call for each.
 
     def register(self, seq_id: int) -> None:
         """Set the number by which workers and logs identify it: its request is accepted."""
