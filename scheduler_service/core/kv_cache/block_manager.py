@@ -282,13 +282,13 @@ class BlockManager:
         stay cached as long as the sequence's other blocks."""
         held = self._tables[seq_id]
         for number in self._spans:
-            group, table = self.groups[number], held.tables[number]
-            first = group.first_needed(position) // group.block_tokens
+            table, tokens = held.tables[number], self._block_tokens[number]
+            first = self.groups[number].first_needed(position) // tokens
             if first <= table.first:
                 continue
             for index, block in enumerate(table.blocks[: first - table.first], table.first):
                 contents = retain(number, index, self.gpu_pool.cached.contents_of(block))
-                self._let_go(held, block, (index + 1) * group.block_tokens, contents)
+                self._let_go(held, block, (index + 1) * tokens, contents)
             del table.blocks[: first - table.first]
             table.first = first
 
@@ -402,7 +402,8 @@ class BlockManager:
         for number, table in enumerate(held.tables):
             num_units = self._units_per_block[number]
             start = max(first // num_units, table.first)
-            blocks = table.blocks[start - table.first : -(-end // num_units) - table.first]
+            num_blocks = max(0, -(-end // num_units) - start)  # others have been released
+            blocks = table.blocks[start - table.first :][:num_blocks]
             for index, block in enumerate(blocks, start):
                 unit = index * num_units
                 units = tuple(keys[unit : min(end, unit + num_units)])

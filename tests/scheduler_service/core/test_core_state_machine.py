@@ -5,6 +5,7 @@ the tokens of an undisturbed run; and the core's life, run again from its record
 same.
 """
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -204,9 +205,9 @@ class CoreMachine(RuleBasedStateMachine):
         fails_at: int | None,
         timeout: float | None,
         tenant: str,
-        salts: set[ContextPart],
         priority: int,
         max_hold_us: int,
+        salts: Collection[ContextPart] = (),
     ) -> None:
         for i in range(count):
             sampling = Sampling(

@@ -134,6 +134,16 @@ def test_a_prefix_is_found_at_the_end_of_a_prompt_whose_window_has_moved_on() ->
     assert cache.match_prefix(make_seq(2, 30)).num_tokens == 28
 
 
+def test_results_may_arrive_after_a_window_has_moved_on() -> None:
+    cache, seq = make_cache(ALL, WINDOW), make_seq(1, 40)
+    cache.admit(seq, cache.match_prefix(seq))
+    for start in range(0, 40, STEP_TOKENS):
+        cache.extend_prompt(seq, start, start + STEP_TOKENS)
+    for end in range(STEP_TOKENS, 41, STEP_TOKENS):
+        cache.offer(seq, end)
+    assert cache.match_prefix(make_seq(2, 40)).num_tokens == 36
+
+
 def test_a_hit_is_cut_where_the_window_before_its_end_has_been_evicted() -> None:
     cache, seq = make_cache(ALL, WINDOW, num_blocks=16), make_seq(1, 30)
     prefill(cache, seq)
