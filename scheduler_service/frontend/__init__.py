@@ -1,7 +1,7 @@
 """A frontend: clients and text on one side, the scheduler core and tokens on the other.
 
     client ──Generate──▶ servicer ─▶ request_manager ─▶ input/ ──▶ core_client ──Attach──▶ core
-    client ◀─responses── servicer ◀──────────────────── output/ ◀─ core_client ◀─tokens─── core
+    client ◀─responses── servicer ◀────────────────── requests/ ◀─ core_client ◀─tokens─── core
 
 | module | holds |
 | --- | --- |
@@ -14,8 +14,9 @@
 | `input/` | validation, tokenization, defaults: a request as the core gets it |
 | `structured_output/` | checks of constraints on the output |
 | `chat_formats/` | thoughts and tool calls in a model's output |
-| `output/` | detokenization, stop strings, log probabilities: responses from tokens |
-| `served_models` | the models that can be used, and their files |
+| `models/` | the models that can be used: tokenizers, chat templates, defaults |
+| `output/` | detokenization, stop strings, log probabilities |
+| `requests/` | an open request: its submission to cores, and its responses |
 | `core_client` | the one stream to the core |
 | `metrics`, `timings` | what is measured |
 

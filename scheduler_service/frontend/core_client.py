@@ -8,7 +8,6 @@ next one gets every open request again, with its tokens so far.
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -22,7 +21,8 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, PagewireError, UnknownModel
-from scheduler_service.frontend.output.request_stream import ChoiceStream, RequestStream
+from scheduler_service.frontend.requests.choice_stream import ChoiceStream
+from scheduler_service.frontend.requests.request_stream import RequestStream
 from scheduler_service.status_codes import from_failed
 from scheduler_service.tasks import run_until_first
 from service_common.cluster import Cluster
@@ -99,12 +99,12 @@ class SendBuffer:
         if request in self._submits:  # not sent to the core yet
             del self._submits[request]
             return
-        self._cancels.append(request.handle)
+        self._cancels.append(request.submission.handle)
         self._wake.set()
 
     def stop(self, request: RequestStream, choice: ChoiceStream) -> None:
         """End a choice, with the tokens it has now."""
-        handle = request.handle + choice.index
+        handle = request.submission.handle + choice.index
         stop = scheduler_pb.StopChoice(handle=handle, num_tokens=len(choice.token_ids))
         self._stops.append(stop)
         self._wake.set()
@@ -126,34 +126,11 @@ class SendBuffer:
         while self._submits and num_bytes < MAX_SUBMIT_BYTES:
             request = next(iter(self._submits))
             del self._submits[request]
-            submit = _submission(request)
+            submit = request.submit_message()
             num_bytes += submit.ByteSize()
             message.submits.append(submit)
         if self._submits:
             self._wake.set()
-
-
-def _submission(request: RequestStream) -> scheduler_pb.Submit:
-    """A request's submission, the first or a later one."""
-    submit = scheduler_pb.Submit()
-    submit.CopyFrom(request.resolved.submit)
-    submit.handle = request.handle
-    submit.tenant = request.tenant
-    if not submit.generation.HasField("beam_search"):  # a search outputs nothing before its end
-        submit.generation.generated.extend(
-            choice.generated() for choice in request.choices if choice.token_ids or choice.finish
-        )
-    now = time.monotonic()
-    if request.deadline is not None:
-        submit.timeout_us = max(1, round((request.deadline - now) * 1e6))
-    submit.was_accepted = request.was_accepted
-    submit.waited_us = round((now - request.first_arrived) * 1e6)
-    submit.num_worker_losses = request.num_worker_losses
-    submit.num_lone_worker_losses = request.num_lone_worker_losses
-    if request.trace is not None:
-        submit.traceparent = request.trace.traceparent
-    request.stopwatch.submitted()
-    return submit
 
 
 SUBMIT_INTERVAL_S = 0.002
@@ -196,20 +173,21 @@ class CoreClient:
 
     def submit(self, request: RequestStream) -> None:
         """Submit a resolved request, and again to later cores, until `close`."""
-        request.handle = self._take_handles(len(request.choices))
-        self._requests[request.handle] = request
+        request.submission.handle = handle = self._take_handles(len(request.choices))
+        self._requests[handle] = request
         for choice in request.choices:
-            self._choices[request.handle + choice.index] = (request, choice)
+            self._choices[handle + choice.index] = (request, choice)
         self._outgoing.submit(request)
 
     def close(self, request: RequestStream) -> None:
         """Forget a request, and cancel it at the core unless it has ended there."""
-        if self._requests.pop(request.handle, None) is None:
+        handle = request.submission.handle
+        if self._requests.pop(handle, None) is None:
             return
         self._without_model.pop(request, None)
         for choice in request.choices:
-            del self._choices[request.handle + choice.index]
-        if not request.has_ended_at_core:
+            del self._choices[handle + choice.index]
+        if not request.submission.has_ended:
             self._outgoing.cancel(request)
 
     def _take_handles(self, count: int) -> int:
@@ -225,7 +203,7 @@ class CoreClient:
 
     def _unfinished(self) -> list[RequestStream]:
         """Requests that have not ended at the core; the others only wait for a slow reader."""
-        return [each for each in self._requests.values() if not each.has_ended_at_core]
+        return [request for request in self._requests.values() if not request.submission.has_ended]
 
     # The stream.
 
@@ -302,16 +280,17 @@ class CoreClient:
             if request := self._requests.get(handle):
                 request.receive_accepted()
         for request in self._deliver(message):
-            request.num_lone_worker_losses = 0  # it has passed the point at which workers died
+            # It has passed the point at which workers died.
+            request.submission.num_lone_worker_losses = 0
             with self._failing_alone(request):
                 for choice in request.advance():
                     self._outgoing.stop(request, choice)
         for handle in from_column(message.worker_losses, "worker_losses"):
             if request := self._requests.get(handle):
-                request.num_worker_losses += 1
+                request.submission.num_worker_losses += 1
         for handle in from_column(message.lone_worker_losses, "lone_worker_losses"):
             if request := self._requests.get(handle):
-                request.num_lone_worker_losses += 1
+                request.submission.num_lone_worker_losses += 1
         for finished in message.requests_finished:
             if request := self._requests.get(finished.handle):
                 with self._failing_alone(request):

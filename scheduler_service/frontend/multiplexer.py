@@ -11,8 +11,8 @@ from typing import Any, Self
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument, PagewireError, RequestAborted, Unavailable
 from scheduler_service.frontend.auth import Principal
-from scheduler_service.frontend.output.request_stream import RequestStream
 from scheduler_service.frontend.request_manager import RequestManager
+from scheduler_service.frontend.requests.request_stream import RequestStream
 from scheduler_service.status_codes import to_status
 
 Write = Callable[[inference_pb.GenerateManyResponse], Awaitable[None]]

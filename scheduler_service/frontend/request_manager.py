@@ -33,8 +33,9 @@ from scheduler_service.frontend.input.processor import (
 )
 from scheduler_service.frontend.input.tool_choice import constraint_field, with_call_schema
 from scheduler_service.frontend.metrics import FrontendMetrics, RequestSummary
-from scheduler_service.frontend.output.request_stream import RequestSpan, RequestStream
-from scheduler_service.frontend.served_models import ModelDirectory
+from scheduler_service.frontend.models.served_models import ModelDirectory
+from scheduler_service.frontend.requests.request_span import RequestSpan
+from scheduler_service.frontend.requests.request_stream import RequestStream
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker, to_lark
 from service_common.tracing import Tracing
 
@@ -166,9 +167,10 @@ class RequestManager:
         stream.priority = request.priority
         stream.hold_s = request.max_hold_ms / 1000
         if self._tracing is not None:
-            stream.trace = RequestSpan(self._tracing, stream)
+            arrived = stream.stopwatch.arrived
+            stream.span = RequestSpan(self._tracing, request_id, tenant.name, arrived)
         if former is not None:
-            stream.take_over(former.stream)
+            stream.submission.replace(former.stream.submission)
             self._fail(former, attempts.taken_over(request_id, request.attempt))
         else:
             self._num_by_tenant[tenant.name] += 1
@@ -188,8 +190,8 @@ class RequestManager:
             summary = stream.summary()
             self._metrics.count_end(summary)
             _log_end(summary)
-            if stream.trace is not None:
-                stream.trace.end(summary)
+            if stream.span is not None:
+                stream.span.end(summary)
         opened = self._open.get(_key(stream))
         if opened is None or opened.stream is not stream:
             return
@@ -251,9 +253,9 @@ class RequestManager:
 
     def _start_timer(self, stream: RequestStream) -> asyncio.TimerHandle | None:
         """End the request at its deadline, as the core does, even if the core is away."""
-        if stream.deadline is None:
+        if stream.submission.deadline is None:
             return None
-        delay_s = stream.deadline - time.monotonic()
+        delay_s = stream.submission.deadline - time.monotonic()
         return asyncio.get_running_loop().call_later(delay_s, self._expire, stream)
 
     def _expire(self, stream: RequestStream) -> None:

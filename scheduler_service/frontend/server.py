@@ -28,8 +28,8 @@ from scheduler_service.frontend.http.middleware import HttpServices
 from scheduler_service.frontend.http.server import HttpServer, http_context
 from scheduler_service.frontend.input.message_limits import check_message
 from scheduler_service.frontend.metrics import FrontendMetrics
+from scheduler_service.frontend.models.served_models import ModelDirectory
 from scheduler_service.frontend.request_manager import RequestManager
-from scheduler_service.frontend.served_models import ModelDirectory
 from scheduler_service.frontend.servicer import InferenceServicer
 from scheduler_service.frontend.structured_output.constraint import ConstraintChecker
 from scheduler_service.service_runner import ServiceRunner

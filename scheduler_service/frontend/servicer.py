@@ -17,10 +17,10 @@ from scheduler_service.errors import Unavailable, UnknownRequest
 from scheduler_service.frontend.auth import PRINCIPAL, Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.input import processor, validation
+from scheduler_service.frontend.models.served_models import FrontendModel, ModelDirectory
 from scheduler_service.frontend.multiplexer import RequestMultiplexer
-from scheduler_service.frontend.output.request_stream import RequestStream
 from scheduler_service.frontend.request_manager import RequestManager
-from scheduler_service.frontend.served_models import FrontendModel, ModelDirectory
+from scheduler_service.frontend.requests.request_stream import RequestStream
 from scheduler_service.status_codes import rpc
 from service_common.metadata import TRACEPARENT, authorization, traceparent
 

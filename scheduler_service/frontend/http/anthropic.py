@@ -46,7 +46,7 @@ from scheduler_service.frontend.http.openai.serving import (
 from scheduler_service.frontend.http.openai.serving_chat import generate_request
 from scheduler_service.frontend.http.request_body import convert, describe_body, json_body
 from scheduler_service.frontend.input import processor
-from scheduler_service.frontend.input.message_forms import PART_SEPARATOR, Content, text_parts
+from scheduler_service.frontend.models.message_forms import PART_SEPARATOR, Content, text_parts
 
 ERROR_TYPES = {
     413: "request_too_large",

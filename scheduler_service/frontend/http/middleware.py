@@ -19,8 +19,8 @@ from scheduler_service.frontend.auth import Authentication, Principal
 from scheduler_service.frontend.core_client import CoreConnection
 from scheduler_service.frontend.http.errors import error_response
 from scheduler_service.frontend.input.processor import draw_request_id
+from scheduler_service.frontend.models.served_models import ModelDirectory
 from scheduler_service.frontend.request_manager import RequestManager
-from scheduler_service.frontend.served_models import ModelDirectory
 from service_common.metadata import TRACEPARENT, authorization
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,5 @@
 | `validation` | every field's range, and which fields exclude each other |
 | `chat` | conversations: checked, and rendered to the text of a prompt |
 | `tool_choice` | required tool calls, and how the answer to a conversation is read |
-| `tokenizer`, `chat_template` | a model's tokenizer and its chat template |
-| `tokenizer_files` | where a checkpoint's files name special tokens and chat templates |
-| `message_forms` | the form in which a chat template takes messages |
 | `processor` | a request with its prompt as token ids and every default resolved, for the core |
 """

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from pagewire.v1 import inference_service_pb2 as inference_pb
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.input.message_forms import Content, features_of
-from scheduler_service.frontend.served_models import FrontendModel
+from scheduler_service.frontend.models.message_forms import Content, features_of
+from scheduler_service.frontend.models.served_models import FrontendModel
 
 logger = logging.getLogger(__name__)
 

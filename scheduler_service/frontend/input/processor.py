@@ -21,13 +21,13 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument, PromptTooLong, UnsupportedByModel
 from scheduler_service.frontend.input import validation
 from scheduler_service.frontend.input.chat import chat_text, check_chat
-from scheduler_service.frontend.input.tokenizer import ModelTokenizer, TooManyTokens
 from scheduler_service.frontend.input.tool_choice import AnswerFormat, answer_format
 from scheduler_service.frontend.input.validation import value_or
+from scheduler_service.frontend.models.served_models import FrontendModel, max_servable_len
+from scheduler_service.frontend.models.tokenizer import ModelTokenizer, TooManyTokens
 from scheduler_service.frontend.output.detokenizer import Detokenizer, NoText
 from scheduler_service.frontend.output.message import MessageStream
 from scheduler_service.frontend.output.stop_strings import StopStrings
-from scheduler_service.frontend.served_models import FrontendModel, max_servable_len
 from scheduler_service.frontend.structured_output.constraint import constraint_of
 
 FINGERPRINT_BYTES = 16

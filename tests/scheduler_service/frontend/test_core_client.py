@@ -11,8 +11,8 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.frontend import core_client
 from scheduler_service.frontend.core_client import MAX_HANDLE, CoreClient, CoreConnection
 from scheduler_service.frontend.input.processor import resolve_request
-from scheduler_service.frontend.output.request_stream import RequestStream
-from scheduler_service.frontend.served_models import build_model
+from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.requests.request_stream import RequestStream
 from service_common.cluster import NO_CLUSTER, Cluster
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, FakeRequest, model_info
@@ -112,7 +112,7 @@ async def test_what_has_ended_is_not_submitted_to_the_next_core_for_a_slow_reade
         await request.finish()
     else:
         await request.fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED")
-    await eventually(lambda: ended.has_ended_at_core)
+    await eventually(lambda: ended.submission.has_ended)
     request.attachment.break_off()
     await served.core.attachment(1)
     call = served.client.Generate(generate_request([5], request_id="other"))
@@ -314,7 +314,7 @@ async def test_an_unforeseen_failure_ends_its_own_request_only(
     (stream,) = [
         opened.stream
         for opened in served.frontend.requests._open.values()
-        if opened.stream.handle == request.handle
+        if opened.stream.submission.handle == request.handle
     ]
 
     def fail() -> None:
@@ -356,12 +356,13 @@ async def test_handles_start_again_at_one_and_skip_those_in_use() -> None:
     core = CoreConnection(Cluster(NO_CLUSTER), "unix:/nowhere")
     try:
         link = CoreClient(core, "f", lambda models: None)
+        model = build_model(model_info(), model_files(byte_level()))
 
         def submit(num_choices: int) -> int:
             stream = RequestStream("r", None, lambda: None, "")
-            stream.choices = [type("Choice", (), {"index": i})() for i in range(num_choices)]  # type: ignore[misc]
+            stream.begin(resolve_request(generate_request([5], n=num_choices), "r", model))
             link.submit(stream)
-            return stream.handle
+            return stream.submission.handle
 
         assert [submit(3), submit(1)] == [1, 4]
         link._next_handle = MAX_HANDLE - 1

@@ -10,8 +10,8 @@ from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.errors import InvalidArgument
 from scheduler_service.frontend.input.processor import resolve_request
-from scheduler_service.frontend.output.request_stream import ChoiceStream
-from scheduler_service.frontend.served_models import build_model
+from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.requests.choice_stream import ChoiceStream
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import model_info
 from tests.support.frontends import generate_request, read_all, text_of, tokens_of

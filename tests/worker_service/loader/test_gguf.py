@@ -14,7 +14,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 
-from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID, MAX_POSITIONS
 from tests.support.gguf_files import CHAT_TEMPLATE, make_gguf
 from tests.support.paged_driver import PagedDriver

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from tests.support.checkpoints import BOS_TOKEN_ID, EOS_TOKEN_ID
 from tests.support.gguf_files import make_gguf
 from worker_service.config import ModelConfig

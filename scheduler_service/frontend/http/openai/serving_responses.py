@@ -45,8 +45,8 @@ from scheduler_service.frontend.http.openai.serving import (
     generation_endpoint,
 )
 from scheduler_service.frontend.http.openai.serving_chat import generate_request
-from scheduler_service.frontend.input import message_forms
-from scheduler_service.frontend.input.message_forms import PART_SEPARATOR
+from scheduler_service.frontend.models import message_forms
+from scheduler_service.frontend.models.message_forms import PART_SEPARATOR
 
 
 class Part(Strict):

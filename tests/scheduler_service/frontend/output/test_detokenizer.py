@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 
-from scheduler_service.frontend.input.tokenizer import ModelTokenizer
+from scheduler_service.frontend.models.tokenizer import ModelTokenizer
 from scheduler_service.frontend.output.detokenizer import REPLACEMENT, DetokenizerFactory
 from tests.support import tokenizers as made
 

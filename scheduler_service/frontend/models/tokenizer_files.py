@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from scheduler_service.frontend.input.tokenizer import (
+from scheduler_service.frontend.models.tokenizer import (
     DEFAULT_TEMPLATE,
     TEMPLATE_NAMES,
     ModelTokenizer,

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.input.message_forms import Turn, find_forms
+from scheduler_service.frontend.models.message_forms import Turn, find_forms
 
 _FAILURES = (
     jinja2.TemplateError,

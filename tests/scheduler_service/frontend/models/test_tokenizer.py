@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from scheduler_service.errors import UnsupportedByModel
-from scheduler_service.frontend.input.tokenizer import (
+from scheduler_service.frontend.models.tokenizer import (
     PIECE_CHARS,
     ModelTokenizer,
     TooManyTokens,

@@ -16,8 +16,8 @@ from scheduler_service.columns import from_column
 from scheduler_service.errors import InvalidArgument, Unavailable, UnknownModel, UnsupportedByModel
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.chat_formats.formats import ChatFormat, find_format
-from scheduler_service.frontend.input.tokenizer import ModelTokenizer
-from scheduler_service.frontend.input.tokenizer_files import build_tokenizer
+from scheduler_service.frontend.models.tokenizer import ModelTokenizer
+from scheduler_service.frontend.models.tokenizer_files import build_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,10 @@ import logging
 
 import pytest
 
-from scheduler_service.frontend.served_models import GenerationDefaults, parse_generation_config
+from scheduler_service.frontend.models.served_models import (
+    GenerationDefaults,
+    parse_generation_config,
+)
 
 
 def parse(**config: object) -> GenerationDefaults:

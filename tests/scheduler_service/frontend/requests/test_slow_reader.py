@@ -5,9 +5,9 @@ import struct
 from pagewire.columns import pack
 from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from scheduler_service.frontend.input.processor import resolve_request
-from scheduler_service.frontend.output import request_stream
-from scheduler_service.frontend.output.request_stream import RequestStream
-from scheduler_service.frontend.served_models import build_model
+from scheduler_service.frontend.models.served_models import build_model
+from scheduler_service.frontend.requests import output_assembler
+from scheduler_service.frontend.requests.request_stream import RequestStream
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeCore, model_info
 from tests.support.frontends import (
@@ -57,7 +57,7 @@ def test_everything_that_was_not_taken_comes_in_one_response() -> None:
 def test_a_response_has_a_largest_size_when_log_probabilities_were_asked_for(
     monkeypatch: object,
 ) -> None:
-    most = request_stream.MAX_LOGPROBS_PER_RESPONSE // 21
+    most = output_assembler.MAX_LOGPROBS_PER_RESPONSE // 21
     num_tokens = 2 * most + 1
     stream = new_stream(logprobs=20)
     for _ in range(num_tokens):

@@ -13,9 +13,9 @@ from scheduler_service.errors import (
     UnknownModel,
     UnsupportedByModel,
 )
-from scheduler_service.frontend import served_models
 from scheduler_service.frontend.auth import Principal
-from scheduler_service.frontend.served_models import ModelDirectory, build_model
+from scheduler_service.frontend.models import served_models
+from scheduler_service.frontend.models.served_models import ModelDirectory, build_model
 from tests.support.fake_core import model_info
 from tests.support.tokenizers import byte_level, model_files
 

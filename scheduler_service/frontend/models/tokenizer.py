@@ -18,7 +18,7 @@ import jinja2
 from tokenizers import AddedToken, Encoding, Tokenizer, processors
 
 from scheduler_service.errors import UnsupportedByModel
-from scheduler_service.frontend.input.chat_template import ChatTemplate
+from scheduler_service.frontend.models.chat_template import ChatTemplate
 from scheduler_service.frontend.output.detokenizer import Detokenizer, DetokenizerFactory
 
 PIECE_CHARS = 1 << 16

@@ -4,7 +4,7 @@ import jinja2
 import pytest
 
 from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.input.chat_template import ChatTemplate
+from scheduler_service.frontend.models.chat_template import ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "Hi <b>&</b>"}]
 

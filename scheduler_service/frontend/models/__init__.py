@@ -1,0 +1,9 @@
+"""The models that can be used: what a frontend reads from their files.
+
+| module | holds |
+| --- | --- |
+| `served_models` | the models by name, and their files, which a worker sends |
+| `tokenizer`, `chat_template` | a model's tokenizer and its chat template |
+| `tokenizer_files` | where a checkpoint's files name special tokens and chat templates |
+| `message_forms` | the form in which a chat template takes messages |
+"""
