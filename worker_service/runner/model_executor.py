@@ -211,7 +211,10 @@ class ModelExecutor:
                 device=self._device,
             )
             self._cache.populate(available_host_memory)
-        drafter = self._make_drafter(num_gpu_blocks, num_cpu_blocks)
+        speculation = None
+        if max_drafts := self._runner.max_drafts:
+            drafter = self._make_drafter(num_gpu_blocks, num_cpu_blocks)
+            speculation = Speculation(drafter, self._draft_lengths, max_drafts)
         return ModelRunner(
             self.loaded.model,
             self._cache,
@@ -219,7 +222,7 @@ class ModelExecutor:
             self._grammars,
             communicator=None if self._rendezvous is None else self.loaded.communicator,
             device=self._make_device_steps(self._cache),
-            speculation=Speculation(drafter, self._draft_lengths, self._runner.max_drafts),
+            speculation=speculation,
         )
 
     def _group_settings(self) -> str:

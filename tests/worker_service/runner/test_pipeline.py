@@ -22,7 +22,7 @@ from worker_service.distributed.layout import Layout
 from worker_service.errors import InvalidPlan
 from worker_service.models.interface import Model
 from worker_service.plan import StepPlan
-from worker_service.runner.batch.micro_batches import LEAST_TOKENS, micro_batches
+from worker_service.runner.batch.micro_batches import MIN_TOKENS, micro_batches
 from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.service import wire
 
@@ -107,7 +107,7 @@ def test_a_chunk_is_cut_so_that_parts_are_even_beside_decodes(num_parts: int) ->
         table, plan = plan_of(num_parts, [*decodes(30), chunk])
         sizes = part_tokens(plan, table)
         assert sum(sizes) == 30 + chunk.num_tokens
-        assert max(sizes) <= sum(sizes) / num_parts + 1 + LEAST_TOKENS
+        assert max(sizes) <= sum(sizes) / num_parts + 1 + MIN_TOKENS
 
 
 def test_parts_of_random_plans_are_even_and_pieces_add_up() -> None:
@@ -129,9 +129,9 @@ def test_parts_of_random_plans_are_even_and_pieces_add_up() -> None:
             assert sum(num_tokens for num_tokens, _ in row) == planned.num_tokens
             assert all(num_tokens > 0 for num_tokens, _ in row)
             assert [samples for _, samples in row] == [False] * (len(row) - 1) + [planned.sample]
-        long = [row.num_tokens for row in rows if row.num_tokens > LEAST_TOKENS]
+        long = [row.num_tokens for row in rows if row.num_tokens > MIN_TOKENS]
         short = sum(row.num_tokens for row in rows) - sum(long)
-        tolerance = 1 + LEAST_TOKENS * (1 + len(long)) + short  # short ones are where they are
+        tolerance = 1 + MIN_TOKENS * (1 + len(long)) + short  # short ones are where they are
         tokens = sum(long) + short
         assert max(part_tokens(plan, table)) <= tokens / num_parts + tolerance
 

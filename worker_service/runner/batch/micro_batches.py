@@ -27,7 +27,7 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import StepPlan
 from worker_service.runner.state.sequence_table import SequenceTable
 
-LEAST_TOKENS = 16
+MIN_TOKENS = 16
 """Fewest tokens in a piece: a part may be longer than the mean by about this many."""
 
 
@@ -66,7 +66,7 @@ def _divide(
         raise InvalidPlan("seq_ids", "a sequence has two rows")
     ends = table.parts(row_ids)
     shares = np.zeros((table.num_parts, len(row_ids)), np.int32)
-    is_long = plan.num_tokens > LEAST_TOKENS
+    is_long = plan.num_tokens > MIN_TOKENS
     short = np.flatnonzero(~is_long)
     shares[ends[short], short] = plan.num_tokens[short]
     room = -(-int(plan.num_tokens.sum()) // table.num_parts) - shares.sum(axis=1)
@@ -82,24 +82,24 @@ def _divide(
     return shares, ends
 
 
-def _order(own: int, num_parts: int, *, samples: bool) -> Sequence[int]:
+def _order(part: int, num_parts: int, *, samples: bool) -> Sequence[int]:
     """The parts in the order in which a row fills them."""
     if not samples:
         return range(num_parts)
-    return [*range(own, -1, -1), *range(own + 1, num_parts)]
+    return [*range(part, -1, -1), *range(part + 1, num_parts)]
 
 
 def _pieces(num_tokens: int, room: Int64Array, order: Sequence[int]) -> Int64Array:
     """How many of a row's tokens each part takes; none exceeds its room by much."""
-    pieces, left = np.zeros_like(room), num_tokens
+    pieces, num_remaining = np.zeros_like(room), num_tokens
     for part in order:
-        if left <= room[part] + LEAST_TOKENS:
-            pieces[part] = left
+        if num_remaining <= room[part] + MIN_TOKENS:
+            pieces[part] = num_remaining
             return pieces
         if room[part] > 0:
-            pieces[part] = max(int(room[part]), LEAST_TOKENS)
-            left -= int(pieces[part])
-    pieces[np.argmax(room - pieces)] += left
+            pieces[part] = max(int(room[part]), MIN_TOKENS)
+            num_remaining -= int(pieces[part])
+    pieces[np.argmax(room - pieces)] += num_remaining
     return pieces
 
 

@@ -54,10 +54,8 @@ class RankOutcomes:
         pending: PendingTokens,
         max_drafts: int,
     ) -> None:
-        """Broadcast the outcome of a batch of rows, or expect it and add its tokens as pending.
-        max_drafts: of one of its rows, and of the sequence's next row."""
-        if self.layout.world_size == 1:
-            return
+        """Broadcast the outcome of a batch of rows to the other ranks, or expect it and add its
+        tokens as pending. max_drafts: of one of its rows, and of the sequence's next row."""
         groups = self._communicator.joined
         if self.layout.samples:
             while self._sent and self._sent[0].is_done:

@@ -17,7 +17,7 @@ from pagewire_kernels.batch import NOT_SAMPLED, SamplingRows
 from worker_service.array_types import Int32Array, Int64Array
 from worker_service.models.interface import Model
 from worker_service.pinned_memory import Column
-from worker_service.plan import Candidates, PromptLogprobs, TokenLogprobs
+from worker_service.plan import Candidates, TokenLogprobs
 from worker_service.runner.batch.sampling import PromptSpan, prompt_spans
 from worker_service.runner.batch.step_outcome import StepOutcome
 from worker_service.runner.batch.step_rows import StepRows
@@ -109,86 +109,60 @@ class StepReports:
         return not any(map(len, self.columns))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchedLogprobs:
-    """Log probabilities that are being copied to the host: of `LogprobTensors`."""
-
-    rows: Int64Array
-    """Sampling rows that asked for them."""
-
-    num_top: Int32Array
-    """Number of most probable tokens that each of them asked for."""
-
-    columns: Sequence[Column]
-
-    def entries(self) -> dict[int, TokenLogprobs]:
-        """Log probabilities by sampling row, once the copies are done."""
-        table = table_of(*self.columns)
-        counts = zip(self.rows.tolist(), self.num_top.tolist(), strict=True)
-        return {row: table.row(index, num_top) for index, (row, num_top) in enumerate(counts)}
-
-
-class FetchedPrompt(NamedTuple):
-    """Log probabilities of a span of prompt tokens that are being copied to the host."""
-
-    span: PromptSpan
-    pieces: Sequence[Sequence[Column]]
-    """Of each `LogprobTensors`."""
-
-    def entry(self) -> PromptLogprobs | None:
-        """The log probabilities, once the copies are done; None if one is not finite."""
-        tables = [table_of(*columns) for columns in self.pieces]
-        found = of_prompt(self.span.start, self.span.num_top, tables)
-        return found if np.isfinite(found.logprobs).all() else None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchedCandidates:
-    """Candidates that are being copied to the host: of `CandidateTensors`."""
-
-    rows: Int64Array
-    """Sampling rows whose tokens the core chooses."""
-
-    counts: Int32Array
-    """Number of candidates that each of them asked for."""
-
-    columns: Sequence[Column]
-
-    def entries(self) -> dict[int, Candidates]:
-        """Candidates by sampling row, once the copies are done."""
-        token_ids, logprobs = self.columns[0].astype(np.int32), self.columns[1].copy()
-        kept = np.minimum(np.isfinite(logprobs).sum(axis=1), self.counts).tolist()
-        return {
-            row: Candidates(token_ids=token_ids[index, :count], logprobs=logprobs[index, :count])
-            for index, (row, count) in enumerate(zip(self.rows.tolist(), kept, strict=True))
-        }
+def logprob_entries(
+    rows: Int64Array, num_top: Int32Array, columns: Sequence[Column]
+) -> dict[int, TokenLogprobs]:
+    """Log probabilities by row. num_top: that each of these rows requests; columns: those of
+    `LogprobTensors`."""
+    table, counts = table_of(*columns), zip(rows.tolist(), num_top.tolist(), strict=True)
+    return {row: table.row(index, count) for index, (row, count) in enumerate(counts)}
 
 
 class FetchedReports(NamedTuple):
     """Host memory that holds a step's reports once the device is done."""
 
-    logprobs: FetchedLogprobs | None = None
-    candidates: FetchedCandidates | None = None
-    prompts: Sequence[FetchedPrompt] = ()
+    reports: StepReports | None = None
+    logprobs: Sequence[Column] = ()
+    """Of `LogprobTensors`; empty if no row has any."""
+
+    candidates: Sequence[Column] = ()
+    """Of `CandidateTensors`; empty if no row has any."""
+
+    prompts: Sequence[Sequence[Sequence[Column]]] = ()
+    """Of each span, of each of its pieces, those of `LogprobTensors`."""
 
     def add_to(self, outcome: StepOutcome, rows: Int64Array, numbers: Int64Array) -> None:
         """Add the reports of rows that have not failed. rows: the plan's rows that sample; numbers:
         their tokens or negative outcomes."""
-        for prompt in self.prompts:
-            if prompt.span.row not in outcome.errors and (entry := prompt.entry()) is not None:
-                outcome.prompt_logprobs[prompt.span.row] = entry
-        if self.logprobs is not None:
+        reports = self.reports
+        if reports is None:
+            return
+        for span, pieces in zip(reports.spans, self.prompts, strict=True):
+            if pieces and span.row not in outcome.errors:
+                tables = [table_of(*piece) for piece in pieces]
+                prompt = of_prompt(span.start, span.num_top, tables)
+                if np.isfinite(prompt.logprobs).all():
+                    outcome.prompt_logprobs[span.row] = prompt
+        if self.logprobs:
+            found = logprob_entries(reports.with_logprobs, reports.num_top, self.logprobs)
             outcome.logprobs = {
-                int(rows[index]): logprobs
-                for index, logprobs in self.logprobs.entries().items()
-                if numbers[index] >= 0
+                int(rows[i]): entry for i, entry in found.items() if numbers[i] >= 0
             }
-        if self.candidates is not None:
-            outcome.candidates = {
-                int(rows[index]): candidates
-                for index, candidates in self.candidates.entries().items()
-                if numbers[index] == NOT_SAMPLED
-            }
+        if self.candidates:
+            self._add_candidates(outcome, rows, numbers, reports)
+
+    def _add_candidates(
+        self, outcome: StepOutcome, rows: Int64Array, numbers: Int64Array, reports: StepReports
+    ) -> None:
+        token_ids, logprobs = self.candidates[0].astype(np.int32), self.candidates[1].copy()
+        counts = np.minimum(np.isfinite(logprobs).sum(axis=1), reports.num_candidates).tolist()
+        for at, (index, count) in enumerate(
+            zip(reports.with_candidates.tolist(), counts, strict=True)
+        ):
+            if numbers[index] == NOT_SAMPLED:
+                outcome.candidates[int(rows[index])] = Candidates(
+                    token_ids=token_ids[at, :count], logprobs=logprobs[at, :count]
+                )
 
 
 def sample(
@@ -227,25 +201,10 @@ def sample(
     of_prompts = (tensor for pieces in prompts for piece in pieces for tensor in piece)
     fetched = iter(buffers.fetch([numbers, *logprobs, *candidates, *of_prompts]))
     return next(fetched), FetchedReports(
-        FetchedLogprobs(
-            rows=reports.with_logprobs,
-            num_top=reports.num_top,
-            columns=[*islice(fetched, len(logprobs))],
-        )
-        if logprobs
-        else None,
-        FetchedCandidates(
-            rows=reports.with_candidates,
-            counts=reports.num_candidates,
-            columns=[*islice(fetched, len(candidates))],
-        )
-        if candidates
-        else None,
-        [
-            FetchedPrompt(span, [[*islice(fetched, len(piece))] for piece in pieces])
-            for span, pieces in zip(reports.spans, prompts, strict=True)
-            if pieces
-        ],
+        reports,
+        [*islice(fetched, len(logprobs))],
+        [*islice(fetched, len(candidates))],
+        [[[*islice(fetched, len(piece))] for piece in pieces] for pieces in prompts],
     )
 
 

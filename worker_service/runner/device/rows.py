@@ -26,6 +26,7 @@ from pagewire_kernels.batch import (
     SamplingTables,
 )
 from worker_service.array_types import Int64Array
+from worker_service.cache_groups import CacheGroup
 from worker_service.pinned_memory import Column
 from worker_service.plan import FILTERS, StepPlan
 from worker_service.runner.state.block_tables import NO_BLOCK, BlockTables
@@ -57,20 +58,27 @@ class DeviceRows:
     def __init__(
         self,
         num_rows: int,
-        widths: Sequence[int],
+        groups: Sequence[CacheGroup],
+        max_model_len: int,
         vocab_size: int,
         device: torch.device,
         num_counted: int | None = None,
     ) -> None:
         """Allocate all tensors.
 
-        num_rows: capacity in sequences; widths: capacity in blocks per sequence, by cache group;
-        num_counted: number of rows whose occurrences are kept, None for all.
+        num_rows: capacity in sequences; num_counted: number of rows whose occurrences are kept,
+        None for all.
         """
         self.padding_row = num_rows
+        self.block_tokens = [group.block_tokens for group in groups]
         self.block_tables = [
-            torch.full((num_rows + 1, width), NO_BLOCK, dtype=torch.int32, device=device)
-            for width in widths
+            torch.full(
+                (num_rows + 1, -(-max_model_len // size)),
+                NO_BLOCK,
+                dtype=torch.int32,
+                device=device,
+            )
+            for size in self.block_tokens
         ]
         """By cache group."""
 
@@ -247,11 +255,11 @@ def _occurrences(found: list[tuple[int, LogitEdits]], num_counted: int) -> list[
         for row_id, edits in found
         if edits.occurrences is not None and row_id < num_counted
     ]
-    counts = np.concatenate([_NO_ENTRIES, *(each.output_counts for _, each in counted)])
+    counts = np.concatenate([_NO_ENTRIES, *(found.output_counts for _, found in counted)])
     row_ids = np.array([row_id for row_id, _ in counted], np.int64)
-    tokens = np.concatenate([_NO_ROWS, *(each.token_ids for _, each in counted)])
+    tokens = np.concatenate([_NO_ROWS, *(found.token_ids for _, found in counted)])
     return [
         row_ids,
-        np.stack([np.repeat(row_ids, [len(each) for _, each in counted]), tokens]),
+        np.stack([np.repeat(row_ids, [len(found) for _, found in counted]), tokens]),
         counts * COUNT_ONE_OUTPUT + COUNT_OCCURS,
     ]

@@ -107,17 +107,15 @@ class DeviceSampler:
         self,
         device_rows: DeviceRows,
         kernels: StepKernels,
-        block_tokens: Sequence[int],
         vocab_size: int,
         communicator: Communicator | None = None,
     ) -> None:
-        """block_tokens: by cache group; communicator: of the ranks that share the model, None for
-        one rank."""
+        """communicator: of the ranks that share the model; None for one rank."""
         self._communicator = communicator
         self._block_tables = device_rows.block_tables
         self._tables = device_rows.sampling
         self._kernels = kernels
-        self._block_tokens = block_tokens
+        self._block_tokens = device_rows.block_tokens
         self.no_masks = self.bitmask(1, vocab_size)
         """The bitmask of batches without constraints, which no row reads."""
 
@@ -241,8 +239,8 @@ def sample_padding(logits: Tensor, kernels: StepKernels) -> None:
     logits: float32 [n, vocab_size], which are overwritten.
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
-    tables = DeviceRows(1, [1], vocab_size, device, num_counted=0)
-    sampler = DeviceSampler(tables, kernels, [1], vocab_size)
+    tables = DeviceRows(1, [], 1, vocab_size, device, num_counted=0)
+    sampler = DeviceSampler(tables, kernels, vocab_size)
     zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
     rows = SamplingRows(zeros + tables.padding_row, zeros, zeros - 1, sampler.no_masks)
     raw = logits.clone()

@@ -29,14 +29,10 @@ def rows_for(
     num_rows: capacity in sequences; None for the default of `capacity`.
     """
     groups = model.kv_cache_spec.groups(block_size)
-    widths = [-(-model.max_model_len // group.block_tokens) for group in groups]
-    num_rows = num_rows or capacity(sum(widths), num_seqs)
+    num_blocks = sum(-(-model.max_model_len // group.block_tokens) for group in groups)
+    num_rows = num_rows or capacity(num_blocks, num_seqs)
     num_counted = min(num_rows, 2 * num_seqs, max_count_bytes // (4 * model.vocab_size))
-    return DeviceRows(num_rows, widths, model.vocab_size, device, num_counted)
-
-
-def _block_tokens(model: Model, block_size: int) -> list[int]:
-    return [group.block_tokens for group in model.kv_cache_spec.groups(block_size)]
+    return DeviceRows(num_rows, groups, model.max_model_len, model.vocab_size, device, num_counted)
 
 
 def state_bytes(
@@ -47,8 +43,7 @@ def state_bytes(
     rows = rows_for(model, block_size, num_seqs, device)
     if not sizes:
         return rows.num_bytes
-    block_tokens = _block_tokens(model, block_size)
-    sampler = DeviceSampler(rows, step_kernels(device), block_tokens, model.vocab_size)
+    sampler = DeviceSampler(rows, step_kernels(device), model.vocab_size)
     graphs = StepGraphs(model, (), rows, sampler, sizes, mixed)
     return rows.num_bytes + graphs.num_bytes
 
@@ -84,8 +79,7 @@ class DeviceState:
         vocab_size, device = model.vocab_size, cache.device_cache.device
         self.rows = rows_for(model, block_size, num_seqs, device, num_rows, max_count_bytes)
         kernels = kernels or step_kernels(device)
-        block_tokens = _block_tokens(model, block_size)
-        self.sampler = DeviceSampler(self.rows, kernels, block_tokens, vocab_size, communicator)
+        self.sampler = DeviceSampler(self.rows, kernels, vocab_size, communicator)
         self.graphs: StepGraphs | None = None
         if recorder is not None and sizes:
             caches = cache.caches

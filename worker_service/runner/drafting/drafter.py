@@ -15,14 +15,14 @@ from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
 MAX_MATCH = 16
 """Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""
 
-_MOST_PAIRS = 1024
+_MAX_PAIRS = 1024
 """Latest occurrences of the last two tokens that are compared further: a text that repeats itself
 has as many as tokens."""
 
-_LEAST_RESUMED = 3
+_MIN_RESUMED = 3
 """Minimum length of a match before an edit, in tokens."""
 
-_MOST_REPLACED, _MOST_SKIPPED = 2, 8
+_MAX_REPLACED, _MAX_SKIPPED = 2, 8
 """Maximum numbers of tokens that an edit replaces by as many, and that it leaves out."""
 
 
@@ -99,11 +99,11 @@ def find_continued(tokens: Int32Array) -> tuple[Int64Array, int]:
     """
     ends, num_matched = match_suffix(tokens)
     if num_matched <= 1:
-        for num_replaced in range(1, min(_MOST_REPLACED, len(tokens) - 1) + 1):
+        for num_replaced in range(1, min(_MAX_REPLACED, len(tokens) - 1) + 1):
             copied, num_copied = match_suffix(tokens[:-num_replaced])
-            if num_copied >= _LEAST_RESUMED:
+            if num_copied >= _MIN_RESUMED:
                 last = copied[-1]
-                skipped = ends[(ends > last) & (ends <= last + _MOST_SKIPPED)]
+                skipped = ends[(ends > last) & (ends <= last + _MAX_SKIPPED)]
                 if len(skipped):
                     return skipped[:1], 1
                 replaced = last + num_replaced
@@ -125,7 +125,7 @@ def match_suffix(tokens: Int32Array) -> tuple[Int64Array, int]:
     if len(pairs) == 0:
         ends = np.flatnonzero(is_last)
         return ends, min(len(ends), 1)
-    pairs = pairs[-_MOST_PAIRS:]
+    pairs = pairs[-_MAX_PAIRS:]
     back = np.arange(2, min(MAX_MATCH, last))
     places = pairs[:, None] - back
     is_same = (tokens[places] == tokens[last - back]) & (places >= 0)

@@ -69,7 +69,7 @@ class SuffixDrafter(SequenceDrafter):
         starts = np.where(starts > 0, starts, ends - 1)
         starts = np.maximum(starts, table.num_prompt_tokens[row_ids])
         counts = ends - starts
-        row_ids, starts, counts = (each[counts > 0] for each in (row_ids, starts, counts))
+        row_ids, starts, counts = (column[counts > 0] for column in (row_ids, starts, counts))
         firsts = np.cumsum(counts) - counts
         all_rows = np.repeat(row_ids, counts)
         places = np.repeat(starts - firsts, counts) + np.arange(len(all_rows))

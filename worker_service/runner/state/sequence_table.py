@@ -152,16 +152,18 @@ class SequenceTable:
 
     def apply(self, plan: StepPlan) -> PlanRows:
         """Forget, add and extend the sequences that a plan names."""
-        forgotten = self.forget(plan.forget_seq_ids)
+        forgotten = updated = appended = _NO_ROWS
+        if len(plan.forget_seq_ids):
+            forgotten = self.forget(plan.forget_seq_ids)
         new = [
             (self._add(new, f"new_sequences[{index}]"), new)
             for index, new in enumerate(plan.new_sequences)
         ]
         batch = self.row_ids(plan.seq_ids, "seq_ids")
-        updated = self.update_blocks(plan.block_updates)
+        if len(plan.block_updates):
+            updated = self.update_blocks(plan.block_updates)
         for row_id, sequence in new:
             self._put_sampling(row_id, sequence)
-        appended = _NO_ROWS
         if len(plan.appended_tokens):
             appended = self.append_chosen(plan.appended_tokens)
         added = np.array([row_id for row_id, _ in new], np.int64)
@@ -229,8 +231,6 @@ class SequenceTable:
         """Set or append block table entries. updates: [n, 4] as in the plan. Returns their rows."""
         field = "block_updates"
         row_ids = self.row_ids(updates[:, 0], field)
-        if len(updates) == 0:
-            return row_ids
         groups, indices, blocks = updates[:, 1], updates[:, 2].astype(np.int64), updates[:, 3]
         self.check_blocks(blocks, field)
         if groups.min() < 0 or groups.max() >= len(self.tables):

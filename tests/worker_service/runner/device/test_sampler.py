@@ -14,7 +14,7 @@ from worker_service.pinned_memory import Staging
 from worker_service.plan import BlockTable, NewSequence, RowErrorReason, SamplerParams, StepPlan
 from worker_service.runner.batch.sampling import sampling_batch
 from worker_service.runner.device.buffers import StepBuffers
-from worker_service.runner.device.reports import FetchedLogprobs
+from worker_service.runner.device.reports import logprob_entries
 from worker_service.runner.device.rows import DeviceRows
 from worker_service.runner.device.sampler import DeviceSampler, sample_padding
 from worker_service.runner.state.sequence_state import FAILURES
@@ -47,8 +47,8 @@ class Sequences:
         self.table = SequenceTable(
             vocab_size=VOCAB_SIZE, max_model_len=64, groups=GROUPS, num_gpu_blocks=128
         )
-        self.on_device = DeviceRows(64, [16, 4], VOCAB_SIZE, DEVICE)
-        self.sampler = DeviceSampler(self.on_device, _kernels(), [4, 16], VOCAB_SIZE)
+        self.on_device = DeviceRows(64, GROUPS, 64, VOCAB_SIZE, DEVICE)
+        self.sampler = DeviceSampler(self.on_device, _kernels(), VOCAB_SIZE)
         for index, params in enumerate(PARAMS):
             self.add(index + 1, SamplerParams(**params))
         draw = torch.Generator().manual_seed(2)
@@ -136,7 +136,7 @@ def test_both_samplers_pick_the_same_tokens_and_report_the_same() -> None:
     columns = StepBuffers(DEVICE).fetch(tensors)
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    entries = FetchedLogprobs(rows=wanted, num_top=num_top[wanted], columns=columns).entries()
+    entries = logprob_entries(wanted, num_top[wanted], columns)
     assert entries.keys() == expected.logprobs.keys()
     for row, entry in entries.items():
         other = expected.logprobs[row]
