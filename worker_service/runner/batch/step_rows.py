@@ -155,7 +155,6 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
     end = last = firsts + rows.num_tokens[rows.computes]
     num_tokens, limit = table.num_tokens[row_ids], table.capacity[row_ids]
     is_early = rows.sample[rows.computes] & (end != num_tokens)
-    lacks_front = firsts < table.min_position[row_ids]
     if (lookahead := plan.lookahead).any():
         last = end + lookahead[rows.computes]
         is_idle = ~rows.sample | (plan.num_tokens == 0)
@@ -163,14 +162,13 @@ def _check_lengths(rows: StepRows, plan: StepPlan, table: SequenceTable) -> None
             seq_id = plan.seq_ids[is_idle & (lookahead > 0)][0]
             problem = "has drafts, but does not compute and sample"
             raise InvalidPlan("lookahead", f"the row of sequence {seq_id} {problem}")
-    if not (is_early | (end > num_tokens) | (last > limit) | lacks_front).any():
+    if not (is_early | (end > num_tokens) | (last > limit)).any():
         return
     for field, is_wrong, problem in (
         ("num_tokens", end > num_tokens, "computes more tokens than the sequence has"),
         ("output", is_early, "samples before its last token"),
         ("num_tokens", end > table.max_model_len, "goes beyond the model's length"),
         ("num_tokens", end > limit, "lacks blocks"),
-        ("num_tokens", lacks_front, "lacks the first blocks that it reads"),
         ("lookahead", last > limit, "lacks blocks for its drafts, or exceeds the model"),
     ):
         if is_wrong.any():

@@ -61,16 +61,9 @@ class BlockTables:
             for column, fill in ((self.blocks, NO_BLOCK), (self.firsts, 0), (self.ends, 0))
         )
 
-    def min_position(self, row_id: int) -> int:
-        """The first position whose token finds all blocks that it reads."""
-        start, span = int(self.firsts[row_id]) * self.block_tokens, self._group.span
-        if start == 0:
-            return 0
-        if self._group.lifetime is CacheLifetime.WINDOW:
-            return start + span - 1
-        if self._group.lifetime is CacheLifetime.CHUNK:
-            return -(-start // span) * span
-        return self.blocks.shape[1] * self.block_tokens
+    def first_needed(self, position: int) -> int:
+        """The first entry that tokens from this position on read or write."""
+        return self._group.first_visible(position) // self.block_tokens
 
     def holding(self, blocks: Int32Array, row_ids: Int64Array, positions: Int64Array) -> Int32Array:
         """Which of these blocks are in the tables of some sequences and not yet released.

@@ -31,7 +31,6 @@ _COLUMNS = (
     "num_prompt_tokens",
     "num_computed_tokens",
     "capacity",
-    "min_position",
     "tenants",
     "drafter_state",
 )
@@ -100,9 +99,6 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.capacity = np.zeros(_INITIAL_ROWS, np.int64)
         """Tokens for which a sequence has blocks in all groups, within the model's length."""
-        self.min_position = np.zeros(_INITIAL_ROWS, np.int64)
-        """The first position that a sequence can compute: its tables may lack their first
-        blocks."""
         self.tenants = np.zeros(_INITIAL_ROWS, np.uint64)
         self.drafter_state = np.zeros((_INITIAL_ROWS, 2), np.int64)
         """Columns that the drafter defines; zeros for a new sequence."""
@@ -195,13 +191,14 @@ class SequenceTable:
     def _add(self, new: NewSequence, field: str) -> int:
         if new.pooling is not None:
             raise InvalidPlan(f"{field}.pooling", "this worker pools no vectors")
-        self._check_new(new, field)
-        parent = None
+        parent, num_computed = None, new.num_computed_tokens
         if new.parent_seq_id is not None:
             parent = self._row_id_of.get(new.parent_seq_id)
             if parent is None:
                 problem = f"sequence {new.parent_seq_id} is not known here"
                 raise InvalidPlan(f"{field}.parent_seq_id", problem)
+            num_computed = int(self.num_computed_tokens[parent])
+        self._check_new(new, num_computed, field)
         row_id = self._allocate_row()
         self._row_id_of[new.seq_id] = row_id
         self._put_tokens(row_id, new, parent, field)
@@ -209,9 +206,6 @@ class SequenceTable:
             self._claim(table.block_ids, table.group, f"{field}.tables[{index}].block_ids")
             self.tables[table.group].put(row_id, table)
         self._update_capacities(np.array([row_id]))
-        self.min_position[row_id] = 0
-        if any(table.first_index for table in new.tables):
-            self.min_position[row_id] = max(tables.min_position(row_id) for tables in self.tables)
         if new.sampling.num_prompt_logprobs is not None:
             self.prompt_logprobs[row_id] = PromptLogprobsRequest(
                 new.prompt_logprobs_start, new.sampling.num_prompt_logprobs
@@ -369,13 +363,13 @@ class SequenceTable:
             expected = f"expected blocks from 0 to {self.num_gpu_blocks - 1}"
             raise InvalidPlan(field, f"{expected}, got {blocks.min()} to {blocks.max()}")
 
-    def _check_new(self, new: NewSequence, field: str) -> None:
+    def _check_new(self, new: NewSequence, num_computed: int, field: str) -> None:
         if not 0 < new.seq_id < 2**31:
             raise InvalidPlan(f"{field}.seq_id", f"expected 1 to 2^31 - 1, got {new.seq_id}")
         if new.seq_id in self._row_id_of:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
         self._check_tokens(new.token_ids, f"{field}.token_ids")
-        self._check_tables(new.tables, f"{field}.tables")
+        self._check_tables(new.tables, num_computed, f"{field}.tables")
         for index, part in enumerate(new.context):
             if part.kind is not ContextKind.SALT:
                 problem = f"expected SALT, the only kind computed here, got {part.kind.name}"
@@ -406,7 +400,7 @@ class SequenceTable:
             got = new.num_computed_tokens
             raise InvalidPlan(f"{field}.num_computed_tokens", f"{expected}, got {got}")
 
-    def _check_tables(self, tables: Sequence[BlockTable], field: str) -> None:
+    def _check_tables(self, tables: Sequence[BlockTable], num_computed: int, field: str) -> None:
         seen = set[int]()
         for index, table in enumerate(tables):
             path = f"{field}[{index}]"
@@ -415,6 +409,14 @@ class SequenceTable:
             if table.group in seen:
                 raise InvalidPlan(f"{path}.group", f"group {table.group} has two tables")
             seen.add(table.group)
+            first, first_needed = (
+                table.first_index,
+                self.tables[table.group].first_needed(num_computed),
+            )
+            if first > first_needed:
+                raise InvalidPlan(
+                    f"{path}.first_index", f"expected at most {first_needed}, got {first}"
+                )
             self.check_blocks(table.block_ids, f"{path}.block_ids")
             limit, end = self.tables[table.group].blocks.shape[1], len(table.block_ids)
             if table.first_index + end > limit:

@@ -59,12 +59,17 @@ def update(table: SequenceTable, *updates: Sequence[int]) -> None:
         ([(2, 0, [1])], r"new\.tables\[0\]\.group", "from 0 to 1, got 2"),
         ([(0, 0, [1]), (0, 0, [2])], r"new\.tables\[1\]\.group", "group 0 has two tables"),
         ([(1, 0, [NUM_BLOCKS])], r"new\.tables\[0\]\.block_ids", "blocks from 0 to 39"),
-        ([(1, 7, [1, 2])], r"new\.tables\[0\]\.block_ids", "at most 8 blocks, got 2 from index 7"),
+        (
+            [(1, 0, range(9))],
+            r"new\.tables\[0\]\.block_ids",
+            "at most 8 blocks, got 9 from index 0",
+        ),
+        ([(1, 1, [1])], r"new\.tables\[0\]\.first_index", "at most 0, got 1"),
         ([(0, 0, [1]), (1, 0, [1])], r"new\.tables\[1\]\.block_ids", "in a table of group 0"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused_by_its_field(
-    tables: list[tuple[int, int, list[int]]], field: str, problem: str
+    tables: Sequence[tuple[int, int, Sequence[int]]], field: str, problem: str
 ) -> None:
     with pytest.raises(InvalidPlan, match=f"{field}.*{problem}"):
         add(empty_table(GROWING, WINDOW), 1, tables)
@@ -75,7 +80,7 @@ def test_a_table_that_cannot_be_is_refused_by_its_field(
     [
         ([(1, 2, 0, 9)], "cache groups from 0 to 1, got 2 to 2"),
         ([(1, -1, 0, 9)], "cache groups from 0 to 1, got -1 to -1"),
-        ([(1, 0, 3, 9)], "more than one past its table's end"),
+        ([(1, 0, 6, 9)], "more than one past its table's end"),
         ([(1, 1, 0, 9)], "before its table's first index"),
         ([(1, 1, 8, 9)], "table indices from 0 to 7"),
         ([(1, 0, 2, 3)], "block 3 is in a table of group 1, got group 0"),
@@ -84,18 +89,21 @@ def test_a_table_that_cannot_be_is_refused_by_its_field(
 )
 def test_an_update_that_cannot_be_is_refused(updates: list[tuple[int, ...]], problem: str) -> None:
     table = empty_table(GROWING, WINDOW)
-    add(table, 1, [(0, 0, [1, 2]), (1, 1, [3])])
+    add(table, 1, [(0, 0, [1, 2, 20, 21, 22]), (1, 1, [3, 4])], num_computed=17)
     with pytest.raises(InvalidPlan, match=f"block_updates.*{problem}"):
         update(table, *updates)
 
 
 def test_a_table_grows_from_its_first_index() -> None:
     table = empty_table(GROWING, WINDOW)
-    row = add(table, 1, [(0, 0, [1, 2]), (1, 2, [])])
-    update(table, (1, 1, 2, 5), (1, 1, 3, 6), (1, 0, 2, 7), (1, 1, 2, 8))
-    assert table.tables[1].blocks[row].tolist() == [-1, -1, 8, 6, -1, -1, -1, -1]
-    assert table.tables[0].blocks[row, :4].tolist() == [1, 2, 7, -1]
-    assert table.capacity[row] == 12, "the group with the fewest tokens"
+    row = add(
+        table, 1, [(0, 0, [1, 2, 3, 4, 5, 6, 7]), (1, 2, [8, 9])], num_tokens=30, num_computed=25
+    )
+    update(table, (1, 1, 2, 15), (1, 1, 3, 16), (1, 0, 7, 17), (1, 1, 2, 18))
+    assert table.tables[1].blocks[row].tolist() == [-1, -1, 18, 16, -1, -1, -1, -1]
+    assert table.tables[0].blocks[row, 5:9].tolist() == [6, 7, 17, -1]
+    update(table, (1, 0, 8, 19))
+    assert table.capacity[row] == 32, "of the group with the fewest tokens"
     table.forget(np.array([1], np.int32))
     assert (table.tables[1].blocks == -1).all()
 
@@ -122,23 +130,23 @@ def test_blocks_of_a_forgotten_sequence_may_join_another_group() -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "first", "expected"),
-    [
-        (GROWING, 0, 0),
-        (GROWING, 1, 64),
-        (WINDOW, 0, 0),
-        (WINDOW, 2, 25),
-        (CHUNK, 1, 16),
-        (CHUNK, 2, 16),
-        (CHUNK, 3, 32),
-    ],
+    ("group", "first", "num_computed"),
+    [(GROWING, 0, 0), (WINDOW, 0, 0), (WINDOW, 2, 25), (CHUNK, 2, 16), (CHUNK, 4, 32)],
 )
-def test_a_sequence_computes_from_where_it_has_the_blocks_that_it_reads(
-    group: CacheGroup, first: int, expected: int
+def test_a_table_begins_with_what_the_next_token_reads(
+    group: CacheGroup, first: int, num_computed: int
 ) -> None:
-    table = empty_table(group)
-    row = add(table, 1, [(0, first, [1, 2])], num_tokens=4)
-    assert table.min_position[row] == expected
+    blocks = list(range(first, 8))
+    add(empty_table(group), 1, [(0, first, blocks)], num_tokens=40, num_computed=num_computed)
+    for more in (1, 2):
+        with pytest.raises(InvalidPlan, match=rf"new\.tables\[0\]\.first_index.*at most {first}"):
+            add(
+                empty_table(group),
+                1,
+                [(0, first + more, blocks[more:])],
+                num_tokens=40,
+                num_computed=num_computed,
+            )
 
 
 def test_slots_are_those_of_each_groups_blocks() -> None:
