@@ -15,6 +15,8 @@ from worker_service.errors import InvalidPlan
 from worker_service.plan import (
     Candidates,
     ConstraintKind,
+    ContextKind,
+    PoolingType,
     PromptLogprobs,
     RowErrorReason,
     StepResult,
@@ -47,7 +49,8 @@ def fill(message: Message) -> Message:
             value = getattr(message, field.name)
             fill(value.add() if field.is_repeated else value)
         else:
-            scalar = VALUES.get(field.cpp_type, field.number)
+            is_bytes = field.type == FieldDescriptor.TYPE_BYTES
+            scalar = bytes(range(32)) if is_bytes else VALUES.get(field.cpp_type, field.number)
             if field.is_repeated:
                 getattr(message, field.name).append(scalar)
             else:
@@ -71,21 +74,37 @@ def plan_with(sampling: sampling_pb2.SamplerParams, **fields: Any) -> plan_pb2.S
     return plan_pb2.StepPlan(new_sequences=[plan_pb2.NewSequence(sampling=sampling, **fields)])
 
 
+def filled_plan() -> plan_pb2.StepPlan:
+    """A fork that samples, and a sequence with a context whose hidden states are pooled."""
+    message = plan_pb2.StepPlan()
+    fill(message)
+    fork, pooled = message.new_sequences[0], message.new_sequences.add()
+    pooled.CopyFrom(fork)
+    fork.ClearField("context")
+    pooled.ClearField("parent_seq_id")
+    fill(pooled.pooling)
+    return message
+
+
 def test_a_plan_keeps_every_field() -> None:
-    message = fill(plan_pb2.StepPlan())
-    assert isinstance(message, plan_pb2.StepPlan)
+    message = filled_plan()
     plan = wire.decode_plan(plan_pb2.StepPlan.FromString(message.SerializeToString()), 77)
     assert_kept(plan, message, other={"new_sequences", "received_us"})
     assert plan.received_us == 77
-    (new,), (sent,) = plan.new_sequences, message.new_sequences
-    assert_kept(new, sent, other={"sampling", "tables"})
-    (table,), (sent_table,) = new.tables, sent.tables
+    (fork, pooled), (sent_fork, sent_pooled) = plan.new_sequences, message.new_sequences
+    assert_kept(fork, sent_fork, other={"sampling", "pooling", "tables", "context"})
+    (table,), (sent_table,) = fork.tables, sent_fork.tables
     assert_kept(table, sent_table, other=set())
+    (part,), (sent_part,) = pooled.context, sent_pooled.context
+    assert_kept(part, sent_part, other={"kind"})
+    assert part.kind is ContextKind.SALT
+    assert pooled.pooling is not None
+    assert_kept(pooled.pooling, sent_pooled.pooling, other={"type"})
+    assert pooled.pooling.type is PoolingType.LAST
 
 
 def test_sampling_parameters_keep_every_field() -> None:
-    message = fill(plan_pb2.StepPlan())
-    assert isinstance(message, plan_pb2.StepPlan)
+    message = filled_plan()
     sent = message.new_sequences[0].sampling
     constraint = sent.constraint
     params = wire.decode_plan(message, 0).new_sequences[0].sampling
@@ -186,6 +205,7 @@ def test_a_result_leaves_with_every_field() -> None:
         kept_logprobs={0: [second]},
         prompt_logprobs={1: prompt},
         candidates={2: candidates},
+        vectors={6: float32(0.5, 0.25)},
         errors=dict(enumerate(RowErrorReason, start=3)),
         timings=StepTimings(**times),
     )
@@ -196,7 +216,8 @@ def test_a_result_leaves_with_every_field() -> None:
     assert_kept(
         result,
         message,
-        other={"logprobs", "kept_logprobs", "prompt_logprobs", "candidates", "errors", "timings"},
+        other={"logprobs", "kept_logprobs", "prompt_logprobs", "candidates", "vectors", "errors"}
+        | {"timings"},
     )
     for entry, row, ours in zip(message.logprobs, (0, 0), (first, second), strict=True):
         assert_kept(ours, entry, other={"rank"})
@@ -205,6 +226,7 @@ def test_a_result_leaves_with_every_field() -> None:
     assert (message.prompt_logprobs[0].row, message.prompt_logprobs[0].width) == (1, 2)
     assert_kept(candidates, message.candidates[0], other=set())
     assert message.candidates[0].row == 2
+    assert message.vectors == [plan_pb2.RowVector(row=6, values=float32(0.5, 0.25).tobytes())]
     assert {error.row: error.reason for error in message.errors} == {
         row: plan_pb2.RowErrorReason.Value(f"ROW_ERROR_REASON_{reason.name}")
         for row, reason in result.errors.items()
