@@ -21,7 +21,7 @@ from scheduler_service.core import (
 from scheduler_service.core.config import CacheGroup, CacheLifetime
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import KVCacheManager
-from scheduler_service.core.request import EngineOutputs
+from scheduler_service.core.request import EngineOutputs, Generation
 from tests.support.blocks import KnownSequence
 from tests.support.core_driver import make_capacity
 
@@ -70,8 +70,10 @@ class Server:
             request_id=f"r{self.num_requests}",
             model="m",
             prompt_token_ids=prompt,
-            max_tokens=max_tokens,
-            sampling=None,
+            work=Generation(
+                max_tokens=max_tokens,
+                sampling=None,
+            ),
         )
         self.core.submit(request, 0.0)
 
@@ -79,7 +81,7 @@ class Server:
         """Serve all requests."""
         while (plan := self.core.schedule("g0", 0.0)) is not None:
             on_step(plan)
-            count = len(plan.seq_ids) if plan.sample is None else sum(plan.sample)
+            count = len(plan.seq_ids) if plan.output is None else sum(plan.output)
             self.core.update("g0", StepResult(step_id=plan.step_id, token_ids=[7] * count), 0.0)
             for outbox in self.core.take_outboxes().values():
                 self._read(outbox)
