@@ -10,7 +10,7 @@ from scheduler_service.core.request import Generation
 from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import Entry, decode_sampling
-from tests.support.core_driver import make_capacity
+from tests.support.core_driver import GENERATION_FIELDS, make_capacity
 from tests.support.recorded import Recording
 from tools.what_if.cost_model import CostModel
 from tools.what_if.simulation import simulate
@@ -53,11 +53,13 @@ def script(
     **fields: Any,
 ) -> Script:
     """A request with one choice, of `num_tokens` tokens."""
+    work = {name: fields.pop(name) for name in GENERATION_FIELDS & fields.keys()}
     request = Request(
         frontend_id="f0",
         handle=number + 1,
         request_id=f"r{number}",
         model="m",
+        # Unlike all others from the first token on.
         prompt_token_ids=[(number + i) % 31 for i in range(prompt)],
         work=Generation(
             max_tokens=max_tokens or num_tokens,
@@ -66,7 +68,7 @@ def script(
     )
     return Script(
         number=number,
-        request=replace(request, **fields),
+        request=replace(request, work=replace(request.work, **work), **fields),
         submitted=at,
         tokens=[list(tokens or [5] * num_tokens)],
         stops=[stop],
