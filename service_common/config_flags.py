@@ -154,7 +154,7 @@ def takes_flags(
             function(values)
 
         command.__name__, command.__doc__ = function.__name__, function.__doc__
-        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         return command
 

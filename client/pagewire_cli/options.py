@@ -105,10 +105,10 @@ def group_of(
     """
     kinds, texts = get_type_hints(record), _field_docs(record)
 
-    def option(each: Field[Any]) -> inspect.Parameter:
-        own: dict[str, Any] = {"envvar": f"PAGEWIRE_{each.name.upper()}"} if has_variables else {}
-        own |= settings.get(each.name, {})
-        return _option(each.name, kinds[each.name], _default(each), texts[each.name], **own)
+    def option(item: Field[Any]) -> inspect.Parameter:
+        own: dict[str, Any] = {"envvar": f"PAGEWIRE_{item.name.upper()}"} if has_variables else {}
+        own |= settings.get(item.name, {})
+        return _option(item.name, kinds[item.name], _default(item), texts[item.name], **own)
 
     return OptionGroup(tuple(map(option, fields(record))), record)  # type: ignore[arg-type]
 
@@ -116,8 +116,8 @@ def group_of(
 def _field_docs(record: type) -> dict[str, str]:
     """The docstrings of a dataclass's fields, inherited ones too, each on one line."""
     texts = {}
-    for each in reversed(record.__mro__[:-1]):
-        [definition] = ast.parse(inspect.cleandoc(inspect.getsource(each))).body
+    for base in reversed(record.__mro__[:-1]):
+        [definition] = ast.parse(inspect.cleandoc(inspect.getsource(base))).body
         assert isinstance(definition, ast.ClassDef)
         for statement, following in zip(definition.body, definition.body[1:], strict=False):
             match statement, following:
@@ -295,8 +295,8 @@ def _engine_parameter(flag: engine_args.Flag) -> inspect.Parameter:
     )
 
 
-_OFFERED = [each.name for each in fields(SamplingParams) if each.name not in _NO_OPTIONS]
-_FILES = {each.name: {"metavar": "FILE"} for each in fields(Membership)}
+_OFFERED = [option.name for option in fields(SamplingParams) if option.name not in _NO_OPTIONS]
+_FILES = {option.name: {"metavar": "FILE"} for option in fields(Membership)}
 
 CONNECTION = group_of(Connection)
 _CORE = {"metavar": "ADDRESS", "show_default": f"that of `pagewire serve`, else {DEFAULT_CORE}"}

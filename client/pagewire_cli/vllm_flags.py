@@ -53,7 +53,7 @@ def row_of(flag: str) -> Row | None:
     """The row of vLLM's `--flag`, `--no-flag` or `--flag.key`; None if vLLM has no such flag."""
     name = _positive(flag).split(".")[0]
     named = (row for candidate in (flag, name) for row in rows() if candidate in row.flags)
-    matching = (row for row in rows() if any(fnmatchcase(name, each) for each in row.flags))
+    matching = (row for row in rows() if any(fnmatchcase(name, pattern) for pattern in row.flags))
     return next(named, None) or next(matching, None)
 
 

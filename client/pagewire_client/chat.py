@@ -115,8 +115,8 @@ def chat_proto(
             f'messages must be a list of {{"role": text, "content": text}}, not {kind}'
         )
     chat = pb.Chat(
-        messages=[_message(f"messages[{i}]", each) for i, each in enumerate(messages)],
-        tools=[_tool(f"tools[{i}]", each) for i, each in enumerate(tools or ())],
+        messages=[_message(f"messages[{i}]", message) for i, message in enumerate(messages)],
+        tools=[_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools or ())],
         add_generation_prompt=add_generation_prompt,
         parallel_tool_calls=parallel_tool_calls,
     )
@@ -229,7 +229,7 @@ def _texts(
 def _given(value: Any) -> dict[str, Any]:
     """The entries of a mapping that are not None; none of anything else."""
     entries = value.items() if isinstance(value, Mapping) else ()
-    return {name: each for name, each in entries if each is not None}
+    return {name: entry for name, entry in entries if entry is not None}
 
 
 def _json(path: str, value: object) -> str:

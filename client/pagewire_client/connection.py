@@ -132,7 +132,7 @@ def connection_options(
     if api_key is None:
         api_key = os.environ.get("PAGEWIRE_API_KEY", "")
     texts = (address,) if isinstance(address, str) else address
-    addresses = tuple(each for text in texts for each in text.split(","))
+    addresses = tuple(address for text in texts for address in text.split(","))
     key = next(iter(api_key.split()), None)
     return ConnectionOptions(addresses=addresses, tls=tls, api_key=key)
 

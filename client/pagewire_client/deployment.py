@@ -250,15 +250,15 @@ T = TypeVar("T")
 def from_proto(kind: type[T], message: Message) -> T:
     """The dataclass for a message, which has the same fields."""
     values: dict[str, Any] = {}
-    for each in fields(kind):  # type: ignore[arg-type]
-        field = message.DESCRIPTOR.fields_by_name[each.name]
-        value = getattr(message, each.name)
+    for name in [field.name for field in fields(kind)]:  # type: ignore[arg-type]
+        field = message.DESCRIPTOR.fields_by_name[name]
+        value = getattr(message, name)
         if field.is_repeated:
-            values[each.name] = [_value(field, item) for item in value]
-        elif field.has_presence and field.message_type is None and not message.HasField(each.name):
-            values[each.name] = None
+            values[name] = [_value(field, item) for item in value]
+        elif field.has_presence and field.message_type is None and not message.HasField(name):
+            values[name] = None
         else:
-            values[each.name] = _value(field, value)
+            values[name] = _value(field, value)
     return kind(**values)
 
 

@@ -187,7 +187,7 @@ class Score:
     @property
     def logprob(self) -> float:
         """The sum over the tokens."""
-        return sum(each for each in self.logprobs if each is not None)
+        return sum(logprob for logprob in self.logprobs if logprob is not None)
 
 
 def score_of(output: RequestOutput, start: int) -> Score:

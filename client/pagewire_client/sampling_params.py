@@ -269,7 +269,7 @@ def _converter(field: FieldDescriptor) -> Callable[[str, Any], Any] | None:
 _SCALARS = {
     field.name: convert
     for field in sampling_pb2.SamplingParams.DESCRIPTOR.fields
-    if field.name in {each.name for each in fields(SamplingParams)}
+    if field.name in {parameter.name for parameter in fields(SamplingParams)}
     and (convert := _converter(field)) is not None
 }
 """The parameters that are one value, as which the message has them, too."""

@@ -207,7 +207,7 @@ class ModelCounts:
         self.finishes: Counter[str] = Counter()
         self.first_token = Histogram(FIRST_TOKEN_BOUNDS)
         self.token_gap = Histogram(TOKEN_BOUNDS)
-        self.per_request = {each: Histogram(bounds) for each, bounds in PER_REQUEST.items()}
+        self.per_request = {family: Histogram(bounds) for family, bounds in PER_REQUEST.items()}
         self.parts = {part: Histogram(REQUEST_BOUNDS) for part in PARTS}
 
     def count_finished(
@@ -350,8 +350,8 @@ class FrontendMetrics:
         models = [((name,), counts) for name, counts in self._models.items()]
         yield FIRST_TOKEN.histograms((label, counts.first_token) for label, counts in models)
         yield TOKEN_GAP.histograms((label, counts.token_gap) for label, counts in models)
-        for each in PER_REQUEST:
-            yield each.histograms((label, counts.per_request[each]) for label, counts in models)
+        for family in PER_REQUEST:
+            yield family.histograms((label, counts.per_request[family]) for label, counts in models)
         yield REQUEST_PARTS.histograms(
             ((name, part), durations)
             for name, counts in self._models.items()

@@ -243,9 +243,9 @@ class RequestManager:
         if tenant.name and num_open >= self.tenant_share:
             raise self._share_used(f"the tenant {tenant.name!r} has {num_open}")
 
-    def _share_used(self, who_has: str) -> QueueFull:
+    def _share_used(self, holder: str) -> QueueFull:
         return QueueFull(
-            f"{who_has} open requests, and may have max_tenant_requests={self.tenant_share}: "
+            f"{holder} open requests, and may have max_tenant_requests={self.tenant_share}: "
             "wait until some of them have ended",
             details={"max_tenant_requests": self.tenant_share},
             retry_delay_s=RETRY_DELAY_S,

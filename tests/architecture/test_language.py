@@ -76,3 +76,41 @@ def test_no_text_uses_an_idiom_that_the_field_does_not_know() -> None:
                 if match := pattern.search(text):
                     wrong.append(f"{name}:{line}: {match.group(0)!r}: say {better}")
     assert wrong == []
+
+
+CLEAN_PACKAGES = ("scheduler_service/frontend/", "client/", "service_common/")
+"""Folders in which names are checked as well."""
+
+NAMES = {
+    r"each": "the thing: row, request, field",
+    r"_?(in_vain|alike)|\w*_(in_vain|alike)": "failed, equal",
+    r"\w*who_\w*": "holder, owner",
+    r"\w*_beside_\w*": "_with_",
+    r"\w*(lets_|hopeless|stranded)\w*": "may_, unservable, unroutable",
+}
+NAME_PATTERNS = [(re.compile(pattern), better) for pattern, better in NAMES.items()]
+
+
+def wrong_names(text: str) -> Iterator[tuple[int, str]]:
+    """(line, what to write) of every name that is not the field's English."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.NAME:
+            for pattern, better in NAME_PATTERNS:
+                if pattern.fullmatch(token.string):
+                    yield token.start[0], f"{token.string}: say {better}"
+
+
+def test_names_are_those_of_the_field() -> None:
+    files = [file for folder in CLEAN_PACKAGES for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 100
+    assert [
+        f"{file.relative_to(ROOT)}:{line}: {problem}"
+        for file in files
+        if "_pb2" not in file.name
+        for line, problem in wrong_names(file.read_text())
+    ] == []
+
+
+def test_names_are_found_in_code_and_not_in_text() -> None:
+    text = '"each"\nfor each in rows:  # each\n    _check_beside_it(who_has, lets_pass, in_vain)\n'
+    assert [line for line, _ in wrong_names(text)] == [2, 3, 3, 3, 3]

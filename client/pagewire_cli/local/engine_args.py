@@ -48,7 +48,7 @@ class Flag:
         """The command-line arguments for `value`."""
         if self.kind is not bool:
             values = [value] if isinstance(value, str) or self.kind != list[str] else value
-            return [argument for each in values for argument in (self.option, str(each))]
+            return [argument for item in values for argument in (self.option, str(item))]
         if value:
             return [self.option]
         return ["--no-" + self.option[2:]] if self.negatable else []

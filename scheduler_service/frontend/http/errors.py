@@ -312,11 +312,11 @@ def _of_closest_form(errors: Sequence[Any]) -> Sequence[Any]:
     """The errors of a body. If it may have several types: those for the type with the fewest
     errors, without the type's name in their paths."""
     by_form: dict[str, list[Any]] = {}
-    for each in errors:
-        form, *path = each["loc"] or ("",)
+    for error in errors:
+        form, *path = error["loc"] or ("",)
         if form not in BODY_FORMS:
             return errors
-        by_form.setdefault(form, []).append(each | {"loc": tuple(path)})
+        by_form.setdefault(form, []).append(error | {"loc": tuple(path)})
     return min(by_form.values(), key=len)
 
 
@@ -332,7 +332,7 @@ def _most_specific(errors: Sequence[Any]) -> Any:
             return error
     field = errors[0]["loc"][:1]
     return max(
-        (each for each in errors if each["loc"][:1] == field),
+        (error for error in errors if error["loc"][:1] == field),
         key=lambda e: (not e["type"].endswith("_type"), len(e["loc"]), e["loc"][-1:] == ("type",)),
     )
 

@@ -136,10 +136,10 @@ def _check_contradictions(params: sampling_pb2.SamplingParams) -> None:
             f"expected at most max_tokens ({params.max_tokens}), got {params.min_tokens}",
         )
     if params.HasField("beam_search"):
-        _check_beside_beam_search(params, n)
+        _check_with_beam_search(params, n)
 
 
-def _check_beside_beam_search(params: sampling_pb2.SamplingParams, n: int) -> None:
+def _check_with_beam_search(params: sampling_pb2.SamplingParams, n: int) -> None:
     """Beam search chooses by log probability alone and ends by tokens: other fields are invalid."""
     prefix = "sampling_params."
     width = params.beam_search.width

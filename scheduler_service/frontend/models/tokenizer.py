@@ -114,7 +114,7 @@ class ModelTokenizer:
                 self.template_errors[name] = f"line {error.lineno}: {error.message}"
             except Exception as error:  # of Python's compiler, for one that is nested too deeply
                 self.template_errors[name] = str(error)
-        written = frozenset().union(*(each.variables for each in self._templates.values()))
+        written = frozenset().union(*(template.variables for template in self._templates.values()))
         for name in sorted(written & set(STANDARD_TOKENS) - set(self._special_tokens)):
             self.warnings.append(f"the chat template writes {name}, which no file names")
 

@@ -77,8 +77,8 @@ def _inner(place: Place) -> Iterator[Place]:
     for keyword in (*_IN_LISTS, *_IN_PLACE):
         inner = schema.get(keyword)
         if isinstance(inner, list):  # `items` was a list once
-            for index, each in enumerate(inner):
-                yield Place(f"{pointer}/{keyword}/{index}", each)
+            for index, part in enumerate(inner):
+                yield Place(f"{pointer}/{keyword}/{index}", part)
         elif isinstance(inner, dict):
             yield Place(f"{pointer}/{keyword}", inner)
 

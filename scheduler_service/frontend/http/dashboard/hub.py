@@ -181,7 +181,7 @@ def _to_json(value: Any, depth: int = 2) -> str:
     run in between."""
     if depth and isinstance(value, dict):
         entries = (
-            f"{json.dumps(name)}:{_to_json(each, depth - 1)}" for name, each in value.items()
+            f"{json.dumps(name)}:{_to_json(field, depth - 1)}" for name, field in value.items()
         )
         return f"{{{','.join(entries)}}}"
     return json.dumps(value, separators=(",", ":"))
