@@ -313,8 +313,8 @@ class SchedulerCore:
     def _fail_stranded(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
         for seq_group in model.stranded():
-            caches = [each.num_cache_tokens for each in model.capacities()]
-            too_small = [each for each in caches if each < seq_group.max_known_tokens]
+            caches = [capacity.num_cache_tokens for capacity in model.capacities()]
+            too_small = [cache for cache in caches if cache < seq_group.max_known_tokens]
             tokens = max(seq_group.outgrown_tokens, *too_small, 0)
             error = GenerationFailed(
                 f"the request has outgrown the KV cache of {tokens} tokens, and no worker group "

@@ -241,7 +241,7 @@ class ModelQueue(Generic[Kind]):
         """The groups of one kind, in no particular order."""
         if kind not in self._num_of_kind:
             return []
-        queues = (queue for (_, each), queue in self._queues.items() if each == kind)
+        queues = (queue for (_, of_kind), queue in self._queues.items() if of_kind == kind)
         return list(chain.from_iterable(queues))
 
     def skip_tenant_limited(self, head: SequenceGroup) -> None:

@@ -11,7 +11,7 @@ def test_the_images_are_built_from_every_package_and_from_nothing_that_is_not_se
     packages = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     assert all((ROOT / package).is_dir() for package in packages)
     dockerfile = (ROOT / "deploy/docker/Dockerfile").read_text().splitlines()
-    assert [each for each in packages if f"COPY {each} {each}" not in dockerfile] == []
+    assert [name for name in packages if f"COPY {name} {name}" not in dockerfile] == []
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     sent = [Path(line[1:]) for line in lines if line.startswith("!")]
     copied = [

@@ -93,7 +93,7 @@ def test_a_failing_part_does_not_stop_the_others_and_one_without_end_is_ended(gp
     assert (absent.code, absent.why) == (None, "no-such-program is absent")
     assert works.code == 0
     summary = json.loads((gpu.output / "summary.json").read_text())
-    assert [each["part"] for each in summary] == ["fails", "hangs", "absent", "works"]
+    assert [part["part"] for part in summary] == ["fails", "hangs", "absent", "works"]
 
 
 def test_carried_packages_are_found_by_processes_in_other_folders() -> None:
@@ -116,6 +116,6 @@ def test_the_device_is_idle_where_no_operation_runs() -> None:
 
 
 def test_the_payload_has_what_the_services_declare_and_not_what_the_machine_has() -> None:
-    names = {gpu_payload.name_of(each) for each in gpu_payload.requirements()}
+    names = {gpu_payload.name_of(requirement) for requirement in gpu_payload.requirements()}
     assert names >= {"fastapi", "llguidance", "grpcio-health-checking", "rich", "gguf"}
     assert not names & {"torch", "protobuf", "grpcio", "numpy", "transformers"}

@@ -24,9 +24,9 @@ def test_every_kind_and_every_host_comes() -> None:
 
 def test_links_that_carry_packets_are_disturbed_in_more_ways_and_the_core_never_moves() -> None:
     drawing = Drawing(Random(0), LINKS, LEASE_S, KINDS_WITH_PACKETS)
-    found = [each for each in (drawing.next([]) for _ in range(400)) if each is not None]
-    assert {type(each) for each in found} == set(KINDS_WITH_PACKETS)
-    moved = {each.victim for each in found if isinstance(each, Move)}
+    found = [drawn for drawn in (drawing.next([]) for _ in range(400)) if drawn is not None]
+    assert {type(drawn) for drawn in found} == set(KINDS_WITH_PACKETS)
+    moved = {drawn.victim for drawn in found if isinstance(drawn, Move)}
     assert {host.partition("-")[0] for host in moved} == {"frontend", "worker"}
 
 

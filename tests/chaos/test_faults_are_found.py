@@ -96,9 +96,9 @@ async def test_an_answer_that_arrives_whole_is_silent_until_nothing_is_disturbed
     streams.open["whole"] = Progress(ask, num_tokens=0, at_s=0, arrives_whole=True)
     streams.open["other"] = Progress(ask, num_tokens=0, at_s=1000)
     await watch(streams, timeline, patience_s=0.0)
-    assert [each.split()[0] for each in streams.tally.hung] == ["other"]
+    assert [line.split()[0] for line in streams.tally.hung] == ["other"]
     streams.tally.hung.clear()
     del streams.open["other"]
     streams.is_disturbed = False
     await watch(streams, timeline, patience_s=0.0)
-    assert [each.split()[0] for each in streams.tally.hung] == ["whole"]
+    assert [line.split()[0] for line in streams.tally.hung] == ["whole"]

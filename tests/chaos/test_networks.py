@@ -110,8 +110,8 @@ async def test_a_forgotten_connection_is_silent_for_ever_and_a_new_one_is_not() 
         new_writer.write(b"c")
         assert await again.readexactly(1) == b"c"
         assert await is_silent(reader)
-        for each in (writer, new_writer):
-            each.transport.abort()
+        for connection in (writer, new_writer):
+            connection.transport.abort()
 
 
 @needs_namespaces

@@ -53,7 +53,7 @@ def _draw_ask(draw: Random, number: int) -> Ask:
     params["max_tokens"] = min(draw.randint(most // 2, most), MODEL_LEN - num_prompt_tokens)
     kinds = [name, prompt_kind]
     for extra, (share, add) in EXTRAS.items():
-        if draw.random() < share and not any({each, extra} in IMPOSSIBLE for each in kinds):
+        if draw.random() < share and not any({kind, extra} in IMPOSSIBLE for kind in kinds):
             params |= add(draw)
             kinds.append(extra)
     params = {"ignore_eos": True, "seed": draw.getrandbits(53)} | params

@@ -138,11 +138,11 @@ def test_what_the_caller_says_is_what_the_server_hears(client: Any, frontend: Fa
     client.generate("Hi", SamplingParams(seed=3), request_id="mine", **options)
     client.generate_many(["Hi"], SamplingParams(seed=3), **options)
     request, of_many = frontend.requests
-    for each in (request, of_many):
-        assert (each.priority, each.model) == (-2, MODEL)
-        assert each.HasField("num_speculative_tokens")
-        assert each.num_speculative_tokens == 0
-        assert each.cache_salt == "s"
+    for sent in (request, of_many):
+        assert (sent.priority, sent.model) == (-2, MODEL)
+        assert sent.HasField("num_speculative_tokens")
+        assert sent.num_speculative_tokens == 0
+        assert sent.cache_salt == "s"
     assert request.request_id == "mine"
     assert request.sampling_params == SamplingParams(seed=3).to_proto()
 

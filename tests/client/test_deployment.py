@@ -21,7 +21,7 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.DESCRIPTOR.name)
 def test_a_dataclass_has_the_fields_of_its_message(message: Any) -> None:
     kind = getattr(deployment, message.DESCRIPTOR.name)
-    assert {each.name for each in fields(kind)} == set(message.DESCRIPTOR.fields_by_name)
+    assert {field.name for field in fields(kind)} == set(message.DESCRIPTOR.fields_by_name)
     assert from_proto(kind, message())
 
 

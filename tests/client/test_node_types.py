@@ -53,4 +53,4 @@ def test_options_have_the_names_by_which_the_client_takes_them() -> None:
     source = (NODE_CLIENT / "src/client.js").read_text()
     found = re.search(r"^  constructor\([^)]*\{ ([^)]+) \} = \{\},?\s*\) \{$", source, re.MULTILINE)
     assert found is not None
-    assert declared("ClientOptions") == [each.split(" = ")[0] for each in found[1].split(", ")]
+    assert declared("ClientOptions") == [option.split(" = ")[0] for option in found[1].split(", ")]

@@ -240,7 +240,7 @@ def test_every_case_finds_a_fault_and_a_proxy_without_one_passes(healthy: str) -
     assert {case.name for case in CASES} - found == {"a worker with constraints has a tokenizer"}
     with mutant(healthy, Fault) as address:
         outcomes = list(run(CASES, Worker(address, timeout_s=TIMEOUT_S)))
-    failed = [each.case.name for each in outcomes if each.verdict is not Verdict.PASS]
+    failed = [outcome.case.name for outcome in outcomes if outcome.verdict is not Verdict.PASS]
     assert failed == []
 
 

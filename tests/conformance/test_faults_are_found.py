@@ -204,7 +204,9 @@ def _normalises_candidates(result: plan_pb2.StepResult) -> None:
     for entry in result.candidates:
         logprobs = columns.unpack_floats(entry.logprobs)
         total = math.log(sum(map(math.exp, logprobs)))
-        entry.logprobs = struct.pack(f"<{len(logprobs)}f", *(each - total for each in logprobs))
+        entry.logprobs = struct.pack(
+            f"<{len(logprobs)}f", *(logprob - total for logprob in logprobs)
+        )
 
 
 def _takes_output_for_prompt(new: plan_pb2.NewSequence) -> None:
@@ -483,7 +485,7 @@ def test_a_proxy_without_a_fault_passes_what_the_others_fail(healthy: str) -> No
     not_forwarded = ("the health service says serving", "reflection lists")
     with mutant(healthy, Fault) as address:
         found = outcomes(address, [name for name in names if name not in not_forwarded])
-    failed = [each.case.full_name for each in found if each.verdict is not Verdict.PASS]
+    failed = [outcome.case.full_name for outcome in found if outcome.verdict is not Verdict.PASS]
     assert failed == []
 
 

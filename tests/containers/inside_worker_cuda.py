@@ -59,7 +59,11 @@ def main() -> None:
     found = {
         "kernel": len(compiled_kernel()),
         "launcher": [name for name in ("launch", "load_binary") if hasattr(launcher, name)],
-        "torch of vLLM": [each for each in requires("vllm") or [] if each.startswith("torch=")],
+        "torch of vLLM": [
+            requirement
+            for requirement in requires("vllm") or []
+            if requirement.startswith("torch=")
+        ],
         "has vLLM": find_spec("vllm.engine") is not None,
         "parameters": [*inspect.signature(flash.flash_attn_varlen_func).parameters],
         "versions": [call.version for call in vllm_calls(flash, is_hopper=True)],

@@ -75,7 +75,7 @@ def build(docker: Docker, base: str, target: str, tag: str, context: Path = ROOT
         )
 
 
-IMAGES = {each: f"pagewire/{each}:0.1.0" for each in ("scheduler", "worker-cpu", "worker-cuda")}
+IMAGES = {image: f"pagewire/{image}:0.1.0" for image in ("scheduler", "worker-cpu", "worker-cuda")}
 """By target, as the compose file names them."""
 
 
@@ -93,8 +93,8 @@ def free_pair() -> int:
     """The first of two free ports that follow each other."""
     for port in range(20_000, 30_000, 2):
         try:
-            for each in (port, port + 1):
-                socket.create_server(("127.0.0.1", each)).close()
+            for used_port in (port, port + 1):
+                socket.create_server(("127.0.0.1", used_port)).close()
         except OSError:
             continue
         return port
@@ -126,7 +126,7 @@ def published(compose: Compose, port: int) -> list[str]:
     found = []
     for name in compose.containers("frontend"):
         ports = compose.docker.inspect(name)["NetworkSettings"]["Ports"]
-        found += [f"{each['HostIp']}:{each['HostPort']}" for each in ports[f"{port}/tcp"]]
+        found += [f"{binding['HostIp']}:{binding['HostPort']}" for binding in ports[f"{port}/tcp"]]
     return found
 
 
@@ -155,7 +155,7 @@ def layer_size(docker: Docker, image: str, command: str) -> float:
         "history", "--no-trunc", "--human=false", "--format", "{{json .}}", IMAGES[image]
     )
     layers = [json.loads(line) for line in history.splitlines()]
-    [found] = [each for each in layers if command in each["CreatedBy"]]
+    [found] = [layer for layer in layers if command in layer["CreatedBy"]]
     return float(found["Size"]) / MIB
 
 
@@ -191,7 +191,7 @@ def test_a_change_to_the_code_rebuilds_the_last_layer_only(
         build(docker, base, target, "pagewire-test/changed", tmp_path)
         print(f"{target} rebuilt in {time.monotonic() - began:.1f} s")
         former, changed = (
-            docker.inspect(each)["RootFS"]["Layers"] for each in (tag, "pagewire-test/changed")
+            docker.inspect(state)["RootFS"]["Layers"] for state in (tag, "pagewire-test/changed")
         )
         assert changed[:-1] == former[:-1]
         assert changed[-1] != former[-1]
@@ -348,7 +348,7 @@ def test_no_stream_changes_when_a_container_is_disturbed(
 def test_prometheus_sees_everything(compose: Compose, load: Load) -> None:
     [name] = compose.containers("prometheus")
     networks = compose.docker.inspect(name)["NetworkSettings"]["Networks"]
-    [address] = (each["IPAddress"] for each in networks.values())
+    [address] = (network["IPAddress"] for network in networks.values())
 
     def ask(path: str, **parameters: str) -> Any:
         url = f"http://{address}:9090/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
@@ -357,8 +357,8 @@ def test_prometheus_sees_everything(compose: Compose, load: Load) -> None:
 
     def targets() -> dict[str, str]:
         return {
-            each["scrapeUrl"]: each["health"]
-            for each in ask("targets", state="active")["activeTargets"]
+            entry["scrapeUrl"]: entry["health"]
+            for entry in ask("targets", state="active")["activeTargets"]
         }
 
     wait_until(

@@ -145,7 +145,7 @@ def test_models_are_read_and_only_the_cache_is_written(name: str) -> None:
 def test_its_command_line_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By our own parsers, with the service's variables and no others of ours."""
     service = service_of(name)
-    for variable in [each for each in os.environ if each.startswith("PAGEWIRE_")]:
+    for variable in [key for key in os.environ if key.startswith("PAGEWIRE_")]:
         monkeypatch.delenv(variable)
     for variable, value in service.environment.items():
         monkeypatch.setenv(variable, value)
@@ -155,8 +155,8 @@ def test_its_command_line_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     if role != "worker":
         command = command.commands[role]  # type: ignore[attr-defined]
     context = command.make_context(role, list(arguments))
-    known = {variable for each in command.params for variable in _variables_of(each)}
-    assert {each for each in service.environment if each.startswith("PAGEWIRE_")} <= known
+    known = {variable for param in command.params for variable in _variables_of(param)}
+    assert {key for key in service.environment if key.startswith("PAGEWIRE_")} <= known
     assert context.params["listen"].startswith("0.0.0.0:")
     if role != "scheduler":
         assert context.params["core"] == "scheduler:7610"
@@ -205,10 +205,10 @@ def test_a_secret_is_read_where_it_is_mounted_by_a_flag_that_is_there(name: str)
     command = typer.main.get_command(worker_app if role == "worker" else make_app([role]))
     if role != "worker":
         command = command.commands[role]  # type: ignore[attr-defined]
-    known = {variable for each in command.params for variable in _variables_of(each)}
+    known = {variable for param in command.params for variable in _variables_of(param)}
     assert set(added["environment"]) <= known
 
 
 def test_images_of_others_are_of_one_version() -> None:
     images = {service.spec["image"] for service in services().values() if not service.is_ours}
-    assert [each for each in images if not re.search(r":v?\d+\.\d+\.\d+$", each)] == []
+    assert [image for image in images if not re.search(r":v?\d+\.\d+\.\d+$", image)] == []

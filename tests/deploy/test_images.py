@@ -22,11 +22,11 @@ IMAGES = ("scheduler", "worker-cpu", "worker-cuda")
 def stages() -> dict[str, list[tuple[str, str]]]:
     """The (instruction, value) pairs of each stage, by its name."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for each in DockerfileParser(fileobj=BytesIO(DOCKERFILE.read_bytes())).structure:
-        if each["instruction"] == "FROM":
-            current = found.setdefault(each["value"].split()[-1], [])
+    for instruction in DockerfileParser(fileobj=BytesIO(DOCKERFILE.read_bytes())).structure:
+        if instruction["instruction"] == "FROM":
+            current = found.setdefault(instruction["value"].split()[-1], [])
         if found:
-            current.append((each["instruction"], each["value"]))
+            current.append((instruction["instruction"], instruction["value"]))
     return found
 
 

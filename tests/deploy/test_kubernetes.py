@@ -90,7 +90,7 @@ def test_names_and_labels_agree(name: str) -> None:
         if set(selector) == {"leaderworkerset.sigs.k8s.io/name"}:  # a label from its controller
             assert (LEADER_WORKER_SET, *selector.values()) in names
         else:
-            assert any(selector.items() <= each.items() for each in labels)
+            assert any(selector.items() <= label.items() for label in labels)
 
 
 def _selector(manifest: Manifest) -> dict[str, str] | None:
@@ -119,7 +119,7 @@ def test_its_command_line_is_one(container: Container, monkeypatch: pytest.Monke
     assert context.params.get("http", "off") == (
         f"0.0.0.0:{container.ports['http']}" if "http" in container.ports else "off"
     )
-    known = {variable for each in command.params for variable in _variables_of(each)}
+    known = {variable for param in command.params for variable in _variables_of(param)}
     ours = {name for name in container.variables if name.startswith("PAGEWIRE_")}
     assert ours <= known
     assert not any(re.search(r"\$\(", argument) for argument in arguments), "something not set"
@@ -253,7 +253,10 @@ def _may_call(policy: Manifest, port: int) -> list[dict[str, str]]:
         for rule in policy["ingress"]
         for peer in rule.get("from", [])
         if "namespaceSelector" in peer
-        and any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule["ports"])
+        and any(
+            allowed["port"] <= port <= allowed.get("endPort", allowed["port"])
+            for allowed in rule["ports"]
+        )
     ]
 
 

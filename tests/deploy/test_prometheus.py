@@ -64,12 +64,12 @@ def test_pods_are_scraped_at_each_port_of_metrics_as_the_service_they_are(tmp_pa
     file.write_text(yaml.safe_dump(config))
     assert "SUCCESS" in promtool("check", "config", "--lint-fatal", str(file))
     found = promtool("check", "service-discovery", "--timeout=1s", str(file), job["job_name"])
-    kept = [each["labels"] for each in json.loads(found) if each["labels"]]
-    assert sorted((each["job"], each["instance"]) for each in kept) == sorted(
+    kept = [target["labels"] for target in json.loads(found) if target["labels"]]
+    assert sorted((labels["job"], labels["instance"]) for labels in kept) == sorted(
         [("pagewire-scheduler", "core:7611"), ("pagewire-frontend", "frontend:7601")]
         + [("pagewire-worker", f"worker:{port}") for port in range(7640, 7648)]
     )
-    assert {(each["namespace"], each["pod"]) for each in kept} == {
+    assert {(labels["namespace"], labels["pod"]) for labels in kept} == {
         ("here", name) for name in ("core", "frontend", "worker")
     }
 
@@ -129,7 +129,7 @@ class Prometheus:
     def set_targets(self, services: dict[str, list[Service]]) -> None:
         """Set the addresses of each job's services."""
         for job, those in services.items():
-            targets = [found[1] for each in those if (found := TOLD.search(each.log))]
+            targets = [found[1] for process in those if (found := TOLD.search(process.log))]
             file = self._targets / f"{job}.json"
             file.with_suffix(".new").write_text(json.dumps([{"targets": targets}]))
             file.with_suffix(".new").rename(file)
@@ -145,7 +145,9 @@ class Prometheus:
 
     def values(self, expression: str) -> list[float]:
         """The values of an instant query, without NaN."""
-        found = [float(each["value"][1]) for each in self.get("query", query=expression)["result"]]
+        found = [
+            float(sample["value"][1]) for sample in self.get("query", query=expression)["result"]
+        ]
         return [value for value in found if not math.isnan(value)]
 
     def is_ready(self) -> bool:

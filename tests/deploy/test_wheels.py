@@ -92,7 +92,7 @@ def install_for_arm(site: Path, wheel: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["scheduler"], *extras["worker"]]
-    needed = [each for each in needed if not each.startswith("torch")]
+    needed = [requirement for requirement in needed if not requirement.startswith("torch")]
     of_torch = ["sympy", "networkx", "fsspec", "filelock", "typing-extensions"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(site)]
     pip += [*PLATFORMS, "--implementation=cp", f"--python-version={PYTHON_VERSION}"]

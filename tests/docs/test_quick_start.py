@@ -23,7 +23,9 @@ FOREGROUND = "pagewire serve"
 def commands() -> Iterator[str]:
     """Each command, with what is typed into it."""
     for block in re.findall(r"```console\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        yield from (each.strip() for each in re.split(r"^\$ ", block, flags=re.MULTILINE) if each)
+        yield from (
+            command.strip() for command in re.split(r"^\$ ", block, flags=re.MULTILINE) if command
+        )
 
 
 def script() -> str:

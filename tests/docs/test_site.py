@@ -54,7 +54,9 @@ def test_a_reader_loads_nothing_from_elsewhere(site: Path) -> None:
     for page in pages:
         loaded = Loaded()
         loaded.feed(page.read_text())
-        assert [each for each in loaded.addresses if re.match(r"(https?:)?//", each)] == [], page
+        assert [
+            address for address in loaded.addresses if re.match(r"(https?:)?//", address)
+        ] == [], page
 
 
 def test_the_references_are_made_of_the_code(site: Path) -> None:
@@ -75,11 +77,11 @@ def _pages(entry: object) -> Iterator[str]:
     if isinstance(entry, str):
         yield entry
     elif isinstance(entry, dict):
-        for each in entry.values():
-            yield from _pages(each)
+        for child in entry.values():
+            yield from _pages(child)
     elif isinstance(entry, list):
-        for each in entry:
-            yield from _pages(each)
+        for child in entry:
+            yield from _pages(child)
 
 
 def test_every_page_has_a_place_in_the_navigation() -> None:

@@ -71,7 +71,9 @@ def test_the_page_shows_the_messages_of_a_real_worker(tmp_path: Path) -> None:
     shown = re.findall(r"```hex\n(.*?)\n```", page, re.DOTALL)
     assert shown == blocks(plans, results)
     messages = [pb.ExecuteStepsRequest(plans=[plan]) for plan in plans]
-    assert [read(each) for each in shown[:3]] == [each.SerializeToString() for each in messages]
+    assert [read(message) for message in shown[:3]] == [
+        message.SerializeToString() for message in messages
+    ]
     assert f"`{text}`" in page
     assert f"`{PROMPT}`" in page
 

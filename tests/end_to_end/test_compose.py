@@ -77,7 +77,7 @@ def test_it_answers_and_every_service_ends_in_time(
         assert leaving.wait(leaving.service.stop_grace_s) == 0, leaving.log
         assert "72" in answer(engine)
 
-    remaining = [each for each in engine.containers if not each.has_ended()]
+    remaining = [running for running in engine.containers if not running.has_ended()]
     for container in remaining:
         container.signal(signal.SIGTERM)
     for container in remaining:

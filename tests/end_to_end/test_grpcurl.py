@@ -72,7 +72,7 @@ class Reflected:
         call = kind(path, make.SerializeToString, read.FromString)
         answered = call(json_format.Parse(data, make()), timeout=60)
         answers = answered if method.server_streaming else [answered]
-        return "\n".join(json_format.MessageToJson(each) for each in answers)
+        return "\n".join(json_format.MessageToJson(answer) for answer in answers)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def streaming(stub: InferenceServiceStub) -> Iterator[Callable[[], list[list[int
         return answer
 
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
-        futures: list[Future[Answer]] = [pool.submit(read, each) for each in requests()]
+        futures: list[Future[Answer]] = [pool.submit(read, asked) for asked in requests()]
         for _ in range(10 * NUM_STREAMS):
             assert begun.acquire(timeout=60)
         yield lambda: tokens_of([future.result(timeout=120) for future in futures])

@@ -56,11 +56,11 @@ class Pods:
                 request = health_pb2.HealthCheckRequest(service=action["service"])
                 while stub.Check(request, timeout=60, wait_for_ready=True).status != SERVING:
                     assert time.monotonic() < deadline, self.logs()
-                    assert all(each.process.poll() is None for each in self.processes)
+                    assert all(process.process.poll() is None for process in self.processes)
                     time.sleep(0.05)
 
     def logs(self) -> list[str]:
-        return [each.log for each in self.processes]
+        return [process.log for process in self.processes]
 
     def _local(self, word: str, index: int) -> str:
         """A word of a command line, with this machine's address instead of others'."""

@@ -181,8 +181,8 @@ def test_answers_core_and_worker_agree_on_drafts(tmp_path: Path) -> None:
             params = SamplingParams(n=NUM_CHOICES, max_tokens=60, ignore_eos=True)
             answers = [client.generate(PROMPT, params) for _ in range(2)]
         timings = [answer.timings for answer in answers if answer.timings is not None]
-        drafts = sum(each.num_drafts for each in timings)
-        accepted = sum(each.num_accepted_drafts for each in timings)
+        drafts = sum(timing.num_drafts for timing in timings)
+        accepted = sum(timing.num_accepted_drafts for timing in timings)
         assert 0 < accepted < drafts
         core, (worker,) = cluster.core, cluster.workers
         assert core is not None

@@ -120,7 +120,7 @@ def test_each_prompt_has_its_timings(openai_client: openai.OpenAI) -> None:
     wish = {"model": "embedded", "prompt": ["One", "Two", "Three"], "max_tokens": 2}
     answer = openai_client.completions.create(**wish, extra_body={"return_timings": True})
     told = answer.model_dump()["timings"]
-    assert [each["total_us"] > 0 for each in told] == [True] * 3
+    assert [timings["total_us"] > 0 for timings in told] == [True] * 3
 
 
 def test_an_unfinished_answer_is_continued(openai_client: openai.OpenAI) -> None:

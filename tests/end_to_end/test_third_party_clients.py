@@ -53,7 +53,7 @@ def run(command: Sequence[str]) -> None:
 def tasks(tmp_path: Path) -> Path:
     """A folder of three tasks, one for each kind of request that lm-eval makes."""
     questions = tmp_path / "sums.jsonl"
-    lines = [{"question": each, "label": label} for label, each in enumerate(SUMS)]
+    lines = [{"question": sum, "label": label} for label, sum in enumerate(SUMS)]
     questions.write_text("\n".join(json.dumps(line) for line in lines))
     common = {
         "dataset_path": "json",
@@ -103,7 +103,7 @@ def evaluate(
     for name in names:
         (file,) = results.glob(f"*/samples_pagewire_{name}_*.jsonl")
         samples = [json.loads(line) for line in file.read_text().splitlines()]
-        answers[name] = {each["doc"]["question"]: each["resps"] for each in samples}
+        answers[name] = {sample["doc"]["question"]: sample["resps"] for sample in samples}
         assert list(answers[name]) == list(SUMS)
     return answers
 

@@ -63,7 +63,7 @@ class Streams:
             thread.join(timeout=120)
         assert len(self.outputs) == NUM_STREAMS
         timings = [output.timings for output in self.outputs]
-        return sum(each.num_inexact_recoveries for each in timings if each is not None)
+        return sum(timing.num_inexact_recoveries for timing in timings if timing is not None)
 
 
 def groups(cluster: Cluster) -> list[WorkerGroupStatus]:
@@ -82,7 +82,7 @@ def test_requests_keep_to_workers_of_equal_arithmetic_while_there_are_any(
 ) -> None:
     arithmetic = [group.arithmetic for group in groups(cluster)]
     assert len(set(arithmetic)) == 2
-    assert any(LESSER in each for each in arithmetic)
+    assert any(LESSER in identity for identity in arithmetic)
 
     streams = Streams(cluster)
     cluster.workers[0].kill()

@@ -179,12 +179,12 @@ def flash_attn_varlen_func(q, k, v, seqused_k=None, block_table=None, fa_version
 def vllm_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A wheel of vLLM that cannot be imported as a whole, without its FlashAttention."""
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [each for each in sys.modules if each.startswith("pagewire_vllm_flash_attn")]:
+    for name in [module for module in sys.modules if module.startswith("pagewire_vllm_flash_attn")]:
         monkeypatch.delitem(sys.modules, name)
     folder = tmp_path / "vllm/vllm_flash_attn"
     folder.mkdir(parents=True)
-    for each in (folder.parent, folder):
-        (each / "__init__.py").write_text("raise AssertionError('imports all of vLLM')")
+    for path in (folder.parent, folder):
+        (path / "__init__.py").write_text("raise AssertionError('imports all of vLLM')")
     return folder
 
 
@@ -206,7 +206,9 @@ def test_the_package_in_vllms_wheel_is_found_without_importing_vllm(
     assert interface is not None
     assert interface.flash_attn_varlen_func(1, 2, 3) == 42
     calls = [*vllm_calls(interface, is_hopper=is_hopper)]
-    assert [each.version for each in calls] == [f"vllm flash-attn {each}" for each in versions]
+    assert [call.version for call in calls] == [
+        f"vllm flash-attn {version}" for version in versions
+    ]
     assert "vllm" not in sys.modules
 
 

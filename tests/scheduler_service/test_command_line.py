@@ -15,22 +15,24 @@ FLAGS = json.loads((Path(__file__).parent / "flags.json").read_text())
 
 def parameters(command: str) -> list[Any]:
     app = typer.main.get_command(make_app([command]))
-    return [each for each in app.commands[command].params if each.name != "help"]  # type: ignore[attr-defined]
+    return [param for param in app.commands[command].params if param.name != "help"]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_flags_variables_and_defaults_are_as_documented(command: str) -> None:
     assert FLAGS[command] == {
-        "/".join([*each.opts, *each.secondary_opts]): [
-            each.envvar,
-            getattr(each.default, "value", each.default),
+        "/".join([*parameter.opts, *parameter.secondary_opts]): [
+            parameter.envvar,
+            getattr(parameter.default, "value", parameter.default),
         ]
-        for each in parameters(command)
+        for parameter in parameters(command)
     }
 
 
 @pytest.mark.parametrize("command", FLAGS)
 def test_each_flag_has_a_help_text_of_one_paragraph(command: str) -> None:
-    for each in parameters(command):
-        assert each.help.endswith("."), each.name
-        assert "`" not in each.help.replace("`pagewire replay`", "").replace("None", ""), each.help
+    for parameter in parameters(command):
+        assert parameter.help.endswith("."), parameter.name
+        assert "`" not in parameter.help.replace("`pagewire replay`", "").replace("None", ""), (
+            parameter.help
+        )

@@ -418,8 +418,8 @@ async def test_a_core_that_cannot_be_reached_is_a_warning_after_some_seconds(
     async with running_core(**member) as core, running_worker(core.address):
         await eventually(
             lambda: any(
-                each.levelname == "WARNING" and "it may expect TLS" in each.message
-                for each in caplog.records
+                record.levelname == "WARNING" and "it may expect TLS" in record.message
+                for record in caplog.records
             )
         )
 
@@ -446,7 +446,7 @@ def test_credentials_that_are_no_good_are_refused_at_the_start(
         with pytest.raises(ValueError, match=r"cluster|tls") as caught:
             ClusterConfig(**arguments)
         assert "secret" not in str(caught.value)
-        flags = dict.fromkeys(f"cluster_{each.name}" for each in fields(ClusterConfig))
+        flags = dict.fromkeys(f"cluster_{field.name}" for field in fields(ClusterConfig))
         flags |= {f"cluster_{name}": value for name, value in arguments.items()}
         with pytest.raises(InvalidOption, match=r"cluster|tls"):
             cluster_config(flags)

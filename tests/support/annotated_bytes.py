@@ -27,15 +27,15 @@ def read(text: str) -> bytes:
 
 def _lines(message: Message, indent: str) -> Iterator[str]:
     for field, value in message.ListFields():
-        for each in value if field.is_repeated else [value]:
-            data = _alone(message, field, each)
+        for element in value if field.is_repeated else [value]:
+            data = _alone(message, field, element)
             if field.message_type is None:
-                yield _line(indent, data, f"{field.name}: {_told(field, each)}")
+                yield _line(indent, data, f"{field.name}: {_told(field, element)}")
             else:
-                size = each.ByteSize()
+                size = element.ByteSize()
                 head = data[: len(data) - size]
                 yield _line(indent, head, f"{field.name}, {size} bytes")
-                yield from _lines(each, indent + "  ")
+                yield from _lines(element, indent + "  ")
 
 
 def _alone(message: Message, field: FieldDescriptor, value: Any) -> bytes:

@@ -56,8 +56,8 @@ def accounts(call: Callable[[], list[Result]]) -> list[Timings]:
         results = call()
         timings = [account(*result) for result in results]
         gaps += [
-            1 - (each.total_us / 1e6 + CALL_S) / wall_s
-            for each, (_, wall_s) in zip(timings, results, strict=True)
+            1 - (timing.total_us / 1e6 + CALL_S) / wall_s
+            for timing, (_, wall_s) in zip(timings, results, strict=True)
         ]
         if min(gaps) <= TOLERANCE:
             return timings

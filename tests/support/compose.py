@@ -83,9 +83,9 @@ def started(*profiles: str, variables: Mapping[str, str] | None = None) -> Itera
 
 def _fill_in(value: Any, known: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
-        return {key: _fill_in(each, known) for key, each in value.items()}
+        return {key: _fill_in(element, known) for key, element in value.items()}
     if isinstance(value, list):
-        return [_fill_in(each, known) for each in value]
+        return [_fill_in(element, known) for element in value]
     if not isinstance(value, str):
         return value
     filled = _VARIABLE.sub(lambda found: known.get(found[1]) or found[2] or "", value)

@@ -27,7 +27,9 @@ ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     # Its own library where it is built with one, not the one of this machine's other Python.
     "LD_LIBRARY_PATH": "/opt/python/lib",
-    "PYTHONPATH": ":".join([*(f"/opt/pagewire/{each}" for each in SOURCES), "/opt/site-packages"]),
+    "PYTHONPATH": ":".join(
+        [*(f"/opt/pagewire/{source}" for source in SOURCES), "/opt/site-packages"]
+    ),
     "PYTHONUNBUFFERED": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
@@ -212,7 +214,7 @@ class Engine:
 
     def of(self, service: str) -> list[Container]:
         """All containers of a service."""
-        return [each for each in self.containers if each.service.name == service]
+        return [container for container in self.containers if container.service.name == service]
 
     def run(self, *words: str) -> "CompletedProcess[str]":
         """Run `pagewire …` on the host's side of the network."""

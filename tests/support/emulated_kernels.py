@@ -37,7 +37,7 @@ class EmulatedLibrary(Library):
         self._command = [*run_kernel, str(library)]
         self._memory = library.with_suffix(".memory")
         gc.unfreeze()  # a frontend in this process may have frozen some
-        self._older = [each for each in gc.get_objects() if _region_of(each) is not None]
+        self._older = [item for item in gc.get_objects() if _region_of(item) is not None]
         gc.freeze()
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class _EmulatedKernel(Kernel):
 
 def _reachable(task: int, objects: Iterable[Any]) -> list[_Region]:
     """The memory of structures and tensors that a task points to, directly or not."""
-    regions = {region.address: region for each in objects if (region := _region_of(each))}
+    regions = {region.address: region for item in objects if (region := _region_of(item))}
     starts = sorted(regions)
     found: dict[int, _Region] = {}
     pending = [task]

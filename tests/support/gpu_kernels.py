@@ -22,8 +22,8 @@ def row_wise_product(a: np.ndarray, b: np.ndarray, dtype: Any = None) -> np.ndar
     The interpreter has bfloat16 as the upper halves of float32 numbers.
     """
     a, b = (
-        (each.astype(np.uint32) << 16).view(np.float32) if each.dtype == np.uint16 else each
-        for each in (a, b)
+        (tensor.astype(np.uint32) << 16).view(np.float32) if tensor.dtype == np.uint16 else tensor
+        for tensor in (a, b)
     )
     return np.matmul(a[..., :, None, :], b[..., None, :, :], dtype=dtype)[..., 0, :]
 
@@ -75,7 +75,7 @@ def assert_agrees(output: torch.Tensor, expected: torch.Tensor, factor: float = 
 def on_device(columns: Columns) -> Columns:
     """A dataclass or named tuple of tensors and numbers, with its tensors on the device."""
     if is_dataclass(columns):
-        names = [each.name for each in fields(columns) if each.init]
+        names = [field.name for field in fields(columns) if field.init]
     else:
         names = columns._fields  # type: ignore[attr-defined]
     values = {name: getattr(columns, name) for name in names}

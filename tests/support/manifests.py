@@ -70,7 +70,7 @@ class Container:
     @property
     def ports(self) -> dict[str, int]:
         """By name."""
-        return {each["name"]: int(each["containerPort"]) for each in self.spec["ports"]}
+        return {port["name"]: int(port["containerPort"]) for port in self.spec["ports"]}
 
     def probes(self) -> Iterator[tuple[str, Manifest]]:
         """(its kind, the gRPC action) of each."""
@@ -85,7 +85,7 @@ def containers(manifests: list[Manifest]) -> list[Container]:
     for manifest in manifests:
         template = pod_template(manifest)
         for spec in [] if template is None else template["spec"]["containers"]:
-            variables = {each["name"]: _value(each, settings) for each in spec["env"]}
+            variables = {variable["name"]: _value(variable, settings) for variable in spec["env"]}
             if manifest["kind"] == LEADER_WORKER_SET:
                 variables |= INJECTED
             arguments = [_expand(argument, variables) for argument in spec["args"]]

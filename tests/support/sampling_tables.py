@@ -60,33 +60,33 @@ def tables_of(sampled: Sequence[Sampled], vocab_size: int) -> tuple[SamplingRows
     )
     masks: list[Tensor] = [torch.zeros(-(-vocab_size // 32) + 1, dtype=torch.int32)]
     mask_rows = []
-    for index, each in enumerate(sampled):
+    for index, row in enumerate(sampled):
         row_id = count - index
-        numbers = NEUTRAL | {SamplingParam[name.upper()]: x for name, x in each.params.items()}
-        numbers[SamplingParam.NUM_EDITS] = len(each.edits)
-        numbers[SamplingParam.IS_PENALIZED] = each.occurrences is not None
+        numbers = NEUTRAL | {SamplingParam[name.upper()]: x for name, x in row.params.items()}
+        numbers[SamplingParam.NUM_EDITS] = len(row.edits)
+        numbers[SamplingParam.IS_PENALIZED] = row.occurrences is not None
         for param, number in numbers.items():
             column = tables.params[row_id : row_id + 1, param]
             if param in REALS:
                 column.view(torch.float64)[0] = number
             else:
                 column[0] = int(number)
-        tables.latest[row_id] = each.latest
-        ordered = sorted(each.edits, key=lambda edit: edit[1] == -torch.inf)
+        tables.latest[row_id] = row.latest
+        ordered = sorted(row.edits, key=lambda edit: edit[1] == -torch.inf)
         for place, (token, value, end) in enumerate(ordered):
             tables.edit_tokens[row_id, place] = token
             tables.edit_values[row_id, place] = value
             tables.edit_ends[row_id, place] = end
-        for token, times in (each.occurrences or {}).items():
+        for token, times in (row.occurrences or {}).items():
             tables.counts[row_id, token] = times * COUNT_ONE_OUTPUT + COUNT_OCCURS
         mask_rows.append(-1)
-        if each.allowed is not None or each.has_constraint_failed:
+        if row.allowed is not None or row.has_constraint_failed:
             mask_rows[-1] = len(masks)
-            masks.append(_bits(each.allowed or (), vocab_size))
-            masks[-1][-1] = each.has_constraint_failed
+            masks.append(_bits(row.allowed or (), vocab_size))
+            masks[-1][-1] = row.has_constraint_failed
     rows = SamplingRows(
         row_ids=torch.arange(count, 0, -1, dtype=torch.int32),
-        positions=torch.tensor([each.position for each in sampled], dtype=torch.int32),
+        positions=torch.tensor([row.position for row in sampled], dtype=torch.int32),
         mask_rows=torch.tensor(mask_rows, dtype=torch.int32),
         bitmask=torch.stack(masks),
     )

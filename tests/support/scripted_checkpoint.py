@@ -41,7 +41,7 @@ def make_scripted_checkpoint(
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([BOS, EOS, ASSISTANT, *special])
     tokenizer.add_tokens(
-        [AddedToken(each, normalized=False) for each in pieces if each not in special]
+        [AddedToken(piece, normalized=False) for piece in pieces if piece not in special]
     )
     path.mkdir(parents=True)
     tokenizer.save(str(path / "tokenizer.json"))

@@ -70,8 +70,8 @@ class SpeculatingEngine(InProcessEngine, ABC):
         """Generate with and without drafts. Returns the outputs."""
         plain = InProcessEngine(self.path).generate(prompts, max_tokens, **sampling)
         drafting = self.generate(prompts, max_tokens, **sampling)
-        assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
-        assert [each.logprobs for each in drafting] == [each.logprobs for each in plain]
+        assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
+        assert [answer.logprobs for answer in drafting] == [answer.logprobs for answer in plain]
         return drafting
 
 

@@ -186,6 +186,6 @@ def test_more_threads_than_cores_are_warned_of(caplog: pytest.LogCaptureFixture)
         assert torch.get_num_threads() == 1000
     finally:
         torch.set_num_threads(before)
-    [warning] = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warning.startswith("more threads than cores, which wait for each other: lower --threads")
     assert "num_threads=1000" in warning

@@ -109,7 +109,7 @@ class GPTLayer(DecoderLayer):
     def weight_targets(self, name: str) -> Iterator[WeightTarget]:
         for attribute, stored in self.part_names.items():
             part = getattr(self, attribute)
-            names = [f"{name}.{each}" for each in stored.split()]
+            names = [f"{name}.{suffix}" for suffix in stored.split()]
             if isinstance(part, LayerNorm):
                 yield from norm_targets(names[0], part)
             else:

@@ -290,7 +290,7 @@ class NativeModel(LoadableModule):
     def _own_captured(self, num_rows: int) -> list[Tensor]:
         """The captured inputs of this stage's layers, in the order of layers."""
         parts = (self._captured[layer] for layer in sorted(self._captured))
-        return [torch.stack([part[:num_rows] for part in each]).sum(0) for each in parts]
+        return [torch.stack([part[:num_rows] for part in of_rank]).sum(0) for of_rank in parts]
 
     def _all_captured(self, earlier: Sequence[Tensor], num_rows: int) -> tuple[Tensor, ...]:
         """The captured inputs of the layers of all stages, in the order of `capture`'s argument."""

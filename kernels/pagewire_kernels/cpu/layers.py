@@ -245,7 +245,7 @@ class NativeLayerKernels:
             "dense norm weights of a head's size and dtype",
         )
         require(
-            all(_is_vector(each, num_rows, torch.int64) for each in (slot_mapping, positions)),
+            all(_is_vector(vector, num_rows, torch.int64) for vector in (slot_mapping, positions)),
             "a dense int64 slot and position for each row",
         )
         batch = batch_of(num_rows, positions=positions, slot_mapping=slot_mapping)

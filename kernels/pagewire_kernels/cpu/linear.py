@@ -224,13 +224,13 @@ class _Packed:
         weight = weight.regrouped(max(size for size in sizes if weight.group_size % size == 0))
         packed = _codes_of(weight)
         self._suffix, self._table = f"_{packed.kind}", packed.table
-        numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
+        numbers = [tensor for tensor in (weight.scales, weight.offsets) if tensor is not None]
         num_groups = weight.scales.shape[1]
         scale_bytes, num_units = 1, 0
         if weight.units is not None:
             num_units = weight.units.shape[1]
         else:
-            scale_bytes = 2 if all(each.half().float().equal(each) for each in numbers) else 4
+            scale_bytes = 2 if all(number.half().float().equal(number) for number in numbers) else 4
         self._quantization = {
             "group_size": weight.group_size,
             "scale_bytes": scale_bytes,

@@ -70,7 +70,7 @@ def library() -> Library | None:
     Raises RuntimeError if its structures differ from those of this version of the package.
     """
     sets = instruction_sets()
-    name = next((each for each in sets if library_path(each).exists()), None)
+    name = next((set for set in sets if library_path(set).exists()), None)
     if name is None:
         logger.warning(
             "compiled CPU kernels not found, torch's are many times slower "
@@ -100,7 +100,7 @@ def instruction_sets() -> list[str]:
     capability = torch.backends.cpu.get_cpu_capability()
     widest = {"AVX2": "avx2", "AVX512": "avx512"}.get(capability)
     has_more = (torch.cpu._is_vnni_supported, torch.cpu._is_avx512_bf16_supported)
-    if widest == "avx512" and all(each() for each in has_more):
+    if widest == "avx512" and all(has_feature() for has_feature in has_more):
         # `_init_amx` requests permission to use tiles from the system. Processors with tiles
         # multiply both bfloat16 and int8.
         has_tiles = torch.cpu._is_amx_tile_supported() and torch.cpu._init_amx()

@@ -133,5 +133,8 @@ def derived(derive: Callable[..., Derived], first: Tensor, *others: Tensor | Non
 def layouts(*tensors: Tensor | None) -> Layouts:
     """Shapes, strides and dtypes of tensors, on which checks depend; None for absent tensors."""
     return tuple(
-        [None if each is None else (each.shape, each.stride(), each.dtype) for each in tensors]
+        [
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+            for tensor in tensors
+        ]
     )

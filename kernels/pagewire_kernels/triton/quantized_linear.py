@@ -277,11 +277,11 @@ class TritonQuantizedWeight:
             runs = nn.functional.pad(runs, (0, 0, 0, 0, 0, len(runs) % 2))
             runs = runs[::2] | runs[1::2] << 4
         self._codes = runs.contiguous()
-        numbers = [each for each in (weight.scales, weight.offsets) if each is not None]
+        numbers = [array for array in (weight.scales, weight.offsets) if array is not None]
         stored = torch.float32
         if weight.units is not None:
             stored = torch.int8
-        elif all(each.half().float().equal(each) for each in numbers):
+        elif all(number.half().float().equal(number) for number in numbers):
             stored = torch.float16
         meaning = _meaning(weight, has_float8)
         table = self._codes

@@ -122,7 +122,9 @@ class ServedModel:
         if now_us < self.next_given_up_us:
             return False
         self.lost = [lost for lost in self.lost if now_us < lost.expected_until_us]
-        due = [each for each, until_us in self.former_until_us.items() if until_us <= now_us]
+        due = [
+            group_id for group_id, until_us in self.former_until_us.items() if until_us <= now_us
+        ]
         for seq_group in due:
             self._give_up_former(seq_group)
         return True
@@ -137,7 +139,7 @@ class ServedModel:
         if fitting:
             self.former_until_us[seq_group] = fitting[-1].expected_until_us
         elif self.schedulers and not seq_group.outgrown_tokens:
-            most_tokens = max(each.num_cache_tokens for each in self.capacities())
+            most_tokens = max(capacity.num_cache_tokens for capacity in self.capacities())
             seq_group.outgrown_tokens = most_tokens
 
     def stranded(self) -> list[SequenceGroup]:
@@ -210,8 +212,8 @@ class ServedModel:
         become as long as it could here."""
         length = seq_group.max_length(here)
         return any(
-            seq_group.fits(each) and seq_group.max_length(each) >= length
-            for each in self.capacities()
+            seq_group.fits(capacity) and seq_group.max_length(capacity) >= length
+            for capacity in self.capacities()
         )
 
     def is_needed(self, scheduler: Scheduler) -> bool:
@@ -232,7 +234,8 @@ class ServedModel:
             reach = seq_group.reach(here.capacity)
             capacities = (scheduler.capacity for scheduler in others)
             return any(
-                seq_group.fits(each) and seq_group.reach(each) >= reach for each in capacities
+                seq_group.fits(capacity) and seq_group.reach(capacity) >= reach
+                for capacity in capacities
             )
 
         return can_leave
@@ -280,7 +283,7 @@ class ServedModel:
         )
         too_late = round_.run(why_late, now_us)
         self._set_aside([*self.waiting.of_kind(()), *round_.unfit], now_us)
-        self.woken.update(each.capacity.worker_group_id for each in round_.routed.values())
+        self.woken.update(routed.capacity.worker_group_id for routed in round_.routed.values())
         if round_.routed:
             self.wake_drained()
         self.throughput.note(
@@ -299,7 +302,9 @@ class ServedModel:
             self.unschedulable.add(seq_group)
             if seq_group.request.is_continued:
                 self.former_until_us.setdefault(seq_group, now_us + self.max_lost_us)
-        for seq_group in [each for each in self.former_until_us if each not in self.unschedulable]:
+        for seq_group in [
+            former for former in self.former_until_us if former not in self.unschedulable
+        ]:
             del self.former_until_us[seq_group]  # it fits a worker group that has joined
 
     def wake(self) -> None:
@@ -399,7 +404,7 @@ class Fleet:
         """When the next lost worker group is given up; infinite if no request waits for one."""
         # Asked in every step, in which usually no worker group is lost.
         models = self.models.values()
-        times = [each.next_given_up_us for each in models if each.lost or each.unschedulable]
+        times = [model.next_given_up_us for model in models if model.lost or model.unschedulable]
         return min(times) if times else inf
 
     def give_up_lost(self, now_us: int) -> list[ServedModel]:

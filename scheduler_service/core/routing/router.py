@@ -107,7 +107,14 @@ class Router:
         routing = seq_group.routing
         with_room = [estimate for estimate in estimates if estimate.has_room]
         if not with_room:
-            return next((each for each in estimates if _id(each.scheduler) == routing.awaits), best)
+            return next(
+                (
+                    candidate
+                    for candidate in estimates
+                    if _id(candidate.scheduler) == routing.awaits
+                ),
+                best,
+            )
         second_best = min(with_room, key=lambda estimate: estimate.order)
         if routing.until_us is None:  # the wait begins when it is first considered
             routing.until_us = now_us + round(second_best.cost_us - best.cost_us)
@@ -211,11 +218,17 @@ def eligible(
     reach = SequenceGroup.max_length
     if seq_group.has_begun or seq_group.request.work.generated:
         suitable = suitable or fitting
-        exact = [each for each in suitable if not seq_group.is_inexact_in(each[0].capacity)]
+        exact = [
+            candidate
+            for candidate in suitable
+            if not seq_group.is_inexact_in(candidate[0].capacity)
+        ]
         suitable = exact or suitable
         reach = SequenceGroup.reach
     farthest = max((reach(seq_group, groups[0].capacity) for groups in suitable), default=0)
-    return tuple([each for each in suitable if reach(seq_group, each[0].capacity) == farthest])
+    return tuple(
+        [candidate for candidate in suitable if reach(seq_group, candidate[0].capacity) == farthest]
+    )
 
 
 class RoutingRound:

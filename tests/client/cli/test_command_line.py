@@ -115,7 +115,7 @@ def test_generate_prints_all_there_is_as_json(invoke: Any) -> None:
 def test_sampling_options_reach_the_server(invoke: Any, frontend: FakeFrontend) -> None:
     invoke("generate", "x", "--top-k", "-1", "--top-p", "0.5", "--stop", "a", "--stop", "b")
     invoke("generate", "x", "--min-tokens", "3", "--max-tokens", "3", "--ignore-eos")
-    params, measured = (each.sampling_params for each in frontend.requests)
+    params, measured = (request.sampling_params for request in frontend.requests)
     assert (params.top_k, params.top_p, list(params.stop)) == (0, 0.5, ["a", "b"])
     assert not params.HasField("temperature")
     assert (measured.min_tokens, measured.ignore_eos) == (3, True)

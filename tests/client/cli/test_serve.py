@@ -150,8 +150,8 @@ def test_two_frontends_with_one_http_port_and_two_workers_serve_one_model(tmp_pa
         core = serve.wait_for("for `pagewire drain`: ").split()[-1]
         assert len(serve.services()) == 5
         assert not any("cores divided" in line for line in serve.said), "threads are given"
-        for each in (address, f"{address}.1"):
-            with Client(each) as client:
+        for listening in (address, f"{address}.1"):
+            with Client(listening) as client:
                 assert client.generate("Hello", LONG).finished
                 assert client.get_status().num_frontends == 2
         for _ in range(8):  # each on a connection of its own, so likely on both frontends
@@ -313,7 +313,9 @@ def test_with_json_every_line_of_serve_is_an_object_with_its_service(tmp_path: P
     address = f"unix:{tmp_path}/f.sock"
     with serving("--listen", address, "--log-format", "json") as serve, Client(address) as client:
         serve.wait_for("for `pagewire drain`")
-        [worker] = [each for each in serve.services() if "worker_service" in each.cmdline()]
+        [worker] = [
+            service for service in serve.services() if "worker_service" in service.cmdline()
+        ]
         worker.kill()
         restart = json.loads(serve.wait_for("restarting"))
         assert client.generate("Hello", LONG).finished

@@ -16,7 +16,7 @@ from tests.support.paged_batch import PagedSequences, Shape
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Per dtype: float32 sums differ in order only; the others also in the output's rounding."""
 
-BACKENDS = {each.instruction_set: NativeBackend(each) for each in native_libraries()}
+BACKENDS = {native.instruction_set: NativeBackend(native) for native in native_libraries()}
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 each_cache = pytest.mark.parametrize("cache_dtype", [None, torch.int8], ids=str)

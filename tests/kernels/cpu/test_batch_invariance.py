@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 BACKENDS: dict[str, AttentionBackend] = {
     "reference": ReferenceBackend(),
-    **{each.instruction_set: NativeBackend(each) for each in native_libraries()},
+    **{native.instruction_set: NativeBackend(native) for native in native_libraries()},
 }
 
 each_backend = pytest.mark.parametrize("backend", BACKENDS)

@@ -139,7 +139,9 @@ def test_rotation_and_cache_write_agree(
     _assert_agrees(query, expected_query)
     assert torch.equal(cache[:, 2, 1], expected_cache[:, 2, 1])
     if in_int8:  # a key that is rounded to the other side may have the next code
-        keys, expected_keys = (dequantize_heads(each[:, 2, 0]) for each in (cache, expected_cache))
+        keys, expected_keys = (
+            dequantize_heads(tensor[:, 2, 0]) for tensor in (cache, expected_cache)
+        )
         step = expected_keys.abs().amax(-1, keepdim=True) / 127
         assert (
             (keys - expected_keys).abs() <= (1 + 2**-7) * step + 2**-7 * expected_keys.abs()

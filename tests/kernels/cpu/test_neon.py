@@ -57,7 +57,7 @@ def neon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:
 @pytest.fixture(scope="module")
 def avx2() -> Library:
     """The library whose bits NEON's must be."""
-    found = [each for each in native_libraries() if each.instruction_set == "avx2"]
+    found = [native for native in native_libraries() if native.instruction_set == "avx2"]
     if not found:
         pytest.skip("no AVX2 kernels on this machine")
     return found[0]
@@ -119,7 +119,7 @@ def test_quantized_products(
         70, 64, bits, 32, offsets=not is_float, scales=scales, table=table, is_float=is_float
     )
     rows = _random(5, 64, dtype=dtype)
-    mine, twin = (NativeWeight(weight, each, HugeMemory(), dtype) for each in (neon, avx2))
+    mine, twin = (NativeWeight(weight, native, HugeMemory(), dtype) for native in (neon, avx2))
     sums = mine.apply(rows, output_dtype=torch.float32)
     dense = as_multiplied(weight, dtype).dequantize()
     torch.testing.assert_close(sums, rows.float() @ dense.T, rtol=1e-4, atol=1e-4)
@@ -148,8 +148,8 @@ def test_products_of_quantized_rows(neon: Library, symmetric: bool, dtype: torch
 def test_gated_products(neon: Library, avx2: Library, activation: str, dtype: torch.dtype) -> None:
     weight, rows = _random(2 * 19, 24, dtype=dtype), _random(7, 24, dtype=dtype, seed=1)
     mine, twin = (
-        NativeGatedWeight(weight, activation, each, HugeMemory()).apply(rows)
-        for each in (neon, avx2)
+        NativeGatedWeight(weight, activation, native, HugeMemory()).apply(rows)
+        for native in (neon, avx2)
     )
     exact = reference.act_and_mul(rows.float() @ weight.float().T, activation)
     torch.testing.assert_close(mine.float(), exact, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -221,7 +221,7 @@ LAYERS: dict[str, Layer] = {
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_layers(neon: Library, avx2: Library, layer: Layer, dtype: torch.dtype) -> None:
     x = _random(5, 38, dtype=dtype)
-    mine, twin = (layer(NativeLayerKernels(each), x) for each in (neon, avx2))
+    mine, twin = (layer(NativeLayerKernels(native), x) for native in (neon, avx2))
     assert torch.equal(mine, twin)
 
 

@@ -193,7 +193,7 @@ def test_tiles_give_the_bits_of_vector_instructions(
     )
     for num_rows in (1, 4, 5, 15, 16, 17, 33, 205):
         sums = [
-            each.apply(rows[:num_rows], output_dtype=torch.float32) for each in (tiles, vectors)
+            term.apply(rows[:num_rows], output_dtype=torch.float32) for term in (tiles, vectors)
         ]
         torch.testing.assert_close(*sums, rtol=0, atol=0, equal_nan=True)
 

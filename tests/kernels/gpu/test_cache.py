@@ -50,7 +50,7 @@ def test_fp8_is_rounded_as_in_the_reference_though_quotients_lie_halfway() -> No
     slots, scales = torch.arange(24), {"key_scale": 0.02, "value_scale": 0.01}
     expected, cache = _cache(FP8), _cache(FP8).to(DEVICE)
     reference.write_kv(key, value, expected[:, 1, 0], expected[:, 1, 1], slots, **scales)
-    on_device = [each.to(DEVICE) for each in (key, value)]
+    on_device = [tensor.to(DEVICE) for tensor in (key, value)]
     write_kv(*on_device, cache[:, 1, 0], cache[:, 1, 1], slots.to(DEVICE), **scales)
     assert torch.equal(cache.cpu().float(), expected.float())
 

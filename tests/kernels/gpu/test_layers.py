@@ -102,7 +102,7 @@ def test_rotation_and_cache_write_agree_with_the_reference(
     if is_fp8:  # quarter turns of what fp8 holds exactly: the interpreter's fp8 does not round
         heads = heads.to(torch.float8_e4m3fn).to(dtype)
         angles = (angles > 0) * (torch.pi / 2)
-    cos, sin = (each.to(dtype) for each in (angles.cos(), angles.sin()))
+    cos, sin = (table.to(dtype) for table in (angles.cos(), angles.sin()))
     if is_fp8:
         cos, sin = cos.round(), sin.round()
     positions, slots = torch.tensor([49, 0, 7, 8, 9]), torch.tensor([3, -1, 30, 0, 17])

@@ -120,7 +120,7 @@ def test_draws_are_the_workers_own_to_the_bit() -> None:
     ]
     draws = torch.empty(200, dtype=torch.float64, device=DEVICE)
     _draw[(1,)](
-        draws, *[each.to(DEVICE) for each in columns], 200, TILE=256, enable_fp_fusion=False
+        draws, *[column.to(DEVICE) for column in columns], 200, TILE=256, enable_fp_fusion=False
     )
     assert np.array_equal(draws.cpu().numpy(), expected)
     assert np.array_equal(reference.uniforms(*columns).numpy(), expected)
@@ -252,7 +252,7 @@ def _edited(temperature: float, **given: Any) -> Sampled:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_edited_rows_get_the_references_logits_and_tokens(temperature: float) -> None:
-    sampled = [_edited(temperature, **each) for each in EDITED.values()]
+    sampled = [_edited(temperature, **edits) for edits in EDITED.values()]
     ours, expected = _both(_logits(len(sampled)), sampled)
     assert ours == expected
     assert ours[list(EDITED).index("one token allowed")] == 299

@@ -150,5 +150,5 @@ async def test_a_span_that_cannot_be_exported_disturbs_no_caller() -> None:
     driver.core.cancel("f0", 1, deployment.now)
     driver.follow_up()
     await asyncio.sleep(0)
-    assert [str(each) for each in problems] == ["no exporter"]
+    assert [str(problem) for problem in problems] == ["no exporter"]
     driver.close()

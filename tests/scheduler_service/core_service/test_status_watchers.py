@@ -60,9 +60,9 @@ async def test_watchers_share_each_snapshot_and_none_sees_one_twice() -> None:
     board = Board()
     seen = await watch_for(1.0, StatusWatchers(board), [Watcher() for _ in range(16)])
     assert 2 <= board.num_made <= 11
-    for each in seen:
-        assert len(each) >= 2
-        assert each == sorted(set(each))
+    for updates in seen:
+        assert len(updates) >= 2
+        assert updates == sorted(set(updates))
 
 
 async def test_watchers_of_costly_snapshots_see_fewer_of_them() -> None:
@@ -73,7 +73,7 @@ async def test_watchers_of_costly_snapshots_see_fewer_of_them() -> None:
 
 async def test_writing_to_watchers_counts_as_well() -> None:
     seen = await watch_for(1.0, StatusWatchers(Board()), [Watcher(cpu_s=0.001) for _ in range(32)])
-    assert [len(each) for each in seen] == [1] * 32, "the next are due after 3.2 s"
+    assert [len(updates) for updates in seen] == [1] * 32, "the next are due after 3.2 s"
 
 
 async def test_a_watcher_that_leaves_while_it_is_written_to_stops_no_other() -> None:

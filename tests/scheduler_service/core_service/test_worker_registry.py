@@ -224,7 +224,9 @@ async def test_a_worker_that_registers_twice_is_not_asked_to_stop(
     await until(lambda: worker.epochs == [1, 2], "it was dialled again")
     await until(lambda: ready_groups(service), "the group is ready again")
     # The former stream may end under one of its heartbeats, which then fails.
-    assert [each for each in worker.directives if not each.startswith("error")] == ["serve"] * 2
+    assert [directive for directive in worker.directives if not directive.startswith("error")] == [
+        "serve"
+    ] * 2
 
 
 async def test_a_worker_that_names_no_parser_agrees_with_one_that_says_auto(

@@ -137,4 +137,4 @@ def test_tries_at_one_request_have_the_same_fingerprint_and_no_others_have() -> 
         )
     }
     assert len(prints) == 5
-    assert {len(each) for each in prints} == {16}
+    assert {len(print) for print in prints} == {16}

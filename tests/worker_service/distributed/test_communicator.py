@@ -82,7 +82,7 @@ def test_partial_sums_are_added_in_the_order_of_ranks(name: str) -> None:
             communicator.leave()
 
     with ThreadPoolExecutor(3) as threads:
-        assert all(each.equal(torch.ones(5, 7)) for each in threads.map(total, range(3)))
+        assert all(summed.equal(torch.ones(5, 7)) for summed in threads.map(total, range(3)))
 
 
 def test_memory_of_nccl_is_estimated_then_measured_and_counted_only_until_it_is_taken() -> None:
@@ -136,13 +136,13 @@ def test_small_sums_pass_through_symmetric_memory_and_large_ones_do_not(
             communicator.sum(torch.zeros(large))  # no rank leaves before all have their sums
         finally:
             communicator.leave()
-        assert [each.shape for each in (first, second)] == [(3, 5), (2, 2)]
+        assert [tensor.shape for tensor in (first, second)] == [(3, 5), (2, 2)]
         assert second.dtype == torch.bfloat16
         return [largest.unique(), first.unique(), second.unique()]
 
     with ThreadPoolExecutor(2) as threads:
         for found in threads.map(sums, range(2)):
-            assert [each.item() for each in found] == [3.0, 21.0, 41.0]
+            assert [number.item() for number in found] == [3.0, 21.0, 41.0]
     for meeting in meetings:
         held = meeting.meeting.buffer[:8].view(torch.bfloat16)
         assert (held == 41.0).all() == passes

@@ -15,7 +15,7 @@ def layouts(tensor: int, pipeline: int = 1) -> list[Layout]:
 
 def test_ranks_are_numbered_stage_by_stage_and_one_samples() -> None:
     ranks = layouts(2, 3)
-    assert [(each.stage, each.tensor_rank) for each in ranks] == [
+    assert [(rank.stage, rank.tensor_rank) for rank in ranks] == [
         (0, 0),
         (0, 1),
         (1, 0),
@@ -23,31 +23,31 @@ def test_ranks_are_numbered_stage_by_stage_and_one_samples() -> None:
         (2, 0),
         (2, 1),
     ]
-    assert [each.samples for each in ranks] == [False] * 4 + [True, False]
-    assert [each.is_first_stage for each in ranks] == [True, True] + [False] * 4
-    assert [each.is_last_stage for each in ranks] == [False] * 4 + [True, True]
+    assert [rank.samples for rank in ranks] == [False] * 4 + [True, False]
+    assert [rank.is_first_stage for rank in ranks] == [True, True] + [False] * 4
+    assert [rank.is_last_stage for rank in ranks] == [False] * 4 + [True, True]
 
 
 @pytest.mark.parametrize("num_layers", [3, 4, 7, 32])
 def test_stages_have_all_layers_between_them(num_layers: int) -> None:
-    ranges = [each.layer_range(num_layers) for each in layouts(1, 3)]
-    assert [layer for each in ranges for layer in each] == list(range(num_layers))
+    ranges = [layout.layer_range(num_layers) for layout in layouts(1, 3)]
+    assert [layer for part in ranges for layer in part] == list(range(num_layers))
     assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
 @pytest.mark.parametrize("vocab_size", [5, 8, 300, 301])
 def test_ranks_have_all_tokens_between_them(vocab_size: int) -> None:
-    shards = [each.vocab_shard(vocab_size) for each in layouts(4)]
+    shards = [layout.vocab_shard(vocab_size) for layout in layouts(4)]
     tokens = [t for s in shards for t in range(s.start, s.start + s.size)]
     assert tokens == list(range(vocab_size))
     assert all(s.size <= layouts(4)[0].vocab_rows(vocab_size) for s in shards)
 
 
 def test_kv_heads_are_divided_or_held_by_several_ranks() -> None:
-    assert [each.kv_head_shard(8) for each in layouts(4)] == [
+    assert [layout.kv_head_shard(8) for layout in layouts(4)] == [
         Shard(2 * rank, 2, 8) for rank in range(4)
     ]
-    assert [each.kv_head_shard(2).start for each in layouts(4)] == [0, 0, 1, 1]
+    assert [layout.kv_head_shard(2).start for layout in layouts(4)] == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_kv_heads_are_divided_or_held_by_several_ranks() -> None:
 def test_a_rank_holds_the_kv_heads_that_its_queries_need(
     size: int, num_heads: int, num_kv_heads: int
 ) -> None:
-    for each in layouts(size):
-        heads, kv_heads = each.even_shard(num_heads, "heads"), each.kv_head_shard(num_kv_heads)
+    for layout in layouts(size):
+        heads, kv_heads = layout.even_shard(num_heads, "heads"), layout.kv_head_shard(num_kv_heads)
         queries = range(heads.start, heads.start + heads.size)
         needed = {head // (num_heads // num_kv_heads) for head in queries}
         assert needed == set(range(kv_heads.start, kv_heads.start + kv_heads.size))

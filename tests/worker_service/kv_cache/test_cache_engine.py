@@ -189,7 +189,7 @@ MOVERS: dict[str, BlockMover] = {
     "copies": CopyMover(),
     "kernel": KernelMover(swap_blocks),
     "kernel and copies of three blocks or more": KernelMover(swap_blocks, min_copy_bytes=3 * 128),
-    **{each.instruction_set: NativeMover(each) for each in native_libraries()},
+    **{native.instruction_set: NativeMover(native) for native in native_libraries()},
 }
 
 

@@ -238,12 +238,12 @@ FLAGS = json.loads((Path(__file__).parent / "flags.json").read_text())
 
 def test_flags_variables_and_defaults_are_as_documented() -> None:
     assert {
-        "/".join([*each.opts, *each.secondary_opts]): [
-            each.envvar,  # type: ignore[attr-defined]
-            getattr(each.default, "value", each.default),
+        "/".join([*param.opts, *param.secondary_opts]): [
+            param.envvar,  # type: ignore[attr-defined]
+            getattr(param.default, "value", param.default),
         ]
-        for each in typer.main.get_command(app).params
-        if each.name != "help"
+        for param in typer.main.get_command(app).params
+        if param.name != "help"
     } == FLAGS
 
 

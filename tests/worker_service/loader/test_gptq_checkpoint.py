@@ -79,7 +79,7 @@ def _linears(
     load_weights(model, open_checkpoint(path, schemes))
     model.finish_loading()
     assert model.dequantized == (expected or {})
-    return {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
 def _columns(linear: Linear) -> tuple[Tensor, bool]:

@@ -160,7 +160,7 @@ def test_scales_come_from_the_checkpoint_where_it_has_them(tmp_path: Path) -> No
     path = _with_scales(make_checkpoint("llama", tmp_path / "llama"), scales)
     loaded = _load(path, kv_cache_dtype="fp8")
     assert isinstance(loaded.model, LlamaModel)
-    held = [(each.key_scale, each.value_scale) for _, each in loaded.model.kv_scale_holders()]
+    held = [(holder.key_scale, holder.value_scale) for _, holder in loaded.model.kv_scale_holders()]
     assert held == [(0.25, 0.125), (1.0, 0.5)]
     expected = _logits(_load(checkpoint("llama")))
     found = _logits(loaded)

@@ -340,7 +340,7 @@ def test_workers_may_write_at_once(llama: Path, tmp_path: Path) -> None:
     expected = _logits(_cached(llama, tmp_path / "alone"))
     with ThreadPoolExecutor(4) as pool:
         loaded = list(pool.map(lambda _: _cached(llama, tmp_path / "shared"), range(4)))
-    assert all(_logits(each).equal(expected) for each in loaded)
+    assert all(_logits(model).equal(expected) for model in loaded)
     (file,) = (tmp_path / "shared").iterdir()
     assert file.read_bytes() == next((tmp_path / "alone").iterdir()).read_bytes()
 

@@ -99,7 +99,9 @@ def test_ranks_read_their_parts_of_the_weights(name: str, tmp_path: Path) -> Non
         schemes = read_schemes(path / "config.json", read_config(path))
         load_weights(model, open_checkpoint(path, schemes))
         model.finish_loading()
-        linears = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+        linears = {
+            name: module for name, module in model.named_modules() if isinstance(module, Linear)
+        }
         found = {}
         for name in ("layers.1.output", "layers.0.down"):
             packed = linears[name].packed

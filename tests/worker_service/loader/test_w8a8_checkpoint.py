@@ -134,7 +134,9 @@ def test_ranks_share_a_layer(tmp_path: Path) -> None:
         schemes = read_schemes(path / "config.json", read_config(path))
         load_weights(model, open_checkpoint(path, schemes))
         model.finish_loading()
-        linears = {name: each for name, each in model.named_modules() if isinstance(each, Linear)}
+        linears = {
+            name: module for name, module in model.named_modules() if isinstance(module, Linear)
+        }
         packed = linears[name].packed
         assert packed is not None
         return packed.apply(rows)

@@ -49,7 +49,7 @@ def a_plan(epoch: int, seq_id: int = 1) -> bytes:
 
 def sampled(results: "list[Future[StepResult]]") -> list[list[int]]:
     """The tokens in each rank's result."""
-    return [list(each.result(SOON_S).token_ids) for each in results]
+    return [list(result.result(SOON_S).token_ids) for result in results]
 
 
 def test_only_the_sampling_rank_tells_what_came_of_a_step(two: RankThreads) -> None:

@@ -278,7 +278,7 @@ def test_a_stage_goes_on_while_the_next_has_not_begun() -> None:
         for plan in plans:
             first.run(lambda plan=plan: first.execute(plan)).result(SOON_S)
         results = [second.run(lambda plan=plan: second.execute(plan)) for plan in plans]
-        assert [len(each.result(SOON_S).token_ids) for each in results] == [0, 0, 1]
+        assert [len(result.result(SOON_S).token_ids) for result in results] == [0, 0, 1]
     finally:
         ranks.close()
 

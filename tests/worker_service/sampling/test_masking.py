@@ -47,7 +47,7 @@ def test_greedy_random_and_reporting_rows_keep_to_their_masks() -> None:
     assert samples.tokens[2] in (9, 10)
     assert sorted(samples.candidates[3].token_ids.tolist()) == [11, 12]
     assert samples.tokens[4] == free.tokens[4], "a row without a constraint"
-    tops = [each.logprobs[0].token_ids.tolist()[1:] for each in (free, samples)]
+    tops = [outcome.logprobs[0].token_ids.tolist()[1:] for outcome in (free, samples)]
     assert tops[0] == tops[1], "log probabilities are the model's own"
 
 

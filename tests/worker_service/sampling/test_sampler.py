@@ -180,9 +180,9 @@ def test_a_row_with_broken_logits_fails_alone(
 ) -> None:
     params = SamplerParams(temperature=temperature, seed=4, num_logprobs=1)
     sound, rows = Rows(), Rows()
-    for each in (sound, rows):
+    for outcome in (sound, rows):
         for _ in range(3):
-            each.add(params)
+            outcome.add(params)
     rows.logits[1] = rows.logits[1].clone()
     rows.logits[1][place] = broken
     expected, samples = sound.sample(), rows.sample()

@@ -52,7 +52,7 @@ async def test_a_worker_registers_and_sends_signs_of_life(core_address: str) -> 
         assert registration.model.name == "counting"
         await until(lambda: len(stream.heartbeats) >= 5, "five heartbeats")
         assert [heartbeat.state for heartbeat in stream.heartbeats[:5]] == [READY] * 5
-        assert not any(each.HasField("registration") for each in stream.heartbeats[1:])
+        assert not any(sent.HasField("registration") for sent in stream.heartbeats[1:])
         await running.initialize(1)
         steps, plans = Steps(running.stub), PlanBuilder()
         await steps.send(plans.plan([]), plans.plan([]))
@@ -104,7 +104,7 @@ async def test_a_worker_waits_for_its_core_and_finds_it_again_when_it_is_lost(
             assert stream.registration.last_epoch == 9
             caplog.clear()
         await until(lambda: "not registered" in caplog.text, "the loss is logged")
-        [first, *_] = [each for each in caplog.records if "not registered" in each.message]
+        [first, *_] = [logged for logged in caplog.records if "not registered" in logged.message]
         assert first.levelname == "WARNING"
         async with fake_registry(core_address) as registry:
             again = await first_stream(registry)
@@ -128,7 +128,7 @@ async def test_a_worker_that_was_stopped_says_that_its_lease_expired_and_registe
             "the worker's reason",
         )
         await until(lambda: len(registry.streams) == 2, "the worker registers again")
-    [line] = [each for each in caplog.messages if "lease" in each]
+    [line] = [message for message in caplog.messages if "lease" in message]
     assert line.startswith("not registered, trying until the core answers core=")
 
 

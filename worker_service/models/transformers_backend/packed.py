@@ -213,7 +213,7 @@ class Packing:
             parts = _EXPERT_PARTS if part in _EXPERT_PARTS else (part,)
             tied = {t: s for t, s in self._tied.items() if target in (t, s)}
             alone = any(t in sources and s not in sources for t, s in tied.items())
-            is_whole = all(f"{module}.{each}" in self._stacks for each in parts)
+            is_whole = all(f"{module}.{stacked}" in self._stacks for stacked in parts)
             if not is_whole or alone or not all(map(self._is_linear, tied)):
                 del self._stacks[target]
         taken = {name for stacks in self._stacks.values() for names in stacks for name in names}
@@ -266,8 +266,12 @@ class Packing:
     def _sources(self, tensors: Mapping[str, Any]) -> Sources:
         """The tensors from which `transformers` makes each parameter."""
         conversions = get_model_conversion_mapping(self._outline)
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        renamings = [
+            conversion for conversion in conversions if isinstance(conversion, WeightRenaming)
+        ]
+        converters = [
+            conversion for conversion in conversions if isinstance(conversion, WeightConverter)
+        ]
         prefix = self._outline.base_model_prefix
         found: dict[str, dict[str | None, list[str]]] = defaultdict(lambda: defaultdict(list))
         for name in sorted(tensors, key=dot_natural_key):

@@ -123,9 +123,9 @@ def test_one_of_two_tries_that_are_submitted_to_a_new_core_runs_whichever_comes_
         later = replace(request, frontend_id="f1", handle=9, attempt=1, was_accepted=True)
         fresh = make_driver()
         errors = []
-        for each in (request, later)[::order]:
+        for submitted in (request, later)[::order]:
             try:
-                fresh.core.submit(each, fresh.now)
+                fresh.core.submit(submitted, fresh.now)
             except RequestTakenOver as error:
                 errors.append(error)
         told = fresh.core.take_outboxes()

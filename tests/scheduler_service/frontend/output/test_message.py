@@ -170,7 +170,7 @@ def test_without_parallel_calls_only_the_first_is_kept() -> None:
 def test_call_ids_differ_between_requests_choices_and_calls() -> None:
     ids = {call_id(r, choice, call) for r in "ab" for choice in (0, 1) for call in (0, 1)}
     assert len(ids) == 8
-    assert all(len(each) == 9 and each.isalnum() for each in ids)
+    assert all(len(id) == 9 and id.isalnum() for id in ids)
 
 
 @pytest.mark.parametrize("field", ["num_reasoning_chars", "num_tool_calls", "num_argument_chars"])

@@ -133,7 +133,7 @@ def test_recordings_outlive_an_epoch() -> None:
         )
         bench.plans.add(1, [5, 6, 7])
         results = [bench.step([Row(1, 3)]), *(bench.step([Row(1)]) for _ in range(3))]
-        assert [int(each.token_ids[0]) for each in results] == continuation([5, 6, 7], 4)
+        assert [int(result.token_ids[0]) for result in results] == continuation([5, 6, 7], 4)
     assert recorder.num_recorded == 8
 
 

@@ -307,7 +307,7 @@ def test_tokens_that_the_host_sampled_in_between_are_counted_too() -> None:
         pipeline.launch([Row(1)], forget_seq_ids=column([2]))
         for _ in range(8):
             pipeline.launch([Row(1)])
-    ahead, one_by_one = ([outcome(each) for each in p.finish()] for p in pipelines)
+    ahead, one_by_one = ([outcome(result) for result in p.finish()] for p in pipelines)
     assert ahead == one_by_one
 
 
@@ -369,7 +369,7 @@ def test_sequences_beyond_the_devices_room_are_computed_while_tokens_are_under_w
     pipeline.bench.plans.add(8, [8])  # takes the lowest one that is free
     assert isinstance(pipeline.launch([Row(8, 1), Row(1)]), InFlightStep)
     results = pipeline.finish()
-    tokens = [int(each.token_ids[0]) for each in results[:-1]] + [int(results[-1].token_ids[1])]
+    tokens = [int(result.token_ids[0]) for result in results[:-1]] + [int(results[-1].token_ids[1])]
     assert tokens == continuation([1, 2], len(tokens))
     assert results[-4].token_ids.tolist()[3] == continuation([4], 5)[-1]
     assert results[-3].token_ids.tolist()[1] == next_token([7])

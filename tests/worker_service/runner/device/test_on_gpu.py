@@ -121,7 +121,7 @@ def test_nothing_in_a_launch_waits_for_the_device(
         steps = [runner.launch(plan(rows)) for rows in ([Row(3, 20)], [Row(1), Row(2), Row(3)])]
         steps += [runner.launch(plan([Row(1), Row(2), Row(3)])) for _ in range(3)]
     results = [step.collect() for step in steps]
-    assert all((each.token_ids >= 0).all() for each in [*expected, *results])
+    assert all((result.token_ids >= 0).all() for result in [*expected, *results])
 
 
 def test_failed_rows_stay_failed_and_say_why(loaded: LoadedModel) -> None:
@@ -140,7 +140,7 @@ def test_failed_rows_stay_failed_and_say_why(loaded: LoadedModel) -> None:
     plans.add(1, [5, 6])
     plans.add(2, [5, 6], sampling=sampler_params(bad_words=everything))
     rows = [[Row(1, 2), Row(2, 2)], *[[Row(1), Row(2)]] * 3]
-    steps = [runner.launch(wire.decode_plan(plans.plan(each), 0)) for each in rows]
+    steps = [runner.launch(wire.decode_plan(plans.plan(row), 0)) for row in rows]
     for step in steps:
         result = step.collect()
         assert result.token_ids[0] >= 0

@@ -87,12 +87,12 @@ class Plans:
 
     def launch(self, rows: list[Row], **fields: Any) -> None:
         plan = self.builder.plan(rows, **fields).SerializeToString()
-        self._steps.append([each.result(SOON_S) for each in self._ranks.launch(plan)])
+        self._steps.append([pending.result(SOON_S) for pending in self._ranks.launch(plan)])
 
     def collect(self) -> list[StepResult]:
         """The sampling rank's results."""
         steps, self._steps = self._steps, []
-        results = [[each() for each in step] for step in steps]
+        results = [[read() for read in step] for step in steps]
         assert not any(other.token_ids for _, *others in results for other in others)
         return [first for first, *_ in results]
 
@@ -179,8 +179,8 @@ def test_all_kinds_of_steps_follow_one_another(two: RankThreads, name: str) -> N
     finally:
         alone.close()
     found = _life(Plans(two), PARAMS[name])
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    assert [each.errors for each in found] == [each.errors for each in expected]
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    assert [result.errors for result in found] == [result.errors for result in expected]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +206,8 @@ def test_batches_have_the_same_shape_while_not_all_ranks_know_of_a_failure(sampl
         results = plans.collect()
     finally:
         ranks.close()
-    assert all(1 in each.errors for each in results[1:])
-    assert all(0 not in each.errors for each in results)
+    assert all(1 in result.errors for result in results[1:])
+    assert all(0 not in result.errors for result in results)
     first, second = (rank.executor.loaded.model for rank in ranks.ranks)
     assert first.num_batches == second.num_batches > 0  # type: ignore[attr-defined]
 
@@ -243,7 +243,7 @@ def test_a_step_costs_each_rank_what_it_costs_one(two: RankThreads, name: str, m
         queue, communicator = Queue(), rank.executor.loaded.communicator
         graphs = rank.executor.state.graphs
         for replays in (graphs._forwards, graphs._samplings, graphs._mixed):
-            replays.update({size: _counted(queue, each) for size, each in replays.items()})
+            replays.update({size: _counted(queue, graph) for size, graph in replays.items()})
         groups = communicator.groups = CountedGroups(communicator.groups)
         with queue:
             rank.launch(plan)
@@ -255,7 +255,9 @@ def test_a_step_costs_each_rank_what_it_costs_one(two: RankThreads, name: str, m
     for future in found:
         queue, calls = future.result(SOON_S)
         assert (len(queue.copies_in), len(queue.copies_out), queue.waits) == (1, 1, [])
-        assert [each for each in queue.launches if not each.startswith("index_")] == ["replay"] * 2
+        assert [launch for launch in queue.launches if not launch.startswith("index_")] == [
+            "replay"
+        ] * 2
         # The embedding and each layer's two sums; logits to the rank that samples; its tokens.
         shared = {"sum": 1 + 2 * num_layers, "gather_columns": 1, "share_in_stage": 1}
         assert calls == {"check": 1, **shared}
@@ -272,15 +274,15 @@ def _counted(queue: Queue, replay: Replay) -> Replay:
 def test_graphs_are_of_one_epoch(two: RankThreads) -> None:
     """They refer to its communicator, which is not freed before they are."""
     executors = [rank.executor for rank in two.ranks]
-    assert [each.num_recorded for each in executors] == [7, 7]  # type: ignore[attr-defined]
-    states = [each.state for each in executors]  # type: ignore[attr-defined]
-    assert all(each.graphs is not None for each in states)
+    assert [executor.num_recorded for executor in executors] == [7, 7]  # type: ignore[attr-defined]
+    states = [executor.state for executor in executors]  # type: ignore[attr-defined]
+    assert all(state.graphs is not None for state in states)
     for rank in two.ranks:
         assert rank.runner is not None
         rank.run(rank.runner.reset).result(SOON_S)
-    assert not any(each.graphs for each in states)
+    assert not any(state.graphs for state in states)
     two.join(64)
-    assert [each.num_recorded for each in executors] == [14, 14]  # type: ignore[attr-defined]
+    assert [executor.num_recorded for executor in executors] == [14, 14]  # type: ignore[attr-defined]
     plans = Plans(two)
     plans.builder.add(1, [1, 2, 3])
     plans.launch([Row(1, 3)])
@@ -295,7 +297,7 @@ def test_what_was_launched_before_ranks_part_may_be_collected(two: RankThreads) 
     for rank in two.ranks:
         assert rank.runner is not None
         rank.run(rank.runner.reset).result(SOON_S)
-    assert [len(each.token_ids) for each in plans.collect()] == [1, 1]
+    assert [len(result.token_ids) for result in plans.collect()] == [1, 1]
 
 
 def test_what_was_launched_before_ranks_were_interrupted_is_invalid(two: RankThreads) -> None:

@@ -107,7 +107,9 @@ class Sequences:
             words = np.concatenate([masked.bitmask, masked.failed[:, None]], axis=1)
             bitmask = torch.from_numpy(words.astype(np.int32)).to(DEVICE)
         columns = (batch.row_ids, batch.positions, mask_rows)
-        return SamplingRows(*(torch.from_numpy(each).int().to(DEVICE) for each in columns), bitmask)
+        return SamplingRows(
+            *(torch.from_numpy(column).int().to(DEVICE) for column in columns), bitmask
+        )
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Outcomes of sampling a batch on the device."""
@@ -168,8 +170,8 @@ def test_failures_keep_their_first_reason_until_the_row_is_used_again() -> None:
     logits = sequences.logits[:3].to(DEVICE)
     logits[0, 3] = torch.nan
     reasons = [
-        [FAILURES.get(int(number)) for number in sequences.sample(each, batch)]
-        for each in (logits, logits.nan_to_num(0.0))
+        [FAILURES.get(int(number)) for number in sequences.sample(reason, batch)]
+        for reason in (logits, logits.nan_to_num(0.0))
     ]
     non_finite, nothing = RowErrorReason.NON_FINITE_LOGITS, RowErrorReason.NO_CANDIDATES
     assert reasons == [[non_finite, nothing, None]] * 2

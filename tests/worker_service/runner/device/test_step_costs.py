@@ -217,7 +217,7 @@ def test_a_decode_costs(name: str) -> None:
         pipeline.launch([Row(1), Row(2)], **more)
     cost = DECODES[name]
     assert (len(queue.copies_in), len(queue.copies_out)) == (cost.copies_in, cost.copies_out)
-    known = [each for each in queue.launches if each in KNOWN]
+    known = [launch for launch in queue.launches if launch in KNOWN]
     assert known == cost.launches
     assert len(queue.launches) - len(known) <= cost.others
     assert queue.waits == []
@@ -263,7 +263,11 @@ def test_a_prompt_with_log_probabilities_costs() -> None:
         pipeline.launch([Row(1), Row(2), Row(3, 20)])
     assert (len(queue.copies_in), len(queue.copies_out)) == (1, 1)
     reports = ["head", "gather_logprobs"]
-    assert [each for each in queue.launches if each in KNOWN] == [*FORWARD, *reports, *SAMPLING]
+    assert [launch for launch in queue.launches if launch in KNOWN] == [
+        *FORWARD,
+        *reports,
+        *SAMPLING,
+    ]
     assert queue.waits == []
 
 

@@ -247,7 +247,7 @@ class Successors:
             logits = torch.zeros(VOCAB_SIZE, HEAD["hidden_size"])
             logits.index_add_(0, following[following], normed)
         config = HEAD | {"draft_vocab_size": VOCAB_SIZE}
-        tensors = {name: each * 0 for name, each in head_tensors(config).items()}
+        tensors = {name: tensor * 0 for name, tensor in head_tensors(config).items()}
         size = HEAD["hidden_size"]
         tensors["fc.weight"][:, :size] = torch.eye(size)
         tensors["norm.weight"] += 1
@@ -370,8 +370,8 @@ def test_settings_of_other_tools_mean_the_same(target: Path, head: Path, tmp_pat
     }
     nested = write_head(tmp_path / "nested", tensors, speculators)
     drafts = []
-    for each in (head, by_outputs, nested):
-        engine = Engine(target, each)
+    for folder in (head, by_outputs, nested):
+        engine = Engine(target, folder)
         engine.generate(PROMPTS[:2], 20)
         drafts.append(engine.drafter.drafts)
     assert drafts[0] == drafts[1] == drafts[2]
@@ -416,5 +416,5 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
     finally:
         engine.group.close()
     plain = InProcessEngine(target).generate(PROMPTS, 12)
-    assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
+    assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
     drafter.assert_drafts_are_those_of(Reference(target, head))

@@ -177,9 +177,9 @@ def test_wrong_lookahead_is_refused(row: Row, fields: dict[str, bytes]) -> None:
 def test_each_token_of_a_row_has_its_log_probabilities() -> None:
     sampling = sampler_params(temperature=0.0, logprobs=2)
     alone, bench = Bench(), Bench()
-    for each in (alone, bench):
-        each.plans.add(1, PROMPT, sampling=sampling)
-        each.step(Row(1, len(PROMPT)))
+    for engine in (alone, bench):
+        engine.plans.add(1, PROMPT, sampling=sampling)
+        engine.step(Row(1, len(PROMPT)))
     expected = [alone.step(Row(1)).logprobs[0] for _ in range(5)]
     drafts = [int(entry.token_ids[0]) for entry in expected[:4]]
     drafts[3] += 1
@@ -201,7 +201,7 @@ def test_each_token_of_a_row_has_its_log_probabilities() -> None:
 def test_drafts_end_before_one_that_the_constraint_forbids(drafts: str, num_allowed: int) -> None:
     """A zero stands for the token that may end the output, after which nothing is drafted."""
     texts = vocabularies.token_texts(256)
-    ids = [texts.index(each.encode()) if each != "\0" else vocabularies.END for each in drafts]
+    ids = [texts.index(draft.encode()) if draft != "\0" else vocabularies.END for draft in drafts]
     constraint = sampling_pb2.Constraint(regex="x(?:ab)*", end_token_ids=ENDS)
     bench = Bench()
     bench.plans.add(1, PROMPT, sampling=sampler_params(temperature=0.0, constraint=constraint))
@@ -288,8 +288,8 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
             return drafter
 
     drafting = Engine(EMBEDDED, dtype=dtype).generate(prompts, 40, num_choices=2, **fields)
-    assert [each.token_ids for each in drafting] == [each.token_ids for each in plain]
-    assert [each.logprobs for each in drafting] == [each.logprobs for each in plain]
+    assert [answer.token_ids for answer in drafting] == [answer.token_ids for answer in plain]
+    assert [answer.logprobs for answer in drafting] == [answer.logprobs for answer in plain]
     assert drafter.num_drafts > 100
 
 

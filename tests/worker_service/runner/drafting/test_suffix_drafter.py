@@ -163,12 +163,20 @@ def majority(continuations: list[list[int]]) -> list[int]:
     path: list[int] = []
     while True:
         depth = len(path)
-        alive = [each for each in continuations if each[:depth] == path and len(each) > depth]
+        alive = [
+            continuation
+            for continuation in continuations
+            if continuation[:depth] == path and len(continuation) > depth
+        ]
         if not alive:
             return path
-        counts = Counter(each[depth] for each in alive)
+        counts = Counter(continuation[depth] for continuation in alive)
         most = max(counts.values())
-        path.append([each[depth] for each in alive if counts[each[depth]] == most][-1])
+        path.append(
+            [continuation[depth] for continuation in alive if counts[continuation[depth]] == most][
+                -1
+            ]
+        )
 
 
 @settings(max_examples=150, deadline=None)
@@ -205,7 +213,9 @@ def test_searches_are_those_of_a_brute_force_search(data: st.DataObject) -> None
 
 def test_memory_is_bounded_and_the_latest_half_is_kept() -> None:
     history = OutputHistory(1000)
-    sizes = {name: each.nbytes for name, each in vars(history).items() if hasattr(each, "nbytes")}
+    sizes = {
+        name: array.nbytes for name, array in vars(history).items() if hasattr(array, "nbytes")
+    }
     for number in range(200):
         add(history, [number, 5000 + number, *range(7)])
     assert follow(history, [199, 5199]) == [0, 1, 2, 3]
@@ -242,7 +252,7 @@ class Engine(SpeculatingEngine):
                 sampling=sampling_pb2.SamplerParams(**(GREEDY | {"temperature": 1.0, "seed": 8})),
             ),
         )
-        return [each.token_ids for each in self.run([request]).values()]
+        return [answer.token_ids for answer in self.run([request]).values()]
 
 
 def test_an_output_helps_its_tenant_and_no_other() -> None:
@@ -284,7 +294,7 @@ def test_choices_help_each_other_and_change_nothing() -> None:
     plain = InProcessEngine(checkpoint("llama")).generate(
         [list(range(5, 25))], 40, num_choices=4, temperature=1.0, seed=8
     )
-    assert engine.answer("", 1, num_choices=4) == [each.token_ids for each in plain]
+    assert engine.answer("", 1, num_choices=4) == [answer.token_ids for answer in plain]
     history = engine.drafter.history
     assert history.num_added == 4 * 40
     for choice in plain:
