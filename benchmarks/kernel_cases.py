@@ -298,9 +298,9 @@ def _products(
         rounded = {name: quantize(weight.cpu(), name) for name in QUANTIZATIONS}
         floats = tuple(torch.linspace(-1.0, 1.0, 16).tolist())
         rounded["nf4"] = replace(rounded["int4"], table=floats, is_float=True, offsets=None)
-        for name, each in rounded.items():
+        for name, packed in rounded.items():
             quantized = TritonQuantizedWeight(
-                each, where.dtype, where.device, batch_invariant=False
+                packed, where.dtype, where.device, batch_invariant=False
             )
             yield name, quantized.num_bytes, quantized.apply
     else:

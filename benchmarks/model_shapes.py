@@ -66,8 +66,8 @@ class Shape:
     def layer_weights(self) -> int:
         """Values in the matrices of all layers, by which every token is multiplied."""
         heads = self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        each = self.hidden_size * (heads + 3 * self.intermediate_size)
-        return each * self.num_layers
+        per_layer = self.hidden_size * (heads + 3 * self.intermediate_size)
+        return per_layer * self.num_layers
 
     @property
     def output_weights(self) -> int:

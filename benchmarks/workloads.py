@@ -51,9 +51,9 @@ class Workload:
 
         beginning = some(self.shared)
         number = max(1, round(self.num_requests * scale)) if self.scales else self.num_requests
-        each = [self.lengths(lengths) for _ in range(number)]
+        turns = [self.lengths(lengths) for _ in range(number)]
         return [
-            Job(prompt=beginning + some(one.prompt), num_output_tokens=one.output) for one in each
+            Job(prompt=beginning + some(one.prompt), num_output_tokens=one.output) for one in turns
         ]
 
     def num_tokens(self, jobs: list[Job]) -> int:

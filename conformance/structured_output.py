@@ -61,9 +61,9 @@ class Language:
         return self._begun.fullmatch(text) is not None
 
 
-def texts(*each: str) -> Language:
+def texts(*choices: str) -> Language:
     """These texts and no others."""
-    return Language(one_of(*each))
+    return Language(one_of(*choices))
 
 
 def json_object_language(names: Sequence[str]) -> Language:

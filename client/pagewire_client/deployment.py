@@ -44,6 +44,7 @@ RequestEvent = Literal[
     "ended",
 ]
 
+WorkKind = Literal["unspecified", "generation", "pooling"]
 CacheLifetime = Literal["unspecified", "growing", "window", "chunk", "state", "fixed"]
 
 
@@ -93,6 +94,12 @@ class ModelInfo:
     """Most tokens that one sequence can have in a KV cache; 0 if unknown."""
     generation_defaults: list[str]
     """Fields of `SamplingParams` for which the model has a default of its own."""
+    work_kinds: list[WorkKind]
+    """What the worker does; empty: generation."""
+    vector_size: int
+    """Numbers in a pooled vector; 0 if the worker pools none."""
+    whole_prompt: bool
+    """Whether a prompt is computed in one step, as a whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

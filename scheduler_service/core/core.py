@@ -67,7 +67,7 @@ class SchedulerCore:
         """
         model = self._fleet.add(capacity, to_us(now))
         model.migrate_from_draining(to_us(now))
-        self._refuse_hopeless(model, now)
+        self._refuse_unservable(model, now)
 
     def remove_worker_group(self, worker_group_id: str, now: float) -> None:
         """Remove a lost worker group: its requests go to the head of the queue with their tokens.
@@ -185,8 +185,8 @@ class SchedulerCore:
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
         if self._fleet.next_given_up_us < inf:
             for model in self._fleet.give_up_lost(to_us(now)):
-                self._refuse_hopeless(model, now)
-                self._fail_stranded(model, now)
+                self._refuse_unservable(model, now)
+                self._fail_unroutable(model, now)
 
     def next_deadline(self) -> float | None:
         """When `expire` is due, at the latest; None if nothing is timed."""
@@ -215,7 +215,7 @@ class SchedulerCore:
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
             may_retry = model.settle_outgrown(scheduler, to_us(now))
             may_retry |= self._close_ended(changed, now)
-            self._fail_stranded(model, now)
+            self._fail_unroutable(model, now)
         return plan
 
     def newest_work(self, worker_group_id: str) -> StepWork:
@@ -301,7 +301,7 @@ class SchedulerCore:
         model = self._fleet.models[seq_group.request.model]
         return why_too_late(seq_group, model, self._registry.seq_groups, now)
 
-    def _refuse_hopeless(self, model: ServedModel, now: float) -> None:
+    def _refuse_unservable(self, model: ServedModel, now: float) -> None:
         """End requests that have not started and fit no worker group, present or expected back."""
         for seq_group in [*model.waiting, *model.unschedulable]:
             if seq_group.has_begun or seq_group in model.former_until_us:
@@ -310,9 +310,9 @@ class SchedulerCore:
             if error is not None:
                 self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 
-    def _fail_stranded(self, model: ServedModel, now: float) -> None:
+    def _fail_unroutable(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
-        for seq_group in model.stranded():
+        for seq_group in model.unroutable():
             caches = [capacity.num_cache_tokens for capacity in model.capacities()]
             too_small = [cache for cache in caches if cache < seq_group.max_known_tokens]
             tokens = max(seq_group.outgrown_tokens, *too_small, 0)

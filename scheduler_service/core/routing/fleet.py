@@ -142,7 +142,7 @@ class ServedModel:
             most_tokens = max(capacity.num_cache_tokens for capacity in self.capacities())
             seq_group.outgrown_tokens = most_tokens
 
-    def stranded(self) -> list[SequenceGroup]:
+    def unroutable(self) -> list[SequenceGroup]:
         """Requests that have outgrown all worker groups that are here or expected back."""
         if not self.unschedulable or self.max_lost_us == inf:
             return []

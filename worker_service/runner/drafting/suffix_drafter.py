@@ -159,8 +159,8 @@ class OutputHistory:
         if len(tokens) < _PAIR or self._size == 0:
             return np.empty(0, np.int64), 0
         wanted = tokens[: -MAX_MATCH - 1 : -1]
-        is_alike = self._hashes[: self._size] == _hash(tenant, wanted[1:2], wanted[:1])
-        ends = np.flatnonzero(is_alike)
+        is_equal = self._hashes[: self._size] == _hash(tenant, wanted[1:2], wanted[:1])
+        ends = np.flatnonzero(is_equal)
         ends = ends[
             (self._tokens[ends] == wanted[0])
             & (self._previous[ends] == wanted[1])
