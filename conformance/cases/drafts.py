@@ -194,7 +194,7 @@ def drafts_without_blocks(worker: Worker, stream: StepStream) -> None:
     stream.send_changed(sequence, lookahead=b"\xff")
 
 
-@refusal_case("plan", "such a row samples and computes tokens", "lookahead")
+@refusal_case("plan", "such a row brings a token and computes tokens", "lookahead")
 def drafts_of_a_row_that_does_not_sample(worker: Worker, stream: StepStream) -> None:
     sequence = stream.new(worker.prompt(1), sampling=params())
     stream.send_changed(sequence.row(1, brings=False), lookahead=b"\x01")

@@ -34,7 +34,7 @@ def a_prompt_in_chunks_leads_to_the_same_tokens(worker: Worker) -> None:
         worker.expect_as_alone(f"a prompt in chunks of {size}", sequence)
 
 
-@case("plan", "1 samples a token from the row's last logits and appends it to the sequence")
+@case("plan", "a token, sampled from the row's last logits and appended to the sequence")
 def a_sampled_token_is_fed_forward_by_the_worker(worker: Worker) -> None:
     prompt = worker.prompt(2)
     alone = worker.alone(prompt, 4)
@@ -44,7 +44,7 @@ def a_sampled_token_is_fed_forward_by_the_worker(worker: Worker) -> None:
     worker.expect_as_alone("the sequence given its first two tokens", sequence)
 
 
-@stream_case("plan", "0 does not")
+@stream_case("plan", "what it brings. 0: nothing.")
 def a_row_that_does_not_sample_appends_nothing(worker: Worker, stream: StepStream) -> Alone:
     sequence = stream.new(worker.prompt(3))
     stream.step(sequence.row(len(sequence.tokens) - 1, brings=False))

@@ -11,9 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
+from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.step_plan import StepResult
-from tests.support.in_process import MODEL, InProcessEngine, InProcessWorker, launch
+from tests.support.in_process import (
+    MODEL,
+    InProcessEngine,
+    InProcessWorker,
+    groups_of_core,
+    launch,
+)
 from tests.support.runners import AllDrafts, HostEvent, LateEvent
 from tests.support.vocabularies import grammars
 from tools.launch import free_port
@@ -208,7 +214,7 @@ class ParallelWorker(InProcessWorker):
             model=MODEL,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
-            cache_groups=(CacheGroup(block_tokens=self._group.block_size),),
+            cache_groups=groups_of_core(facts.cache_groups),
             max_model_len=facts.max_model_len,
             vocab_size=facts.vocab_size,
             num_speculative_tokens=facts.num_speculative_tokens,

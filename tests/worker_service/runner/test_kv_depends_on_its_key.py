@@ -26,6 +26,9 @@ PLACES = {"tables", "num_computed_tokens", "parent_seq_id"}
 """Fields that say where KV is. The core fills them by key, and the worker writes nothing there
 before `num_computed_tokens`."""
 
+REFUSED = {"pooling"}
+"""Fields that this worker refuses."""
+
 OTHERS: dict[str, Any] = {
     "seq_id": 77,
     "choice_index": 3,
@@ -78,7 +81,7 @@ def kv_of(loaded: LoadedModel, **fields: Any) -> torch.Tensor:
 
 def test_every_field_of_a_sequence_is_in_the_key_or_of_no_effect() -> None:
     fields = set(plan_pb2.NewSequence.DESCRIPTOR.fields_by_name)
-    assert fields == IN_KEY | PLACES | OTHERS.keys() | {"sampling"}
+    assert fields == IN_KEY | PLACES | REFUSED | OTHERS.keys() | {"sampling"}
     assert SAMPLING.keys() == set(sampling_pb2.SamplerParams.DESCRIPTOR.fields_by_name)
 
 
@@ -107,6 +110,12 @@ def part(kind: Any, digest: bytes = bytes(32)) -> context_pb2.ContextPart:
 def test_a_salt_changes_no_kv(loaded: LoadedModel) -> None:
     changed = kv_of(loaded, context=[part(context_pb2.CONTEXT_KIND_SALT)])
     assert torch.equal(changed, kv_of(loaded))
+
+
+def test_a_sequence_for_a_vector_is_refused(loaded: LoadedModel) -> None:
+    pooling = sampling_pb2.PoolingParams(type=sampling_pb2.POOLING_TYPE_LAST)
+    with pytest.raises(InvalidPlan, match="pooling"):
+        kv_of(loaded, pooling=pooling)
 
 
 @pytest.mark.parametrize("name", ["ADAPTER", "MEDIA"])
