@@ -173,7 +173,12 @@ def _model_config(settings: dict[str, Any]) -> ModelConfig:
 
 
 def _request(
-    number: int, prompt: list[int], num_tokens: int, sampling: SamplerParams, **fields: Any
+    number: int,
+    prompt: list[int],
+    num_tokens: int,
+    sampling: SamplerParams,
+    tenant: str = "",
+    **fields: Any,
 ) -> Request:
     return Request(
         frontend_id=FRONTEND,
@@ -181,6 +186,7 @@ def _request(
         request_id=str(number),
         model=MODEL,
         prompt_token_ids=prompt,
+        tenant=tenant,
         work=Generation(max_tokens=num_tokens, sampling=sampling, **fields),
     )
 
