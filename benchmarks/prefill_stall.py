@@ -19,12 +19,12 @@ from statistics import median
 import numpy as np
 
 from benchmarks.engines.engine import Settings
-from benchmarks.machine import ForeignLoad, save
+from benchmarks.machine import ForeignLoad
 from benchmarks.model_shapes import SHAPES
 from benchmarks.processes import exit_on_sigterm
 from benchmarks.servers import ServedPagewire, all_of
 from benchmarks.synthetic_tokenizer import FIRST_WORD_ID
-from benchmarks.tables import print_table, script_parser
+from benchmarks.tables import publish, script_parser
 from pagewire_cli.load import Arrival, Target, percentile
 from scheduler_service.core import SchedulerConfig
 
@@ -102,8 +102,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = asyncio.run(measure(args, settings))
     limited, unlimited = rows.values()
     rows["ratio"] = {name: round(limited[name] / unlimited[name], 3) for name in limited}
-    print_table([{"": name, **figures} for name, figures in rows.items()], str(about))
-    save("prefill_stall", about | {"rows": rows}, load.cores, args.results)
+    table = [{"limit": name, **figures} for name, figures in rows.items()]
+    facts = (
+        f"{args.shape} in {args.dtype}, a prompt of {args.prompt_tokens} tokens, "
+        f"the largest gap and the median speed of {args.repeats} runs in alternation."
+    )
+    columns = {name: name for name in table[0]} | {"limit": ""}
+    publish("prefill_stall", facts, columns, table, load.cores, args.results, **about)
 
 
 if __name__ == "__main__":
