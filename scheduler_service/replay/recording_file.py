@@ -42,9 +42,10 @@ GZIP_LEVEL = 3
 class RecordingWriter:
     """Writes lines to a file on a thread of its own. An error ends the recording, nothing else."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, max_backlog_chars: int = MAX_BACKLOG_CHARS) -> None:
         """Create the file, readable by its owner only. If it exists, the next free name is used:
         `trace.2.jsonl` for `trace.jsonl`. Raises CannotRecord."""
+        self._max_backlog_chars = max_backlog_chars
         self.path, self._file = _create(path)
         self._sink: BinaryIO | gzip.GzipFile = self._file
         if path.suffix == COMPRESSED:
@@ -65,7 +66,7 @@ class RecordingWriter:
         if not self.is_open:
             return
         self._num_taken += len(line)
-        if self._num_taken - self._num_written > MAX_BACKLOG_CHARS:
+        if self._num_taken - self._num_written > self._max_backlog_chars:
             self.fail("the disk is too slow")
             return
         self._lines.append(line)

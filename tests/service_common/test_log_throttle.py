@@ -10,10 +10,10 @@ from service_common.logging_config import INTERVAL_S, LogThrottle, WarningThrott
 def test_the_first_and_each_other_failure_is_told_and_one_that_lasts_now_and_then() -> None:
     now = 0.0
     failures = LogThrottle(lambda: now)
-    told = [
+    decisions = [
         failures.should_log(failure) for failure in ("away", "away", "refused", "refused", "away")
     ]
-    assert told == [True, False, True, False, True]
+    assert decisions == [True, False, True, False, True]
     logged = []
     for now in (4, 5, 9, 34, 35, 64, 65):
         if failures.should_log("away"):

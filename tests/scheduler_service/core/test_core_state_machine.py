@@ -87,11 +87,11 @@ REQUEST_EVENTS = ["cancel", "abort", "stop", "stop", "expire", "again", "again"]
 EVENTS = [*GROUP_EVENTS, *REQUEST_EVENTS, "lose_core", "lose_frontend"]
 
 
-def make_prompt(length: int, num_alike: int, seed: int) -> list[int]:
-    """A prompt that begins like one in two others, for `num_alike` tokens."""
+def make_prompt(length: int, num_shared: int, seed: int) -> list[int]:
+    """A prompt that begins like one in two others, for `num_shared` tokens."""
     family = seed % 2
-    alike = [(family * 7 + k * k) % 32 for k in range(num_alike)]
-    return (alike + [(seed * 5 + k) % 32 for k in range(length)])[:length]
+    shared = [(family * 7 + k * k) % 32 for k in range(num_shared)]
+    return (shared + [(seed * 5 + k) % 32 for k in range(length)])[:length]
 
 
 class CoreMachine(RuleBasedStateMachine):
@@ -177,7 +177,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 4),
         length=st.integers(1, 40),
-        num_alike=st.sampled_from([0, 5, 8, 12, 21, 40, 40]),
+        num_shared=st.sampled_from([0, 5, 8, 12, 21, 40, 40]),
         seed=st.integers(0, 1000),
         max_tokens=st.integers(1, 40),
         n=st.sampled_from([1, 1, 2, 3, 5]),
@@ -195,7 +195,7 @@ class CoreMachine(RuleBasedStateMachine):
         self,
         count: int,
         length: int,
-        num_alike: int,
+        num_shared: int,
         seed: int,
         max_tokens: int,
         n: int,
@@ -218,7 +218,7 @@ class CoreMachine(RuleBasedStateMachine):
             )
             with suppress(*REFUSALS):
                 self.driver.submit(
-                    prompt=make_prompt(1 + (length + 7 * i) % 40, num_alike, seed),
+                    prompt=make_prompt(1 + (length + 7 * i) % 40, num_shared, seed),
                     max_tokens=max_tokens,
                     n=n,
                     sampling=sampling,
@@ -280,7 +280,7 @@ class CoreMachine(RuleBasedStateMachine):
     @rule(
         count=st.integers(1, 3),
         length=st.integers(1, 40),
-        num_alike=st.sampled_from([0, 8, 21, 40]),
+        num_shared=st.sampled_from([0, 8, 21, 40]),
         seed=st.integers(0, 1000),
         type=st.sampled_from(PoolingType),
         dimensions=st.sampled_from([0, 1, VECTOR_SIZE]),
@@ -292,7 +292,7 @@ class CoreMachine(RuleBasedStateMachine):
         self,
         count: int,
         length: int,
-        num_alike: int,
+        num_shared: int,
         seed: int,
         type: PoolingType,
         dimensions: int,
@@ -303,7 +303,7 @@ class CoreMachine(RuleBasedStateMachine):
         for i in range(count):
             with suppress(*REFUSALS):
                 self.driver.submit_pooled(
-                    make_prompt(1 + (length + 7 * i) % MAX_MODEL_LEN, num_alike, seed),
+                    make_prompt(1 + (length + 7 * i) % MAX_MODEL_LEN, num_shared, seed),
                     type,
                     dimensions=dimensions,
                     deadline=None if timeout is None else self.driver.now + timeout,
@@ -456,7 +456,7 @@ class CrowdedMachine(CoreMachine):
     @rule(
         count=st.integers(1, 4),
         length=st.integers(1, 12),
-        num_alike=st.sampled_from([0, 5, 8]),
+        num_shared=st.sampled_from([0, 5, 8]),
         seed=st.integers(0, 1000),
         max_tokens=st.integers(4, 20),
         n=st.sampled_from([1, 1, 2, 3]),
@@ -510,7 +510,7 @@ class UnlikeMachine(CoreMachine):
         priority=st.integers(-1, 1),
     )
     def submit(self, **values: Any) -> None:
-        fixed = {"num_alike": 8, "max_tokens": 40, "num_stop_tokens": 0, "frontend_id": "f0"}
+        fixed = {"num_shared": 8, "max_tokens": 40, "num_stop_tokens": 0, "frontend_id": "f0"}
         super().submit(tenant="", fails_at=None, **fixed, **values)
 
 

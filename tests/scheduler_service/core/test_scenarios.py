@@ -159,11 +159,11 @@ class Scenario:
         number = len(self.records)
         prompt = [1 + (number + i) % 31 for i in range(num_tokens)]
         if like is not None:
-            name, num_alike = like.split(":")
+            name, num_shared = like.split(":")
             record = self.records[name]
             tokens = [*record.request.prompt_token_ids, *record.choices[0].tokens]
-            assert int(num_alike) <= min(len(tokens), num_tokens)
-            prompt[: int(num_alike)] = tokens[: int(num_alike)]
+            assert int(num_shared) <= min(len(tokens), num_tokens)
+            prompt[: int(num_shared)] = tokens[: int(num_shared)]
         return prompt
 
     def do_plan(self, group_id: str) -> list[str]:

@@ -9,7 +9,6 @@ import pytest
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, WorkerGroupCapacity
 from scheduler_service.errors import CannotRecord
-from scheduler_service.replay import recording_file
 from scheduler_service.replay.exact_replay import ExactReplay
 from scheduler_service.replay.recorder import RecordingCore
 from scheduler_service.replay.recording import INPUTS
@@ -17,8 +16,8 @@ from scheduler_service.replay.recording_file import BadRecording, RecordingReade
 from tests.support.core_driver import make_capacity
 
 
-def record(path: Path, capacity: WorkerGroupCapacity | None = None) -> RecordingCore:
-    core = RecordingCore(SchedulerConfig(), RecordingWriter(path))
+def record(path: Path, capacity: WorkerGroupCapacity | None = None, **limits: int) -> RecordingCore:
+    core = RecordingCore(SchedulerConfig(), RecordingWriter(path, **limits))
     core.add_worker_group(capacity or make_capacity(), 1.0)
     core.schedule("g0", 2.0)
     core.expire(3.5)
@@ -139,10 +138,9 @@ def test_a_file_that_is_not_compressed_does_not_pass_for_one_that_is(tmp_path: P
 
 
 def test_a_disk_that_is_too_slow_ends_the_recording_and_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recording_file, "MAX_BACKLOG_CHARS", 800)
-    core = record(tmp_path / "trace.jsonl")
+    core = record(tmp_path / "trace.jsonl", max_backlog_chars=800)
     for i in range(20):
         core.expire(4.0 + i)
     core.close()

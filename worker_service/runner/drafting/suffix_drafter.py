@@ -11,6 +11,8 @@ arrays.
 Without a history, this is prompt lookup decoding (`--speculative ngram`).
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +31,11 @@ from worker_service.runner.state.sequence_table import SequenceTable
 HISTORY_TOKENS = 1 << 17
 """Capacity of the history, in output tokens of all tenants: about 130 outputs of 1000 tokens, in
 5 MB. The oldest half is dropped when it is full."""
+
+HashPairs = Callable[
+    [npt.NDArray[np.uint64] | np.uint64, Int32Array, Int32Array], npt.NDArray[np.uint16]
+]
+"""Hashes of tenants, previous tokens and tokens."""
 
 _NONE = -1
 _PAIR = 2
@@ -86,6 +93,14 @@ class SuffixDrafter(SequenceDrafter):
         table.drafter_state[row_ids, _NEXT] = positions[firsts + counts - 1] + 1
 
 
+def hash_pairs(
+    tenants: npt.NDArray[np.uint64] | np.uint64, previous: Int32Array, tokens: Int32Array
+) -> npt.NDArray[np.uint16]:
+    """Multiplicative hashes of pairs of tokens (Knuth 1973)."""
+    pairs = (previous.astype(np.uint64) << np.uint64(32)) ^ tokens.astype(np.uint64) ^ tenants
+    return ((pairs * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(48)).astype(np.uint16)
+
+
 class OutputHistory:
     """Output tokens in the order in which they were sampled, each linked to its successor.
 
@@ -93,9 +108,11 @@ class OutputHistory:
     tokens are kept.
     """
 
-    def __init__(self, capacity: int) -> None:
-        """capacity: maximum number of tokens, at least 2; 0 if none are ever added."""
+    def __init__(self, capacity: int, hash_pairs: HashPairs = hash_pairs) -> None:
+        """capacity: maximum number of tokens, at least 2; 0 if none are ever added. hash_pairs:
+        what is compared first; equal hashes need not mean equal tokens."""
         self.capacity = capacity
+        self._hash_pairs = hash_pairs
         self.num_added = 0
         """The position of the next token."""
         self._size = 0
@@ -130,7 +147,7 @@ class OutputHistory:
         if self._size + len(tokens) > self.capacity:
             self._drop_oldest()
         new = slice(self._size, self._size + len(tokens))
-        self._hashes[new] = _hash(tenants, previous, tokens)
+        self._hashes[new] = self._hash_pairs(tenants, previous, tokens)
         self._tenants[new], self._previous[new], self._tokens[new] = tenants, previous, tokens
         gaps = self.num_added + np.arange(len(tokens)) - before
         first = self.num_added - self._size
@@ -159,7 +176,7 @@ class OutputHistory:
         if len(tokens) < _PAIR or self._size == 0:
             return np.empty(0, np.int64), 0
         wanted = tokens[: -MAX_MATCH - 1 : -1]
-        is_equal = self._hashes[: self._size] == _hash(tenant, wanted[1:2], wanted[:1])
+        is_equal = self._hashes[: self._size] == self._hash_pairs(tenant, wanted[1:2], wanted[:1])
         ends = np.flatnonzero(is_equal)
         ends = ends[
             (self._tokens[ends] == wanted[0])
@@ -190,14 +207,6 @@ class OutputHistory:
             rows, at = rows[gaps > 0], at[gaps > 0] + gaps[gaps > 0]
             found[rows, column] = self._tokens[at]
         return found
-
-
-def _hash(
-    tenants: npt.NDArray[np.uint64] | np.uint64, previous: Int32Array, tokens: Int32Array
-) -> npt.NDArray[np.uint16]:
-    """Multiplicative hashes of pairs of tokens (Knuth 1973)."""
-    pairs = (previous.astype(np.uint64) << np.uint64(32)) ^ tokens.astype(np.uint64) ^ tenants
-    return ((pairs * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(48)).astype(np.uint16)
 
 
 def likeliest_path(continuations: Int32Array) -> Int32Array:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,10 @@ from tests.support.speculation import SpeculatingEngine
 from worker_service.array_types import Int32Array
 from worker_service.runner.drafting.suffix_drafter import (
     MAX_MATCH,
+    HashPairs,
     OutputHistory,
     SuffixDrafter,
+    hash_pairs,
     likeliest_path,
 )
 
@@ -50,8 +53,19 @@ def follow(
     return likeliest_path(history.continuations(ends, num_drafts)).tolist()
 
 
-def test_the_longest_match_is_followed() -> None:
-    history = OutputHistory(64)
+def one_hash(
+    tenants: np.uint64 | npt.NDArray[np.uint64], previous: Int32Array, tokens: Int32Array
+) -> npt.NDArray[np.uint16]:
+    return np.zeros(len(tokens), np.uint16)
+
+
+each_hash = pytest.mark.parametrize("hash_pairs", [hash_pairs, one_hash])
+"""Equal hashes are neither equal tokens nor equal tenants."""
+
+
+@each_hash
+def test_the_longest_match_is_followed(hash_pairs: HashPairs) -> None:
+    history = OutputHistory(64, hash_pairs)
     add(history, [1, 2, 3, 4, 5, 6, 7])
     add(history, [8, 3, 4, 9, 9])
     assert follow(history, [2, 3, 4]) == [5, 6, 7]
@@ -75,23 +89,13 @@ def test_the_most_frequent_continuation_is_followed() -> None:
     assert follow(history, [10, 11]) == [2, 5, 8]
 
 
-def test_tokens_of_other_tenants_are_never_found() -> None:
-    history = OutputHistory(64)
+@each_hash
+def test_tokens_of_other_tenants_are_never_found(hash_pairs: HashPairs) -> None:
+    history = OutputHistory(64, hash_pairs)
     add(history, [1, 2, 3, 4], OTHER)
     assert follow(history, [1, 2]) == []
     add(history, [1, 2, 5], TENANT)
     assert follow(history, [1, 2]) == [5]
-
-
-def test_equal_hashes_are_not_equal_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor equal tenants."""
-
-    def one_hash(tenants: object, previous: Int32Array, tokens: Int32Array) -> np.ndarray:
-        return np.zeros(len(tokens), np.uint16)
-
-    monkeypatch.setattr("worker_service.runner.drafting.suffix_drafter._hash", one_hash)
-    test_the_longest_match_is_followed()
-    test_tokens_of_other_tenants_are_never_found()
 
 
 class Token(NamedTuple):
