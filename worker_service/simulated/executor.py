@@ -176,7 +176,7 @@ class SimulatedRunner:
         for row in batch.rows:
             if (parent := batch.parents.get(row.sequence.seq_id)) is not None:
                 row.sequence.num_computed = parent.sequence.num_computed
-                self._memory.read_tokens(row.sequence, row.index)
+                self._memory.read(row.sequence, row.index, states=False)
 
     def _report_prompts(self, batch: Batch, outcome: RowResults) -> None:
         """Log probabilities of the prompt tokens that the rows' positions predict."""

@@ -129,20 +129,17 @@ class MemoryModel:
                     " step swaps in",
                 )
 
-    def read(self, sequence: SimulatedSequence, row: int) -> None:
-        """Check that a sequence finds what its next token sees of the computed ones."""
+    def read(self, sequence: SimulatedSequence, row: int, *, states: bool = True) -> None:
+        """Check that a sequence finds what its next token sees of the computed ones.
+
+        `states`: False for a fork that samples from its parent's logits: they are copied later.
+        """
         for index, group in enumerate(self.groups):
             if group.has_tokens:
                 self._read_tokens(sequence, row, index)
-            elif group.lifetime is CacheLifetime.STATE and sequence.num_computed:
+            elif group.lifetime is CacheLifetime.STATE and states and sequence.num_computed:
                 self._read_state(sequence, row, index)
         sequence.num_checked = sequence.num_computed
-
-    def read_tokens(self, sequence: SimulatedSequence, row: int) -> None:
-        """As `read`, for a fork that samples from its parent's logits: states are copied later."""
-        for index, group in enumerate(self.groups):
-            if group.has_tokens:
-                self._read_tokens(sequence, row, index)
 
     def _read_tokens(self, sequence: SimulatedSequence, row: int, group: int) -> None:
         size, table = self.groups[group].block_tokens, sequence.tables[group]
