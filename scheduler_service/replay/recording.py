@@ -198,14 +198,14 @@ def decode_header(text: str | bytes) -> Header:
             f"format version {version!r} is unknown: this software ({VERSION}) reads version"
             f" {FORMAT_VERSION}"
         )
-    return _decoded(Header.model_validate_json, text)
+    return validated(Header.model_validate_json, text)
 
 
 def decode_entry(
     line: int, text: str | bytes, decode_sampling: DecodeSampling = decode_sampling
 ) -> Entry:
     """Decode another line, of this number; raises Unreadable."""
-    data = _decoded(_LINE.validate_json, text)
+    data = validated(_LINE.validate_json, text)
     arguments = {name: getattr(data, name) for name in PARAMETERS[data.do]}
     if (request := arguments.get("request")) is not None:
         work = request.work
@@ -224,9 +224,10 @@ def decode_entry(
     )
 
 
-def _decoded(validate: Callable[[str | bytes], Any], text: str | bytes) -> Any:
+def validated(validate: Callable[[Any], Any], data: Any) -> Any:
+    """What pydantic makes of `data`; raises Unreadable, naming the field."""
     try:
-        return validate(text)
+        return validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))

@@ -3,7 +3,7 @@
 Runs in virtual time, on the real scheduler core. Step times are predicted by a model fitted to the
 recorded ones.
 
-    python -m tools.what_if trace.jsonl.gz --with max_num_seqs=4 --plot waits.svg
+    python -m tools.what_if trace.jsonl.gz --with max_num_seqs=4
 
 | module | holds |
 | --- | --- |
@@ -11,7 +11,7 @@ recorded ones.
 | `cost_model` | step times, fitted to recorded steps |
 | `simulation` | a trace on a core, in virtual time |
 | `comparison` | configurations, and the latencies under each |
-| `report` | tables and plots |
+| `report` | tables |
 
 See docs/replay.md.
 """

@@ -12,15 +12,7 @@ from scheduler_service.command_line import EXIT_BAD_CONFIG, exit_with
 from scheduler_service.replay.cli import replay_exactly
 from scheduler_service.replay.recording_file import BadRecording, RecordingReader
 from tools.what_if.comparison import apply_overrides, compare
-from tools.what_if.report import (
-    CannotPlot,
-    check_plot,
-    comparison_table,
-    fit_lines,
-    population_line,
-    tenants_table,
-    write_plot,
-)
+from tools.what_if.report import comparison_table, fit_lines, population_line, tenants_table
 from tools.what_if.trace import TraceReader
 
 _ANY_WIDTH = 10_000
@@ -36,22 +28,14 @@ def what_if(
             metavar="FILE", help="A recording made with `--record`.", show_default=False
         ),
     ],
-    policy: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="Compare with this policy; may be repeated."),
-    ] = None,
     config: Annotated[
         list[str] | None,
         typer.Option(
             "--with",
             metavar="FIELD=VALUE,…",
             help="Compare with this configuration, such as "
-            "max_num_seqs=64,enable_prefix_caching=false; may be repeated.",
+            "policy=fair,max_num_seqs=64; may be repeated.",
         ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Plot the comparison to this file; .svg, .png, .pdf, …"),
     ] = None,
 ) -> None:
     """Predict how a recorded load would have fared under other policies or configurations.
@@ -62,13 +46,10 @@ def what_if(
     """
     logging.disable(logging.CRITICAL)  # the core logs again what it logged when it was recorded
     console = Console(highlight=False, soft_wrap=True)
-    variants = [f"policy={name}" for name in policy or ()] + (config or [])
     try:
         reader = RecordingReader(file)
         recorded = reader.header.config
-        others = {text: apply_overrides(recorded, text) for text in variants}
-        if plot is not None:
-            check_plot(plot)
+        others = {text: apply_overrides(recorded, text) for text in config or ()}
         trace_reader = TraceReader()
         replay_exactly(console, reader, trace_reader.observe)
         comparison = compare(trace_reader.trace(), recorded, others)
@@ -77,10 +58,7 @@ def what_if(
         _print_whole(comparison_table(comparison.rows))
         if comparison.rows[0].by_tenant:
             _print_whole(tenants_table(comparison.rows))
-        if plot is not None:
-            write_plot(plot, comparison.rows)
-            console.print(f"plot: {plot}", markup=False)
-    except (BadRecording, CannotPlot, OSError, ValueError) as error:
+    except (BadRecording, OSError, ValueError) as error:
         exit_with(error, EXIT_BAD_CONFIG)
 
 

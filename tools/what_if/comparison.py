@@ -1,17 +1,14 @@
 """Comparison of the same requests under several configurations, given as text: latencies."""
 
-import dataclasses
-import types
-import typing
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore
+from scheduler_service.replay.recording import validated
 from tools.what_if.cost_model import Fit, fit_groups
 from tools.what_if.simulation import simulate
 from tools.what_if.trace import RequestHistory, Trace
@@ -137,41 +134,18 @@ def _row(
     )
 
 
-_BOOLS = {"true": True, "false": False}
+_CONFIG = TypeAdapter(SchedulerConfig)
 
 
 def apply_overrides(config: SchedulerConfig, text: str) -> SchedulerConfig:
     """The configuration with the fields that `text` names; raises ValueError, naming the field."""
-    kinds = typing.get_type_hints(SchedulerConfig)
-    changes = {}
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
     for part in text.split(","):
         name, separator, value = part.partition("=")
-        name = name.strip().replace("-", "_")
+        name, value = name.strip().replace("-", "_"), value.strip()
         if not separator:
             raise ValueError(f"{part!r}: expected FIELD=VALUE")
-        if name not in kinds:
-            raise ValueError(f"{name}: no such field; there are {', '.join(sorted(kinds))}")
-        changes[name] = _parse(name, kinds[name], value.strip())
-    return dataclasses.replace(config, **changes)
-
-
-def _parse(name: str, kind: Any, text: str) -> Any:
-    if isinstance(kind, types.UnionType):
-        if text.lower() == "none":
-            return None
-        kind = typing.get_args(kind)[0]
-    if kind is bool:
-        if text.lower() not in _BOOLS:
-            raise ValueError(f"{name}: expected true or false, got {text!r}")
-        return _BOOLS[text.lower()]
-    if kind not in (int, float, str) and not _is_enum(kind):
-        raise ValueError(f"{name}: cannot be set here")
-    try:
-        return kind(text)
-    except ValueError:
-        expected = f"one of {', '.join(m.value for m in kind)}" if _is_enum(kind) else kind.__name__
-        raise ValueError(f"{name}: expected {expected}, got {text!r}") from None
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
+        if name not in values:
+            raise ValueError(f"{name}: no such field; there are {', '.join(sorted(values))}")
+        values[name] = None if value.lower() == "none" else value
+    return validated(_CONFIG.validate_python, values)

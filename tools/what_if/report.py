@@ -1,11 +1,10 @@
-"""A comparison as tables and as a plot."""
+"""A comparison as tables."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.table import Table
 
-from tools.what_if.comparison import RECORDED, Comparison, Latencies, Row, percentiles
+from tools.what_if.comparison import Comparison, Latencies, Row, percentiles
 from tools.what_if.cost_model import Fit
 
 
@@ -91,51 +90,3 @@ def _cells(latencies: Latencies) -> list[str]:
 def _spread(seconds: Sequence[float]) -> str:
     found = percentiles(seconds)
     return " / ".join(_digits(1000 * value) for value in found) if found else "-"
-
-
-INSTALL = "plots need matplotlib: in a checkout, pip install '.[plot]'"
-
-_PANELS = (
-    ("time to first token", lambda latencies: latencies.first_token),
-    ("time between tokens", lambda latencies: latencies.between_tokens),
-    ("end to end", lambda latencies: latencies.end_to_end),
-)
-
-
-class CannotPlot(Exception):
-    """matplotlib is not installed, or cannot write this format."""
-
-
-def check_plot(path: Path) -> None:
-    """Raise CannotPlot early if `write_plot` would fail."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError as error:
-        raise CannotPlot(INSTALL) from error
-    formats = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise CannotPlot(f"{path}: expected a name that ends in .{', .'.join(sorted(formats))}")
-    if not path.parent.is_dir():
-        raise CannotPlot(f"{path}: there is no such folder")
-
-
-def write_plot(path: Path, rows: Sequence[Row]) -> None:
-    """Distributions of three latencies, a curve per configuration; the format is by the suffix."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    for axes, (title, values_of) in zip(figure.subplots(1, len(_PANELS)), _PANELS, strict=True):
-        for row in rows:
-            style = {"color": "black", "linestyle": "--"} if row.name == RECORDED else {}
-            values = [1000 * value for value in values_of(row.latencies)]
-            if values:
-                axes.ecdf(values, label=row.name, **style)
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
-        axes.set_xlabel(f"{title}, ms")
-        axes.grid(alpha=0.3, which="both")
-    figure.axes[0].set_ylabel("share")
-    handles, names = figure.axes[-1].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=3)
-    figure.savefig(path)

@@ -1,7 +1,6 @@
-"""`python -m tools.what_if`: what it prints, draws and refuses."""
+"""`python -m tools.what_if`: what it prints and refuses."""
 
 import logging
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -65,17 +64,6 @@ def test_configurations_are_compared(what_if: WhatIf, recording: Path) -> None:
     assert "10000 µs + 1000 µs per row + 100 µs per further prompt token" in result.stdout
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
-def test_a_comparison_is_drawn(what_if: WhatIf, recording: Path, suffix: str) -> None:
-    picture = recording.with_suffix(f".{suffix}")
-    result = what_if(recording, "--with", "max_num_seqs=1", "--plot", picture)
-    assert result.exit_code == 0, result.output
-    data = picture.read_bytes()
-    assert data.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in data
-    if suffix == "svg":
-        assert b"max_num_seqs=1" in data  # comments name the texts that are drawn
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -84,12 +72,16 @@ def test_a_comparison_is_drawn(what_if: WhatIf, recording: Path, suffix: str) ->
             ["--with", "max_seqs=3"],
             "max_seqs: no such field; there are default_tenant, enable_chunked_prefill,",
         ),
-        (["--with", "max_num_seqs=many"], "max_num_seqs: expected int, got 'many'"),
+        (["--with", "max_num_seqs=many"], "max_num_seqs: Input should be a valid integer"),
         (["--with", "max_num_seqs=0"], "max_num_seqs must be at least 1"),
-        (["--with", "enable_prefix_caching=1"], "expected true or false, got '1'"),
-        (["--with", "preemption_mode=x"], "preemption_mode: expected one of auto, swap, recompute"),
-        (["--plot", "trace.doc"], "trace.doc: expected a name that ends in ."),
-        (["--plot", "/nowhere/trace.svg"], "/nowhere/trace.svg: there is no such folder"),
+        (
+            ["--with", "enable_prefix_caching=2"],
+            "enable_prefix_caching: Input should be",
+        ),
+        (
+            ["--with", "preemption_mode=x"],
+            "preemption_mode: Input should be 'auto', 'swap'",
+        ),
         (["--with", "max_num_seqs=1,enable_chunked_prefill=false"], "with chunked prefill off"),
     ],
 )
@@ -100,17 +92,6 @@ def test_what_cannot_be_compared_is_said(
     assert result.exit_code == 2
     assert "error: " in result.stderr
     assert message in result.stderr
-
-
-def test_a_plot_without_matplotlib_tells_what_to_install(
-    what_if: WhatIf, recording: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = what_if(recording, "--plot", "trace.svg")
-    assert result.exit_code == 2
-    assert "plots need matplotlib: in a checkout, pip install '.[plot]'" in result.stderr
 
 
 def test_overrides_have_the_types_of_their_fields() -> None:
