@@ -1,60 +1,35 @@
-"""Block managers with blocks of four tokens, whose keys are the tokens themselves."""
+"""KV caches with blocks of four tokens, and sequences whose tokens are known."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from scheduler_service.core.config import CacheGroup
+from scheduler_service.core.config import CacheGroup, SchedulerConfig
 from scheduler_service.core.context import ContextPart
-from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.block_pool import CachedBlocks
+from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
+from tests.support.core_driver import make_capacity
 
 BLOCK_SIZE = 4
 
 
-def keys_of(tokens: Sequence[int]) -> list[bytes]:
-    """Keys of the blocks that these tokens fill: the tokens themselves."""
-    ends = range(BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
-    return [bytes(tokens[:end]) for end in ends]
-
-
 def make_manager(
-    num_gpu_blocks: int, num_cpu_blocks: int = 0, watermark: float = 0.0
-) -> BlockManager:
-    """A manager of one group that keeps all tokens."""
-    return BlockManager(
+    num_gpu_blocks: int = 4,
+    num_cpu_blocks: int = 0,
+    *groups: CacheGroup,
+    max_chunk_tokens: int = 0,
+    **config: float,
+) -> KVCacheManager:
+    """The cache of one group that keeps all tokens, or of these."""
+    capacity = make_capacity(
         num_gpu_blocks=num_gpu_blocks,
         num_cpu_blocks=num_cpu_blocks,
-        groups=[CacheGroup(block_tokens=BLOCK_SIZE)],
-        watermark=watermark,
-        key_tokens=BLOCK_SIZE,
+        cache_groups=groups or (CacheGroup(block_tokens=BLOCK_SIZE),),
+        max_chunk_tokens=max_chunk_tokens,
     )
-
-
-def hit(found: Sequence[int] = (), stored: Sequence[int] = ()) -> PrefixHit:
-    """Blocks that are found on the device, and then on the host."""
-    blocks = [*found, *(~block for block in stored)]
-    return PrefixHit(len(blocks) * BLOCK_SIZE, [GroupHit(0, blocks)])
-
-
-def allocate(
-    manager: BlockManager, seq_id: int, num_tokens: int, found: Sequence[int] = ()
-) -> list[int]:
-    """A sequence's new table."""
-    manager.allocate(seq_id, num_tokens, hit(found))
-    return table_of(manager, seq_id)
-
-
-def table_of(manager: BlockManager, seq_id: int) -> list[int]:
-    [table] = manager.tables(seq_id)
-    return list(table.blocks)
-
-
-def find(cached: CachedBlocks, keys: Sequence[bytes]) -> list[int]:
-    """The blocks with these keys, up to the first that is not found."""
-    blocks = map(cached.find, keys)
-    return [block for block in iter(lambda: next(blocks, None), None) if block is not None]
+    values = {"watermark": 0.0} | config
+    return KVCacheManager(SchedulerConfig(**values), capacity)  # type: ignore[arg-type]
 
 
 @dataclass(eq=False)
@@ -78,3 +53,35 @@ class KnownSequence:
 
     def known_tokens(self, start: int, end: int) -> list[int]:
         return self.tokens[start:end]
+
+
+def sequence(seq_id: int, num_tokens: int = 0, keys: Sequence[bytes] = ()) -> KnownSequence:
+    """A sequence that is compared by its id alone; `keys`: of its units of four tokens."""
+    prefix_keys = PrefixKeys()
+    prefix_keys[BLOCK_SIZE] = list(keys)
+    return KnownSequence(seq_id, [0] * num_tokens, prefix_keys)
+
+
+def hit(found: Sequence[int] = (), stored: Sequence[int] = ()) -> PrefixHit:
+    """Blocks that are found on the device, and then on the host."""
+    blocks = [*found, *(~block for block in stored)]
+    return PrefixHit(len(blocks) * BLOCK_SIZE, [GroupHit(0, blocks)])
+
+
+def allocate(
+    manager: KVCacheManager, seq_id: int, num_tokens: int, found: Sequence[int] = ()
+) -> list[int]:
+    """A sequence's new table."""
+    manager.admit(sequence(seq_id, num_tokens), hit(found))
+    return manager.device_blocks(sequence(seq_id))
+
+
+def set_keys(manager: KVCacheManager, seq_id: int, keys: Sequence[bytes]) -> None:
+    """Let a sequence's first blocks be found by these keys."""
+    manager.offer(sequence(seq_id, keys=keys), len(keys) * BLOCK_SIZE)
+
+
+def find(cached: CachedBlocks, keys: Sequence[bytes]) -> list[int]:
+    """The blocks with these keys, up to the first that is not found."""
+    blocks = map(cached.find, keys)
+    return [block for block in iter(lambda: next(blocks, None), None) if block is not None]

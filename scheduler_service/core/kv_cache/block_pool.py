@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 BlockKey = bytes
 """Identifies all tokens up to the end of a unit of keys; see `prefix_keys.py`."""
@@ -303,8 +303,15 @@ class BlockMap:
     """Number of block tables that contain it, at most 255."""
 
 
+class HasBlocks(Protocol):
+    """The block tables of a sequence."""
+
+    def blocks(self) -> list[int]:
+        """All its blocks."""
+
+
 def map_blocks(
-    pool: BlockPool, tables: Mapping[int, Iterable[int]], owners: Iterable[tuple[int, int]]
+    pool: BlockPool, tables: Mapping[int, HasBlocks], owners: Iterable[tuple[int, int]]
 ) -> BlockMap:
     """The map of a pool with these block tables by sequence id.
 
@@ -314,6 +321,6 @@ def map_blocks(
     for block in pool.cached.free_blocks():
         column[block] = CACHED
     for seq_id, number in owners:
-        for block in tables.get(seq_id, ()):
+        for block in tables[seq_id].blocks() if seq_id in tables else ():
             column[block] = number
     return BlockMap(column, pool.reference_counts())

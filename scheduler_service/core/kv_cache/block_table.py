@@ -8,6 +8,25 @@ from scheduler_service.core.kv_cache.block_pool import BlockPool, Contents
 
 
 @dataclass(slots=True)
+class BlockUpdate:
+    """A change of one entry of a block table."""
+
+    group: int
+    index: int
+    block: int
+    copied_from: int | None
+    """The shared block that is copied to the new one, if any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What a plan moves to admit a sequence; pairs of blocks, in the plan's format."""
+
+    swap_in: list[int]
+    copy: list[int]
+
+
+@dataclass(slots=True)
 class Table:
     """Blocks of one cache group, in order; those of the first tokens may have been released."""
 
@@ -19,6 +38,11 @@ class Table:
     def end(self) -> int:
         """Index after that of the last block."""
         return self.first + len(self.blocks)
+
+    def append(self, block: int) -> int:
+        """Add a block at the end; returns its index."""
+        self.blocks.append(block)
+        return self.end - 1
 
     def needs_block(self, index: int, pool: BlockPool) -> bool:
         """Whether a token for entry `index` cannot be written to the block there."""
@@ -43,6 +67,8 @@ class SequenceTables:
     """The tables of a sequence, in the order of the groups."""
 
     tables: list[Table]
+    num_offered: int = 0
+    """Its first units of keys that were offered to the prefix cache, or found there."""
     is_prompt: bool = False
     """Whether blocks are reserved for it; released ones are then reserved again."""
     num_reserved: int = 0
@@ -56,6 +82,11 @@ class SequenceTables:
         if len(self.tables) == 1:
             return self.tables[0].blocks
         return [block for table in self.tables for block in table.blocks]
+
+    def fork(self) -> "SequenceTables":
+        """The same tables for another sequence."""
+        tables = [Table(table.first, list(table.blocks)) for table in self.tables]
+        return SequenceTables(tables, self.num_offered)
 
     def mapped(self, targets: Mapping[int, int]) -> "SequenceTables":
         """The same tables of other blocks."""

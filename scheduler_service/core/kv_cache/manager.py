@@ -1,21 +1,29 @@
 """The KV cache of one worker group, as the rest of the core sees it: in tokens and sequences.
 
 Memory is allocated in blocks, which only this folder and the plan's columns name. Lists of ints
-that a method returns are in the plan's format.
+that a method returns are in the plan's format: pairs of blocks, unless stated otherwise.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import lcm
 from typing import Generic, TypeVar
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
-from scheduler_service.core.kv_cache.block_manager import BlockManager, BlockUpdate, Moves
-from scheduler_service.core.kv_cache.block_pool import BlockMap
+from scheduler_service.core.kv_cache.block_demand import BlockDemand
+from scheduler_service.core.kv_cache.block_pool import BlockMap, BlockPool, Contents, map_blocks
+from scheduler_service.core.kv_cache.block_table import (
+    BlockUpdate,
+    Moves,
+    Retained,
+    SequenceTables,
+    Table,
+)
+from scheduler_service.core.kv_cache.host_cache import CopyAhead, HostCache
 from scheduler_service.core.kv_cache.prefix_cache import PrefixCache
-from scheduler_service.core.kv_cache.prefix_hit import PrefixHit, no_hit
+from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit, no_hit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, key_tokens
 from scheduler_service.core.step_plan import BlockTable
 
@@ -39,54 +47,80 @@ class JointStart(Generic[S]):
 
 
 class KVCacheManager:
-    """Which tokens of which sequences are in the memory of one worker group, and the room there.
+    """Which tokens of which sequences are in the memory of one worker group, and the room there:
+    block tables by sequence and cache group, over one pool of device blocks and one of host blocks.
 
-    A running sequence has a table on the device from its admission on, and a swapped-out one on the
+    A running sequence has tables on the device from its admission on, and a swapped-out one on the
     host. What others may find of its tokens is offered to the prefix cache.
+
+    A group of windows or chunks has blocks of the tokens only that rows to come may read. It
+    allocates those of a prompt chunk by chunk, out of what is reserved when the sequence is
+    admitted.
+
+    A freed block may be handed out at once, even while a step that uses it is in flight: the
+    worker executes plans in order, so the new owner writes to it in a later step, or in the same
+    step after it is read. What has a key is computed: nothing in flight writes there.
+
+    An evicted block is copied to the host, if there is room, and can be found there; the plan under
+    construction copies it before anything is written to it, unless an earlier plan has copied it
+    ahead.
+
+    Invariant: a block's reference count is the number of tables that contain it, each at most once,
+    plus one while the plan under construction copies it to a sequence that has found a part of it.
+    A sequence has tables on the device or on the host, or none. What is reserved is free.
     """
 
     def __init__(self, config: SchedulerConfig, capacity: WorkerGroupCapacity) -> None:
         groups = capacity.cache_groups
+        self.groups = groups
         self.num_tokens = capacity.num_cache_tokens
         """Tokens of the longest sequence that fits in an empty cache."""
         self.tokens_per_unit = key_tokens(group.block_tokens for group in groups)
         """Tokens that are found together."""
-        self._block_tokens = [group.block_tokens for group in groups]
-        self._smallest, *self._other_tokens = sorted(set(self._block_tokens))
-        self._common_tokens = lcm(*self._block_tokens)
-        self._blocks = BlockManager(
-            num_gpu_blocks=capacity.num_gpu_blocks,
-            num_cpu_blocks=capacity.num_cpu_blocks,
-            groups=groups,
-            watermark=config.watermark,
-            max_chunk=capacity.max_chunk_tokens,
-            key_tokens=self.tokens_per_unit,
-        )
-        self._pool = self._blocks.gpu_pool
-        self._no_hit = no_hit(len(groups))
+        self.host = HostCache(capacity.num_cpu_blocks)
+        self.device = BlockPool(capacity.num_gpu_blocks, self.host.keep)
+        self._copy_ahead = CopyAhead(self.device, self.host)
         self._prefixes = PrefixCache(
-            self._blocks,
+            groups,
+            self.device.cached,
+            self.host.pool.cached,
             unit=self.tokens_per_unit,
             enabled=config.enable_prefix_caching,
             seed=config.key_seed,
         )
         self._caches_prefixes = config.enable_prefix_caching
-        self._num_offered: dict[int, int] = {}
-        """By id of a sequence with block tables: its first units that were offered, or found."""
+        self._no_hit = no_hit(len(groups))
+        self._demand = BlockDemand(groups, capacity.max_chunk_tokens)
+        self._spans = [number for number, group in enumerate(groups) if group.span]
+        self._block_tokens = [group.block_tokens for group in groups]
+        self._smallest, *self._other_tokens = sorted(set(self._block_tokens))
+        self._watermark_blocks = int(config.watermark * capacity.num_gpu_blocks)
+        if len(groups) > 1:  # a sequence may need one of each to write a token
+            self._watermark_blocks = max(self._watermark_blocks, len(groups))
+        self._tables: dict[int, SequenceTables] = {}
+        """Of the sequences on the device, by id."""
+        self._num_reserved = 0
+        """Free device blocks that are reserved for prompts."""
+        self._pinned: list[int] = []
+        """References that end with the plan: blocks that it copies to those that found them."""
 
     # Capacity.
 
     @property
+    def _num_available(self) -> int:
+        """Number of free device blocks that are not reserved for prompts."""
+        return self.device.num_free_blocks - self._num_reserved
+
+    @property
     def is_full(self) -> bool:
         """Whether a sequence may find no memory for its next token."""
-        num_needed = len(self._block_tokens) + self._blocks.num_reserved
-        return not self._pool.has_free_blocks(num_needed)
+        return not self.device.has_free_blocks(len(self.groups) + self._num_reserved)
 
     @property
     def num_free_tokens(self) -> int:
         """Tokens of one sequence that would fit on the device; what is only cached there counts as
         free."""
-        return max(0, self._blocks.num_available) * self.num_tokens // self._pool.num_blocks
+        return max(0, self._num_available) * self.num_tokens // self.device.num_blocks
 
     def round_up(self, num_tokens: int) -> int:
         """The length up to which a sequence can grow in what holds its `num_tokens` tokens."""
@@ -101,15 +135,35 @@ class KVCacheManager:
         """The share of the memory in use that must be freed before a sequence of `num_tokens`
         tokens can be admitted after `num_waiting` groups with `num_waiting_tokens` tokens; 0 or
         less if none."""
-        num_promised = self._blocks.num_blocks_for_all(num_waiting_tokens, num_waiting)
-        num_new = sum(self._blocks.num_needed(num_tokens, hit))
-        num_short = self._blocks.num_blocks_short(num_new, num_promised)
-        return num_short / max(1, self._pool.num_blocks - self._pool.num_free_blocks)
+        num_promised = self._demand.of_all(num_waiting_tokens, num_waiting)
+        num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used))
+        num_short = self._num_short(num_new, num_promised)
+        return num_short / max(1, self.device.num_blocks - self.device.num_free_blocks)
 
-    def memory_freed(self, sequences: Iterable[CacheableSequence]) -> int:
-        """The memory that comes free with these sequences, for `can_admit`."""
-        seq_ids = [seq.seq_id for seq in sequences if self._blocks.holds(seq.seq_id)]
-        return self._blocks.num_own_blocks(seq_ids)
+    def memory_freed(self, sequences: Iterable[CacheableSequence], group: int | None = None) -> int:
+        """The memory that comes free with these sequences, for `can_admit`: blocks that only they
+        use, those of one group or all."""
+        tables = [held for seq in sequences if (held := self._tables.get(seq.seq_id))]
+        counts = Counter(
+            block
+            for held in tables
+            for block in (held.blocks() if group is None else held.tables[group].blocks)
+        )
+        return sum(self.device.num_references(block) == n for block, n in counts.items())
+
+    def _num_short(self, num_new: int, num_promised: int = 0) -> int:
+        """Number of blocks that must be freed before these can be provided in addition to those
+        promised to others; 0 or less if none. Blocks up to the watermark are kept for running
+        sequences, if there are any."""
+        idle = not self._tables and num_promised == 0
+        kept = 0 if idle else self._watermark_blocks + num_promised
+        return num_new + kept - self._num_available
+
+    def _can_provide(self, num_new: int, num_promised: int = 0) -> AllocStatus:
+        if num_new > self.device.num_blocks:
+            return AllocStatus.NEVER
+        enough = self._num_short(num_new, num_promised) <= 0
+        return AllocStatus.OK if enough else AllocStatus.LATER
 
     # Prefixes.
 
@@ -120,7 +174,7 @@ class KVCacheManager:
         has, one that `is_fetched` prefers: it gets the number of moves and the number of further
         tokens that need not be computed."""
         hit = self._prefixes.find(seq)
-        if is_fetched is None or not self._blocks.host.pool.num_blocks:
+        if is_fetched is None or not self.host.pool.num_blocks:
             return hit
         further = self._prefixes.find(seq, on_host=True)
         num_more = further.num_tokens - hit.num_tokens
@@ -131,40 +185,71 @@ class KVCacheManager:
         another one, and will be found soon."""
         return self._prefixes.is_to_come(seq, hit.num_tokens, self._num_offered)
 
+    def _num_offered(self, seq: CacheableSequence) -> int:
+        held = self._tables.get(seq.seq_id)
+        return held.num_offered if held else 0
+
     def offer(self, seq: CacheableSequence, num_tokens: int) -> None:
         """Let others find a sequence's first `num_tokens` tokens, which are computed: the results
-        are in."""
-        first, end = self._num_offered.get(seq.seq_id, 0), num_tokens // self.tokens_per_unit
-        if self._caches_prefixes and end > first:
-            self._blocks.set_keys(seq.seq_id, self._prefixes.keys(seq, end), first, end)
-            self._num_offered[seq.seq_id] = end
+        are in. If another block has the same contents, they still find that one."""
+        held, end = self._tables[seq.seq_id], num_tokens // self.tokens_per_unit
+        if not self._caches_prefixes or end <= held.num_offered:
+            return
+        keys = self._prefixes.keys(seq, end)
+        for number, table in enumerate(held.tables):
+            num_units = self._block_tokens[number] // self.tokens_per_unit
+            first = max(held.num_offered // num_units, table.first)  # others have been released
+            num_blocks = max(0, -(-end // num_units) - first)
+            blocks = table.blocks[first - table.first :][:num_blocks]
+            for index, block in enumerate(blocks, first):
+                units = tuple(keys[index * num_units : min(end, (index + 1) * num_units)])
+                contents = Contents(number, units, len(units) == num_units)
+                self.device.cached.add(block, contents)
+        held.num_offered = end
+        if held.unconfirmed:
+            self._confirm(held)
+
+    def _confirm(self, held: SequenceTables) -> None:
+        """Let released blocks be found whose contents were in flight."""
+        num_tokens = held.num_offered * self.tokens_per_unit
+        for retained in held.unconfirmed:
+            if retained.end <= num_tokens:
+                self.device.cached.confirm(retained.block, retained.cached, retained.contents)
+        held.unconfirmed = [r for r in held.unconfirmed if r.end > num_tokens]
 
     def offer_decoded(self, seq: CacheableSequence, num_tokens: int) -> None:
         """Like `offer`, for a sequence that decodes: only if there are many more tokens."""
-        num_offered = self._num_offered[seq.seq_id] * self.tokens_per_unit
+        num_offered = self._tables[seq.seq_id].num_offered * self.tokens_per_unit
         if num_tokens >= num_offered + OFFERED_TOKENS:
             self.offer(seq, num_tokens)
 
     def withdraw(self, seq: CacheableSequence) -> None:
-        """Let nobody find any token that a failed sequence may have computed."""
-        self._blocks.forget_keys(set(seq.prefix_keys[self.tokens_per_unit]))
+        """Let nobody find any token, on device or host, that a failed sequence may have
+        computed."""
+        keys = set(seq.prefix_keys[self.tokens_per_unit])
+        for pool in (self.device, self.host.pool):
+            for block in pool.cached.blocks_with(keys):
+                pool.forget(block)
 
     # Admission.
 
     def can_admit(self, num_tokens: int, hit: PrefixHit, *, memory_freed: int = 0) -> AllocStatus:
         """Whether a sequence of `num_tokens` tokens can be admitted, once others have freed as much
         memory. Some stays reserved for running sequences, if there are any."""
-        return self._blocks.can_allocate(num_tokens, hit, -memory_freed)
+        if self._demand.of(num_tokens) > self.device.num_blocks:
+            return AllocStatus.NEVER
+        num_new = sum(self._demand.after(num_tokens, hit, self.device.is_used))
+        return self._can_provide(num_new, -memory_freed)
 
     def admit(self, seq: CacheableSequence, hit: PrefixHit) -> Moves:
         """Allocate or reserve memory for all tokens of a sequence; returns the `swap_in` and `copy`
         of its tokens that were found. Followers that share more of its tokens will wait for them.
         """
         self._prefixes.expect(seq)
-        # What is fetched is offered again where it arrives.
-        num_found = 0 if hit.num_moves else hit.num_tokens
-        self._num_offered[seq.seq_id] = num_found // self.tokens_per_unit
-        return self._blocks.allocate(seq.seq_id, seq.length, hit)
+        moves = self._allocate(seq, hit)
+        if hit.num_moves:  # what is fetched is offered again where it arrives
+            self._tables[seq.seq_id].num_offered = 0
+        return moves
 
     def start_jointly(
         self, sequences: Iterable[S], num_common_tokens: Callable[[S, S], int]
@@ -172,7 +257,7 @@ class KVCacheManager:
         """Where the first tokens of sequences come from that are admitted together: the device, or
         a sequence before it that will compute more of them. `num_common_tokens`: in how many first
         tokens two sequences are equal; the last token of a sequence is not shared."""
-        unit = self._common_tokens
+        unit = lcm(*self._block_tokens)
         starts: list[JointStart[S]] = []
         for seq in sequences:
             hit = self._prefixes.find(seq, multiple=unit)
@@ -189,171 +274,376 @@ class KVCacheManager:
     def can_admit_jointly(self, starts: Sequence[JointStart[S]]) -> AllocStatus:
         """Whether all these sequences can be admitted."""
         shared = {block for start in starts for block in start.hit.shared}
-        num_blocks = sum(not self._pool.is_used(block) for block in shared)
+        num_blocks = sum(not self.device.is_used(block) for block in shared)
         for start in starts:
-            hit = start.hit if start.source is None else self._blocks.hit_of(start.num_tokens)
+            hit = start.hit
+            if start.source is not None:
+                hit = self._demand.hit_of(start.num_tokens)
             num_upfront = _num_upfront(start.seq, starts)
-            num_blocks += sum(
-                self._blocks.num_needed(start.seq.length, hit, num_upfront, lambda _: True)
-            )
-        return self._blocks.can_provide(num_blocks)
+            numbers = self._demand.after(start.seq.length, hit, lambda _: True, num_upfront)
+            num_blocks += sum(numbers)
+        return self._can_provide(num_blocks)
 
     def admit_jointly(self, starts: Sequence[JointStart[S]]) -> None:
         """Allocate memory for all these sequences, without reusing for one what was found for
         another."""
         found = list({block for start in starts for block in start.hit.shared})
-        self._pool.share(found)
+        self.device.share(found)
         for start in starts:
-            seq, hit = start.seq, start.hit
+            hit = start.hit
             if start.source is not None:
-                hit = self._blocks.hit_in(start.source.seq_id, start.num_tokens)
-            self._num_offered[seq.seq_id] = hit.num_tokens // self.tokens_per_unit
-            num_upfront = _num_upfront(seq, starts)
-            self._blocks.allocate(seq.seq_id, seq.length, hit, num_upfront)
-        self._pool.release(found)
+                hit = self._hit_in(start.source, start.num_tokens)
+            self._allocate(start.seq, hit, _num_upfront(start.seq, starts))
+        self.device.release(found)
+
+    def _hit_in(self, seq: CacheableSequence, num_tokens: int) -> PrefixHit:
+        """The first tokens of a sequence, which fill blocks in every group, to share them with
+        another one. They may still have to be computed."""
+        hits, tables = [], self._tables[seq.seq_id].tables
+        for table, hit in zip(tables, self._demand.hit_of(num_tokens).groups, strict=True):
+            first = hit.first - table.first
+            hits.append(GroupHit(hit.first, table.blocks[first : first + len(hit.blocks)]))
+        return PrefixHit(num_tokens, hits)
+
+    def _allocate(self, seq: CacheableSequence, hit: PrefixHit, num_upfront: int = 0) -> Moves:
+        """Allocate blocks for a sequence, the first tokens of which were found; those of windows
+        and chunks are only reserved, but for the first `num_upfront` tokens. What was found on the
+        host is swapped in."""
+        assert seq.seq_id not in self._tables
+        pool = self.device
+        numbers = self._demand.after(seq.length, hit, pool.is_used, num_upfront)
+        num_spare = self._num_available - sum(numbers)
+        used = set(filter(pool.is_used, hit.shared))
+        self.host.fetch(hit.host_blocks)
+        pool.share(hit.shared)  # before others are evicted
+        taken = self._pin(hit.copied, num_spare)
+        held = SequenceTables([], num_offered=hit.num_tokens // self.tokens_per_unit)
+        held.is_prompt = True
+        moves = Moves([], [])
+        for group, found, number in zip(self.groups, hit.groups, numbers, strict=True):
+            table = Table(found.first, self._begin(found, taken, moves))
+            held.tables.append(table)
+            end = -(-(num_upfront if group.span else seq.length) // group.block_tokens)
+            table.blocks += pool.allocate(max(0, end - table.end))
+            if group.span:
+                num_held = sum(block not in used for block in table.blocks)
+                held.num_reserved += max(0, number - num_held)
+        self._tables[seq.seq_id] = held
+        self._num_reserved += held.num_reserved
+        return moves
+
+    def _pin(self, copied: Sequence[int], num_spare: int) -> set[int]:
+        """Keep what the plan under construction copies. If memory is short, blocks that nobody uses
+        are not copied: returns those that lose their contents to the sequence that found them."""
+        taken = set()
+        for block in copied:
+            num_spare -= not self.device.is_used(block)
+            self.device.share([block])
+            if num_spare < 0 and not self.device.is_shared(block):
+                self.device.cached.discard(block)
+                taken.add(block)
+            else:
+                self._pinned.append(block)
+        return taken
+
+    def _begin(self, found: GroupHit, taken: Collection[int], moves: Moves) -> list[int]:
+        """The first blocks of a table: found ones, or new ones to which they are moved."""
+        blocks = [*found.blocks]
+        for offset, block in enumerate(found.blocks):
+            is_part = found.ends_inside and offset == len(blocks) - 1
+            if block >= 0 and (not is_part or block in taken):
+                continue
+            blocks[offset] = self.device.allocate_one()
+            if block >= 0:
+                moves.copy.extend((block, blocks[offset]))
+            else:
+                moves.swap_in.extend((~block, blocks[offset]))
+        return blocks
 
     def extend_prompt(
         self, seq: CacheableSequence, start: int, end: int
     ) -> list[BlockUpdate] | None:
-        """Make the tokens of a prompt from `start` to `end`, which are computed next, writable;
-        returns the changes of its tables that this takes. None if memory is short now."""
-        if not self._blocks.slides:
+        """Make the tokens of a prompt from `start` to `end`, which are computed next, writable, out
+        of what is reserved for it; returns the changes of its tables that this takes. None if
+        memory is short now, because blocks that it has released are used by others, which found
+        them."""
+        if not self._spans:
             return []
-        self._slide(seq, start)
-        return self._blocks.extend(seq.seq_id, end)
+        held = self._tables[seq.seq_id]
+        self._slide(seq, held, start)
+        missing = [
+            max(0, -(-end // tokens) - table.end)
+            for tokens, table in zip(self._block_tokens, held.tables, strict=True)
+        ]
+        num_reserved = min(sum(missing), held.num_reserved)
+        if sum(missing) - num_reserved > self._num_available:
+            return None
+        held.num_reserved -= num_reserved
+        self._num_reserved -= num_reserved
+        return [
+            BlockUpdate(number, table.append(self.device.allocate_one()), table.blocks[-1], None)
+            for number, table in enumerate(held.tables)
+            for _ in range(missing[number])
+        ]
 
     def end_prompt(self, seq: CacheableSequence) -> None:
         """Give up what is reserved for a sequence: the rest of its prompt is planned."""
-        self._blocks.end_prompt(seq.seq_id)
+        held = self._tables[seq.seq_id]
+        self._num_reserved -= held.num_reserved
+        held.num_reserved, held.is_prompt = 0, False
+
+    # Windows and chunks.
+
+    def release_unread(self, seq: CacheableSequence) -> None:
+        """Release what no row to come of a decoding sequence will read."""
+        if self._spans:
+            self._slide(seq, self._tables[seq.seq_id], seq.next_position)
+
+    def _slide(self, seq: CacheableSequence, held: SequenceTables, position: int) -> None:
+        """Release the blocks that no row at `position` or after it reads. Those that are needed at
+        a boundary stay cached as long as the sequence's other blocks."""
+        for number in self._spans:
+            table, tokens = held.tables[number], self._block_tokens[number]
+            first = self.groups[number].first_needed(position) // tokens
+            if first <= table.first:
+                continue
+            for index, block in enumerate(table.blocks[: first - table.first], table.first):
+                cached = self.device.cached.contents_of(block)
+                contents = self._prefixes.retained(seq, number, index, cached)
+                self._let_go(held, block, (index + 1) * tokens, contents)
+            del table.blocks[: first - table.first]
+            table.first = first
+
+    def _let_go(
+        self, held: SequenceTables, block: int, end: int, contents: Contents | None
+    ) -> None:
+        """Release a block of a sequence that continues."""
+        if contents is not None:
+            is_cached = self.device.cached.contents_of(block) is contents
+            cached = self.device.cached.hold(block, contents)
+            retained = Retained(end, block, contents, cached)
+            held.retained.append(retained)
+            if not is_cached:
+                held.unconfirmed.append(retained)
+        num_freed = self.device.release([block], is_expendable=contents is None)
+        if held.is_prompt:
+            held.num_reserved += num_freed
+            self._num_reserved += num_freed
 
     # Running sequences.
 
     def holds(self, seq: CacheableSequence) -> bool:
         """Whether the sequence has memory on the device."""
-        return self._blocks.holds(seq.seq_id)
+        return seq.seq_id in self._tables
 
     def tables(self, seq: CacheableSequence) -> list[BlockTable]:
         """The sequence's block tables on the device, for the plan."""
-        tables = enumerate(self._blocks.tables(seq.seq_id))
         return [
             BlockTable(group=group, first_index=table.first, block_ids=list(table.blocks))
-            for group, table in tables
+            for group, table in enumerate(self._tables[seq.seq_id].tables)
         ]
 
     def can_reserve(self, seq: CacheableSequence, length: int, num_others: int = 0) -> bool:
         """Whether the sequence's token number `length` can be made writable, so that `num_others`
         sequences can grow nevertheless."""
-        return self._blocks.can_append(seq.seq_id, length, num_others)
+        pairs = zip(self._block_tokens, self._tables[seq.seq_id].tables, strict=True)
+        num_needed = sum(
+            table.needs_block((length - 1) // tokens, self.device) for tokens, table in pairs
+        )
+        num_kept = num_others * len(self.groups)
+        return not num_needed or self._num_available >= num_needed + num_kept
 
     def reserve(self, seq: CacheableSequence, length: int) -> list[BlockUpdate]:
-        """Make the sequence's token number `length` writable; returns the changes of its tables
-        that this takes."""
-        return self._blocks.append(seq.seq_id, length)
-
-    def release_unread(self, seq: CacheableSequence) -> None:
-        """Release what no row to come of a decoding sequence will read."""
-        if self._blocks.slides:
-            self._slide(seq, seq.next_position)
+        """Make the sequence's token number `length` writable, by new blocks at the ends of its
+        tables, or copies of shared last blocks; returns the changes of its tables."""
+        updates = []
+        for number, table in enumerate(self._tables[seq.seq_id].tables):
+            index = (length - 1) // self._block_tokens[number]
+            offset, shared = index - table.first, None
+            if offset == len(table.blocks):
+                table.append(block := self.device.allocate_one())
+            elif self.device.is_shared(table.blocks[offset]):
+                block = self.device.allocate_one()
+                shared, table.blocks[offset] = table.blocks[offset], block
+                self.device.release([shared])
+            else:
+                continue
+            updates.append(BlockUpdate(number, index, block, shared))
+        return updates
 
     def can_reserve_all(self, sequences: Iterable[CacheableSequence]) -> bool:
         """Whether all these sequences can write their last tokens."""
-        return self._blocks.can_append_all((seq.seq_id, seq.length) for seq in sequences)
+        num_blocks = 0
+        sharers: Counter[int] = Counter()
+        for seq in sequences:
+            tables = self._tables[seq.seq_id].tables
+            for tokens, table in zip(self._block_tokens, tables, strict=True):
+                offset = (seq.length - 1) // tokens - table.first
+                if offset == len(table.blocks):
+                    num_blocks += 1
+                else:
+                    sharers[table.blocks[offset]] += 1
+        for block, count in sharers.items():
+            # Each but the last to reserve copies the block, unless other sequences share it, too.
+            num_blocks += min(count, self.device.num_references(block) - 1)
+        return num_blocks <= self._num_available
 
     def trim(self, seq: CacheableSequence, num_tokens: int) -> bool:
         """Release what was reserved after the sequence's first `num_tokens` tokens, for drafts;
         returns whether there was any."""
-        return self._blocks.trim(seq.seq_id, num_tokens)
+        has_more = False
+        for tokens, table in zip(self._block_tokens, self._tables[seq.seq_id].tables, strict=True):
+            num_blocks = -(-num_tokens // tokens) - table.first
+            has_more |= len(table.blocks) > num_blocks
+            self.device.release(table.blocks[num_blocks:])
+            del table.blocks[num_blocks:]
+        return has_more
 
     def fork(self, parent: CacheableSequence, child: CacheableSequence) -> None:
         """Make a new sequence share the memory of another one; the first to write copies."""
-        self._num_offered[child.seq_id] = self._num_offered[parent.seq_id]
-        self._blocks.fork(parent.seq_id, child.seq_id)
+        assert child.seq_id not in self._tables
+        held = self._tables[child.seq_id] = self._tables[parent.seq_id].fork()
+        self.device.share(held.blocks())
 
     def free(self, seq: CacheableSequence) -> None:
-        """Release a sequence's memory. Offered tokens can be found until it is reused."""
-        self._forget(seq)
-        self._blocks.free(seq.seq_id)
+        """Release a sequence's memory. Offered tokens can be found until it is reused, the least
+        recently used first, and a sequence's last block before its first."""
+        self._release(self._remove(seq))
 
-    # Swapping.
+    def _remove(self, seq: CacheableSequence) -> SequenceTables:
+        """Remove and return a sequence's tables, with the references of their blocks."""
+        self.end_prompt(seq)
+        self._prefixes.forget(seq)
+        held = self._tables.pop(seq.seq_id)
+        for retained in held.unconfirmed:
+            if self.device.cached.contents_of(retained.block) is retained.contents:
+                self.device.forget(retained.block)
+        return held
+
+    def _release(self, held: SequenceTables) -> None:
+        """Release all blocks by the ends of their tokens, and renew the retained ones."""
+        if len(self.groups) == 1 and not held.retained:
+            self.device.release(held.blocks())
+            return
+        placed: list[tuple[int, int, Contents | None]]
+        placed = [(r.end, r.block, r.contents) for r in held.retained]
+        for tokens, table in zip(self._block_tokens, held.tables, strict=True):
+            for index, block in enumerate(table.blocks, table.first + 1):
+                placed.append((index * tokens, block, None))
+        for _, block, contents in sorted(placed, key=lambda entry: entry[:2], reverse=True):
+            found = self.device.cached.contents_of(block)
+            if contents is None:
+                self.device.release([block])
+            elif found is not None and found.units[0] == contents.units[0]:
+                self.device.cached.touch(block)
+
+    # Swapping: a block that several of the sequences share is moved once.
 
     def num_moves(self, sequences: Iterable[CacheableSequence]) -> int:
         """Number of moves to swap these sequences out and in again."""
-        return self._blocks.num_moves(_ids(sequences))
+        contents = self._contents_of(sequences)
+        return self.host.num_missing(contents.values()) + len(contents)
 
     def num_tokens_to_recompute(self, sequences: Sequence[CacheableSequence]) -> int:
         """Tokens that must be computed again if these sequences are freed: with the prefix cache,
         those that no other sequence has, each once."""
-        growing = [n for n, group in enumerate(self._blocks.groups) if not group.span]
+        growing = [number for number, group in enumerate(self.groups) if not group.span]
         if not self._caches_prefixes or not growing:
             return sum(seq.length for seq in sequences)
-        seq_ids = [seq.seq_id for seq in sequences if self._blocks.holds(seq.seq_id)]
-        num_blocks = self._blocks.num_own_blocks(seq_ids, growing[0])
-        return num_blocks * self._block_tokens[growing[0]]
+        return self.memory_freed(sequences, growing[0]) * self._block_tokens[growing[0]]
 
     def can_swap_out(self, sequences: Iterable[CacheableSequence]) -> bool:
-        """Whether the host has room for these sequences."""
-        return self._blocks.can_swap_out(_ids(sequences)) is AllocStatus.OK
+        """Whether the host has room for these sequences, if its cached blocks are evicted."""
+        contents = self._contents_of(sequences)
+        return self.host.num_needed(contents.values()) <= self.host.pool.num_free_blocks
 
     def swap_out(self, sequences: Sequence[CacheableSequence]) -> list[int]:
-        """Move these sequences to the host; returns the plan's `swap_out`."""
-        for seq in sequences:
-            self._forget(seq)
-        return self._blocks.swap_out(_ids(sequences))
+        """Move these sequences' blocks to the host, except those of which it has copies; returns
+        the plan's `swap_out`.
 
-    def can_swap_in(self, sequences: Iterable[CacheableSequence]) -> bool:
-        """Whether there is room on the device for these swapped-out sequences, and to grow."""
-        return self._blocks.can_swap_in(_ids(sequences)) is AllocStatus.OK
+        The device blocks are free at once: the worker reads them before it does anything else.
+        """
+        contents = self._contents_of(sequences)
+        tables = {seq.seq_id: self._remove(seq) for seq in sequences}
+        targets = self.host.put(tables, contents)
+        for held in tables.values():
+            self._release(held)
+        return [block for pair in targets.items() for block in pair]
+
+    def can_swap_in(self, sequences: Sequence[CacheableSequence]) -> bool:
+        """Whether there is room on the device for these swapped-out sequences, and to grow unless
+        they are alone."""
+        num_blocks = self.host.num_blocks_of(_ids(sequences))
+        grow = len(sequences) * len(self.groups)
+        kept = self._watermark_blocks + grow if self._tables else 0
+        return self._num_available - num_blocks >= kept
 
     def swap_in(self, sequences: Sequence[CacheableSequence]) -> list[int]:
-        """Move these sequences to the device; returns the plan's `swap_in`."""
-        for seq in sequences:
-            self._num_offered[seq.seq_id] = 0
-        return self._blocks.swap_in(_ids(sequences))
+        """Move these sequences to the device; returns the plan's `swap_in`. The host blocks are
+        free once the plan is complete; those with keys stay cached."""
+        tables = self.host.take(_ids(sequences))
+        sources = list(dict.fromkeys(block for held in tables.values() for block in held.blocks()))
+        targets = dict(zip(sources, self.device.allocate(len(sources)), strict=True))
+        for seq_id, held in tables.items():
+            self._tables[seq_id] = held.mapped(targets)
+            self.device.share(self._tables[seq_id].blocks())
+        self.device.release(list(targets.values()))  # the first reference has no owner
+        return [block for pair in targets.items() for block in pair]
 
     def free_swapped(self, seq: CacheableSequence) -> None:
         """Release a swapped-out sequence's memory."""
-        self._blocks.free_swapped(seq.seq_id)
+        self.host.free(seq.seq_id)
+
+    def _contents_of(self, sequences: Iterable[CacheableSequence]) -> dict[int, Contents | None]:
+        """The contents of these sequences' distinct blocks."""
+        contents_of = self.device.cached.contents_of
+        tables = (self._tables[seq.seq_id] for seq in sequences)
+        return {block: contents_of(block) for held in tables for block in held.blocks()}
 
     # Plans and status.
 
     def end_plan(self, *, has_rows: bool) -> list[int]:
         """Complete the plan under construction; returns what it must swap out in addition, so that
-        the host keeps what is evicted from the device."""
-        return self._blocks.end_plan(has_rows=has_rows)
+        the host keeps what is evicted from the device now, and what will be evicted next."""
+        self.device.release(self._pinned)
+        self._pinned = []
+        self._copy_ahead.end_plan(has_rows=has_rows)
+        return self.host.end_plan()
 
     @property
     def num_free_blocks(self) -> tuple[int, int]:
         """For status pages: blocks not in use on the device, those with cached contents included,
         and blocks that no sequence uses on the host."""
-        return self._blocks.num_free_blocks, self._blocks.num_free_host_blocks
+        return self.device.num_free_blocks, self.host.pool.num_free_blocks
 
     def maps(self, owners: Sequence[tuple[int, int]]) -> tuple[BlockMap, BlockMap]:
         """Owners of the device's and the host's blocks; `owners`: (sequence id, number of its
         request)."""
-        return self._blocks.maps(owners)
+        device_map = map_blocks(self.device, self._tables, owners)
+        return device_map, map_blocks(self.host.pool, self.host.tables, owners)
 
     def device_blocks(self, seq: CacheableSequence) -> list[int]:
         """A sequence's blocks on the device, in order."""
-        return [block for table in self._blocks.tables(seq.seq_id) for block in table.blocks]
+        return list(self._tables[seq.seq_id].blocks())
 
     def host_blocks(self, seq: CacheableSequence) -> list[int]:
         """A swapped-out sequence's blocks on the host, in order."""
-        return self._blocks.host_table(seq.seq_id)
+        return list(self.host.tables[seq.seq_id].blocks())
 
     def check(self, running: Iterable[CacheableSequence]) -> None:
         """Assert the invariants, between plans; `running`: the sequences with memory on the
         device."""
-        self._blocks.check()
-        assert self._num_offered.keys() == self._blocks.seq_ids()
-        assert self._num_offered.keys() == set(_ids(running)), "one table for each"
-
-    def _slide(self, seq: CacheableSequence, position: int) -> None:
-        self._blocks.slide(seq.seq_id, position, partial(self._prefixes.retained, seq))
-
-    def _forget(self, seq: CacheableSequence) -> None:
-        """Drop the record of a sequence whose memory on the device is freed."""
-        del self._num_offered[seq.seq_id]
-        self._prefixes.forget(seq)
+        assert self._tables.keys() == set(_ids(running)), "one table for each"
+        self.host.check()
+        assert not self._pinned
+        assert not self._tables.keys() & self.host.tables.keys(), "a table is in both places"
+        counts = Counter(block for held in self._tables.values() for block in held.blocks())
+        self.device.check(dict(counts))
+        for seq_id, held in self._tables.items():
+            blocks = held.blocks()
+            assert len(blocks) == len(set(blocks)), f"a block is twice in {seq_id}'s tables"
+        assert self._num_reserved == sum(held.num_reserved for held in self._tables.values())
+        assert 0 <= self._num_reserved <= self.device.num_free_blocks
 
 
 def _num_upfront(seq: S, starts: Sequence[JointStart[S]]) -> int:

@@ -14,10 +14,9 @@ the hit is cut.
 """
 
 from bisect import insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from scheduler_service.core.config import CacheGroup
-from scheduler_service.core.kv_cache.block_manager import BlockManager
 from scheduler_service.core.kv_cache.block_pool import BlockKey, CachedBlocks, Contents
 from scheduler_service.core.kv_cache.prefix_hit import GroupHit, PrefixHit
 from scheduler_service.core.kv_cache.prefix_keys import CacheableSequence, root_key, unit_keys
@@ -121,7 +120,9 @@ class PrefixCache:
 
     def __init__(
         self,
-        blocks: BlockManager,
+        groups: Sequence[CacheGroup],
+        device: CachedBlocks,
+        host: CachedBlocks,
         *,
         unit: int,
         enabled: bool = True,
@@ -130,7 +131,8 @@ class PrefixCache:
         """`unit`: tokens of a unit of keys; `enabled`: if False, nothing is found, and every
         sequence is computed in full; `seed`: of keys."""
         self._enabled = enabled
-        self._blocks = blocks
+        self._groups = groups
+        self._device, self._host = device, host
         self._unit = unit
         self._seed = seed
         self._unconfirmed: dict[CacheableSequence, None] = {}
@@ -148,10 +150,8 @@ class PrefixCache:
         keys = self.keys(seq, num_units)
         if len(keys) > num_units:
             keys = keys[:num_units]
-        pools = [self._blocks.gpu_pool.cached]
-        if on_host:
-            pools.append(self._blocks.host.pool.cached)
-        groups = enumerate(self._blocks.groups)
+        pools = [self._device, self._host] if on_host else [self._device]
+        groups = enumerate(self._groups)
         matches = [_GroupMatch(n, group, pools, keys, self._unit) for n, group in groups]
         end, previous = num_units * self._unit, -1
         while end != previous:
@@ -161,11 +161,14 @@ class PrefixCache:
         return PrefixHit(end, [match.hit(end) for match in matches])
 
     def is_to_come(
-        self, seq: CacheableSequence, num_found: int, num_offered: Mapping[int, int]
+        self,
+        seq: CacheableSequence,
+        num_found: int,
+        num_offered: Callable[[CacheableSequence], int],
     ) -> bool:
         """Whether most of the tokens that a waiting sequence would compute after its first
         `num_found` ones are being computed for another one, and will be found soon: they are not
-        among its `num_offered` units, by sequence id. Others then keep what the sequence reads."""
+        among its `num_offered` units. Others then keep what the sequence reads."""
         num_units, first = self._max_reusable_units(seq), num_found // self._unit
         if num_units <= first:
             return False
@@ -177,7 +180,7 @@ class PrefixCache:
                 end, most = first, min(num_units, len(others))
                 while end < most and keys[end] == others[end]:
                     end += 1
-                if end > most_shared and end > num_offered.get(other.seq_id, 0):
+                if end > most_shared and end > num_offered(other):
                     most_shared, leader = end, other
         num_missing = seq.num_known - num_found
         if leader is None or 2 * (most_shared - first) * self._unit <= num_missing:
@@ -206,7 +209,7 @@ class PrefixCache:
     ) -> Contents | None:
         """What to keep cached of a block that a sequence releases while it continues, if nothing
         more than what is; None unless it is needed at a boundary."""
-        group = self._blocks.groups[number]
+        group = self._groups[number]
         start = index * group.block_tokens
         end = start + group.block_tokens
         extra = self._boundaries.get(seq)

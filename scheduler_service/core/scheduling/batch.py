@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from scheduler_service.core.config import SchedulerConfig
-from scheduler_service.core.kv_cache.block_manager import BlockUpdate
+from scheduler_service.core.kv_cache.block_table import BlockUpdate
 from scheduler_service.core.scheduling.pipeline import InFlightStep
 from scheduler_service.core.sequence import Sequence, SequenceGroup
 from scheduler_service.core.step_plan import (

@@ -2,29 +2,25 @@
 
 import pytest
 
-from scheduler_service.core.config import CacheGroup, SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.block_pool import BlockPool
+from scheduler_service.core.kv_cache.block_table import BlockUpdate
 from scheduler_service.core.kv_cache.manager import KVCacheManager
-from tests.support.blocks import KnownSequence
+from tests.support.blocks import (
+    KnownSequence,
+    allocate,
+    find,
+    hit,
+    make_manager,
+    sequence,
+    set_keys,
+)
 
 
 def always(num_moves: int, num_tokens: int) -> bool:
     """Fetch all that the host has."""
     return True
-
-
-def make_cache(num_blocks: int = 4, num_host_blocks: int = 0, **config: bool) -> KVCacheManager:
-    capacity = WorkerGroupCapacity(
-        worker_group_id="group",
-        model="model",
-        num_gpu_blocks=num_blocks,
-        num_cpu_blocks=num_host_blocks,
-        cache_groups=(CacheGroup(block_tokens=4),),
-        max_model_len=64,
-        vocab_size=100,
-    )
-    return KVCacheManager(SchedulerConfig(watermark=0.0, **config), capacity)
 
 
 def make_seq(seq_id: int, num_tokens: int, first: int = 0) -> KnownSequence:
@@ -39,7 +35,7 @@ def admit(cache: KVCacheManager, *sequences: KnownSequence) -> None:
 
 
 def test_a_prefix_is_found_on_the_device_but_for_the_last_token() -> None:
-    cache = make_cache()
+    cache = make_manager()
     admit(cache, make_seq(1, 9))
     found = [
         cache.match_prefix(make_seq(2, n), is_fetched=always).num_tokens for n in (4, 5, 8, 9, 20)
@@ -48,7 +44,7 @@ def test_a_prefix_is_found_on_the_device_but_for_the_last_token() -> None:
 
 
 def test_a_prefix_that_left_the_device_is_found_on_the_host_in_moves() -> None:
-    cache, seq = make_cache(num_host_blocks=8), make_seq(1, 9)
+    cache, seq = make_manager(4, 8), make_seq(1, 9)
     admit(cache, seq)
     cache.free(seq)
     other = make_seq(2, 16, first=50)
@@ -64,7 +60,7 @@ def test_a_prefix_that_left_the_device_is_found_on_the_host_in_moves() -> None:
 
 
 def test_withdrawn_tokens_are_not_found() -> None:
-    cache, seq = make_cache(), make_seq(1, 9)
+    cache, seq = make_manager(), make_seq(1, 9)
     admit(cache, seq)
     cache.withdraw(seq)
     assert cache.match_prefix(make_seq(2, 9), is_fetched=always).num_tokens == 0
@@ -77,14 +73,14 @@ def test_withdrawn_tokens_are_not_found() -> None:
 def test_tokens_before_a_part_are_found_and_others_not(
     kind: ContextKind, start: int, num_tokens: int
 ) -> None:
-    cache, other = make_cache(), make_seq(2, 9)
+    cache, other = make_manager(), make_seq(2, 9)
     admit(cache, make_seq(1, 9))
     other.context = (ContextPart(kind, bytes(32), start),)
     assert cache.match_prefix(other, is_fetched=always).num_tokens == num_tokens
 
 
 def test_a_sequence_waits_for_one_that_computes_most_of_its_tokens_and_still_runs() -> None:
-    cache, leader, follower = make_cache(), make_seq(1, 9), make_seq(2, 9)
+    cache, leader, follower = make_manager(), make_seq(1, 9), make_seq(2, 9)
     leader.is_prefilling = True
     cache.admit(leader, cache.match_prefix(leader, is_fetched=always))
     cache.match_prefix(leader, is_fetched=always)
@@ -98,7 +94,7 @@ def test_a_sequence_waits_for_one_that_computes_most_of_its_tokens_and_still_run
 
 
 def test_admission_counts_what_is_found_and_what_others_would_free() -> None:
-    cache, seq = make_cache(), make_seq(1, 13)
+    cache, seq = make_manager(), make_seq(1, 13)
     admit(cache, seq)
     hit = cache.match_prefix(make_seq(2, 4), is_fetched=always)
     assert cache.can_admit(4, hit) is AllocStatus.LATER
@@ -108,7 +104,7 @@ def test_admission_counts_what_is_found_and_what_others_would_free() -> None:
 
 
 def test_only_memory_that_no_other_sequence_shares_is_freed() -> None:
-    cache, parent, child = make_cache(), make_seq(1, 9), make_seq(2, 9)
+    cache, parent, child = make_manager(), make_seq(1, 9), make_seq(2, 9)
     admit(cache, parent)
     cache.fork(parent, child)
     assert cache.memory_freed([parent]) == 0
@@ -118,7 +114,7 @@ def test_only_memory_that_no_other_sequence_shares_is_freed() -> None:
 
 
 def test_without_the_prefix_cache_every_token_of_every_sequence_is_recomputed() -> None:
-    cache, parent, child = make_cache(enable_prefix_caching=False), make_seq(1, 9), make_seq(2, 9)
+    cache, parent, child = make_manager(enable_prefix_caching=False), make_seq(1, 9), make_seq(2, 9)
     admit(cache, parent)
     cache.fork(parent, child)
     assert cache.num_tokens_to_recompute([parent, child]) == 18
@@ -126,7 +122,7 @@ def test_without_the_prefix_cache_every_token_of_every_sequence_is_recomputed() 
 
 
 def test_a_table_changes_where_a_sequence_outgrows_or_shares_its_memory() -> None:
-    cache, seq = make_cache(), make_seq(1, 7)
+    cache, seq = make_manager(), make_seq(1, 7)
     admit(cache, seq)
     assert cache.reserve(seq, 8) == []
     [update] = cache.reserve(seq, 9)
@@ -140,12 +136,12 @@ def test_a_table_changes_where_a_sequence_outgrows_or_shares_its_memory() -> Non
 
 
 def test_sequences_that_are_admitted_together_compute_their_common_tokens_once() -> None:
-    cache, first, second = make_cache(), make_seq(1, 9), make_seq(2, 9)
+    cache, first, second = make_manager(), make_seq(1, 9), make_seq(2, 9)
     second.tokens[6] = 99
     starts = cache.start_jointly([first, second], lambda seq, other: 6)
     assert [(start.num_tokens, start.source) for start in starts] == [(0, None), (4, first)]
     assert cache.can_admit_jointly(starts) is AllocStatus.NEVER
-    cache = make_cache(num_blocks=5)
+    cache = make_manager(5)
     assert cache.can_admit_jointly(starts) is AllocStatus.OK
     cache.admit_jointly(starts)
     assert cache.device_blocks(first)[:1] == cache.device_blocks(second)[:1]
@@ -154,7 +150,7 @@ def test_sequences_that_are_admitted_together_compute_their_common_tokens_once()
 
 
 def test_a_sequence_that_comes_back_from_the_host_is_offered_again() -> None:
-    cache, seq = make_cache(num_host_blocks=4), make_seq(1, 9)
+    cache, seq = make_manager(4, 4), make_seq(1, 9)
     admit(cache, seq)
     assert cache.can_swap_out([seq])
     cache.swap_out([seq])
@@ -169,8 +165,94 @@ def test_a_sequence_that_comes_back_from_the_host_is_offered_again() -> None:
 
 
 def test_a_running_sequence_without_memory_is_found() -> None:
-    cache, seq = make_cache(), make_seq(1, 9)
+    cache, seq = make_manager(), make_seq(1, 9)
     admit(cache, seq)
     cache.check([seq])
     with pytest.raises(AssertionError, match="one table for each"):
         cache.check([seq, make_seq(2, 3)])
+
+
+# Blocks.
+
+
+def test_only_the_last_owner_writes_to_a_shared_block_in_place() -> None:
+    manager = make_manager(4)
+    assert allocate(manager, 1, 2) == [0]
+    manager.fork(sequence(1), sequence(2))
+    manager.fork(sequence(1), sequence(3))
+    assert manager.reserve(sequence(2), 3) == [BlockUpdate(0, 0, 1, copied_from=0)]
+    assert manager.reserve(sequence(1), 3) == [BlockUpdate(0, 0, 2, copied_from=0)]
+    assert manager.reserve(sequence(3), 3) == []
+
+
+def test_blocks_found_in_use_cost_nothing_and_free_ones_one_each() -> None:
+    manager = make_manager(4)
+    keys = [b"a", b"b"]
+    table = allocate(manager, 1, 8)
+    set_keys(manager, 1, keys)
+    assert find(manager.device.cached, keys) == table
+    assert manager.can_admit(16, hit(table)) is AllocStatus.OK
+    assert manager.can_admit(16, hit()) is AllocStatus.LATER
+    manager.free(sequence(1))
+    assert manager.num_free_blocks[0] == 4
+    allocate(manager, 2, 8)
+    assert manager.can_admit(8, hit(table)) is AllocStatus.OK
+    assert manager.can_admit(12, hit(table)) is AllocStatus.LATER
+
+
+def test_a_search_ends_at_the_first_key_that_no_block_has() -> None:
+    manager = make_manager(4)
+    [first, _, third] = allocate(manager, 1, 12)
+    set_keys(manager, 1, [b"a", b"b", b"c"])
+    manager.withdraw(sequence(9, keys=[b"b"]))
+    assert find(manager.device.cached, [b"a", b"b", b"c"]) == [first]
+    assert find(manager.device.cached, [b"c"]) == [third]
+
+
+def test_free_blocks_without_keys_go_first_then_the_longest_unused_and_deepest() -> None:
+    manager = make_manager(5)
+    older, newer = allocate(manager, 1, 8), allocate(manager, 2, 8)
+    set_keys(manager, 1, [b"a", b"b"])
+    set_keys(manager, 2, [b"c", b"d"])
+    manager.free(sequence(1))
+    manager.free(sequence(2))
+    [plain] = set(range(5)) - {*older, *newer}
+    assert allocate(manager, 3, 20) == [plain, older[1], older[0], newer[1], newer[0]]
+    assert find(manager.device.cached, [b"a"]) == find(manager.device.cached, [b"c"]) == []
+
+
+def test_a_block_that_is_found_counts_as_used_again() -> None:
+    manager = make_manager(2)
+    [older], [newer] = allocate(manager, 1, 4), allocate(manager, 2, 4)
+    set_keys(manager, 1, [b"a"])
+    set_keys(manager, 2, [b"b"])
+    manager.free(sequence(1))
+    manager.free(sequence(2))
+    assert allocate(manager, 3, 4, [older]) == [older]
+    manager.free(sequence(3))
+    assert allocate(manager, 4, 8) == [newer, older]
+
+
+def test_of_two_blocks_with_the_same_contents_the_first_goes_on_being_found() -> None:
+    manager = make_manager(2)
+    first, second = allocate(manager, 1, 4), allocate(manager, 2, 4)
+    set_keys(manager, 1, [b"a"])
+    set_keys(manager, 2, [b"a"])
+    manager.free(sequence(2))
+    assert find(manager.device.cached, [b"a"]) == first
+    assert allocate(manager, 3, 4) == second
+
+
+def test_the_pool_refuses_to_free_a_block_twice() -> None:
+    pool = BlockPool(2)
+    blocks = pool.allocate(1)
+    pool.release(blocks)
+    with pytest.raises(AssertionError, match="block 0 freed twice"):
+        pool.release(blocks)
+
+
+def test_a_freed_table_is_given_out_again_from_its_head() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(3)
+    pool.release(blocks)
+    assert pool.allocate(4) == [*blocks, 3]

@@ -1,0 +1,363 @@
+"""The KV cache against a dictionary of what each sequence wrote where, with groups of every
+lifetime."""
+
+from collections.abc import Iterator, Sequence
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from scheduler_service.core.config import CacheGroup, CacheLifetime
+from scheduler_service.core.kv_cache.alloc_status import AllocStatus
+from scheduler_service.core.kv_cache.block_table import BlockUpdate
+from tests.support.blocks import BLOCK_SIZE, KnownSequence, make_manager
+
+ALL = CacheGroup(block_tokens=BLOCK_SIZE)
+WINDOW = CacheGroup(lifetime=CacheLifetime.WINDOW, block_tokens=4, span=6)
+CHUNK = CacheGroup(lifetime=CacheLifetime.CHUNK, block_tokens=4, span=8)
+GROUPS = [
+    (ALL,),
+    (WINDOW,),
+    (CacheGroup(block_tokens=8), WINDOW),
+    (ALL, CHUNK),
+    (CHUNK, CacheGroup(block_tokens=12), WINDOW),
+]
+STEP_TOKENS = 8
+
+Cell = tuple[int, int]
+"""A block and a place in it."""
+Content = tuple[int, bytes]
+"""The cache group, and all tokens of a sequence up to one position, on which its KV depends."""
+Pairs = Sequence[int]
+
+
+class KVCacheMachine(RuleBasedStateMachine):
+    """Sequences are lists of tokens, few of them unlike; memory is what the block tables say they
+    wrote. Each rule is a plan."""
+
+    sequences = Bundle("sequences")
+
+    @initialize(
+        groups=st.sampled_from(GROUPS),
+        num_blocks=st.integers(1, 24),
+        num_host_blocks=st.sampled_from([0, 2, 6, 20]),
+        watermark=st.sampled_from([0.0, 0.25]),
+    )
+    def start(
+        self,
+        groups: tuple[CacheGroup, ...],
+        num_blocks: int,
+        num_host_blocks: int,
+        watermark: float,
+    ) -> None:
+        self.groups = groups
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.manager = make_manager(
+            num_blocks, num_host_blocks, *groups, max_chunk_tokens=STEP_TOKENS, watermark=watermark
+        )
+        self.running: dict[int, KnownSequence] = {}
+        self.memory: dict[Cell, Content] = {}
+        self.host_memory: dict[Cell, Content] = {}
+        self.swapped: list[list[KnownSequence]] = []
+        self.num_sequences = 0
+
+    # What a worker does.
+
+    def cells(self, seq: KnownSequence, number: int, first: int, end: int) -> Iterator[Cell]:
+        """Where a group has a sequence's tokens from `first` to `end`."""
+        table, tokens = self.manager.tables(seq)[number], self.groups[number].block_tokens
+        for position in range(first, end):
+            index = position // tokens - table.first_index
+            assert index >= 0, "a block that is still read was released"
+            yield table.block_ids[index], position % tokens
+
+    def owners(self, block: int) -> set[int]:
+        return {n for n, seq in self.running.items() if block in self.manager.device_blocks(seq)}
+
+    def write(self, seq: KnownSequence, first: int, end: int) -> None:
+        """A row of tokens, which reads what came before."""
+        self.read(seq, first)
+        for number in range(len(self.groups)):
+            cells = self.cells(seq, number, first, end)
+            for position, cell in zip(range(first, end), cells, strict=True):
+                assert self.owners(cell[0]) == {seq.seq_id}, "a write to a shared block"
+                self.memory[cell] = number, bytes(seq.tokens[: position + 1])
+
+    def read(self, seq: KnownSequence, position: int) -> None:
+        """What the row at a position sees."""
+        for number, group in enumerate(self.groups):
+            first = group.first_needed(position)
+            cells = self.cells(seq, number, first, position)
+            for at, cell in zip(range(first, position), cells, strict=True):
+                assert self.memory[cell] == (number, bytes(seq.tokens[: at + 1]))
+
+    def end_plan(
+        self,
+        *,
+        swap_out: Pairs = (),
+        swap_in: Pairs = (),
+        copy: Pairs = (),
+        has_rows: bool = True,
+    ) -> None:
+        """Move blocks: out, those that are evicted or will be as well, then in, then copies."""
+        kept = self.manager.end_plan(has_rows=has_rows)
+        out = [*swap_out, *kept]
+        assert len(set(out[1::2])) == len(out) // 2, "a target twice"
+        self.move(out, self.memory, self.host_memory)
+        self.move(swap_in, self.host_memory, self.memory)
+        self.move(copy, self.memory, self.memory)
+
+    def move(
+        self, pairs: Pairs, sources: dict[Cell, Content], targets: dict[Cell, Content]
+    ) -> None:
+        """Whole blocks, all sources read before any target is written."""
+        read = {(block, place): content for (block, place), content in sources.items()}
+        for source, target in zip(pairs[::2], pairs[1::2], strict=True):
+            for place in range(max(group.block_tokens for group in self.groups)):
+                targets.pop((target, place), None)
+                if (source, place) in read:
+                    targets[target, place] = read[source, place]
+
+    @staticmethod
+    def copies(updates: Sequence[BlockUpdate]) -> list[int]:
+        return [
+            block
+            for update in updates
+            if update.copied_from is not None
+            for block in (update.copied_from, update.block)
+        ]
+
+    # Rules.
+
+    @rule(
+        target=sequences,
+        tokens=st.lists(st.sampled_from([0, 0, 0, 0, 1]), min_size=1, max_size=40),
+        fetches=st.booleans(),
+        lag=st.integers(0, 3),
+    )
+    def admit(self, tokens: list[int], fetches: bool, lag: int) -> int | None:
+        """Compute a prompt, whose results arrive `lag` steps later."""
+        manager = self.manager
+        seq = KnownSequence(self.num_sequences + 1, tokens)
+        hit = manager.match_prefix(seq, is_fetched=lambda *_: fetches)
+        verdict = manager.can_admit(len(tokens), hit)
+        if not self.running and not self.swapped and verdict is not AllocStatus.NEVER:
+            assert verdict is AllocStatus.OK, "an empty cache"
+        if verdict is not AllocStatus.OK:
+            return None
+        self.num_sequences += 1
+        moves = manager.admit(seq, hit)
+        self.running[seq.seq_id] = seq
+        self.end_plan(swap_in=moves.swap_in, copy=moves.copy, has_rows=not moves.swap_in)
+        ends = [*range(hit.num_tokens + STEP_TOKENS, len(tokens), STEP_TOKENS), len(tokens)]
+        for number, end in enumerate(ends):
+            start = ([hit.num_tokens, *ends])[number]
+            if manager.extend_prompt(seq, start, end) is None:
+                self.leave(seq)
+                return None
+            self.end_plan()
+            self.write(seq, start, end)
+            if number >= lag:
+                manager.offer(seq, ends[number - lag])
+        manager.end_prompt(seq)
+        manager.offer(seq, len(tokens))
+        return seq.seq_id
+
+    def leave(self, seq: KnownSequence) -> None:
+        own = self.manager.memory_freed([seq])
+        num_free, _ = self.manager.num_free_blocks
+        self.manager.free(seq)
+        assert self.manager.num_free_blocks[0] == num_free + own
+        del self.running[seq.seq_id]
+
+    @rule(seq_id=sequences)
+    def withdraw(self, seq_id: int | None) -> None:
+        if (seq := self.running.get(seq_id or 0)) is not None:
+            self.manager.match_prefix(seq)
+            self.manager.withdraw(seq)
+            other = KnownSequence(0, [*seq.tokens, 0])
+            assert self.manager.match_prefix(other, is_fetched=lambda *_: True).num_tokens == 0
+
+    @rule(seq_id=sequences, token=st.sampled_from([0, 1]), is_offered=st.booleans())
+    def append(self, seq_id: int | None, token: int, is_offered: bool) -> None:
+        if (seq := self.running.get(seq_id or 0)) is not None:
+            self.decode(seq, token)
+            if is_offered:
+                self.manager.offer(seq, seq.length)
+
+    def decode(self, seq: KnownSequence, token: int) -> bool:
+        seq.next_position = seq.length
+        self.manager.release_unread(seq)
+        return self.grow(seq, token)
+
+    def grow(self, seq: KnownSequence, token: int, num_others: int = 0) -> bool:
+        length = seq.length + 1
+        num_free, _ = self.manager.num_free_blocks
+        if not self.manager.can_reserve(seq, length, num_others):
+            num_kept = num_others * len(self.groups)
+            assert num_free < len(self.groups) + num_kept, "refused while blocks are free"
+            return False
+        updates = self.manager.reserve(seq, length)
+        assert not updates or num_free - len(updates) >= num_others * len(self.groups)
+        self.end_plan(copy=self.copies(updates))
+        seq.tokens.append(token)
+        self.write(seq, length - 1, length)
+        return True
+
+    @rule(
+        seq_id=sequences,
+        drafts=st.lists(st.sampled_from([0, 1]), min_size=1, max_size=9),
+        num_right=st.integers(0, 9),
+        num_spare=st.integers(0, 3),
+    )
+    def look_ahead(
+        self, seq_id: int | None, drafts: list[int], num_right: int, num_spare: int
+    ) -> None:
+        """A row with drafts, of which some are right; blocks for the others stay with it."""
+        if (seq := self.running.get(seq_id or 0)) is None or not self.decode(seq, drafts[0]):
+            return
+        num_tokens = seq.length
+        for draft in drafts[1:]:
+            if not self.grow(seq, draft, num_spare):
+                break
+        del seq.tokens[num_tokens + num_right :]  # what others wrote is overwritten
+
+    @rule(seq_id=sequences)
+    def trim(self, seq_id: int | None) -> None:
+        """Give back the blocks after a sequence's last token."""
+        if (seq := self.running.get(seq_id or 0)) is None:
+            return
+        before = self.manager.device_blocks(seq)
+        assert self.manager.trim(seq, seq.length) == (before != self.manager.device_blocks(seq))
+        for table, group in zip(self.manager.tables(seq), self.groups, strict=True):
+            assert table.first_index + len(table.block_ids) <= -(-seq.length // group.block_tokens)
+
+    @rule(target=sequences, parent_id=sequences)
+    def fork(self, parent_id: int | None) -> int | None:
+        if (parent := self.running.get(parent_id or 0)) is None:
+            return None
+        self.num_sequences += 1
+        child = KnownSequence(self.num_sequences, list(parent.tokens), parent.prefix_keys.fork())
+        self.manager.fork(parent, child)
+        self.running[child.seq_id] = child
+        return child.seq_id
+
+    @rule(
+        seq_ids=st.lists(sequences, min_size=1, max_size=3),
+        comes_back=st.booleans(),
+        pick=st.integers(0, 100),
+    )
+    def swap(self, seq_ids: list[int | None], comes_back: bool, pick: int) -> None:
+        """A plan that swaps out a group and may bring back another, planned first or last."""
+        if comes_back and pick % 2:
+            back = self.plan_swap_in(pick)
+            out = self.plan_swap_out(seq_ids)
+        else:
+            out = self.plan_swap_out(seq_ids)
+            back = self.plan_swap_in(pick) if comes_back else []
+        assert not {*out[1::2]} & {*back[::2]} or not pick % 2, "read after it is overwritten"
+        self.end_plan(swap_out=out, swap_in=back, has_rows=pick % 3 == 0)
+
+    def plan_swap_out(self, seq_ids: list[int | None]) -> list[int]:
+        group = [seq for n in {*seq_ids} if (seq := self.running.get(n or 0)) is not None]
+        for seq in group:  # memory for drafts that were refused may never have been written
+            self.manager.trim(seq, seq.length)
+        if not group or not self.manager.can_swap_out(group):
+            blocks = {block for seq in group for block in self.manager.device_blocks(seq)}
+            assert not group or len(blocks) > self.manager.num_free_blocks[1]
+            return []
+        own, (num_free, num_free_host) = self.manager.memory_freed(group), self.num_free
+        blocks = {block for seq in group for block in self.manager.device_blocks(seq)}
+        pairs = self.manager.swap_out(group)
+        assert self.num_free[0] == num_free + own
+        assert set(pairs[::2]) <= blocks
+        assert len(set(pairs[::2])) == len(pairs) // 2, "no block is moved twice"
+        assert num_free_host - self.num_free[1] <= len(blocks)
+        for seq in group:
+            del self.running[seq.seq_id]
+        self.swapped.append(group)
+        return pairs
+
+    def plan_swap_in(self, pick: int) -> list[int]:
+        if not self.swapped:
+            return []
+        group = self.swapped[pick % len(self.swapped)]
+        if not self.manager.can_swap_in(group):
+            assert self.running, "an empty device has room for what was there"
+            return []
+        self.swapped.remove(group)
+        before = [self.manager.host_blocks(seq) for seq in group]
+        num_free_host, used = self.num_free[1], self.used()
+        pairs = self.manager.swap_in(group)
+        assert self.num_free[1] == num_free_host, "read until the plan is done"
+        assert not set(pairs[1::2]) & used
+        targets = dict(zip(pairs[::2], pairs[1::2], strict=True))
+        assert len(targets) == len(pairs) // 2, "each is moved once"
+        for seq, blocks in zip(group, before, strict=True):
+            assert self.manager.device_blocks(seq) == [targets[block] for block in blocks]
+        self.running |= {seq.seq_id: seq for seq in group}
+        return pairs
+
+    @rule(pick=st.integers(0, 100))
+    def free_swapped(self, pick: int) -> None:
+        if self.swapped:
+            self.manager.free_swapped(self.swapped[pick % len(self.swapped)].pop())
+            self.swapped = [group for group in self.swapped if group]
+
+    @rule(seq_id=consumes(sequences))
+    def free(self, seq_id: int | None) -> None:
+        if (seq := self.running.get(seq_id or 0)) is not None:
+            self.leave(seq)
+
+    # What always holds.
+
+    @property
+    def num_free(self) -> tuple[int, int]:
+        return self.manager.num_free_blocks
+
+    def used(self) -> set[int]:
+        return {b for seq in self.running.values() for b in self.manager.device_blocks(seq)}
+
+    @invariant()
+    def blocks_are_free_or_counted(self) -> None:
+        if hasattr(self, "manager"):
+            self.manager.check(self.running.values())
+            swapped = (seq for group in self.swapped for seq in group)
+            host = {block for seq in swapped for block in self.manager.host_blocks(seq)}
+            assert self.num_free == (
+                self.num_blocks - len(self.used()),
+                self.num_host_blocks - len(host),
+            )
+
+    @invariant()
+    def whatever_is_found_is_right(self) -> None:
+        for seq in getattr(self, "running", {}).values():
+            other = KnownSequence(0, [*seq.tokens, 0], seq.prefix_keys)
+            for fetches in (False, True):
+                hit = self.manager.match_prefix(other, is_fetched=lambda *_, all=fetches: all)
+                for number, (group, found) in enumerate(zip(self.groups, hit.groups, strict=True)):
+                    for position in range(group.first_needed(hit.num_tokens), hit.num_tokens):
+                        index, place = divmod(position, group.block_tokens)
+                        block = found.blocks[index - found.first]
+                        memory = self.memory if block >= 0 else self.host_memory
+                        content = memory[block if block >= 0 else ~block, place]
+                        assert content == (number, bytes(other.tokens[: position + 1]))
+
+    @invariant()
+    def every_sequence_finds_its_tokens(self) -> None:
+        for seq in getattr(self, "running", {}).values():
+            self.read(seq, seq.length)
+
+
+TestKVCacheManager = KVCacheMachine.TestCase
+TestKVCacheManager.settings = settings(
+    max_examples=100, stateful_step_count=50, deadline=None, derandomize=True
+)
