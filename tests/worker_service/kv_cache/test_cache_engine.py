@@ -15,7 +15,6 @@ from hypothesis import given
 from torch import Tensor
 
 from pagewire_kernels.cpu.linear import discard
-from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference import swap_blocks, write_kv
 from pagewire_kernels.reference.kv_cache import dequantize_heads
 from tests.support.native import native_libraries
@@ -29,7 +28,6 @@ from worker_service.kv_cache.cache_engine import (
     CopyMover,
     KernelMover,
     NativeMover,
-    mover_for,
 )
 from worker_service.models.kv_cache_spec import KVCacheSpec
 from worker_service.plan import StepPlan
@@ -228,11 +226,6 @@ def test_swaps_move_whole_blocks_wherever_their_neighbours_go(
         device[target] = host[source]
     assert engine.device_cache[:, 0].tolist() == device
     assert engine.host_cache[:, -1].tolist() == host
-
-
-def test_a_cpu_gets_the_compiled_kernel_where_it_was_built() -> None:
-    expected = CopyMover if library() is None else NativeMover
-    assert type(mover_for(torch.device("cpu"))) is expected
 
 
 def test_long_runs_are_copied_and_the_rest_is_one_launch() -> None:

@@ -9,7 +9,6 @@ import torch
 
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
 from tests.support.paged_driver import PagedDriver
-from tests.support.transformers_oracle import oracle
 from worker_service.cache_groups import CacheLifetime
 from worker_service.config import CacheConfig, ModelConfig
 from worker_service.loader import load_model
@@ -36,18 +35,6 @@ def _prompts() -> list[list[int]]:
         torch.randint(VOCAB_SIZE, (length,), generator=generator).tolist()
         for length in (1, 12, 33, 58)
     ]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sequences_of_several_windows_continue_as_transformers_does(family: str) -> None:
-    model, prompts = _model(family), _prompts()
-    expected = [oracle(checkpoint(family)).generate(prompt, 24) for prompt in prompts]
-    for block_size, chunk in ((8, None), (16, 13), (4, 5)):
-        driver = PagedDriver(model, block_size=block_size)
-        assert driver.generate(prompts, 24, chunk=chunk) == expected
-        windows = [group.lifetime == CacheLifetime.WINDOW for group in driver.groups]
-        assert windows == ([True] if family in ("mistral", "phi3") else [False, True])
-        assert int((driver.tables[-1][3] == -1).sum()) >= 60 // 16, "blocks were released"
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,6 @@ def fork(seq_id: int, tokens: Sequence[int], blocks: Sequence[int]) -> plan_pb2.
     )
 
 
-def test_a_row_reports_candidates_and_appends_nothing(make_bench: Callable[[], Any]) -> None:
-    result = started(make_bench())
-    assert result.token_ids.tolist() == [-1]
-    assert len(candidates(result, 0)[0]) == 4
-    assert result.logprobs == {}
-
-
 def test_forks_and_what_goes_on_in_place_are_as_if_computed_alone(
     make_bench: Callable[[], Any],
 ) -> None:
@@ -107,39 +100,6 @@ def test_forks_and_what_goes_on_in_place_are_as_if_computed_alone(
     assert candidates(result, 0) == candidates(alone, 0)
 
 
-@pytest.mark.parametrize(
-    ("appended", "problem"),
-    [
-        ([7, 5], "not known here"),
-        ([1, 10**6], "expected token ids from 0"),
-        ([1, -1], "expected token ids from 0"),
-        ([1, 5, 1, 6], "named twice"),
-    ],
-)
-def test_tokens_that_cannot_be_appended_are_refused(
-    make_bench: Callable[[], Any], appended: list[int], problem: str
-) -> None:
-    bench = make_bench()
-    started(bench)
-    with pytest.raises(InvalidPlan, match=problem) as caught:
-        execute(bench, 2, [Row(1)], appended_tokens=column(appended))
-    assert caught.value.field == "appended_tokens"
-
-
-def test_a_worker_chooses_its_own_sequences_tokens(make_bench: Callable[[], Any]) -> None:
-    bench = make_bench()
-    new = plan_pb2.NewSequence(
-        seq_id=1,
-        token_ids=column(PROMPT),
-        num_prompt_tokens=6,
-        tables=block_table([0, 1]),
-        sampling=sampler_params(),
-    )
-    execute(bench, 1, [Row(1, 6)], kind=1, new_sequences=[new])
-    with pytest.raises(InvalidPlan, match="worker"):
-        execute(bench, 2, [Row(1)], kind=1, appended_tokens=column([1, 5]))
-
-
 def test_a_token_beyond_the_models_length_is_refused(make_bench: Callable[[], Any]) -> None:
     bench = make_bench()
     limit = MAX_MODEL_LEN
@@ -154,15 +114,3 @@ def test_a_token_beyond_the_models_length_is_refused(make_bench: Callable[[], An
     execute(bench, 1, [Row(1, limit)], new_sequences=[new])
     with pytest.raises(InvalidPlan, match="in all"):
         execute(bench, 2, [Row(1)], appended_tokens=column([1, 5]))
-
-
-def test_no_candidates_is_not_a_number_of_candidates(make_bench: Callable[[], Any]) -> None:
-    new = plan_pb2.NewSequence(
-        seq_id=1,
-        token_ids=column(PROMPT),
-        num_prompt_tokens=6,
-        sampling=sampler_params(num_candidates=0),
-    )
-    with pytest.raises(InvalidPlan, match="at least 1") as caught:
-        execute(make_bench(), 1, [], new_sequences=[new])
-    assert caught.value.field == "new_sequences[0].sampling.num_candidates"

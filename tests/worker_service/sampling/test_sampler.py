@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire_kernels.philox import uniform
-from tests.worker_service.sampling import reference
 from worker_service.plan import SamplerParams, TokenLogprobs
 from worker_service.sampling.logit_edits import EditedRow
 from worker_service.sampling.sampler import NO_TOKEN, Samples, SamplingBatch, SamplingTable, sample
@@ -112,35 +110,6 @@ def test_a_row_is_bitwise_the_same_alone_shuffled_and_in_a_batch(vocab_size: int
             assert equal(shuffled.logprobs[place], together.logprobs[row])
 
 
-def test_the_draw_follows_seed_choice_and_position() -> None:
-    logits = torch.randn(VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
-    rows = Rows()
-    for seed, choice, position in ((5, 0, 0), (5, 0, 0), (5, 1, 0), (6, 0, 0), (5, 0, 1)):
-        rows.add(SamplerParams(seed=seed), logits, output=[0] * position, choice_index=choice)
-    tokens = rows.sample().tokens
-    assert tokens[0] == tokens[1]
-    assert len(set(tokens.tolist())) == 4
-    drawn = uniform(np.array([5], np.uint64), np.array([1], np.uint32), np.array([0]))
-    assert tokens[2] == reference.drawn(reference.probabilities(logits.tolist()), drawn[0])
-
-
-def test_many_draws_follow_the_filtered_distribution() -> None:
-    logits = torch.randn(20, generator=torch.Generator().manual_seed(3)) * 2
-    params = SamplerParams(temperature=1.3, top_k=8, top_p=0.9, seed=11)
-    rows = Rows()
-    rows.add(params, logits)
-    count = 4000
-    batch = SamplingBatch(row_ids=np.zeros(count, np.int64), positions=np.arange(count))
-    samples = sample(logits.expand(count, -1).clone(), batch, rows.table)
-    observed = np.bincount(samples.tokens, minlength=20)
-    expected = np.array(reference.filtered(logits.tolist(), params)) * count
-    assert (observed[expected == 0] == 0).all()
-    possible = expected > 0
-    chi_square = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
-    # At most 7 degrees of freedom: beyond 30 once in ten thousand times.
-    assert chi_square < 30
-
-
 def test_greedy_takes_the_lowest_token_among_equals() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[[400, 17, 230]] = 5.0
@@ -148,25 +117,6 @@ def test_greedy_takes_the_lowest_token_among_equals() -> None:
     rows.add(SamplerParams(temperature=0.0), logits)
     rows.add(SamplerParams(temperature=0.0), logits)
     assert rows.sample().tokens.tolist() == [17, 17]
-
-
-def test_greedy_obeys_exclusions_biases_and_penalties() -> None:
-    logits = torch.zeros(VOCAB_SIZE)
-    logits[7], logits[8], logits[9] = 5.0, 4.0, 3.0
-    rows = Rows()
-    rows.add(
-        SamplerParams(temperature=0.0, min_tokens=2, suppressed_token_ids=int32([7])),
-        logits,
-        output=[1],
-    )
-    rows.add(
-        SamplerParams(temperature=0.0, min_tokens=2, suppressed_token_ids=int32([7])),
-        logits,
-        output=[1, 1],
-    )
-    rows.add(SamplerParams(temperature=0.0, bad_words=((7,), (3, 8))), logits, output=[3])
-    rows.add(SamplerParams(temperature=0.0, repetition_penalty=2.0), logits, prompt=[7])
-    assert rows.sample().tokens.tolist() == [8, 7, 9, 8]
 
 
 @pytest.mark.parametrize(

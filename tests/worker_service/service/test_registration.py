@@ -38,29 +38,6 @@ async def first_stream(registry: FakeRegistry) -> Registered:
     return registry.streams[0]
 
 
-async def test_a_worker_registers_and_sends_signs_of_life(core_address: str) -> None:
-    async with (
-        fake_registry(core_address) as registry,
-        running_worker(core=core_address) as running,
-    ):
-        stream = await first_stream(registry)
-        registration = stream.registration
-        assert registration.group_id == "group"
-        assert registration.worker_id
-        assert (registration.rank, registration.world_size) == (0, 1)
-        assert registration.address == str(running.worker.address)
-        assert registration.model.name == "counting"
-        await until(lambda: len(stream.heartbeats) >= 5, "five heartbeats")
-        assert [heartbeat.state for heartbeat in stream.heartbeats[:5]] == [READY] * 5
-        assert not any(sent.HasField("registration") for sent in stream.heartbeats[1:])
-        await running.initialize(1)
-        steps, plans = Steps(running.stub), PlanBuilder()
-        await steps.send(plans.plan([]), plans.plan([]))
-        await steps.result()
-        await steps.result()
-        await until(lambda: stream.heartbeats[-1].num_steps == 2, "the steps are counted")
-
-
 async def test_a_worker_reports_how_far_it_has_loaded_its_model(core_address: str) -> None:
     progress, may_end = LoadProgress(show_bar=False), threading.Event()
 
@@ -164,12 +141,6 @@ async def test_a_worker_that_is_told_its_address_looks_for_none(
         running_worker(core=core_address, advertise=told),
     ):
         assert (await first_stream(registry)).registration.address == told
-
-
-async def test_a_stream_that_the_core_ends_is_opened_again(core_address: str) -> None:
-    async with fake_registry(core_address) as registry, running_worker(core=core_address):
-        (await first_stream(registry)).directives.put_nowait(None)
-        await until(lambda: len(registry.streams) == 2, "the worker registers again")
 
 
 async def test_a_worker_that_is_told_to_end_lets_the_core_finish_its_stream(

@@ -149,10 +149,6 @@ SAMPLING = sampler_params()
 @pytest.mark.parametrize(
     ("plan", "field"),
     [
-        (plan_pb2.StepPlan(seq_ids=b"123"), "seq_ids"),
-        (plan_pb2.StepPlan(copy=pack([1, 2, 3])), "copy"),
-        (plan_pb2.StepPlan(seq_ids=pack([1, 2]), num_tokens=pack([1])), "num_tokens"),
-        (plan_pb2.StepPlan(seq_ids=pack([1]), num_tokens=pack([-1])), "num_tokens"),
         (plan_with(SAMPLING, token_ids=b"1"), "new_sequences[0].token_ids"),
         (plan_with(SAMPLING, tables=[{"block_ids": b"1"}]), "new_sequences[0].tables[0].block_ids"),
         *(

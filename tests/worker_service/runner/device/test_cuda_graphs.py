@@ -25,7 +25,6 @@ from worker_service.runner.device.cuda_graphs import (
     graph_sizes,
     mixed_sizes,
 )
-from worker_service.runner.device.rows import capacity
 from worker_service.runner.device.state import DeviceState, rows_for, state_bytes
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_executor import Profiler
@@ -153,14 +152,6 @@ def test_what_is_recorded_is_what_the_attention_backend_can_have_captured(
     assert executor.load().uses_cuda_graphs == (num_recorded > 0)
     executor.make_runner(num_gpu_blocks=8, num_cpu_blocks=0, epoch=1)
     assert executor.num_recorded == num_recorded, "two graphs of sizes 1, 2 and 4, one of 32 tokens"
-
-
-def test_there_is_room_for_all_sequences_that_there_may_be() -> None:
-    """Rows beyond have their steps computed by the host."""
-    long, short = 65_536, 128  # blocks of a sequence
-    assert capacity(short) == capacity(short, 256) == capacity(short, 512) == 1024
-    assert capacity(short, 513) == 2048
-    assert (capacity(long), capacity(long, 300)) == (256, 1024)
 
 
 def test_the_memory_of_rows_is_known_before_it_is_allocated() -> None:

@@ -289,13 +289,6 @@ def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> Non
     assert [outcome(result) for result in results] == [outcome(result) for result in expected]
 
 
-def test_the_host_computes_rows_with_more_edits_than_the_device_has_room_for() -> None:
-    params = [GREEDY, sampler_params(temperature=1.5, seed=1, bad_words=TOO_MANY)]
-    expected = run(params, 0, make_runner=host).results
-    results = run(params, 2, make_runner=recorded).results
-    assert [outcome(result) for result in results] == [outcome(result) for result in expected]
-
-
 def test_tokens_that_the_host_sampled_in_between_are_counted_too() -> None:
     pipelines = [Pipeline(3, make_runner=recorded), Pipeline(0, make_runner=host)]
     for pipeline in pipelines:
@@ -322,17 +315,6 @@ def test_a_failure_that_nobody_knows_of_yet_is_told_in_every_later_step() -> Non
     for result, token in zip(pipeline.finish(), tokens, strict=True):
         assert result.token_ids.tolist() == [token, -1]
         assert result.errors == {1: RowErrorReason.NON_FINITE_LOGITS}
-
-
-def test_excluding_every_token_is_told_as_that() -> None:
-    everything = [{"token_ids": column([token])} for token in range(VOCAB_SIZE)]
-    pipeline = Pipeline(3, make_runner=recorded)
-    pipeline.bench.plans.add(1, [1])
-    pipeline.bench.plans.add(2, [1], sampling=sampler_params(bad_words=everything))
-    for _ in range(3):
-        pipeline.launch([Row(1), Row(2)])
-    for result in pipeline.finish():
-        assert result.errors == {1: RowErrorReason.NO_CANDIDATES}
 
 
 def test_a_row_may_have_a_new_sequence_while_the_old_ones_token_is_in_flight() -> None:

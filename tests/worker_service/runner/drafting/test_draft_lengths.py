@@ -82,13 +82,6 @@ def test_a_row_that_another_sequence_has_now_begins_anew() -> None:
     assert lengths.choose(ROWS, 3, 3)[2] >= 1
 
 
-def test_steps_without_drafts_do_not_end_them() -> None:
-    lengths = DraftLengths()
-    for _ in range(1000):
-        lengths.record_step(1, 1000)
-    assert lengths.choose(ROWS[:1], 1, 1) == [4]
-
-
 @pytest.mark.parametrize("cost", [20, 900])
 def test_other_processes_do_not_hide_what_drafts_cost(cost: int) -> None:
     """Steps take up to three times as long while other processes run, for some steps at a time."""
@@ -119,12 +112,3 @@ def test_a_sequence_that_repeats_nothing_is_searched_less_often() -> None:
     assert searched[-3:] == [352 + 16 * n for n in range(3)]
     assert lengths.choose([Proposal(0, 4, 8)], 1, 1) == [4]
     assert all(lengths.is_due(0, num_tokens) for num_tokens in range(400, 408)), "then again"
-
-
-def test_a_row_is_searched_again_for_its_next_sequence() -> None:
-    lengths = DraftLengths()
-    for _ in range(100):
-        lengths.choose([Proposal(0, 0)], 1, 1)
-    assert not lengths.is_due(0, 401)
-    lengths.forget(np.array([0]))
-    assert lengths.is_due(0, 401)

@@ -17,7 +17,7 @@ from tests.support.speculation import SpeculatingEngine
 from tests.support.worker_driver import PlanBuilder, Row, sampler_params
 from worker_service.array_types import Int32Array
 from worker_service.config import RunnerConfig
-from worker_service.errors import InvalidOption, InvalidPlan
+from worker_service.errors import InvalidOption
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.plan import RowErrorReason, StepResult
 from worker_service.runner.drafting.drafter import Draft, SequenceDrafter
@@ -136,16 +136,6 @@ def test_drafts_are_kept_up_to_the_first_wrong_one(num_right: int) -> None:
     assert tokens == wanted[: len(tokens)]
 
 
-def test_fewer_drafts_than_allowed_and_none_are_right_as_well() -> None:
-    bench, wanted = Bench(), output_of(PROMPT, 8)
-    bench.plans.add(1, PROMPT)
-    tokens = bench.step(Row(1, len(PROMPT))).token_ids.tolist()
-    tokens += bench.draft(1, wanted[1:3], 5)
-    tokens += bench.draft(1, [], 5)
-    tokens += bench.draft(1, wanted[5:9], 2)
-    assert tokens == wanted[:8]
-
-
 def test_an_error_after_a_draft_is_that_of_the_next_row() -> None:
     wanted = output_of(PROMPT, 8)
     bench = Bench(poison=wanted[2])
@@ -156,43 +146,6 @@ def test_an_error_after_a_draft_is_that_of_the_next_row() -> None:
     self_grown = bench.step(Row(1))
     assert self_grown.errors == {0: RowErrorReason.NON_FINITE_LOGITS}
     assert self_grown.token_ids.tolist() == [-1]
-
-
-@pytest.mark.parametrize(
-    ("row", "fields"),
-    [
-        (Row(1), {"lookahead": b"\x01\x01"}),
-        (Row(1), {"lookahead": b"\x08"}),
-        (Row(1, 1, sample=False), {"lookahead": b"\x01"}),
-    ],
-)
-def test_wrong_lookahead_is_refused(row: Row, fields: dict[str, bytes]) -> None:
-    bench = Bench()
-    bench.plans.add(1, PROMPT)
-    bench.step(Row(1, len(PROMPT)))
-    with pytest.raises(InvalidPlan, match=r"^lookahead: "):
-        bench.step(row, **fields)
-
-
-def test_each_token_of_a_row_has_its_log_probabilities() -> None:
-    sampling = sampler_params(temperature=0.0, logprobs=2)
-    alone, bench = Bench(), Bench()
-    for engine in (alone, bench):
-        engine.plans.add(1, PROMPT, sampling=sampling)
-        engine.step(Row(1, len(PROMPT)))
-    expected = [alone.step(Row(1)).logprobs[0] for _ in range(5)]
-    drafts = [int(entry.token_ids[0]) for entry in expected[:4]]
-    drafts[3] += 1
-    bench.plans.grow(1, 4)
-    result = bench.step(Row(1), drafts=drafts, lookahead=b"\x04")
-    found = [result.logprobs[0], *result.kept_logprobs[0]]
-    assert [entry.token_ids[0] for entry in found] == result.token_ids.tolist()
-    assert len(found) == 4
-    for one, other in zip(found, expected, strict=False):
-        assert one.token_ids.tolist() == other.token_ids.tolist()
-        assert one.logprobs.tobytes() == other.logprobs.tobytes()
-        assert one.rank == other.rank
-    assert len(wire.encode_result(result).logprobs) == 4
 
 
 @pytest.mark.parametrize(
@@ -269,8 +222,10 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("parameters", PARAMETERS)
+@pytest.mark.parametrize(
+    ("parameters", "dtype"),
+    [*((name, "float32") for name in PARAMETERS), ("all penalties", "bfloat16")],
+)
 def test_every_position_is_sampled_as_if_the_drafts_were_output(
     parameters: str, dtype: str
 ) -> None:
