@@ -84,31 +84,3 @@ def test_a_seeded_request_gives_the_same_tokens_alone_and_in_a_batch_of_32(
     assert len({tuple(tokens) for tokens in together}) > 24
     for index in (0, 7, 13, 31):
         assert generate(stub, requests[index]).token_ids == together[index]
-
-
-def test_choices_of_one_request_differ_and_repeat(stub: InferenceServiceStub) -> None:
-    request = sampled("Once upon a time there was", seed=11, n=4)
-    first, second = generate_together(stub, [request, request])
-    tokens = [first.choices[i].token_ids for i in range(4)]
-    assert len({tuple(t) for t in tokens}) == 4
-    assert [second.choices[i].token_ids for i in range(4)] == tokens
-    alone = generate(stub, sampled("Once upon a time there was", seed=11))
-    assert alone.token_ids == tokens[0]
-
-
-def test_a_drawn_seed_is_told_and_repeats_the_answer(stub: InferenceServiceStub) -> None:
-    unseeded = request_for("Once upon a time", temperature=1.0, max_tokens=20)
-    first = generate(stub, unseeded)
-    assert first.started is not None
-    unseeded.sampling_params.seed = first.started.seed
-    assert generate(stub, unseeded).token_ids == first.token_ids
-
-
-def test_chat_answers_an_addition(stub: InferenceServiceStub) -> None:
-    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="What is 20 + 31?")])
-    request = pb.GenerateRequest(chat=chat)
-    request.sampling_params.temperature = 0
-    request.sampling_params.max_tokens = 30
-    answer = generate(stub, request)
-    assert "51" in answer.text
-    assert answer.choices[0].finish_reason == pb.FINISH_REASON_STOP

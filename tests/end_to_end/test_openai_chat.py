@@ -56,16 +56,6 @@ def test_a_stream_adds_up_to_the_whole(openai_client: openai.OpenAI) -> None:
     assert usage == whole.usage
 
 
-def test_the_stream_helper_of_the_client_understands_the_chunks(
-    openai_client: openai.OpenAI,
-) -> None:
-    with openai_client.chat.completions.stream(
-        model="embedded", messages=ASK, temperature=0
-    ) as stream:
-        final = stream.get_final_completion()
-    assert final.choices[0].message.content == "27 + 45 = 72."
-
-
 def test_log_probabilities_are_those_over_grpc(
     openai_client: openai.OpenAI, stub: InferenceServiceStub
 ) -> None:
@@ -116,13 +106,6 @@ def test_timings_are_told_if_they_are_asked_for(
         assert told["total_us"] >= told["forward_us"] > 0
 
 
-def test_each_prompt_has_its_timings(openai_client: openai.OpenAI) -> None:
-    wish = {"model": "embedded", "prompt": ["One", "Two", "Three"], "max_tokens": 2}
-    answer = openai_client.completions.create(**wish, extra_body={"return_timings": True})
-    told = answer.model_dump()["timings"]
-    assert [timings["total_us"] > 0 for timings in told] == [True] * 3
-
-
 def test_an_unfinished_answer_is_continued(openai_client: openai.OpenAI) -> None:
     answer = openai_client.chat.completions.create(
         model="embedded",
@@ -131,42 +114,3 @@ def test_an_unfinished_answer_is_continued(openai_client: openai.OpenAI) -> None
         extra_body={"continue_final_message": True},
     )
     assert answer.choices[0].message.content == " 72."
-
-
-def test_vllms_fields_are_understood(openai_client: openai.OpenAI) -> None:
-    answer = openai_client.chat.completions.create(
-        model="embedded",
-        messages=ASK,
-        max_tokens=8,
-        extra_body={"top_k": 1, "ignore_eos": True, "min_tokens": 8, "repetition_penalty": 1.0},
-    )
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens == 8
-    assert answer.choices[0].finish_reason == "length"
-
-
-@pytest.mark.parametrize(
-    ("wish", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        ({"logit_bias": {"9999": 1}}, "logit_bias"),
-    ],
-)
-def test_what_is_wrong_is_named(openai_client: openai.OpenAI, wish: dict, param: str) -> None:
-    with pytest.raises(openai.BadRequestError) as refused:
-        openai_client.chat.completions.create(**{"model": "embedded", "messages": ASK} | wish)
-    assert (refused.value.param or "").startswith(param)
-
-
-def test_a_turn_with_an_image_is_refused(openai_client: openai.OpenAI) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:,"}}
-    with pytest.raises(openai.BadRequestError) as refused:
-        openai_client.chat.completions.create(
-            model="embedded", messages=[{"role": "user", "content": [image]}]
-        )
-    assert "messages[0].content" in (refused.value.param or "")

@@ -45,32 +45,6 @@ def test_the_same_seed_gives_the_same_text_streamed_or_whole(openai_client: open
     assert usages[-1].completion_tokens == whole.usage.completion_tokens
 
 
-def test_many_prompts_are_answered_in_their_order(openai_client: openai.OpenAI) -> None:
-    sums = [(3, 4), (27, 45), (50, 6)]
-    answer = openai_client.completions.create(
-        model="embedded",
-        prompt=[f"{a} + {b} =" for a, b in sums],
-        temperature=0,
-        max_tokens=8,
-        stop=["\n"],
-    )
-    assert [choice.text for choice in answer.choices] == [f" {a + b}" for a, b in sums]
-    assert [choice.index for choice in answer.choices] == [0, 1, 2]
-
-
-def test_best_of_returns_the_most_probable(openai_client: openai.OpenAI) -> None:
-    answer = openai_client.completions.create(
-        model="embedded", prompt="Once", best_of=4, n=2, seed=1, max_tokens=10, logprobs=0
-    )
-    sums = [
-        sum(value for value in choice.logprobs.token_logprobs or [] if value is not None)
-        for choice in answer.choices
-        if choice.logprobs is not None
-    ]
-    assert len(sums) == 2
-    assert sums[0] >= sums[1]
-
-
 def test_a_beam_search_is_that_over_grpc(
     openai_client: openai.OpenAI, stub: InferenceServiceStub
 ) -> None:

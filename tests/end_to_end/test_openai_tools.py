@@ -58,12 +58,6 @@ def final_message(client: openai.OpenAI, wish: dict[str, Any], *, stream: bool) 
         return events.get_final_completion().choices[0].message
 
 
-def test_a_called_function_ends_the_answer_as_openai_says(openai_client: openai.OpenAI) -> None:
-    wish = WISH | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-    (choice,) = openai_client.chat.completions.create(**wish).choices
-    assert choice.finish_reason == "tool_calls"
-
-
 def test_a_model_is_told_the_result_of_its_call(openai_client: openai.OpenAI) -> None:
     wish = WISH | {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False}
     message = final_message(openai_client, wish, stream=False)
@@ -73,22 +67,3 @@ def test_a_model_is_told_the_result_of_its_call(openai_client: openai.OpenAI) ->
     assert answer.choices[0].message.content
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 30
-
-
-@pytest.mark.parametrize(
-    ("field", "wanted"),
-    [
-        ("guided_choice", {"red", "blue"}),
-        ("structured_outputs", {"red", "blue"}),
-    ],
-)
-def test_a_choice_is_one_of_them(
-    openai_client: openai.OpenAI, field: str, wanted: set[str]
-) -> None:
-    value: Any = sorted(wanted)
-    if field == "structured_outputs":
-        value = {"choice": value}
-    answer = openai_client.completions.create(
-        model="embedded", prompt="The colour is", max_tokens=16, extra_body={field: value}
-    )
-    assert answer.choices[0].text in wanted

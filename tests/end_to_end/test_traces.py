@@ -158,20 +158,6 @@ def test_one_whose_worker_is_lost_is_seen_on_the_next_one(tmp_path: Path) -> Non
         assert executed.attributes["pagewire.num_prefill_tokens"] >= len(PROMPT) + 10
 
 
-def test_a_request_without_a_clients_span_begins_a_trace(tmp_path: Path) -> None:
-    with collecting() as collector:
-        flags = ["--otlp-endpoint", collector.endpoint]
-        with Cluster(
-            tmp_path, worker_flags=["--simulate"], core_flags=flags, frontend_flags=flags
-        ) as cluster:
-            cluster.start()
-            with Client(cluster.frontend_address()) as client:
-                client.generate(PROMPT, SamplingParams(max_tokens=3))
-        [request] = collector.of(FRONTEND, "pagewire.generate")
-        assert request.parent_id == "", "the first of its trace"
-        assert len(collector.of(CORE, "pagewire.schedule")) == 1
-
-
 def test_phases_tell_of_preemptions_and_losses_without_gaps() -> None:
     event = RequestEvent
     entries = [
