@@ -56,16 +56,6 @@ def test_the_parts_of_the_core_form_layers() -> None:
     assert circles(graph_of_parts(import_graph(read_modules(ROOT)))) == []
 
 
-def test_folders_that_import_each_other_are_a_circle_though_no_modules_do() -> None:
-    graph = {
-        f"{CORE}.kv_cache.pool": {f"{CORE}.sequence"},
-        f"{CORE}.kv_cache.keys": set[str](),
-        f"{CORE}.sequence": {f"{CORE}.kv_cache.keys"},
-    }
-    assert circles(graph) == []
-    assert circles(graph_of_parts(graph)) == [("kv_cache", "sequence")]
-
-
 def test_the_core_counts_memory_in_tokens_wherever_it_does_not_allocate_or_show_it() -> None:
     assert list(lines_about_blocks(ROOT / "scheduler_service/core", SPEAKS_OF_BLOCKS)) == []
 
@@ -75,12 +65,3 @@ def test_every_exception_is_needed(name: str) -> None:
     others = SPEAKS_OF_BLOCKS.keys() - {name}
     found = lines_about_blocks(ROOT / "scheduler_service/core", others)
     assert any(line.startswith(name) for line in found)
-
-
-def test_blocks_are_found_in_names_and_text_but_not_in_the_verb(tmp_path: Path) -> None:
-    text = "# It is blocked by max_kv_blocks.\nnum = self.block_size\n# a Block\n"
-    (tmp_path / "prefill.py").write_text(text)
-    (tmp_path / "kv_cache").mkdir()
-    (tmp_path / "kv_cache/pool.py").write_text("block = 1\n")
-    found = list(lines_about_blocks(tmp_path, ["kv_cache"]))
-    assert found == ["prefill.py:2: num = self.block_size", "prefill.py:3: # a Block"]

@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from tests.architecture.source_tree import Module, circles, import_graph, read_modules
 from tools.launch import ROOT
@@ -57,42 +56,3 @@ def test_one_module_assigns_each_field_of_a_sequence() -> None:
     writers = writers_of_sequences(read_modules(ROOT))
     assert writers.keys() >= FIELDS
     assert {field: names for field, names in writers.items() if len(names) > 1} == {}
-
-
-FILES = {
-    "scheduler.py": """
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from scheduler_service.core.sequence import Sequence
-
-class Scheduler:
-    def run(self, sequence: "Sequence") -> None:
-        self.length = 0
-        sequence.num_computed += 1
-""",
-    "sequence.py": """
-class Sequence:
-    length: int
-    num_computed: int = 0
-
-    def restart(self) -> None:
-        from scheduler_service.core import scheduler
-
-        self.length, self.num_computed = 0, 0
-""",
-}
-
-
-def test_circles_through_types_and_functions_and_second_writers_are_found(tmp_path: Path) -> None:
-    folder = tmp_path / "scheduler_service/core"
-    folder.mkdir(parents=True)
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
-    modules = read_modules(tmp_path)
-    scheduler, sequence = f"{CORE}.scheduler", f"{CORE}.sequence"
-    assert circles(import_graph(modules)) == [(scheduler, sequence)]
-    assert writers_of_sequences(modules) == {
-        "length": [sequence],
-        "num_computed": [scheduler, sequence],
-    }

@@ -1,17 +1,13 @@
 """The stages of a GPU day can be rehearsed on a CPU, and keep what their parts wrote."""
 
 import json
-import re
-import shlex
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu_day import ROOT, STAGES, Day, Part, run_parts
-from benchmarks.profile_steps import idle_share
+from benchmarks.gpu_day import STAGES, Day, Part, run_parts
 from benchmarks.tune_attention import SEQUENCES
 from tools import gpu_payload
 
@@ -72,13 +68,6 @@ def test_every_part_runs_a_module_and_has_a_name_of_its_own(day: Day, gpu: Day) 
     assert gpu.words(racecheck)[:3] == ["compute-sanitizer", "--tool", "racecheck"]
 
 
-def test_peers_take_part_where_they_are_given(gpu: Day, day: Day) -> None:
-    [peers] = [part for part in STAGES[5] if part.name == "peers"]
-    words = shlex.join(gpu.words(peers))
-    assert "--vllm-python vllm/python --nano-vllm-python nano/python" in words
-    assert "-python" not in shlex.join(day.words(peers))
-
-
 def test_a_failing_part_does_not_stop_the_others_and_one_without_end_is_ended(gpu: Day) -> None:
     parts = [
         Part(name="fails", limit_s=60, command="no_such_module"),
@@ -94,25 +83,6 @@ def test_a_failing_part_does_not_stop_the_others_and_one_without_end_is_ended(gp
     assert works.code == 0
     summary = json.loads((gpu.output / "summary.json").read_text())
     assert [part["part"] for part in summary] == ["fails", "hangs", "absent", "works"]
-
-
-def test_carried_packages_are_found_by_processes_in_other_folders() -> None:
-    recipe = subprocess.run(
-        ["make", "--dry-run", "gpu-day", "STAGE=7", "PYTHON=python"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    [sources] = re.findall(r"PYTHONPATH=(\S+)", recipe)
-    assert str(ROOT / "build/gpu-packages") in sources.split(":")
-
-
-def test_the_device_is_idle_where_no_operation_runs() -> None:
-    assert idle_share([(0, 2), (1, 3), (5, 10), (6, 7)]) == pytest.approx(0.2)
-    assert idle_share([(3, 4)]) == 0.0
-    with pytest.raises(ValueError, match="no operation"):
-        idle_share([])
 
 
 def test_the_payload_has_what_the_services_declare_and_not_what_the_machine_has() -> None:

@@ -1,21 +1,18 @@
 """Engines take turns at the same jobs, are checked, and compared."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Self
 
 import pytest
 
 from benchmarks.ceilings import Ceilings
-from benchmarks.comparison import ceilings_range, columns_of, compare, facts_of, num_equal
-from benchmarks.engines.choice import NAMES, EngineUnavailable, Programs, make
-from benchmarks.engines.engine import About, Engine, Outputs, Settings
+from benchmarks.comparison import compare, num_equal
+from benchmarks.engines.engine import About, Engine, Outputs
 from benchmarks.interleaved_runs import (
     CeilingGauge,
     Patience,
     Results,
     Run,
-    WrongOutput,
     run_in_turns,
 )
 from benchmarks.model_shapes import SHAPES
@@ -103,11 +100,6 @@ def test_who_is_far_behind_runs_less_often() -> None:
     }
 
 
-def test_too_few_tokens_are_no_result() -> None:
-    with pytest.raises(WrongOutput, match="vllm: requested"):
-        run_all([Made("vllm", 1.0, missing=1)], [WORKLOADS["single"]])
-
-
 def results_of(**rates: Sequence[float]) -> Results:
     results = Results()
     for name, values in rates.items():
@@ -149,40 +141,6 @@ def test_ratios_are_of_medians_against_the_best_peer() -> None:
     }
 
 
-def test_facts_name_engines_ceilings_absent_peers_and_agreement() -> None:
-    rows = compare(results_of(pagewire=[10], vllm=[8, 9]), {"mixed": four_seconds})
-    assert list(columns_of(rows).values())[:4] == ["workload", "pagewire", "vllm", "best peer"]
-    results = {
-        "shape": "llama-160m",
-        "dtype": "float32",
-        "device": "cpu",
-        "patience": {"repeats": 2, "slow_repeats": 1, "slow_factor": 1.5, "least_s": 0.0},
-        "ceilings": ceilings_range(results_of(pagewire=[10])),
-        "engines": {"pagewire": {"version": "1"}, "vllm": {"version": "2"}},
-        "absent": {"nano-vllm": "needs a GPU"},
-        "greedy_tokens_equal_transformers": {"vllm": {"equal_tokens": 3, "tokens": 4}},
-    }
-    facts = facts_of(results, rows)
-    assert "pagewire 1, vllm 2" in facts
-    assert "vllm 3 of 4" in facts
-    assert "read at 40.0 to 40.0 GB/s" in facts
-    assert "Absent: nano-vllm: needs a GPU." in facts
-    assert "Medians of 2 turns, of 1" in facts
-    assert "at most 12% above the slowest (vllm, mixed)" in facts
-
-
 def test_tokens_agree_up_to_the_first_that_differs() -> None:
     pairs = [([1, 2, 3], [1, 2, 3]), ([4, 9, 6], [4, 5, 6]), ([7, 8, 9], [0, 8, 9])]
     assert [num_equal(*pair) for pair in pairs] == [3, 1, 0]
-
-
-def test_absent_peers_say_why(tmp_path: Path) -> None:
-    settings = Settings(shape=SHAPE, dtype="float32", checkpoints=tmp_path)
-    for name, reason in {
-        "vllm": "not given by --vllm-python",
-        "llama.cpp": "--llama-server: no such file",
-        "nano-vllm": "needs a GPU",
-    }.items():
-        assert name in NAMES
-        with pytest.raises(EngineUnavailable, match=reason):
-            make(name, settings, Programs(llama_server=tmp_path / "none"))

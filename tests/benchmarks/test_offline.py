@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.offline import main, parse
+from benchmarks.offline import main
 
 TINY = ["--shape", "tiny", "--kv-cache-gib", "1", "--threads", "1", "--repeats", "1"]
 
@@ -34,33 +34,3 @@ def test_engines_compete_and_agree(tmp_path: Path) -> None:
         assert min(measured) > 1e8
     for name, agreement in content["greedy_tokens_equal_transformers"].items():
         assert agreement["equal_tokens"] == agreement["tokens"] > 0, name
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_quantized_weights_compete_with_dense_ones(tmp_path: Path) -> None:
-    engines = ["--engines", "pagewire", "pagewire dense", "llama.cpp"]
-    flags = ["--workloads", "single", "--no-ceilings", "--llama-server", str(tmp_path)]
-    content = run(tmp_path, "--quantization", "int8", *engines, *flags)
-    (row,) = content["rows"]
-    assert row["best_peer"] == "pagewire dense"
-    assert row["ratio"] > 0
-    settings = {name: about["settings"] for name, about in content["engines"].items()}
-    assert settings["pagewire"]["quantization"] == "int8"
-    assert "quantization" not in settings["pagewire dense"]
-    assert content["absent"] == {"llama.cpp": "requires a GGUF file"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--weights", "awq", "--quantization", "int4"], "is for dense checkpoints"),
-        (["--weights", "q4_1"], "--weights q4_1 needs --model"),
-    ],
-)
-def test_weights_that_nothing_writes_are_refused(
-    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(arguments)
-    assert reason in capsys.readouterr().err

@@ -1,10 +1,7 @@
 """The floor of a workload: its ideal steps, their bytes and operations."""
 
-import pytest
-
-from benchmarks.ceilings import Ceilings
 from benchmarks.model_shapes import Shape
-from benchmarks.roofline import Row, Step, floor_seconds, ideal_steps
+from benchmarks.roofline import Row, Step, ideal_steps
 from benchmarks.workloads import Job
 
 SHAPE = Shape(
@@ -68,11 +65,6 @@ def test_a_prompt_in_pieces_takes_as_many_operations_as_in_one() -> None:
     assert flops(9) == linear + attention
 
 
-def test_a_step_that_samples_nothing_leaves_the_output_layer_alone() -> None:
-    step = Step(rows=[Row(num_tokens=1, context=1, samples=False)], shared=0)
-    assert step.num_bytes(SHAPE, "float32") == LAYERS * 4 + 2 * SHAPE.kv_bytes("float32")
-
-
 def test_a_format_has_bits_of_layers_and_of_the_head() -> None:
     step = Step(rows=[Row(num_tokens=1, context=1, samples=True)], shared=0)
     kv = 2 * SHAPE.kv_bytes("bfloat16")
@@ -80,14 +72,3 @@ def test_a_format_has_bits_of_layers_and_of_the_head() -> None:
     assert step.num_bytes(SHAPE.quantized("q4_1"), "bfloat16") == gguf
     assert step.num_bytes(SHAPE.quantized("w8a8"), "bfloat16") == LAYERS + OUTPUT * 2 + kv
     assert SHAPE.quantized("w8a8").dense() == SHAPE
-
-
-def test_the_slower_of_memory_and_multipliers_decides() -> None:
-    (step,) = ideal_steps([job(0, 4, 1)], 100)
-
-    def floor(read: float, flops: float) -> float:
-        ceilings = Ceilings(read_bytes_per_s=read, flops_per_s=flops)
-        return floor_seconds([job(0, 4, 1)], SHAPE, "float32", ceilings, 100)
-
-    assert floor(1.0, 1e30) == pytest.approx(step.num_bytes(SHAPE, "float32"))
-    assert floor(1e30, 1.0) == pytest.approx(step.num_flops(SHAPE))

@@ -10,10 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import frontend, many_groups, recovery, scheduler_overhead, speculation
-from benchmarks.online import best_goodput
 from benchmarks.processes import processor_seconds, resident_bytes, tree
-from benchmarks.speculation import copied
-from benchmarks.startup import Start, compare
 from pagewire_client import SamplingParams
 
 STREAMS = ["--streams", "4", "--tokens", "5", "--pace", "0", "--frontends", "2", "--turns", "1"]
@@ -82,44 +79,6 @@ def test_the_next_token_is_the_one_behind_the_pause(
 ) -> None:
     stream = recovery.Stream([1], SamplingParams(), arrivals)
     assert stream.recovery_s(killed_at=10.0) == pytest.approx(recovery_s)
-
-
-def test_the_process_or_the_machine_limits_a_deployment() -> None:
-    idle = dict.fromkeys(("core_cores", "worker_cores", "all_worker_cores", "frontend_cores"), 0.2)
-    rows = [
-        {"groups": 1, "tokens_per_s": 100, "step_ms": 5.0} | idle,
-        {"groups": 4, "tokens_per_s": 300, "step_ms": 5.0} | idle | {"core_cores": 0.95},
-        {"groups": 8, "tokens_per_s": 320, "step_ms": 5.0} | idle | {"all_worker_cores": 1.7},
-    ]
-    many_groups.compare(rows, num_cores=2)
-    assert [row["limited_by"] for row in rows] == ["", "core", "machine"]
-    assert [row["of_linear"] for row in rows] == [1.0, 0.75, 0.4]
-
-
-def test_the_best_rate_is_the_last_before_one_that_misses_its_limits() -> None:
-    shares = [1.0, 0.9, 0.89, 1.0]
-    rows = [{"engine": "a", "rate": rate, "good_share": s} for rate, s in enumerate(shares, 1)]
-    rows += [{"engine": "b", "rate": rate, "good_share": s} for rate, s in enumerate((0.5, 1.0))]
-    assert best_goodput(rows) == {"a": 2, "b": 0.0}
-
-
-def test_tokens_are_copied_that_follow_three_tokens_of_the_prompt_as_they_do_there() -> None:
-    prompt = [1, 2, 3, 4, 5, 6]
-    assert copied(prompt, [1, 2, 3, 4, 5]) == 2
-    assert copied(prompt, [2, 3, 4, 9, 3, 4, 5, 6]) == 1
-    assert copied([1, 2, 3, 4, 1, 2, 3], [4, 4]) == 1  # the prompt's end counts as context
-
-
-def test_starts_are_compared_by_their_medians() -> None:
-    def starts(*values: tuple[float, float]) -> list[Start]:
-        return [Start(first_token_s=s, peak_mib=mib, foreign_cores=0.0) for s, mib in values]
-
-    ours = starts((4.0, 500), (9.0, 700), (5.0, 600))
-    theirs = starts((40.0, 1200), (42.0, 1300), (41.0, 1500))
-    rows = compare({"pagewire": ours, "vllm": theirs})
-    assert [row["first_token_s"] for row in rows] == [5.0, 41.0]
-    assert rows[1]["times_pagewire_first_token"] == 8.2
-    assert rows[1]["times_pagewire_peak"] == round(1300 / 600, 2)
 
 
 def test_memory_and_time_are_those_of_a_process_and_its_children() -> None:

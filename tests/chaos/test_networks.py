@@ -5,12 +5,8 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagewire_client import connection
-from service_common.grpc_options import Options, channel_options
 from tests.chaos.namespaces import NamespaceNetwork, namespaces_permitted
 from tests.chaos.network import CLIENT, Link, Network
 from tests.chaos.relays import RelayNetwork
@@ -27,21 +23,6 @@ host, port = sys.argv[1].split(":")
 server = socketserver.ThreadingTCPServer((host, int(port)), Echo)
 print("listening", flush=True)
 server.serve_forever()
-"""
-HEALTH = """
-import asyncio, sys
-import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-
-async def serve():
-    server = grpc.aio.server()
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
-    server.add_insecure_port(sys.argv[1])
-    await server.start()
-    print("listening", flush=True)
-    await server.wait_for_termination()
-
-asyncio.run(serve())
 """
 needs_namespaces = pytest.mark.skipif(
     not namespaces_permitted(), reason="needs network namespaces and TUN devices (Linux, root)"
@@ -93,38 +74,3 @@ async def test_a_cut_link_is_silent_until_it_is_healed(
         assert await reader.readexactly(1) == b"b"
         writer.close()
         await writer.wait_closed()
-
-
-@needs_namespaces
-async def test_a_forgotten_connection_is_silent_for_ever_and_a_new_one_is_not() -> None:
-    link = Link(CLIENT, "core")
-    async with NamespaceNetwork([link]) as network, running(ECHO, network, "core"):
-        host, port = network.address(CLIENT, "core").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"a")
-        assert await reader.readexactly(1) == b"a"
-        network.forget(link)
-        writer.write(b"b")
-        assert await is_silent(reader)
-        again, new_writer = await asyncio.open_connection(host, int(port))
-        new_writer.write(b"c")
-        assert await again.readexactly(1) == b"c"
-        assert await is_silent(reader)
-        for connection in (writer, new_writer):
-            connection.transport.abort()
-
-
-@needs_namespaces
-@pytest.mark.parametrize(
-    "options",
-    [channel_options(), list(connection._CHANNEL_OPTIONS)],
-    ids=["between services", "of clients"],
-)
-async def test_the_first_attempt_to_connect_succeeds_on_a_slow_link(options: Options) -> None:
-    link = Link(CLIENT, "core")
-    async with NamespaceNetwork([link]) as network, running(HEALTH, network, "core"):
-        network.degrade(link)
-        address = network.address(CLIENT, "core")
-        async with grpc.aio.insecure_channel(address, options=options) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)

@@ -391,15 +391,6 @@ def test_a_deployment_stops_in_time_and_goes_on(compose: Compose, load: Load) ->
     load.check()
 
 
-def test_an_idle_deployment_stops_at_once(compose: Compose, load: Load) -> None:
-    load.stop()
-    names = [name for service in SERVICES for name in compose.containers(service)]
-    began = time.monotonic()
-    compose("stop")
-    print(f"stopped idle in {time.monotonic() - began:.1f} s; {load.tally.num_ended} streams ended")
-    assert set(exit_codes(compose.docker, names).values()) == {0}
-
-
 def test_keys_and_the_token_between_services_are_secrets(
     docker: Docker, images: dict[str, str], tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tomllib
 from io import BytesIO
 from pathlib import Path
 from shutil import which
@@ -37,14 +36,6 @@ def test_a_linter_finds_nothing() -> None:
     assert (run.returncode, run.stdout) == (0, "")
 
 
-def test_the_linter_finds_what_is_wrong(tmp_path: Path) -> None:
-    wrong = tmp_path / "Dockerfile"
-    wrong.write_text(DOCKERFILE.read_text().replace("FROM base AS scheduler", "FROM python"))
-    program = Path(sys.executable).parent / "hadolint"
-    run = subprocess.run([program, str(wrong)], capture_output=True, text=True)
-    assert "DL3006" in run.stdout, "an image without a version"
-
-
 @pytest.mark.parametrize("image", IMAGES)
 def test_an_image_runs_pagewire_as_a_user_without_rights(image: str) -> None:
     instructions = stages()[image]
@@ -69,17 +60,6 @@ def test_only_workers_have_torch() -> None:
     assert scheduler.count("/requirements/scheduler.txt") == 1
     assert "/requirements/worker.txt" not in scheduler
     assert "torch" not in (ROOT / "deploy/docker/constraints.txt").read_text()
-
-
-def test_an_argument_selects_attention_kernels() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    arguments = [value for name, value in stages()["worker-cuda"] if name == "ARG"]
-    assert "ATTENTION=vllm" in arguments
-    (command,) = (value for _, value in stages()["worker-cuda"] if 'case "${ATTENTION}"' in value)
-    assert 'vllm) pip install --no-deps "${VLLM}"' in command
-    assert "flash-attn" in extras["optional-dependencies"]
-    assert "flash-attn) pip install" in command
-    assert "-r /requirements/flash-attn.txt" in command
 
 
 def pins() -> dict[str, str]:

@@ -9,10 +9,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from scheduler_service.core import SchedulerConfig
-from scheduler_service.core.config import PreemptionMode
 from tests.support.virtual import make_trace, record, script
 from tools.what_if.__main__ import app
-from tools.what_if.comparison import apply_overrides
 from tools.what_if.cost_model import StepSample, StepSize, fit
 
 WhatIf: TypeAlias = Callable[..., Result]
@@ -94,26 +92,9 @@ def test_what_cannot_be_compared_is_said(
     assert message in result.stderr
 
 
-def test_overrides_have_the_types_of_their_fields() -> None:
-    text = "max-num-seqs=3, watermark=0.5,enable_prefix_caching=false,preemption_mode=swap"
-    assert apply_overrides(SchedulerConfig(), text) == SchedulerConfig(
-        max_num_seqs=3,
-        watermark=0.5,
-        enable_prefix_caching=False,
-        preemption_mode=PreemptionMode.SWAP,
-    )
-
-
 def sample(num_rows: int, num_further_tokens: int, seconds: float) -> StepSample:
     size = StepSize(num_rows=num_rows, num_further_tokens=num_further_tokens, num_moved_blocks=0)
     return StepSample(group_id="g", size=size, seconds=seconds)
-
-
-def test_no_cost_is_below_zero() -> None:
-    # A line through these falls: more rows cannot be what makes a step faster.
-    model = fit([sample(1, 0, 0.03), sample(2, 0, 0.02), sample(3, 0, 0.01)]).model
-    assert model.base == pytest.approx(0.02)
-    assert (model.per_row, model.per_token, model.per_block) == (0, 0, 0)
 
 
 def test_steps_that_were_held_up_do_not_bend_the_fit() -> None:
@@ -126,10 +107,3 @@ def test_steps_that_were_held_up_do_not_bend_the_fit() -> None:
         assert model.base == pytest.approx(0.01, rel=1e-3)
         assert model.per_row == pytest.approx(0.001, rel=1e-3)
         assert model.per_token == pytest.approx(1e-5, rel=1e-3)
-
-
-def test_steps_that_are_all_alike_have_their_mean_cost() -> None:
-    found = fit([sample(4, 0, 0.01), sample(4, 0, 0.03)])
-    size = sample(4, 0, 0).size
-    assert found.model.seconds(size) == pytest.approx(0.02)
-    assert found.mean_error == pytest.approx(0.01)

@@ -33,14 +33,6 @@ def run(
     return simulate(trace, SchedulerCore(config), {"g0": costs}).histories
 
 
-def test_a_step_takes_its_rows_and_further_tokens() -> None:
-    (history,) = run(make_trace(script(0, prompt=5, num_tokens=3)), costs=COSTS)
-    assert history.is_finished
-    # 10 ms, 1 ms for the row, and 0.1 ms for each token of the prompt beyond the first.
-    assert history.choices[0].times == pytest.approx([0.0114, 0.0224, 0.0334])
-    assert history.ended == pytest.approx(0.0334)
-
-
 def test_with_one_place_the_second_request_waits_for_the_first() -> None:
     trace = make_trace(script(0, num_tokens=5), script(1, num_tokens=2))
     together = run(trace)
@@ -198,27 +190,3 @@ def test_what_ends_a_deployment_is_no_part_of_the_load() -> None:
     ]
     trace = read_trace(record(make_trace(script(0), interventions=shutdown), CONFIG, STEP))
     assert [entry.do for entry in trace.interventions] == ["add_worker_group"]
-
-
-def test_tenants_are_told_apart() -> None:
-    scripts = [script(i, tenant=["a", "b"][i % 2], num_tokens=2 + i) for i in range(4)]
-    comparison = compare(read_trace(record(make_trace(*scripts), CONFIG)), CONFIG, {})
-    for row in comparison.rows:
-        assert row.by_tenant.keys() == {"a", "b"}
-        assert [latencies.num_requests for latencies in row.by_tenant.values()] == [2, 2]
-    assert (
-        comparison.rows[0].by_tenant["a"].end_to_end < comparison.rows[0].by_tenant["b"].end_to_end
-    )
-
-
-def test_a_recording_without_steps_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match="no executed step"):
-        compare(make_trace(script(0)), CONFIG, {})
-
-
-def test_a_worker_group_that_a_configuration_does_not_suit_is_told() -> None:
-    trace = read_trace(record(make_trace(script(0)), CONFIG))
-    whole = replace(CONFIG, enable_chunked_prefill=False)
-    with pytest.raises(ValueError, match="with chunked prefill off"):
-        compare(trace, CONFIG, {"whole": whole})
-    assert make_capacity().max_model_len == 64
