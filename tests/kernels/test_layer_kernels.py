@@ -39,8 +39,9 @@ def test_an_activation_is_what_it_is_called(kernels: LayerKernels, name: str) ->
     torch.testing.assert_close(product, expected * (x + 1), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 7, 60, 1100])
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 60) for name in ACTIVATIONS), ("silu", 1), ("gelu", 1100)]
+)
 def test_an_activation_has_the_same_bits_wherever_a_row_stands(
     kernels: LayerKernels, name: str, size: int
 ) -> None:
@@ -51,8 +52,9 @@ def test_an_activation_has_the_same_bits_wherever_a_row_stands(
         assert torch.equal(kernels.act_and_mul(x[row, None], name)[0], products[row])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [1, 3, 400])
+@pytest.mark.parametrize(
+    ("num_rows", "dtype"), [(1, torch.float32), (3, torch.bfloat16), (400, torch.float32)]
+)
 def test_a_copy_stays_when_its_rows_change(
     kernels: LayerKernels, num_rows: int, dtype: torch.dtype
 ) -> None:

@@ -38,9 +38,8 @@ def _assert_agrees(output: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(output, expected, rtol=tolerance * 2, atol=tolerance)
 
 
-@pytest.mark.parametrize("size", [1, 16, 100, 768, 5001])
-@pytest.mark.parametrize("with_residual", [False, True])
-@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("size", [1, 16, 100, 5001])
+@pytest.mark.parametrize(("with_residual", "affine"), [(False, False), (True, True)])
 def test_norms_agree(
     kernels: NativeLayerKernels, dtype: torch.dtype, size: int, with_residual: bool, affine: bool
 ) -> None:
@@ -69,7 +68,7 @@ def test_a_layer_norm_of_numbers_far_from_zero_agrees(
     torch.testing.assert_close(output, expected, rtol=1e-2, atol=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 16, 100, 1100])
+@pytest.mark.parametrize("size", [1, 1100])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_agree(
     kernels: NativeLayerKernels, dtype: torch.dtype, size: int, name: str
@@ -103,8 +102,10 @@ def test_embedding_takes_rows_of_a_table(kernels: NativeLayerKernels, dtype: tor
     assert not rows[4:].any()
 
 
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (128, 128), (40, 40), (80, 32)])
-@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim", "with_norms"),
+    [(64, 64, False), (128, 128, True), (40, 40, True), (80, 32, False)],
+)
 @pytest.mark.parametrize("in_int8", [False, True])
 def test_rotation_and_cache_write_agree(
     kernels: NativeLayerKernels,

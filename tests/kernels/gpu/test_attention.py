@@ -9,7 +9,7 @@ import torch
 
 from pagewire_kernels import reference
 from pagewire_kernels.triton import Launch, TritonBackend, choose_launch, paged_attention, write_kv
-from pagewire_kernels.triton.attention import Part, parts_of
+from pagewire_kernels.triton.attention import parts_of
 from pagewire_kernels.triton.attention_kernels import plan_splits
 from tests.support.gpu_kernels import DEVICE, DTYPES, MARKS, assert_agrees, on_device
 from tests.support.paged_batch import PagedSequences, Shape
@@ -222,17 +222,6 @@ def test_rows_of_a_padded_batch_attend_over_nothing(launch: Launch) -> None:
     assert_agrees(output[: len(DECODES)], _expected(sequences, DECODES, scale=0.3))
 
 
-def test_batch_invariance_takes_its_tiles_from_the_model_alone() -> None:
-    sequences = PagedSequences(Shape(), [5000, 3])
-    fixed = set()
-    for parts in ([(0, 0, 5000)], [(0, 4999, 5000)], [(0, 4999, 5000), (1, 0, 3)]):
-        query = sequences.rows(sequences.queries, parts).to(DEVICE)
-        launch = choose_launch(query, 2, sequences.metadata(parts), batch_invariant=True)
-        fixed.add((launch.tile_rows, launch.tile_keys, launch.num_warps, launch.split_tokens))
-    assert len(fixed) == 1
-    assert fixed.pop()[-1] > 0
-
-
 @pytest.mark.parametrize(
     ("lengths", "extra"),
     [
@@ -258,43 +247,8 @@ def test_contexts_are_shared_evenly_by_length(lengths: list[int], extra: int) ->
     assert fewer_keys < max(128, -(-sum(lengths) // extra))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({}, id="plain", marks=pytest.mark.long),
-        pytest.param({"sliding_window": 200, **OPTIONS["sinks"]}, id="window"),
-    ],
-)
-def test_one_long_context_among_short_ones_agrees_with_the_reference(
-    options: dict[str, Any],
-) -> None:
-    lengths = [5, 900, 1, 40]
-    sequences = PagedSequences(Shape(), lengths)
-    _written(sequences)
-    decodes = [(i, length - 1, length) for i, length in enumerate(lengths)]
-    output = _attend(sequences, decodes, scale=0.3, **options)
-    assert_agrees(output, _expected(sequences, decodes, scale=0.3, **options))
-
-
 MIXED = [(2, 59, 60), (1, 0, 1), (0, 13, 33), (3, 0, 9)]
 """Two decodes, then two prefills."""
-
-
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({}, id="plain", marks=pytest.mark.long), pytest.param(OPTIONS["all"], id="all")],
-)
-def test_decodes_and_prefills_of_a_batch_agree_with_the_reference(options: dict[str, Any]) -> None:
-    sequences = PagedSequences(Shape(), LENGTHS)
-    _written(sequences)
-    metadata = sequences.metadata(MIXED, num_decodes=2)
-    starts, lengths = metadata.query_start, metadata.context_lens
-    assert [*parts_of(metadata, 31)] == [
-        Part(starts, lengths, 0, 2, 2, True),
-        Part(starts, lengths, 2, 2, 29, False),
-    ]
-    output = _attend(sequences, MIXED, scale=0.3, num_decodes=2, **options)
-    assert_agrees(output, _expected(sequences, MIXED, scale=0.3, **options))
 
 
 @pytest.mark.parametrize("num_decodes", [0, 1, 2, 3])

@@ -138,12 +138,6 @@ def test_filtered_rows_get_the_references_tokens(capacity: int) -> None:
     assert ours == expected
 
 
-def test_unfiltered_rows_get_the_references_tokens() -> None:
-    ours, expected = _both(_logits(6, spread=1.0), _rows([1.0, 0.3, 5.0, 1.0, 1.0, 2.0]))
-    assert ours == expected
-    assert len(set(ours)) > 3
-
-
 def test_rows_of_several_tiles_get_the_references_tokens() -> None:
     draw = torch.Generator().manual_seed(3)
     logits = torch.randn(8, 10_000, generator=draw) * 2
@@ -162,22 +156,6 @@ def test_rows_of_several_tiles_get_the_references_tokens() -> None:
     assert len({token // 4096 for token in ours}) == 3
 
 
-def test_log_probabilities_of_several_tiles_agree_with_the_reference() -> None:
-    logits = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(4)) * 3
-    tokens = torch.tensor([[9_999, 5], [0, 5_000], [4_096, 4_095]])
-    logprobs, ranks = gather_logprobs(logits.to(DEVICE), tokens.to(DEVICE))
-    expected_logprobs, expected_ranks = reference.gather_logprobs(logits, tokens)
-    torch.testing.assert_close(logprobs.cpu(), expected_logprobs, atol=1e-5, rtol=1e-5)
-    assert ranks.tolist() == expected_ranks.tolist()
-
-
-def test_a_greedy_row_gets_the_first_of_its_largest_logits() -> None:
-    logits = _logits(2)
-    logits[0, [299, 17, 40]] = 50.0
-    ours, _ = _both(logits, _rows([0.0, 0.0]))
-    assert ours == [17, int(logits[1].argmax())]
-
-
 def test_equal_logits_at_the_cut_all_stay() -> None:
     logits = torch.full((12, VOCAB_SIZE), -5.0)
     logits[:, [3, 99, 250]] = 4.0
@@ -187,29 +165,12 @@ def test_equal_logits_at_the_cut_all_stay() -> None:
     assert set(ours) == {3, 99, 250}
 
 
-def test_banned_tokens_are_never_drawn() -> None:
-    logits = torch.zeros(4, VOCAB_SIZE)
-    logits[:, :290] = -torch.inf
-    ours, expected = _both(logits, _rows([1.0] * 4, top_p=[0.5, 1.0] * 2))
-    assert ours == expected
-    assert min(ours) >= 290
-
-
-def test_rows_without_a_finite_maximum_have_no_token() -> None:
-    logits = _logits(4)
-    logits[0] = -torch.inf
-    logits[1, 2] = torch.nan
-    logits[2, 2] = torch.inf
-    ours, expected = _both(logits, _rows([1.0, 0.0, 1.0, 1.0]))
-    assert ours == expected
-    assert ours[:3] == [-1, -1, -1]
-    assert ours[3] >= 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_log_probabilities_agree_with_the_reference(dtype: torch.dtype) -> None:
-    logits = _logits(4).to(dtype)
-    tokens = torch.randint(0, VOCAB_SIZE, (4, 5), generator=torch.Generator().manual_seed(2))
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size"), [(torch.float32, 300), (torch.float16, 300), (torch.float32, 10_000)]
+)
+def test_log_probabilities_agree_with_the_reference(dtype: torch.dtype, vocab_size: int) -> None:
+    logits = _logits(4, vocab_size=vocab_size).to(dtype)
+    tokens = torch.randint(0, vocab_size, (4, 5), generator=torch.Generator().manual_seed(2))
     tokens[0, 0] = logits[0].argmax()
     logprobs, ranks = gather_logprobs(logits.to(DEVICE), tokens.to(DEVICE))
     expected_logprobs, expected_ranks = reference.gather_logprobs(logits, tokens)

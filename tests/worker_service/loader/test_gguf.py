@@ -368,7 +368,7 @@ def any_family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return make_gguf(request.param, "Q4_0", tmp_path_factory.mktemp("gguf"))[0]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(2))
 def test_damaged_headers_are_read_or_refused(seed: int, any_family: Path, tmp_path: Path) -> None:
     """Random bytes where the metadata is: whatever they mean, the error is one that names them."""
     random = Random(seed)

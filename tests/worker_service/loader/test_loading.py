@@ -1,6 +1,5 @@
 """The result of loading a checkpoint: tensors, facts, files for frontends, a fingerprint."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -70,10 +69,6 @@ def test_a_small_model_in_bfloat16_by_default_on_a_cpu_is_a_warning(
     assert ("may answer worse in bfloat16: --dtype float32" in caplog.text) == warns
 
 
-def test_a_shorter_length_can_be_asked_for() -> None:
-    assert _load(checkpoint("llama"), max_model_len=32).model.max_model_len == 32
-
-
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
 def test_shards_load_as_one_file_does(family: str, tmp_path: Path) -> None:
     whole = checkpoint(family)
@@ -124,23 +119,6 @@ def test_dummy_weights_need_no_weight_file_and_are_the_same_each_time(
     assert first.std() > 0
 
 
-def test_the_embedded_model_is_known_by_its_name() -> None:
-    loaded = load_model(ModelConfig(model="embedded", device="cpu"))
-    assert loaded.model.architecture == "LlamaForCausalLM"
-    assert "tokenizer.json" in dict(iter_assets(loaded.model_dir))
-
-
-def test_a_progress_bar_is_drawn_on_request(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _load(checkpoint("llama"), show_progress=False)
-    assert capsys.readouterr().err == ""
-    _load(checkpoint("llama"), show_progress=True)
-    assert "loading weights" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stderr", io.StringIO())  # no terminal
-    _load(checkpoint("llama"))
-
-
 @pytest.mark.parametrize(
     ("saved", "native", "expected"),
     [
@@ -160,11 +138,6 @@ def test_auto_takes_a_half_precision_type_only_on_cpus_that_support_it(
     assert resolve_dtype("auto", {key: saved}, CPU) == expected
     assert resolve_dtype("auto", {"text_config": {key: saved}}, CPU) == expected
     assert resolve_dtype("bfloat16", {key: saved}, CPU) == torch.bfloat16
-
-
-def test_gpus_compute_in_float16() -> None:
-    for name in ("auto", "float16"):
-        assert resolve_dtype(name, {"dtype": "float16"}, torch.device("cuda")) == torch.float16
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -273,11 +246,6 @@ def test_a_tokenizer_of_the_older_form_is_converted(tmp_path: Path) -> None:
     )
     content = dict(iter_assets(tmp_path))["tokenizer.json"]
     assert Tokenizer.from_str(content.decode()).encode("ab ab").ids == [3, 4, 3]
-
-
-def test_a_model_without_a_tokenizer_has_no_tokenizer_file(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    assert list(dict(iter_assets(tmp_path))) == ["config.json"]
 
 
 def test_a_model_without_a_tokenizer_is_loaded_with_a_warning(

@@ -102,11 +102,6 @@ THROUGH_TRANSFORMERS = (
 )
 
 
-@pytest.fixture(params=["llama", "llama_tied", "qwen3", "gpt2", "opt", *THROUGH_TRANSFORMERS])
-def family(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 def _round(model: Any, quantization: str) -> None:
     """Round the linear layers of a model of `transformers`."""
     head = model.get_output_embeddings()
@@ -121,6 +116,14 @@ def _round(model: Any, quantization: str) -> None:
             weight.copy_(quantize(weight, "int8" if module is head else quantization).dequantize())
 
 
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        *((family, "int4") for family in ("llama", "gpt2", "opt", *THROUGH_TRANSFORMERS)),
+        *((family, "int8") for family in ("llama_tied", "gemma3", "gpt_oss")),
+        *((family, "fp8") for family in ("qwen3", "gemma3", "gpt_oss")),
+    ],
+)
 def test_logits_are_those_of_the_rounded_weights(
     family: str, quantization: str, tmp_path: Path
 ) -> None:
@@ -135,7 +138,10 @@ def test_logits_are_those_of_the_rounded_weights(
     assert (dense - expected).abs().max() > 0.01 * dense.std()
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gpt2", "opt"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [("llama_tied", "int8"), ("gpt2", "int4"), ("opt", "fp8"), ("qwen3", "int4")],
+)
 def test_tensors_that_are_rounded_while_they_are_read_have_the_same_bits(
     family: str, quantization: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,7 +157,9 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return make_checkpoint(request.param, tmp_path_factory.mktemp(request.param), **SHAPES)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("quantization", "dtype"), [("int8", "float32"), ("int4", "bfloat16"), ("fp8", "bfloat16")]
+)
 def test_rows_do_not_depend_on_the_batch(rounded: Path, quantization: str, dtype: str) -> None:
     loaded = _load(rounded, quantization, dtype)
     assert loaded.batch_invariant
@@ -240,10 +248,13 @@ def _logits(loaded: LoadedModel) -> torch.Tensor:
     return PagedDriver(loaded.model).run([(0, 0, TOKENS)])[0]
 
 
-CACHED_FAMILIES = ["llama", "llama_tied", "opt", "gpt2", "gemma", "gemma3", "qwen2_moe", "gpt_oss"]
-
-
-@pytest.mark.parametrize("family", CACHED_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        *((family, "int4") for family in ("llama", "opt", "gpt2", "gemma3", "qwen2_moe")),
+        *(("llama_tied", "int8"), ("gemma", "int8"), ("gpt_oss", "fp8"), ("llama", "fp8")),
+    ],
+)
 def test_a_cache_changes_no_bit(family: str, quantization: str, tmp_path: Path) -> None:
     shapes = {**SHAPES, "head_dim": 32} if family == "gpt_oss" else SHAPES
     path, folder = make_checkpoint(family, tmp_path / "model", **shapes), tmp_path / "cache"
