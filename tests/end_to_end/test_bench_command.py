@@ -67,25 +67,6 @@ def test_a_run_has_prompts_of_its_own_unless_it_is_given_the_seed_of_another(
     assert "warning" not in shared.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rate", "fast"], "'--rate'"),
-        (["--rate", "0"], "'--rate'"),
-        (["--input-tokens", "9-2"], "'--input-tokens'"),
-        (["--output-tokens", "0"], "'--output-tokens'"),
-        (["--num-requests", "0"], "'--num-requests'"),
-        (["--concurrency", "0"], "'--concurrency'"),
-        (["--ttft-limit-ms", "0"], "'--ttft-limit-ms'"),
-        (["--itl-limit-ms", "-1"], "'--itl-limit-ms'"),
-    ],
-)
-def test_a_wrong_option_is_refused_by_name(bench: Any, arguments: list[str], words: str) -> None:
-    done = bench(*arguments)
-    assert done.exit_code == 2
-    assert words in done.stderr
-
-
 def test_what_the_model_cannot_hold_is_refused_before_anything_is_sent(cluster: Cluster) -> None:
     done = subprocess.run(
         command(cluster, "--input-tokens", "1000000"),

@@ -115,19 +115,6 @@ def test_the_last_worker_waits_for_another_and_then_leaves(slow_cluster: Cluster
         assert len(stream.tokens()) == NUM_TOKENS
 
 
-def test_the_grace_period_bounds_the_wait_and_the_request_goes_on(tmp_path: Path) -> None:
-    flags = [*SLOW, "--grace-period", "0.2"]
-    with Cluster(tmp_path, worker_flags=flags) as cluster:
-        cluster.start(num_workers=1)
-        with inference_stub(cluster.frontend_address()) as stub:
-            stream = LongStream(stub)
-            stream.wait_begun()
-            cluster.workers[0].kill(signal.SIGTERM)
-            assert stream.is_open, "there is no other worker"
-            cluster.start_worker(*FASTER)
-            assert len(stream.tokens()) == NUM_TOKENS
-
-
 def test_a_whole_deployment_that_is_told_to_end_ends_when_its_requests_have(
     tmp_path: Path,
 ) -> None:

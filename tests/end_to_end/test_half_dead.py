@@ -111,22 +111,6 @@ def start(cluster: Cluster, *, num_workers: int, step_us: int = 2000) -> None:
     wait_until(lambda: [*states(cluster).values()] == [READY] * num_workers, "all groups are ready")
 
 
-def test_a_worker_stopped_beyond_its_lease_comes_back_late_and_serves_again(
-    tmp_path: Path, undisturbed: list[list[int]]
-) -> None:
-    with SimulatedCluster(tmp_path, core_flags=LEASE) as cluster:
-        start(cluster, num_workers=2)
-        with inference_stub(cluster.frontend_address()) as stub:
-            with streaming(stub) as tokens, stopped(cluster.workers[0]):
-                assert tokens() == undisturbed
-                wait_until(lambda: "group-0" not in states(cluster), "its lease has ended")
-            wait_until(lambda: states(cluster).get("group-0") == READY, "it has come back")
-            # It alone serves now, and knows nothing of what it was in the middle of.
-            with stopped(cluster.workers[1]):
-                assert tokens_of(generate_together(stub, requests())) == undisturbed
-        assert cluster.workers[0].process.poll() is None
-
-
 def test_a_worker_whose_step_hangs_is_told_to_end_and_does(
     tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
@@ -144,28 +128,6 @@ def test_a_worker_whose_step_hangs_is_told_to_end_and_does(
             assert tokens_of(answers.result(timeout=120)) == undisturbed
         assert "is overdue" in (cluster.core.log if cluster.core else "")
         assert "the model thread is stuck" in cluster.workers[0].log
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("who", ["core", "frontend"])
-def test_one_stopped_until_its_peers_have_given_it_up_goes_on(
-    tmp_path: Path, undisturbed: list[list[int]], who: str
-) -> None:
-    with SimulatedCluster(tmp_path, core_flags=LEASE) as cluster:
-        start(cluster, num_workers=1)
-        core, frontend, worker = cluster.services
-        with inference_stub(cluster.frontend_address()) as stub, streaming(stub) as tokens:
-            with stopped(core if who == "core" else frontend):
-                if who == "core":
-                    wait_until(
-                        lambda: "not registered" in worker.log, "the worker looks for a core"
-                    )
-                    wait_until(lambda: "no core" in frontend.log, "the frontend looks for a core")
-                else:
-                    wait_until(
-                        lambda: "frontend detached" in core.log, "the core ends its requests"
-                    )
-            assert tokens() == undisturbed
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """A client's span goes on through the services that its request goes through."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pagewire_client import Client, SamplingParams
 from scheduler_service.core.request_timing import RequestEvent
 from scheduler_service.core_service.tracing import phases
 from tests.support.cluster import Cluster
-from tests.support.otlp_collector import CollectedSpan, Collector, collecting
+from tests.support.otlp_collector import Collector, collecting
 
 FRONTEND, CORE, WORKER = "pagewire-frontend", "pagewire-scheduler", "pagewire-worker"
 PROMPT = list(range(3, 60))
@@ -31,14 +30,6 @@ def deployment(
         frontend_flags=[*flags, "--http", "127.0.0.1:0"],
     ) as cluster:
         yield cluster.start()
-
-
-def requests_of(collector: Collector, service: str, name: str) -> dict[str, list[CollectedSpan]]:
-    """A service's spans in order, by the span of the request that they are of."""
-    found: dict[str, list[CollectedSpan]] = {}
-    for span in sorted(collector.of(service, name), key=lambda span: span.start_ns):
-        found.setdefault(span.parent_id, []).append(span)
-    return found
 
 
 def test_a_clients_span_has_those_of_frontend_core_and_worker_below_it(tmp_path: Path) -> None:
@@ -101,38 +92,6 @@ def test_a_traceparent_over_http_reaches_the_worker_if_it_is_recorded(tmp_path: 
         assert (request.trace_id, request.parent_id) == (trace_id, span_id)
         assert (executed.trace_id, executed.parent_id) == (trace_id, request.span_id)
         assert {span.trace_id for span in collector.spans} == {trace_id}
-
-
-def test_one_that_is_swapped_out_is_on_the_worker_twice(tmp_path: Path) -> None:
-    """Blocks for one of the two to grow to its end, not for both."""
-    core_flags = ("--preemption-mode", "swap", "--no-enable-prefix-caching")
-    memory = ("--block-size", "16", "--simulate-gpu-blocks", "12")
-    params = SamplingParams(max_tokens=90, ignore_eos=True)
-    with collecting() as collector:
-        with (
-            deployment(tmp_path, collector, *memory, core_flags=core_flags) as cluster,
-            Client(cluster.frontend_address()) as client,
-        ):
-            calls = [
-                threading.Thread(target=client.generate, args=([first, *PROMPT], params))
-                for first in (70, 71)
-            ]
-            for call in calls:
-                call.start()
-            for call in calls:
-                call.join()
-        scheduled = requests_of(collector, CORE, "pagewire.schedule")
-        executed = requests_of(collector, WORKER, "pagewire.execute")
-        [swapped] = [
-            request for request, [span] in scheduled.items() if "swapped out" in span.event_names
-        ]
-        names = scheduled[swapped][0].event_names
-        assert names.index("swapped out") < names.index("swapped in")
-        first, second = executed[swapped]
-        assert first.attributes["pagewire.end"] == "forgotten"
-        assert second.attributes["pagewire.num_cached_tokens"] > len(PROMPT)
-        [alone] = [request for request in executed if request != swapped]
-        assert len(executed[alone]) == 1
 
 
 def test_one_whose_worker_is_lost_is_seen_on_the_next_one(tmp_path: Path) -> None:

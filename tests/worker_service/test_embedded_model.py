@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from pathlib import Path
 from random import Random
 
@@ -104,12 +103,6 @@ def test_a_story_has_an_end_and_is_about_its_subject(
     assert len(story.split()) > 40
 
 
-def test_every_position_gives_finite_logits(model: LlamaForCausalLM) -> None:
-    length = model.config.max_position_embeddings
-    token_ids = torch.arange(length)[None] % model.config.vocab_size
-    assert model(token_ids).logits.isfinite().all()
-
-
 def test_the_chat_template_renders_several_turns_and_a_system_message(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:
@@ -142,13 +135,6 @@ def test_the_chat_template_renders_a_call_and_its_result(
     )
 
 
-def test_both_ends_stop_generation(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    ends = tokenizer.convert_tokens_to_ids(["<|eos|>", "<|end|>"])
-    assert model.generation_config.eos_token_id == ends
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -164,9 +150,3 @@ def test_any_text_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> 
     token_ids = tokenizer.encode(text)
     assert token_ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(token_ids[1:], skip_special_tokens=False) == text
-
-
-def test_digits_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert [token for token in tokenizer.tokenize("27 + 45 = 72") if token.isdigit()] == [*"274572"]
-    learned = set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)
-    assert not [token for token in learned if len(token) > 1 and re.search(r"\d", token)]

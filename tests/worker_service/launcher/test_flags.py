@@ -194,13 +194,6 @@ def test_what_is_wrong_is_one_line_and_an_exit_code(
     assert result.output.count("\n") == 1
 
 
-@pytest.mark.parametrize("flag", ["--kv-cache-memory", "--swap-space"])
-def test_a_size_that_is_none_names_its_flag(flag: str) -> None:
-    result = CliRunner().invoke(app, [flag, "much"])
-    assert result.exit_code == 2
-    assert flag in result.output
-
-
 def test_a_taken_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -211,25 +204,11 @@ def test_a_taken_port_is_named() -> None:
     assert result.output == f"error: cannot listen on {address}: address already in use\n"
 
 
-def test_the_environment_stands_in_for_flags() -> None:
-    variables = {"PAGEWIRE_MODEL": "/from/environment", "PAGEWIRE_LISTEN": "127.0.0.1:0"}
-    result = CliRunner().invoke(app, env=variables)
-    assert result.exit_code == 1
-    assert result.output.startswith("error: /from/environment: ")
-
-
 def test_a_process_that_cannot_load_its_model_says_so_without_a_traceback() -> None:
     with process("--model", "/nowhere", "--listen", "127.0.0.1:0") as running:
         assert running.exit_code() == 1
         assert "error: /nowhere: " in running.wait_for("error: ")
         assert not any("Traceback" in line for line in running.lines)
-
-
-def test_help_names_the_environment_variables() -> None:
-    result = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
-    assert result.exit_code == 0
-    assert "PAGEWIRE_KV_CACHE_MEMORY" in result.output
-    assert "--gpu-memory-utilization" in result.output
 
 
 FLAGS = json.loads((Path(__file__).parent / "flags.json").read_text())

@@ -114,20 +114,6 @@ def test_an_int8_cache_keeps_the_logits_within_two_hundredths(
     assert 0.0 < float((found - expected).norm() / expected.norm()) < 0.02
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_an_int8_cache_a_batch_of_32_has_the_bits_of_each_sequence_alone(dtype: str) -> None:
-    config = ModelConfig(model=str(checkpoint("llama")), device="cpu", dtype=dtype)
-    loaded = load_model(config, CacheConfig(kv_cache_dtype="int8"))
-    assert loaded.batch_invariant
-    prompts = [[3 + (i * j) % 200 for j in range(1, 10 + i)] for i in range(32)]
-    parts = [(i, 0, prompt) for i, prompt in enumerate(prompts)]
-    together = PagedDriver(loaded.model, max_seqs=32).run(parts)
-    for i, prompt in enumerate(prompts):
-        driver = PagedDriver(loaded.model, max_seqs=1)
-        alone = [driver.run([(0, at, [token])])[0] for at, token in enumerate(prompt)]
-        assert torch.equal(torch.cat(alone), together[i])
-
-
 def test_the_embedded_models_greedy_answers_are_the_same_from_an_int8_cache() -> None:
     path = Path(worker_service.__file__).parent / "embedded_model"
     draw = Random(0)

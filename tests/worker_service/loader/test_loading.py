@@ -99,15 +99,6 @@ def test_a_checkpoint_of_the_inner_model_alone_loads(
     assert torch.equal(_logits(_load(inner)), _logits(_load(checkpoint(family))))
 
 
-def test_a_tied_head_may_be_in_the_checkpoint(tmp_path: Path) -> None:
-    copied = Path(shutil.copytree(checkpoint("llama_tied"), tmp_path / "tied"))
-    file = copied / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, file)
-    assert torch.equal(_logits(_load(copied)), _logits(_load(checkpoint("llama_tied"))))
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "mixtral"])
 def test_dummy_weights_need_no_weight_file_and_are_the_same_each_time(
     family: str, tmp_path: Path

@@ -13,7 +13,7 @@ from tests.support.checkpoints import checkpoint, make_checkpoint
 from worker_service.config import ModelConfig
 from worker_service.distributed.communicator import Communicator
 from worker_service.distributed.layout import Layout
-from worker_service.errors import BadCheckpoint, InvalidOption
+from worker_service.errors import BadCheckpoint
 from worker_service.loader import load_model
 from worker_service.loader.model_files import read_config
 from worker_service.loader.weights import fill_dummy_weights, load_weights, open_checkpoint
@@ -128,28 +128,3 @@ def test_a_tensor_of_no_rank_is_unexpected(tmp_path: Path) -> None:
     layout = Layout(pipeline_parallel_size=2)
     with pytest.raises(BadCheckpoint, match=r"unexpected tensors: model\.layers\.2\."):
         load_model(ModelConfig(model=str(folder), device="cpu", layout=layout))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "problem"),
-    [
-        ({"tensor_parallel_size": 3}, "3 ranks cannot share the model's 4 attention heads"),
-        ({"tensor_parallel_size": 16}, "16 ranks cannot share the model's 4 attention heads"),
-        ({"pipeline_parallel_size": 5}, "expected at most 2, the model's layers, got 5"),
-    ],
-)
-def test_a_model_that_cannot_be_divided_is_refused_at_the_start(
-    sizes: dict[str, int], problem: str
-) -> None:
-    config = ModelConfig(model=str(checkpoint("llama")), device="cpu", layout=Layout(**sizes))
-    with pytest.raises(InvalidOption, match=problem):
-        load_model(config)
-
-
-def test_a_model_that_runs_through_transformers_is_refused() -> None:
-    layout = Layout(tensor_parallel_size=2)
-    config = ModelConfig(model=str(checkpoint("gemma")), device="cpu", layout=layout)
-    with pytest.raises(
-        InvalidOption, match="tensor_parallel_size: expected 1 for GemmaForCausalLM, got 2"
-    ):
-        load_model(config)

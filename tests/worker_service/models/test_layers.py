@@ -9,56 +9,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagewire_kernels.cpu.native_library import library
 from pagewire_kernels.reference.backend import TorchLayerKernels
-from worker_service.distributed.layout import Shard
 from worker_service.models.interface import ModelContext
 from worker_service.models.linear import (
-    Linear,
     VocabEmbedding,
     VocabHead,
-    can_pack,
 )
 from worker_service.models.transformers_backend.model import InvariantOps
 
 CPU = torch.device("cpu")
-
-
-def _linear(in_features: int, out_features: int, dtype: torch.dtype, bias: bool = True) -> Linear:
-    generator = torch.Generator().manual_seed(0)
-    inputs, outputs = Shard.whole(in_features), [Shard.whole(out_features)]
-    linear = Linear(inputs, outputs, bias=bias, context=ModelContext(dtype=dtype, device=CPU))
-    assert linear.weight is not None
-    linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator))
-    if linear.bias is not None:
-        linear.bias.copy_(torch.randn(linear.bias.shape, generator=generator))
-    return linear
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("in_features", "out_features"), [(64, 192), (60, 100), (37, 53), (1024, 512), (2048, 257)]
-)
-def test_a_packed_product_has_the_same_bits_for_any_number_of_rows(
-    in_features: int, out_features: int, dtype: torch.dtype
-) -> None:
-    if not can_pack(dtype, CPU):
-        pytest.skip(f"this CPU has no packed product for {dtype}")
-    linear = _linear(in_features, out_features, dtype)
-    linear.pack()
-    rows = torch.randn(300, in_features).to(dtype)
-    expected = linear(rows)
-    for num_rows in [*range(1, 71), 96, 128, 257]:
-        assert torch.equal(linear(rows[:num_rows]), expected[:num_rows]), num_rows
-    for start in range(0, 60, 7):
-        assert torch.equal(linear(rows[start : start + 5]), expected[start : start + 5]), start
-
-
-def test_packing_changes_rounding_only_and_frees_the_weight() -> None:
-    linear = _linear(96, 80, torch.float32)
-    rows = torch.randn(9, 96)
-    expected = linear(rows)
-    linear.pack()
-    assert linear.weight is None
-    torch.testing.assert_close(linear(rows), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -14,7 +14,7 @@ from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.paged_driver import PagedDriver
 from tests.support.transformers_oracle import Oracle
 from worker_service.config import ModelConfig
-from worker_service.errors import InvalidOption, UnsupportedModel
+from worker_service.errors import UnsupportedModel
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.trial import try_model
 from worker_service.models.kv_cache_spec import KVCacheSpec
@@ -113,12 +113,6 @@ def test_a_model_that_the_library_does_not_know_is_refused(tmp_path: Path) -> No
         UnsupportedModel, match="OddLM cannot be served: transformers does not know"
     ):
         _load_dummy(tmp_path)
-
-
-def test_a_length_beyond_the_models_own_is_refused(tmp_path: Path) -> None:
-    make_checkpoint("olmo2", tmp_path)
-    with pytest.raises(InvalidOption, match="the model's limit is 256, got 300"):
-        _load_dummy(tmp_path, max_model_len=300)
 
 
 @pytest.mark.parametrize(("max_model_len", "prompt_len"), [(48, 40), (200, 60)])

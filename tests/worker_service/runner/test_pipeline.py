@@ -36,48 +36,8 @@ def empty_table(num_parts: int) -> SequenceTable:
     )
 
 
-def table_and_plan(num_parts: int) -> tuple[SequenceTable, StepPlan]:
-    """Five sequences, the last of them a fork that samples from the first one's logits."""
-    builder = PlanBuilder()
-    for seq_id in (1, 2, 3, 4):
-        builder.add(seq_id, [7] * seq_id)
-    rows = [Row(seq_id, seq_id) for seq_id in (1, 2, 3, 4)]
-    builder.plan(rows)
-    builder.fork(5, 2, sampling=sampler_params(), choice_index=1)
-    rows.append(Row(5, 0))
-    plan = wire.decode_plan(builder.plan(rows), received_us=0)
-    table = empty_table(num_parts)
-    known = PlanBuilder()
-    for seq_id in (1, 2, 3, 4):
-        known.add(seq_id, [7] * seq_id)
-    for index, new in enumerate(wire.decode_plan(known.plan([]), received_us=0).new_sequences):
-        table.add(new, f"new_sequences[{index}]")
-    for new in plan.new_sequences:
-        table.add(new, "new_sequences[0]")
-    return table, plan
-
-
 def divided(plan: StepPlan, table: SequenceTable) -> Iterator[tuple[Int64Array, StepPlan]]:
     return micro_batches(plan, table.row_ids(plan.seq_ids, "seq_ids"), table)
-
-
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7])
-def test_every_row_is_in_one_part_and_in_its_order(num_parts: int) -> None:
-    table, plan = table_and_plan(num_parts)
-    parts = list(divided(plan, table))
-    assert len(parts) == min(num_parts, 4)
-    assert sorted(row for rows, _ in parts for row in rows.tolist()) == list(range(5))
-    for rows, part in parts:
-        assert rows.tolist() == sorted(rows.tolist())
-        np.testing.assert_array_equal(part.seq_ids, plan.seq_ids[rows])
-        np.testing.assert_array_equal(part.num_tokens, plan.num_tokens[rows])
-
-
-@pytest.mark.parametrize("num_parts", [2, 3])
-def test_a_fork_is_where_its_parents_logits_are(num_parts: int) -> None:
-    table, plan = table_and_plan(num_parts)
-    (both,) = [p for _, p in divided(plan, table) if 5 in p.seq_ids.tolist()]
-    assert 2 in both.seq_ids.tolist()
 
 
 def plan_of(num_parts: int, rows: list[Row]) -> tuple[SequenceTable, StepPlan]:
@@ -99,15 +59,6 @@ def decodes(num: int) -> list[Row]:
 
 def part_tokens(plan: StepPlan, table: SequenceTable) -> list[int]:
     return [int(part.num_tokens.sum()) for _, part in divided(plan, table)]
-
-
-@pytest.mark.parametrize("num_parts", [2, 3, 4])
-def test_a_chunk_is_cut_so_that_parts_are_even_beside_decodes(num_parts: int) -> None:
-    for chunk in (Row(99, 480, sample=False), Row(99, 480), Row(99, 33)):
-        table, plan = plan_of(num_parts, [*decodes(30), chunk])
-        sizes = part_tokens(plan, table)
-        assert sum(sizes) == 30 + chunk.num_tokens
-        assert max(sizes) <= sum(sizes) / num_parts + 1 + MIN_TOKENS
 
 
 def test_parts_of_random_plans_are_even_and_pieces_add_up() -> None:
@@ -154,13 +105,6 @@ def test_decodes_stay_in_their_parts_whatever_is_beside_them(num_parts: int) -> 
     before = [part.seq_ids.tolist() for _, part in divided(alone, table)]
     after = [part.seq_ids[part.seq_ids != 99].tolist() for _, part in divided(mixed, table)]
     assert after == before
-
-
-def test_a_prompt_ends_in_its_own_part_where_that_keeps_parts_even() -> None:
-    table, plan = plan_of(2, [Row(1, 100), Row(2, 100)])
-    parts = [part for _, part in divided(plan, table)]
-    assert [part.num_tokens.tolist() for part in parts] == [[100], [100]]
-    assert [table.parts(table.row_ids(part.seq_ids, "")).tolist() for part in parts] == [[0], [1]]
 
 
 def test_a_fork_samples_where_the_last_piece_of_its_parent_does() -> None:
@@ -262,47 +206,6 @@ def test_the_first_stage_computes_the_next_step_while_the_last_is_at_this_one() 
         results = [ranks.send(plan) for plan in plans]
         assert [len(last.result(2 * SOON_S).token_ids) for _, last in results] == [2, 2]
         assert num_forwards == [4, 4]
-    finally:
-        ranks.close()
-
-
-def test_a_stage_goes_on_while_the_next_has_not_begun() -> None:
-    ranks = RankThreads(checkpoint("llama"), pipeline_parallel_size=2)
-    try:
-        ranks.join(64)
-        first, second = ranks.ranks
-        builder = PlanBuilder()
-        builder.add(1, list(range(12)))
-        chunks = [Row(1, 4, sample=False), Row(1, 4, sample=False), Row(1, 4)]
-        plans = [builder.plan([chunk]).SerializeToString() for chunk in chunks]
-        for plan in plans:
-            first.run(lambda plan=plan: first.execute(plan)).result(SOON_S)
-        results = [second.run(lambda plan=plan: second.execute(plan)) for plan in plans]
-        assert [len(result.result(SOON_S).token_ids) for result in results] == [0, 0, 1]
-    finally:
-        ranks.close()
-
-
-def test_the_stages_share_a_prompt_that_is_alone() -> None:
-    """The last stage begins with the prompt's first half while the first is at the second."""
-    second_half_begun = threading.Event()
-    num_forwards = [0, 0]
-
-    def on_forward(stage: int) -> None:
-        num_forwards[stage] += 1
-        if num_forwards[0] == 2:
-            second_half_begun.set()
-        if stage == 1 and num_forwards[1] == 1:
-            assert second_half_begun.wait(SOON_S), "the prompt is in one part"
-
-    ranks = RankThreads(checkpoint("llama"), pipeline_parallel_size=2, wrap=observing(on_forward))
-    try:
-        ranks.join(64)
-        builder = PlanBuilder()
-        builder.add(1, list(range(90)))
-        results = ranks.send(builder.plan([Row(1, 90)]).SerializeToString())
-        assert len(results[1].result(2 * SOON_S).token_ids) == 1
-        assert num_forwards == [2, 2]
     finally:
         ranks.close()
 

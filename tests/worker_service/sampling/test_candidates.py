@@ -6,18 +6,6 @@ import torch
 
 from tests.worker_service.sampling.test_sampler import Rows, int32, mixed_rows
 from worker_service.plan import SamplerParams
-from worker_service.sampling.sampler import NO_TOKEN
-
-
-def test_candidates_are_the_most_probable_tokens_and_no_token_is_chosen() -> None:
-    rows = Rows()
-    rows.add(SamplerParams(num_candidates=5))
-    samples = rows.sample()
-    values, ids = torch.log_softmax(rows.logits[0], dim=-1).topk(5)
-    assert samples.tokens.tolist() == [NO_TOKEN]
-    assert samples.candidates[0].token_ids.tolist() == ids.tolist()
-    assert samples.candidates[0].logprobs.tobytes() == values.numpy().tobytes()
-    assert samples.logprobs == {}
 
 
 def test_edits_change_log_probabilities_which_are_not_normalised_again() -> None:
@@ -70,16 +58,6 @@ def test_more_than_the_vocabulary_is_the_vocabulary() -> None:
     rows = Rows(vocab_size=10)
     rows.add(SamplerParams(num_candidates=30))
     assert sorted(rows.sample().candidates[0].token_ids.tolist()) == list(range(10))
-
-
-def test_nothing_is_left_where_all_is_excluded_and_that_is_no_failure() -> None:
-    rows = Rows(vocab_size=3)
-    rows.add(
-        SamplerParams(num_candidates=2, min_tokens=1, suppressed_token_ids=int32([0, 1, 2])),
-    )
-    samples = rows.sample()
-    assert samples.candidates[0].token_ids.tolist() == []
-    assert samples.no_candidates.tolist() == []
 
 
 def test_logits_that_are_no_numbers_fail_the_row() -> None:

@@ -143,31 +143,6 @@ async def test_a_worker_that_is_told_its_address_looks_for_none(
         assert (await first_stream(registry)).registration.address == told
 
 
-async def test_a_worker_that_is_told_to_end_lets_the_core_finish_its_stream(
-    core_address: str,
-) -> None:
-    async with (
-        fake_registry(core_address) as registry,
-        running_worker(core=core_address) as running,
-    ):
-        stream = await first_stream(registry)
-        await running.initialize(1)
-        steps, plans = Steps(running.stub), PlanBuilder()
-        plans.add(1, [2])
-        await steps.send(plans.plan([Row(1)]))
-        assert values((await steps.result()).token_ids) == [next_token([2])]
-        running.worker.end()
-        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the core is notified")
-        await steps.send(plans.plan([Row(1)]))
-        assert values((await steps.result()).token_ids) == [next_token([2, next_token([2])])]
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await running.initialize(2)
-        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-        assert not running.task.done()
-        assert await steps.finish() == grpc.StatusCode.OK
-        await asyncio.wait_for(running.task, 10)
-
-
 async def test_an_idle_worker_that_is_told_to_end_takes_what_the_core_has_just_sent(
     core_address: str,
 ) -> None:
@@ -219,28 +194,6 @@ async def test_the_grace_period_bounds_the_end() -> None:
             grpc.StatusCode.UNAVAILABLE,
             grpc.StatusCode.CANCELLED,
         )
-
-
-async def test_a_worker_drains_when_the_core_says_so(core_address: str) -> None:
-    drain = scheduler_service_pb2.WorkerDirective(drain=scheduler_service_pb2.Drain())
-    stop = scheduler_service_pb2.WorkerDirective(stop=scheduler_service_pb2.Stop(reason="drained"))
-    async with (
-        fake_registry(core_address) as registry,
-        running_worker(core=core_address, grace_period_s=0.0) as running,
-    ):
-        stream = await first_stream(registry)
-        await running.initialize(1)
-        steps, plans = Steps(running.stub), PlanBuilder()
-        await steps.send(plans.plan([]))
-        await steps.result()
-        stream.directives.put_nowait(drain)
-        await until(lambda: stream.heartbeats[-1].state == DRAINING, "the worker drains")
-        # The grace period is for signals; a drain takes as long as its sequences.
-        await steps.send(plans.plan([]))
-        await steps.result()
-        stream.directives.put_nowait(stop)
-        await asyncio.wait_for(running.task, 10)
-        assert len(registry.streams) == 1
 
 
 async def test_a_worker_that_is_sent_away_ends_with_the_reason(core_address: str) -> None:

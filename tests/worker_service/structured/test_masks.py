@@ -114,14 +114,6 @@ def test_a_regex_allows_what_begins_a_match(pattern: Pattern, data: st.DataObjec
     walk(asked, set(pattern[1]), lambda tokens: data.draw(st.sampled_from(tokens)))
 
 
-def test_a_schema_allows_one_kind_of_white_space_at_a_place() -> None:
-    asked = constraint("json_schema", '{"type": "array", "items": {"enum": [1]}, "maxItems": 2}')
-    ids = {text: token for token, text in enumerate(TEXTS) if text}
-    after_bracket = allowed(asked, [ids[b"["]])
-    assert {TEXTS[token] for token in after_bracket} == {b" ", b"1", b"]"}
-    assert ids[b" "] not in allowed(asked, [ids[b"["], ids[b" "]])
-
-
 @settings(deadline=None, max_examples=40)
 @given(st.data())
 def test_a_matcher_made_anew_allows_what_the_one_that_was_there_does(data: st.DataObject) -> None:
@@ -144,15 +136,6 @@ def test_a_matcher_made_anew_allows_what_the_one_that_was_there_does(data: st.Da
         output.append(token)
 
 
-def test_rows_with_several_constraints_have_each_their_own() -> None:
-    masks = TokenMasks(GRAMMARS)
-    for row_id, text in enumerate(("ab", "b", "a b")):
-        masks.add(row_id, constraint("choice", text), 0, None)
-    ids = {text: token for token, text in enumerate(TEXTS) if text}
-    found, _ = masks_after(masks, {0: [], 1: [], 2: [ids[b"a"]]})
-    assert found == [{ids[b"a"], ids[b"ab"]}, {ids[b"b"]}, {ids[b" "]}]
-
-
 def test_drafts_count_as_output_of_the_rows_after_them() -> None:
     asked = constraint("regex", "(?:ab|ba)+")
     ids = {text: token for token, text in enumerate(TEXTS) if text}
@@ -173,36 +156,6 @@ def test_drafts_count_as_output_of_the_rows_after_them() -> None:
     assert masked.failed.tolist() == [False] * 7 + [True] * 2
     again = masks.compute([ConstrainedRow(0, 5, np.array([a, b, ids[b"ba"]], np.int32))])
     assert again.failed.tolist() == [False], "what was drafted has left no trace"
-
-
-def test_a_fork_goes_on_from_its_parent_by_itself() -> None:
-    masks = TokenMasks(GRAMMARS)
-    asked = constraint("regex", "(?:ab|ba)+")
-    ids = {text: token for token, text in enumerate(TEXTS) if text}
-    a, b = ids[b"a"], ids[b"b"]
-    masks.add(0, asked, 0, None)
-    masks_after(masks, {0: [a, b]})
-    masks.add(1, asked, 0, 0)
-    masks.add(2, asked, 0, 0)
-    outputs = {0: [a, b, a], 1: [a, b, b], 2: [a, b]}
-    found, _ = masks_after(masks, outputs)
-    assert found == [allowed(asked, output) for output in outputs.values()]
-    masks.remove(np.array([0]))
-    found, _ = masks_after(masks, {1: [a, b, b, a]})
-    assert END in found[0]
-
-
-def test_end_tokens_come_where_the_output_matches_and_nowhere_else() -> None:
-    asked = constraint("regex", "a{2,3}", ends=[END, OTHER_END], lasts=[LAST])
-    ids = {text: token for token, text in enumerate(TEXTS) if text}
-    a, aa = ids[b"a"], ids[b"aa"]
-    assert allowed(asked, []) == {a, aa}
-    assert allowed(asked, [a]) == {a, aa}
-    assert allowed(asked, [aa]) == {a, END, OTHER_END}
-    assert allowed(asked, [aa], min_tokens=2) == {a}
-    assert allowed(asked, [aa, a]) == {END, OTHER_END, LAST}
-    assert allowed(asked, [aa, a], min_tokens=9) == {END, OTHER_END, LAST}
-    assert allowed(asked, [aa, END, a]) == {END, OTHER_END, LAST}
 
 
 def test_a_stop_token_with_a_text_is_no_text_any_more() -> None:

@@ -147,36 +147,6 @@ def test_as_many_drafts_are_allowed_as_one_by_one(
     assert allowed(asked, [], masks) == allowed(asked, []), "drafts have left no trace"
 
 
-def test_an_output_that_neither_matches_nor_thinks_fails() -> None:
-    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",)))
-    assert has_failed(asked, ids("<", "x"))
-    assert has_failed(asked, ids("x"))
-    assert has_failed(asked, [OPEN, *ids("</t>x")]), "beyond the end in one token"
-    assert has_failed(asked, [OPEN, CLOSE, *ids("x")])
-    assert not has_failed(asked, [OPEN, *ids("x")])
-
-
-def test_end_tokens_are_allowed_only_after_the_thought() -> None:
-    thought = Thought("", ("</t>",))
-    asked = constraint("regex", "a*", ends=[END, *ids("x")], lasts=[LAST], thought=thought)
-    inside = allowed(asked, ids("a"))
-    assert not inside & {END, LAST, *ids("x")}
-    assert allowed(asked, [*ids("a"), CLOSE]) >= {END, *ids("x", "a")}
-
-
-def test_a_fork_in_a_thought_follows_its_own_output() -> None:
-    asked = constraint("choice", "ab", thought=Thought("<t>", ("</t>",)))
-    masks = TokenMasks(GRAMMARS)
-    masks.add(0, asked, 0, None)
-    allowed(asked, [OPEN, *ids("</")], masks)
-    masks.add(1, asked, 0, 0)
-    outputs = {0: [OPEN, *ids("</", "t", "x")], 1: [OPEN, *ids("</", "t>")]}
-    rows = [ConstrainedRow(i, i, np.array(output)) for i, output in outputs.items()]
-    bits = np.unpackbits(masks.compute(rows).bitmask.view(np.uint8), axis=1, bitorder="little")
-    for row, output in outputs.items():
-        assert set(np.flatnonzero(bits[row]).tolist()) == allowed(asked, output)
-
-
 def test_a_thought_of_thousands_of_tokens_computes_as_many_masks_as_its_end_has_bytes() -> None:
     asked = constraint("json_schema", '{"type": "object"}', thought=Thought("", ("</t>",)))
     masks = TokenMasks(GRAMMARS)

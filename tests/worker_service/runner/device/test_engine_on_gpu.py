@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire_kernels import reference
-from pagewire_kernels.batch import AttentionMetadata
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import checkpoint
 from tests.support.in_process import InProcessEngine
@@ -23,7 +21,6 @@ from worker_service.models.kv_cache_spec import KVCacheSpec
 pytestmark = pytest.mark.gpu
 
 CHUNKED = SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=16)
-SPEC = KVCacheSpec.uniform(num_layers=2, num_kv_heads=2, head_dim=16, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "opt", "gpt2", "gemma2"])
@@ -60,61 +57,6 @@ def test_a_batch_invariant_gpu_gives_a_sequence_the_same_logits_in_any_batch(
         cuts = sorted({0, len(prompt) // 2, len(prompt) - 1, len(prompt)})
         pieces = [driver.run([(0, a, prompt[a:b])])[0] for a, b in pairwise(cuts)]
         assert torch.equal(torch.cat(pieces), expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_an_fp8_cache_keeps_the_logits_near(family: str) -> None:
-    tokens = list(range(3, 60))
-    logits = []
-    for kv_cache_dtype in ("auto", "fp8"):
-        loaded = load_model(
-            ModelConfig(model=str(checkpoint(family)), device="cuda", dtype="bfloat16"),
-            CacheConfig(kv_cache_dtype=kv_cache_dtype),
-        )
-        logits.append(PagedDriver(loaded.model, device="cuda").run([(0, 0, tokens)])[0])
-    expected, found = logits
-    assert float((found - expected).norm() / expected.norm()) < 0.15
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_on_a_gpu_agrees_with_the_cpu(dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(0)
-    cache = torch.randn(2, 9, 16, 2, 32, generator=draw).to(dtype)
-    query = torch.randn(7, 4, 32, generator=draw).to(dtype)
-    metadata = AttentionMetadata(
-        query_start=torch.tensor([0, 5, 7], dtype=torch.int32),
-        context_lens=torch.tensor([40, 21], dtype=torch.int32),
-        block_tables=torch.tensor([[3, 0, 8], [5, 2, -1]], dtype=torch.int32),
-        slot_mapping=torch.full((7,), -1),
-        max_query_len=5,
-        max_context_len=40,
-    )
-    on_gpu = AttentionMetadata(
-        query_start=metadata.query_start.cuda(),
-        context_lens=metadata.context_lens.cuda(),
-        block_tables=metadata.block_tables.cuda(),
-        slot_mapping=metadata.slot_mapping.cuda(),
-        max_query_len=5,
-        max_context_len=40,
-    )
-    expected = reference.paged_attention(query, cache[0], cache[1], metadata, scale=0.2)
-    moved = cache.cuda()
-    output = reference.paged_attention(query.cuda(), moved[0], moved[1], on_gpu, scale=0.2)
-    torch.testing.assert_close(output.cpu(), expected, atol=1e-2, rtol=1e-2)
-
-
-def test_blocks_move_between_gpu_and_host() -> None:
-    device = torch.device("cuda")
-    engine = CacheEngine(SPEC, block_size=16, num_gpu_blocks=6, num_cpu_blocks=4, device=device)
-    for block in range(6):
-        engine.device_cache[block] = block + 1
-    engine.execute(
-        moving_plan(swap_out=[(0, 2), (3, 1)], swap_in=[(2, 3), (1, 4)], copy=[(1, 0), (2, 5)])
-    )
-    engine.finish()
-    assert engine.device_us() > 0
-    assert engine.device_cache[:, 0].tolist() == [2, 2, 3, 1, 4, 3]
-    assert engine.host_cache[[1, 2], 0].tolist() == [4, 1]
 
 
 def test_a_step_computes_while_blocks_are_swapped_in_and_the_next_one_finds_them() -> None:

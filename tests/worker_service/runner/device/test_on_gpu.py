@@ -124,29 +124,6 @@ def test_nothing_in_a_launch_waits_for_the_device(
     assert all((result.token_ids >= 0).all() for result in [*expected, *results])
 
 
-def test_failed_rows_stay_failed_and_say_why(loaded: LoadedModel) -> None:
-    everything = [
-        {"token_ids": np.array([token], "<i4").tobytes()}
-        for token in range(loaded.model.vocab_size)
-    ]
-    cache = CacheEngine(
-        loaded.model.kv_cache_spec,
-        block_size=BLOCK_SIZE,
-        num_gpu_blocks=64,
-        num_cpu_blocks=0,
-        device=torch.device(loaded.config.device),
-    )
-    runner, plans = recorded(loaded.model, cache, BLOCK_SIZE), PlanBuilder(block_size=BLOCK_SIZE)
-    plans.add(1, [5, 6])
-    plans.add(2, [5, 6], sampling=sampler_params(bad_words=everything))
-    rows = [[Row(1, 2), Row(2, 2)], *[[Row(1), Row(2)]] * 3]
-    steps = [runner.launch(wire.decode_plan(plans.plan(row), 0)) for row in rows]
-    for step in steps:
-        result = step.collect()
-        assert result.token_ids[0] >= 0
-        assert [reason.name for reason in result.errors.values()] == ["NO_CANDIDATES"]
-
-
 def test_what_cannot_be_recorded_leaves_no_trace() -> None:
     counts = torch.zeros(4, device="cuda")
     stream = torch.cuda.current_stream()

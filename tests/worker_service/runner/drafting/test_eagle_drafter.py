@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
-from tests.support.eagle_heads import HEAD, head_tensors, make_head, write_head
+from tests.support.eagle_heads import make_head, write_head
 from tests.support.in_process import InProcessEngine
 from tests.support.rank_threads import ParallelEngine
 from tests.support.speculation import (
@@ -225,42 +225,6 @@ def test_a_cached_prefix_has_the_head_s_keys(target: Path, head: Path) -> None:
     second = engine.generate([[*prompt, *first[0].token_ids]], 30)
     assert second[0].cached_tokens > len(prompt)
     engine.drafter.assert_drafts_are_those_of(Reference(target, head))
-
-
-class Successors:
-    """A target whose next token depends on the last one alone, and a head that knows most of the
-    tokens after next."""
-
-    def __init__(self, folder: Path) -> None:
-        import transformers
-
-        self.target = make_checkpoint("llama", folder / "target")
-        model = transformers.LlamaForCausalLM.from_pretrained(self.target)
-        with torch.no_grad():
-            for layer in model.model.layers:
-                layer.self_attn.o_proj.weight.zero_()
-                layer.mlp.down_proj.weight.zero_()
-            model.save_pretrained(self.target)
-            embedded = model.get_input_embeddings().weight
-            following = model(torch.arange(VOCAB_SIZE)[:, None]).logits[:, 0].argmax(1)
-            normed = nn.functional.normalize(embedded)
-            logits = torch.zeros(VOCAB_SIZE, HEAD["hidden_size"])
-            logits.index_add_(0, following[following], normed)
-        config = HEAD | {"draft_vocab_size": VOCAB_SIZE}
-        tensors = {name: tensor * 0 for name, tensor in head_tensors(config).items()}
-        size = HEAD["hidden_size"]
-        tensors["fc.weight"][:, :size] = torch.eye(size)
-        tensors["norm.weight"] += 1
-        tensors["lm_head.weight"] = logits * 10
-        del tensors["t2d"]
-        self.head = write_head(folder / "head", tensors, config)
-
-
-def test_right_drafts_are_kept(tmp_path: Path) -> None:
-    successors = Successors(tmp_path)
-    engine = Engine(successors.target, successors.head)
-    engine.assert_outputs_are_those_without_drafts(PROMPTS, 40)
-    assert engine.lengths.num_accepted > 40
 
 
 def test_no_drafts_beyond_the_length_of_the_head(target: Path, tmp_path: Path) -> None:

@@ -64,32 +64,6 @@ each_hash = pytest.mark.parametrize("hash_pairs", [hash_pairs, one_hash])
 
 
 @each_hash
-def test_the_longest_match_is_followed(hash_pairs: HashPairs) -> None:
-    history = OutputHistory(64, hash_pairs)
-    add(history, [1, 2, 3, 4, 5, 6, 7])
-    add(history, [8, 3, 4, 9, 9])
-    assert follow(history, [2, 3, 4]) == [5, 6, 7]
-    assert follow(history, [8, 3, 4]) == [9, 9]
-    assert follow(history, [5, 3, 4], 1) == [9], "the latest of equals"
-    assert follow(history, [4, 3]) == []
-    assert follow(history, [7]) == []
-    assert follow(history, [6, 7]) == [], "nothing is known to follow"
-
-
-def test_an_output_begins_with_the_prompt_s_last_token() -> None:
-    history = OutputHistory(64)
-    add(history, [1, 2, 3])
-    assert follow(history, [5, PROMPT_END, 1]) == [2, 3]
-
-
-def test_the_most_frequent_continuation_is_followed() -> None:
-    history = OutputHistory(64)
-    for tail in ([1, 7], [2, 5, 3], [2, 6, 4], [2, 5, 8], [1, 7]):
-        add(history, [10, 11, *tail])
-    assert follow(history, [10, 11]) == [2, 5, 8]
-
-
-@each_hash
 def test_tokens_of_other_tenants_are_never_found(hash_pairs: HashPairs) -> None:
     history = OutputHistory(64, hash_pairs)
     add(history, [1, 2, 3, 4], OTHER)
