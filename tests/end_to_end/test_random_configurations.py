@@ -21,7 +21,6 @@ from tests.support.checkpoints import NATIVE_FAMILIES, checkpoint
 from tests.support.deployment import Deployment, Received
 from tests.support.eagle_heads import head_for
 from tests.support.in_process import (
-    CPU,
     AheadWorker,
     InProcessWorker,
     KnowingDrafter,
@@ -40,6 +39,7 @@ from worker_service.config import QUANTIZATIONS, CacheConfig, ModelConfig, Runne
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_eagle_head, load_model
 from worker_service.loader.load import release_windows
+from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.models.native import NativeModel
 from worker_service.runner.drafting.draft_model import DraftModel
@@ -97,9 +97,28 @@ def model(name: str) -> Model:
 
 
 @cache
-def loaded(name: str, speculates: bool = False) -> LoadedModel:
-    """speculates: whether this one is for a head, which makes it keep hidden states, or for a draft
-    model; with both, windows are no cache groups of their own."""
+def loaded(name: str) -> LoadedModel:
+    return release_windows(load(name), CacheConfig())
+
+
+@cache
+def with_drafts(name: str, kind: str) -> tuple[Model, Model | EagleHead]:
+    """A model, and itself as its draft model, so that most drafts are right, or a random head, of
+    which most are wrong."""
+    target = load(name)
+    model = target.model
+    draft: Model | EagleHead | None = load(name).model if kind == "draft" else None
+    if kind == "eagle":
+        assert isinstance(model, NativeModel)
+        stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
+        path = head_for(model.hidden_size, model.vocab_size)
+        draft = load_eagle_head(str(path), target, CacheConfig(kv_cache_dtype=stored))
+    assert draft is not None
+    model.kv_cache_spec = model.kv_cache_spec.with_drafts(draft.kv_cache_spec)
+    return release_windows(target, CacheConfig()).model, draft
+
+
+def load(name: str) -> LoadedModel:
     name, _, rounded = name.partition("-")
     path = EMBEDDED if name == "embedded" else checkpoint(name)
     quantization = rounded if rounded in QUANTIZATIONS else None
@@ -114,8 +133,7 @@ def loaded(name: str, speculates: bool = False) -> LoadedModel:
         config = ModelConfig(
             model=str(path), device="cpu", dtype="float32", quantization=quantization
         )
-        found = load_model(config, cache)
-    return found if speculates else release_windows(found, cache)
+        return load_model(config, cache)
 
 
 @cache
@@ -219,59 +237,59 @@ def speculation(number: int) -> Counter[str]:
         for choice in received.choices
     ]
     draw, drawn = Random(number), configuration(number, True)
-    worker_type = {
-        "knowing": partial(SpeculatingWorker, drafter=KnowingDrafter(outputs)),
-        "ngram": partial(SpeculatingWorker, drafter=SuffixDrafter(history_tokens=0)),
+    makers: dict[str, Callable[..., InProcessWorker]] = {
+        "knowing": partial(SpeculatingWorker, make_drafter=lambda _: KnowingDrafter(outputs)),
+        "ngram": worker_with_ngrams,
         "suffix": worker_with_history,
         "draft": partial(worker_with_draft_model, drawn.model),
         "eagle": partial(worker_with_head, drawn.model),
-    }[DRAFTERS[number % len(DRAFTERS)]]
-    worker_type = partial(worker_type, num_drafts=draw.choice((1, 2, 4, 7)))
+    }
+    worker_type = partial(
+        makers[DRAFTERS[number % len(DRAFTERS)]], num_drafts=draw.choice((1, 2, 4, 7))
+    )
     return compare_runs(number, worker_type, speculates=True)
 
 
 def worker_with_history(model: Model, **options: Any) -> InProcessWorker:
     """A worker whose drafts come from what it has output recently, which it soon forgets."""
-    return SpeculatingWorker(model, drafter=SuffixDrafter(200), **options)
+    return SpeculatingWorker(model, make_drafter=lambda _: SuffixDrafter(200), **options)
 
 
-def worker_with_draft_model(
-    name: str, model: Model, *, num_gpu_blocks: int, block_size: int, **options: Any
-) -> InProcessWorker:
-    """A worker with its model as the draft model, too, so that most drafts are right."""
-    model = loaded(name, speculates=True).model
-    cache = CacheEngine(
-        model.kv_cache_spec,
-        block_size=block_size,
-        num_gpu_blocks=num_gpu_blocks,
-        num_cpu_blocks=0,
-        device=CPU,
-    )
-    drafter = DraftModel(model, cache.caches)
-    options |= {"num_gpu_blocks": num_gpu_blocks, "block_size": block_size}
-    return SpeculatingWorker(model, drafter=drafter, **options)
+def worker_with_ngrams(model: Model, **options: Any) -> InProcessWorker:
+    return SpeculatingWorker(model, make_drafter=lambda _: SuffixDrafter(0), **options)
 
 
-def worker_with_head(
-    name: str, model: Model, *, num_gpu_blocks: int, num_cpu_blocks: int = 0, **options: Any
-) -> InProcessWorker:
-    """A worker whose drafts come from a random head; most are wrong. A model that runs through
-    transformers has n-grams."""
-    options |= {"num_gpu_blocks": num_gpu_blocks, "num_cpu_blocks": num_cpu_blocks}
+def worker_with_draft_model(name: str, model: Model, **options: Any) -> InProcessWorker:
+    target, draft = with_drafts(name, "draft")
+    assert not isinstance(draft, EagleHead)
+    make = partial(_make_draft_model, draft)
+    return SpeculatingWorker(target, make_drafter=make, **_enlarged(options, model, target))
+
+
+def _make_draft_model(draft: Model, cache: CacheEngine) -> DraftModel:
+    return DraftModel(draft, cache.draft_caches)
+
+
+def _make_eagle_drafter(head: EagleHead, cache: CacheEngine) -> EagleDrafter:
+    return EagleDrafter(head, cache.draft_caches)
+
+
+def _enlarged(options: dict[str, Any], model: Model, target: Model) -> dict[str, Any]:
+    """The options with more blocks if drafts are a cache group that the model alone lacks."""
+    size = options["block_size"]
+    counts = [len(held.kv_cache_spec.groups(size)) for held in (model, target)]
+    sizes = ("num_gpu_blocks", "num_cpu_blocks")
+    return options | {name: options.get(name, 0) * counts[1] // counts[0] for name in sizes}
+
+
+def worker_with_head(name: str, model: Model, **options: Any) -> InProcessWorker:
+    """A model that runs through transformers has n-grams."""
     if not isinstance(model, NativeModel):
-        return SpeculatingWorker(model, drafter=SuffixDrafter(history_tokens=0), **options)
-    target = loaded(name, speculates=True)
-    stored = "int8" if model.kv_cache_spec.dtype == torch.int8 else "auto"
-    path = head_for(model.hidden_size, model.vocab_size)
-    head = load_eagle_head(str(path), target, CacheConfig(kv_cache_dtype=stored))
-    cache = CacheEngine(
-        head.kv_cache_spec,
-        block_size=options["block_size"],
-        num_gpu_blocks=num_gpu_blocks,
-        num_cpu_blocks=num_cpu_blocks,
-        device=CPU,
-    )
-    return SpeculatingWorker(target.model, drafter=EagleDrafter(head, cache), **options)
+        return worker_with_ngrams(model, **options)
+    target, head = with_drafts(name, "eagle")
+    assert isinstance(head, EagleHead)
+    make = partial(_make_eagle_drafter, head)
+    return SpeculatingWorker(target, make_drafter=make, **_enlarged(options, model, target))
 
 
 @pytest.mark.parametrize("number", SPECULATING)

@@ -27,6 +27,7 @@ from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.step_plan import StepResult
 from tests.support.runners import (
     AllDrafts,
+    MakeDrafter,
     MakeRunner,
     host,
     recorded,
@@ -39,7 +40,7 @@ from worker_service.config import ModelConfig
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import load_model
 from worker_service.models.interface import Model
-from worker_service.runner.drafting.drafter import Draft, Drafter, SequenceDrafter
+from worker_service.runner.drafting.drafter import Draft, SequenceDrafter
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire as worker_wire
 
@@ -138,12 +139,12 @@ class SpeculatingWorker(InProcessWorker):
         self,
         model: Model,
         *,
-        drafter: Drafter,
+        make_drafter: MakeDrafter,
         draft_lengths: AllDrafts | None = None,
         num_drafts: int = 4,
         **options: Any,
     ) -> None:
-        make_runner = partial(speculating, drafter, draft_lengths or AllDrafts())
+        make_runner = partial(speculating, make_drafter, draft_lengths or AllDrafts())
         options |= {"make_runner": make_runner, "num_speculative_tokens": num_drafts}
         super().__init__(model, **options)
 

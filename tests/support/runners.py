@@ -87,12 +87,16 @@ class AllDrafts(DraftLengths):
         self.num_accepted += num_right
 
 
+MakeDrafter = Callable[[CacheEngine], Drafter]
+"""Takes the cache with the drafts' keys and values."""
+
+
 def speculating(
-    drafter: Drafter, lengths: AllDrafts, model: Model, cache: CacheEngine, block_size: int
+    make_drafter: MakeDrafter, lengths: AllDrafts, model: Model, cache: CacheEngine, block_size: int
 ) -> ModelRunner:
     """As `host`, with drafts, whatever they cost."""
     known = grammars(model.vocab_size)
-    speculation = Speculation(drafter, lengths)
+    speculation = Speculation(make_drafter(cache), lengths)
     return ModelRunner(model, cache, block_size, known, speculation=speculation)
 
 

@@ -36,32 +36,27 @@ class SpeculatingEngine(InProcessEngine, ABC):
         config = config or SchedulerConfig(max_speculative_seqs=8)
         super().__init__(model, config=config, **options)
 
+    def load_draft(self) -> Model | EagleHead | None:
+        """The draft model or head of a new worker, if it has one."""
+        return None
+
     @abstractmethod
-    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Drafter:
+    def make_drafter(self, cache: CacheEngine) -> Drafter:
         """The drafter of a new worker."""
 
     def make_worker(self, num_gpu_blocks: int, num_cpu_blocks: int) -> InProcessWorker:
         """A worker with drafts."""
+        model, self.draft = self.loaded.model, self.load_draft()
+        if self.draft is not None and not model.kv_cache_spec.num_drafts:
+            model.kv_cache_spec = model.kv_cache_spec.with_drafts(self.draft.kv_cache_spec)
         return SpeculatingWorker(
-            self.loaded.model,
-            drafter=self.make_drafter(num_gpu_blocks, num_cpu_blocks),
+            model,
+            make_drafter=self.make_drafter,
             draft_lengths=self.lengths,
             num_drafts=self.num_drafts,
             num_gpu_blocks=num_gpu_blocks,
             num_cpu_blocks=num_cpu_blocks,
             block_size=self.block_size,
-        )
-
-    def make_cache(
-        self, model: Model | EagleHead, num_gpu_blocks: int, num_cpu_blocks: int = 0
-    ) -> CacheEngine:
-        """A KV cache of a draft model or head."""
-        return CacheEngine(
-            model.kv_cache_spec,
-            block_size=self.block_size,
-            num_gpu_blocks=num_gpu_blocks,
-            num_cpu_blocks=num_cpu_blocks,
-            device=self.device,
         )
 
     def assert_outputs_are_those_without_drafts(

@@ -272,7 +272,9 @@ class CacheEngine:
         block_bytes = spec.block_bytes(block_size)
         pool = _allocate(num_gpu_blocks + 1, block_bytes, device)
         self.caches = spec.views(pool, block_size)
-        """Keys and values by layer, the null block at the end."""
+        """Keys and values by layer of the model, the null block at the end."""
+        self.draft_caches = spec.draft_views(pool, block_size)
+        """The same of a draft model or head."""
         self.device_cache = pool[:num_gpu_blocks]
         on_gpu = device.type == "cuda"
         self._stream = _SideStream(device) if stream is None and on_gpu else stream

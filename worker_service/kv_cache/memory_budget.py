@@ -18,7 +18,6 @@ from worker_service.config import CacheConfig
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory
 from worker_service.kv_cache.cache_engine import CacheEngine
-from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.sampling.draw import Filters, draw
 
@@ -67,7 +66,7 @@ def profile_blocks(
     largest_graph: tuple[int, int] = (0, 0),
     state_bytes: int = 0,
     communicator_bytes: int = 0,
-    draft: Model | EagleHead | None = None,
+    draft: Model | None = None,
     sample: Sample | None = None,
 ) -> BlockCounts:
     """How many blocks fit together with the largest batch. Raises OutOfMemory if none does, or if
@@ -77,22 +76,15 @@ def profile_blocks(
     memory. num_graphs: to be captured, of batches up to `largest_graph`, in sequences and tokens.
     state_bytes: memory that a GPU needs for the state of sequences, beyond what it has allocated
     for it; communicator_bytes: the same for the communication with other ranks.
-    draft: a model on a CPU whose cache has as many blocks, from the same budget, or a head, whose
-    blocks are swapped, too. sample: does what a step's sampling may need most memory for; None: as
-    the host samples.
+    draft: a draft model, which computes a batch, too. sample: does what a step's sampling may need
+    most memory for; None: as the host samples.
     """
     sample, spec = sample or sample_on_host, model.kv_cache_spec
-    swapped_bytes = block_bytes = spec.block_bytes(block_size)
+    block_bytes = spec.block_bytes(block_size)
     of_full_length = spec.num_blocks(model.max_model_len, max_num_batched_tokens, block_size)
     held_bytes = 0 if cache is None else cache.device_cache.nbytes
     if draft is not None:
-        draft_bytes = draft.kv_cache_spec.block_bytes(block_size)
-        held_bytes += 0 if cache is None else len(cache.device_cache) * draft_bytes
-        block_bytes += draft_bytes
-        if isinstance(draft, EagleHead):
-            swapped_bytes += draft_bytes
-        else:
-            run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS, sample)
+        run_batch(draft, block_size, device, 2, _WARM_UP_TOKENS, sample)
     if device.type == "cuda":
         later_bytes = state_bytes + communicator_bytes
         if num_graphs:
@@ -118,9 +110,9 @@ def profile_blocks(
             f"kv_cache_memory: no room for one KV block of {block_bytes} bytes in"
             f" {max(budget, 0)} bytes; choose more, or a smaller block_size"
         )
-    if 0 < swap_space < swapped_bytes:
+    if 0 < swap_space < block_bytes:
         raise OutOfMemory(
-            f"swap_space: no room for one KV block of {swapped_bytes} bytes in {swap_space} bytes;"
+            f"swap_space: no room for one KV block of {block_bytes} bytes in {swap_space} bytes;"
             " give a unit, such as 4GiB, or 0 for none"
         )
     if num_gpu_blocks < of_full_length:
@@ -133,7 +125,7 @@ def profile_blocks(
             of_full_length,
             model.max_model_len,
         )
-    return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // swapped_bytes)
+    return BlockCounts(num_gpu_blocks=num_gpu_blocks, num_cpu_blocks=swap_space // block_bytes)
 
 
 def require_host_memory(

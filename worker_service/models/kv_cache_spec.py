@@ -7,7 +7,7 @@ tokens per block, too, which are chosen so that little of a block remains unused
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -54,6 +54,9 @@ class KVCacheSpec:
     stage: range | None = None
     """Indices of this rank's layers, whose KV its blocks hold; None: all."""
 
+    num_drafts: int = 0
+    """The last layers, which are those of a draft model or head and keep all tokens."""
+
     releases_windows: bool = False
     """Whether layers with a window are cache groups of their own, so that the scheduler releases
     what no token sees any more; otherwise all layers are one group, which keeps all tokens."""
@@ -66,11 +69,19 @@ class KVCacheSpec:
         layer = LayerKV(num_kv_heads=num_kv_heads, head_dim=head_dim)
         return cls(layers=(layer,) * num_layers, dtype=dtype)
 
+    def with_drafts(self, drafts: "KVCacheSpec") -> "KVCacheSpec":
+        """The same layers, followed by those of a draft model or head, which this rank holds
+        whole."""
+        kept = tuple(replace(layer, window=None) for layer in drafts.layers)
+        layers, start = (*self.layers, *kept), 0 if self.stage is None else self.stage.start
+        return replace(self, layers=layers, stage=range(start, len(layers)), num_drafts=len(kept))
+
     @cached_property
     def group_of(self) -> tuple[int, ...]:
-        """The cache group of each of this rank's layers."""
-        spans = self._spans
-        return tuple(spans.index(self._span(layer)) for layer in self._held)
+        """The cache group of each of this rank's layers of the model. Drafts are in the first."""
+        spans, held = self._spans, self._held
+        of_model = held[: len(held) - self.num_drafts]
+        return tuple(spans.index(self._span(layer)) for layer in of_model)
 
     def groups(self, block_size: int) -> tuple[CacheGroup, ...]:
         """The cache groups: the one that keeps all tokens, if any, and windows, smallest first.
@@ -131,13 +142,19 @@ class KVCacheSpec:
         return -(-most // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
     def views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
-        """Keys and values of this rank's layers. pool: uint8 [num_blocks, block_bytes]."""
-        return tuple(self._views(pool.view(self.dtype), block_size))
+        """Keys and values of this rank's layers of the model. pool: uint8 [num_blocks,
+        block_bytes]."""
+        return tuple(self._views(pool.view(self.dtype), block_size))[: len(self.group_of)]
+
+    def draft_views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
+        """The same for the layers of the draft model or head."""
+        return tuple(self._views(pool.view(self.dtype), block_size))[len(self.group_of) :]
 
     def _views(self, pool: Tensor, block_size: int) -> Iterator[LayerCaches]:
         groups = self.groups(block_size)
         ends = [0] * len(groups)  # elements of a block that layers before occupy
-        for layer, index in zip(self._held, self.group_of, strict=True):
+        for layer in self._held:
+            index = self._spans.index(self._span(layer))
             tokens, start = groups[index].block_tokens, ends[index]
             ends[index] += tokens * layer.num_elements(self.dtype)
             heads = layer.num_kv_heads, stored_head_size(layer.head_dim, self.dtype)

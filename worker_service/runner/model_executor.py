@@ -113,7 +113,6 @@ class ModelExecutor:
         self._rendezvous = rendezvous
         self._loaded: LoadedModel | None = None
         self._draft: Model | EagleHead | None = None
-        self._draft_cache: CacheEngine | None = None
         self._draft_lengths = draft_lengths or DraftLengths()
         self._grammars: Grammars | None = None
         """None where the model's tokenizer cannot give its tokens' texts."""
@@ -130,9 +129,6 @@ class ModelExecutor:
         if self._rendezvous is not None:
             self._rendezvous.open()
         self._loaded = self._load()
-        # A draft model or head reads all tokens by the block tables of the target.
-        if self._runner.speculative_model is None:
-            self._loaded = release_windows(self._loaded, self._config)
         self._grammars = _grammars_of(self._loaded)
         if self._runner.compile:
             if self._loaded.config.batch_invariant:
@@ -146,6 +142,12 @@ class ModelExecutor:
             self._draft = load_eagle_head(name, self._loaded, self._config)
         elif name is not None and self._loaded.communicator.layout.samples:
             self._draft = load_draft_model(name, self._loaded, self._config)
+        model = self._loaded.model
+        if self._draft is not None:
+            model.kv_cache_spec = model.kv_cache_spec.with_drafts(self._draft.kv_cache_spec)
+        # Of several ranks only one has the drafts' layers, on which the groups of all depend.
+        if name is None or self._loaded.communicator.layout.world_size == 1:
+            self._loaded = release_windows(self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         return _facts_of(
@@ -183,7 +185,7 @@ class ModelExecutor:
             largest_graph=(max(sizes, default=0), max([*sizes, *mixed], default=0)),
             state_bytes=self._state_bytes(),
             communicator_bytes=self.loaded.communicator.bytes_to_allocate(self._device),
-            draft=self._draft,
+            draft=None if isinstance(self._draft, EagleHead) else self._draft,
             sample=self._sample_padding if self._has_device_steps else None,
         )
 
@@ -200,9 +202,7 @@ class ModelExecutor:
             # Free the old caches first, as both would not fit.
             if self._cache is not None:
                 self._cache.close()
-            if self._draft_cache is not None:
-                self._draft_cache.close()
-            self._cache = self._draft_cache = self._state = None
+            self._cache = self._state = None
             self._cache = CacheEngine(
                 self.loaded.model.kv_cache_spec,
                 block_size=self.loaded.block_size,
@@ -213,7 +213,7 @@ class ModelExecutor:
             self._cache.populate(available_host_memory)
         speculation = None
         if max_drafts := self._runner.max_drafts:
-            drafter = self._make_drafter(num_gpu_blocks, num_cpu_blocks)
+            drafter = self._make_drafter(self._cache)
             speculation = Speculation(drafter, self._draft_lengths, max_drafts)
         return ModelRunner(
             self.loaded.model,
@@ -233,7 +233,7 @@ class ModelExecutor:
         graphs = "max_graph_batch_size={} max_graph_tokens={}".format(*largest)
         return f"max_num_seqs={self._max_num_seqs} {graphs}"
 
-    def _make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Drafter | None:
+    def _make_drafter(self, cache: CacheEngine) -> Drafter | None:
         """On the rank that samples; the others receive its drafts."""
         if not self.loaded.communicator.layout.samples:
             return None
@@ -241,21 +241,9 @@ class ModelExecutor:
             return SuffixDrafter(history_tokens=0)
         if self._runner.speculative == "suffix":
             return SuffixDrafter()
-        if self._draft is None:
-            return None
-        is_head = isinstance(self._draft, EagleHead)
-        if self._draft_cache is None:
-            self._draft_cache = CacheEngine(
-                self._draft.kv_cache_spec,
-                block_size=self.loaded.block_size,
-                num_gpu_blocks=num_gpu_blocks,
-                num_cpu_blocks=num_cpu_blocks if is_head else 0,
-                device=self._device,
-            )
-            self._draft_cache.populate(available_host_memory)
         if isinstance(self._draft, EagleHead):
-            return EagleDrafter(self._draft, self._draft_cache)
-        return DraftModel(self._draft, self._draft_cache.caches)
+            return EagleDrafter(self._draft, cache.draft_caches)
+        return None if self._draft is None else DraftModel(self._draft, cache.draft_caches)
 
     def _make_device_steps(self, cache: CacheEngine) -> DeviceSteps | None:
         """Launches steps ahead on a GPU; None elsewhere."""

@@ -104,7 +104,7 @@ class ModelRunner:
         cache_us, cache_done_us = self._cache.timer(), monotonic_us()
         rows = self._sequences.apply(plan)
         if self._speculation is not None:
-            self._speculation.begin(plan, rows, self._sequences.table)
+            self._speculation.forget(rows.forgotten)
         start = StepStart(started_us, cache_done_us, monotonic_us(), cache_us)
         if self._device is not None:
             step = self._device.launch(plan, rows, self._sequences, start)

@@ -8,9 +8,19 @@ import pytest
 
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint
+from tests.support.eagle_heads import head_for
 from tests.support.in_process import AheadWorker, InProcessEngine, InProcessWorker
 from tests.support.paged_driver import NAN
+from tests.support.speculation import NUM_DRAFTS, SpeculatingEngine
 from tests.support.transformers_oracle import oracle
+from worker_service.config import CacheConfig
+from worker_service.kv_cache.cache_engine import CacheEngine
+from worker_service.loader import load_eagle_head, load_model
+from worker_service.models.eagle import EagleHead
+from worker_service.models.interface import Model
+from worker_service.runner.drafting.draft_model import DraftModel
+from worker_service.runner.drafting.drafter import Drafter
+from worker_service.runner.drafting.eagle_drafter import EagleDrafter
 
 FAMILIES = ("mistral", "qwen2_sliding", "gemma2", "gemma3", "gemma4", "gpt_oss")
 NUM_TOKENS = 60
@@ -44,6 +54,29 @@ class AheadEngine(ReleasingEngine):
     """The same, launching steps ahead as on a GPU."""
 
     worker_type = AheadWorker
+
+
+class DraftingEngine(SpeculatingEngine):
+    """The same with drafts: of the model itself, or of a random head."""
+
+    def __init__(self, family: str, kind: str, **options: Any) -> None:
+        self._kind = kind
+        super().__init__(checkpoint(family), releases_windows=True, **options)
+
+    def load_draft(self) -> Model | EagleHead:
+        if self._kind == "draft":
+            return load_model(self.loaded.config).model
+        name = str(head_for(self.loaded.model.hidden_size, VOCAB_SIZE))  # type: ignore[attr-defined]
+        head = load_eagle_head(name, self.loaded, CacheConfig())
+        assert head is not None
+        return head
+
+    def make_drafter(self, cache: CacheEngine) -> Drafter:
+        cache.device_cache.fill_(NAN)
+        if isinstance(self.draft, EagleHead):
+            return EagleDrafter(self.draft, cache.draft_caches)
+        assert self.draft is not None
+        return DraftModel(self.draft, cache.draft_caches)
 
 
 def _prompts() -> list[list[int]]:
@@ -94,3 +127,28 @@ def test_choices_of_a_prompt_are_those_of_a_model_that_keeps_all_tokens(family: 
     ]
     assert outputs[0] == outputs[1] == outputs[2]
     assert len(set(map(tuple, outputs[0]))) == len(outputs[0])
+
+
+DRAFTING = [("mistral", "draft"), ("gemma3", "draft"), ("gpt_oss", "draft")]
+DRAFTING += [("mistral", "eagle"), ("qwen2_sliding", "eagle")]
+
+
+@pytest.mark.parametrize(("family", "kind"), DRAFTING)
+def test_windows_are_released_beside_drafts_and_change_no_token(family: str, kind: str) -> None:
+    """In a pool that is too small for a sequence which keeps all blocks."""
+    num_tokens, chunk = LENGTHS[-1] + NUM_TOKENS, 8
+    config = SchedulerConfig(
+        max_num_seqs=4, max_num_batched_tokens=chunk, max_speculative_seqs=4, watermark=0.0
+    )
+    engine = DraftingEngine(family, kind, config=config)
+    spec = engine.loaded.model.kv_cache_spec
+    kept = sum(-(-num_tokens // group.block_tokens) for group in spec.groups(4))
+    num_blocks = spec.num_blocks(num_tokens, chunk + NUM_DRAFTS, 4) + 1
+    assert num_blocks < kept - 5
+    engine.reset(num_gpu_blocks=num_blocks, config=config)
+    for _ in range(2):  # the second time with hits
+        outputs = engine.generate(_prompts(), NUM_TOKENS)
+        assert [output.token_ids for output in outputs] == _expected(family)
+    assert engine.lengths.num_drafts > 50
+    if kind == "draft":
+        assert engine.lengths.num_accepted > 0.9 * engine.lengths.num_drafts

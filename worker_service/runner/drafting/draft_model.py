@@ -1,11 +1,10 @@
 """Drafts from a draft model: a smaller model with the same vocabulary.
 
-The draft model has a KV cache of its own with the same number and size of blocks, so that the
-target's block tables are valid for it. The cache operations of a plan are not repeated in it.
-Instead, a column of the table counts the first tokens of a sequence whose draft KV is in its
-current blocks; the KV of all others is computed before the next draft: for a new sequence, a fork,
-a sequence that was swapped, and a block that was copied. Wrong KV would make drafts worse, but
-never change a sampled token.
+The KV of the draft model lies in the blocks of the target's group that keeps all tokens, behind
+that of the target's layers, so a copied block holds the drafter's KV as well. A column of the table
+counts the first tokens of a sequence whose draft KV is in its blocks; the KV of all others is
+computed before the next draft: for a new sequence, a fork, and a sequence that was swapped. Wrong
+KV would make drafts worse, but never change a sampled token.
 
 Drafts are sampled with the same parameters and random numbers as tokens: the closer the two models
 are, the more often they draw the same token.
@@ -18,12 +17,11 @@ import numpy as np
 from pagewire_kernels.batch import LayerCaches
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import Model
-from worker_service.plan import StepPlan
 from worker_service.runner.batch.forward import HostForward
 from worker_service.runner.batch.sampling import sampling_batch
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.drafting.drafter import Draft, Drafter
-from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
 MAX_CATCH_UP = 512
@@ -39,15 +37,9 @@ class DraftModel(Drafter):
     takes_time = True
 
     def __init__(self, model: Model, caches: Sequence[LayerCaches]) -> None:
-        """caches: keys and values of the layers of `model`, in as many blocks as the target's."""
+        """caches: keys and values of the layers of `model`, in the target's blocks."""
         self._max_model_len = model.max_model_len
         self._forward = HostForward(model, caches)
-
-    def begin(self, plan: StepPlan, rows: PlanRows, table: SequenceTable) -> None:
-        """Keep only the KV in blocks before the first one that changes in a block table."""
-        block_tokens = np.array([tables.block_tokens for tables in table.tables])
-        groups, indices = plan.block_updates[:, 1], plan.block_updates[:, 2].astype(np.int64)
-        np.minimum.at(table.drafter_state[:, 0], rows.updated, indices * block_tokens[groups])
 
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Sample drafts as if each had been output. Sequences that lack KV of more than
@@ -104,7 +96,7 @@ class DraftModel(Drafter):
             sampling=sampling,
             errors={},
         )
-        forward = self._forward.run(rows, rows.last_states(), table)
+        forward = self._forward.run(rows, rows.last_states(), table.for_drafts())
         assert forward is not None, "each row has a token to compute"
         if forward.logits is None:
             return _NO_ROWS

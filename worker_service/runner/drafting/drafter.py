@@ -7,10 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.plan import StepPlan
 from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.step_rows import StepRows
-from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 
 MAX_MATCH = 16
 """Maximum length of a matched suffix, in tokens; longer matches predict hardly better."""
@@ -51,11 +50,6 @@ class Drafter(ABC):
 
         The entries of the table after a sequence's last token may be overwritten.
         """
-
-    def begin(  # noqa: B027
-        self, plan: StepPlan, rows: PlanRows, table: SequenceTable
-    ) -> None:
-        """Called when a step begins, after its cache operations and its changes to the table."""
 
     def observe(  # noqa: B027
         self, rows: StepRows, forward: ForwardPass, table: SequenceTable

@@ -1,9 +1,9 @@
 """Drafts from an EAGLE-3 head (`models/eagle.py`), based on hidden states of the target's steps.
 
 The head's KV for row t, whose inputs are the hidden state of token t and token t + 1, is in the
-slot of position t of a cache with the same number and size of blocks as the target's. All cache
-operations are repeated there, so that the target's block tables, prefix cache, swaps and copies are
-valid for it. A step of the target yields the hidden states of its tokens and the token after them,
+slot of position t, in the blocks of the target's group that keeps all tokens: the target's block
+tables, prefix cache, swaps and copies are the head's, too.
+A step of the target yields the hidden states of its tokens and the token after them,
 so their rows are written when the step ends. The last row is computed when drafts are requested,
 because it predicts the first draft.
 
@@ -12,22 +12,21 @@ this makes drafts worse, but never changes a sampled token. New choices share th
 until each of them writes to it, so their last rows are written again in the next step.
 """
 
-from copy import copy
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from pagewire_kernels.batch import LayerCaches
 from worker_service.array_types import Int64Array
-from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.eagle import EagleHead
-from worker_service.plan import StepPlan
 from worker_service.runner.batch.decode_inputs import DecodeInputs
 from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.batch.sampling import sampling_batch
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.drafting.drafter import Draft, Drafter
-from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN, sample
 
 _LENGTH, _PROVISIONAL = range(2)
@@ -41,19 +40,14 @@ class EagleDrafter(Drafter):
 
     takes_time = True
 
-    def __init__(self, head: EagleHead, cache: CacheEngine) -> None:
-        """cache: KV cache of `head`, with the same number of blocks as the target's."""
+    def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
+        """caches: keys and values of the layer of `head`, in the target's blocks."""
         self._head = head
-        self._cache = cache
-        self._caches = cache.caches
-        self._inputs = DecodeInputs(self._caches)
+        self._caches = caches
+        self._inputs = DecodeInputs(caches)
         self._hidden = head.hidden_like
         """By row of the table: the fused hidden state of the last token that the target has
         computed."""
-
-    def begin(self, plan: StepPlan, rows: PlanRows, table: SequenceTable) -> None:
-        """Repeat the plan's cache operations in the head's cache."""
-        self._cache.execute(plan)
 
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
         """Write the head's KV for the tokens that the target computed in this step, and keep the
@@ -77,19 +71,15 @@ class EagleDrafter(Drafter):
         counts = np.maximum(stops - begins, 0)
         written = np.flatnonzero(counts)
         if len(written):
-            inputs = lay_out(
-                row_ids[written],
-                begins[written],
-                counts[written].astype(np.int32),
-                self._shifted(table),
-            )
+            num_tokens, shifted = counts[written].astype(np.int32), table.for_drafts(shift=1)
+            inputs = lay_out(row_ids[written], begins[written], num_tokens, shifted)
             index = np.repeat(written, counts[written])
             sources = np.where(
                 inputs.positions < firsts[index],
                 num_fused + index,
                 starts[index] + inputs.positions - firsts[index],
             )
-            batch = build_batch(inputs, table, self._caches)
+            batch = build_batch(inputs, shifted, self._caches)
             self._head.write_kv(batch, hidden[sources])
         self._hidden[row_ids] = hidden[starts + ends - firsts - 1]
         length[row_ids], provisional[row_ids] = ends, unknown
@@ -105,7 +95,7 @@ class EagleDrafter(Drafter):
         is_known = table.drafter_state[row_ids, _LENGTH] == ends - 1
         rows = np.flatnonzero((limits > 0) & is_known & (ends > 1))
         hidden = self._hidden[row_ids[rows]]
-        shifted = self._shifted(table)
+        shifted = table.for_drafts(shift=1)
         while len(rows):
             ids = row_ids[rows]
             batch = self._inputs.build(ids, ends[rows] + num_drafts[rows] - 2, shifted)
@@ -121,10 +111,3 @@ class EagleDrafter(Drafter):
             rows, hidden = rows[continues], hidden[np.flatnonzero(is_known)[continues]]
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
         return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]
-
-    @staticmethod
-    def _shifted(table: SequenceTable) -> SequenceTable:
-        """The table with each position's next token as its token."""
-        shifted = copy(table)
-        shifted.token_ids = table.token_ids[:, 1:]
-        return shifted

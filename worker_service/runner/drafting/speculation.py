@@ -39,12 +39,11 @@ from typing import NamedTuple
 import numpy as np
 
 from worker_service.array_types import Int32Array, Int64Array
-from worker_service.plan import StepPlan
 from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.step_rows import Drafts, StepRows
 from worker_service.runner.drafting.drafter import Draft, Drafter
 from worker_service.runner.state.sequence_state import SequenceState
-from worker_service.runner.state.sequence_table import PlanRows, SequenceTable
+from worker_service.runner.state.sequence_table import SequenceTable
 from worker_service.sampling.sampler import NO_TOKEN
 
 _NUM_PAIRS = 48
@@ -303,11 +302,9 @@ class Speculation:
         """Drop the statistics of all sequences."""
         self._lengths.forget_all()
 
-    def begin(self, plan: StepPlan, rows: PlanRows, table: SequenceTable) -> None:
-        """Begin a step, after its cache operations and its changes to the table."""
-        self._lengths.forget(rows.forgotten)
-        if self._drafter is not None:
-            self._drafter.begin(plan, rows, table)
+    def forget(self, row_ids: Int64Array) -> None:
+        """Drop the statistics of the sequences that had these rows of the table."""
+        self._lengths.forget(row_ids)
 
     def observe(self, rows: StepRows, forward: ForwardPass, table: SequenceTable) -> None:
         """Observe that the tokens of a step are in the table."""

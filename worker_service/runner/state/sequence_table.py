@@ -7,6 +7,7 @@ id* is a row of this table; a plain `row` elsewhere is a row of the step's batch
 """
 
 from collections.abc import Sequence
+from copy import copy
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -322,6 +323,13 @@ class SequenceTable:
         self.num_computed_tokens[row_ids] += num_tokens
         if len(forks):
             self.num_computed_tokens[forks] = self.num_computed_tokens[parents]
+
+    def for_drafts(self, *, shift: int = 0) -> "SequenceTable":
+        """The table as a draft model or head reads it: with the block tables of the first cache
+        group only, and at each position the token `shift` positions later."""
+        read = copy(self)
+        read.tables, read.token_ids = self.tables[:1], self.token_ids[:, shift:]
+        return read
 
     @property
     def num_rows(self) -> int:

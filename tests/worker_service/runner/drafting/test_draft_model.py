@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,6 +24,7 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import InvalidOption, WorkerError
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_draft_model, load_model
+from worker_service.models.interface import Model
 from worker_service.runner.drafting import draft_model
 from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.drafter import Draft
@@ -35,14 +35,17 @@ from worker_service.service import wire
 
 
 class Engine(SpeculatingEngine):
-    """Drafts with the model that `draft` names, over a cache of as many blocks."""
+    """Drafts with the model that `draft` names."""
 
     def __init__(self, model: Path, draft: Path, **options: Any) -> None:
-        self.draft = loaded(str(draft)).model
+        self.draft_name = str(draft)
         super().__init__(model, **options)
 
-    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> DraftModel:
-        self.drafter = DraftModel(self.draft, self.make_cache(self.draft, num_gpu_blocks).caches)
+    def load_draft(self) -> Model:
+        return loaded(self.draft_name).model
+
+    def make_drafter(self, cache: CacheEngine) -> DraftModel:
+        self.drafter = DraftModel(self.load_draft(), cache.draft_caches)
         return self.drafter
 
 
@@ -78,20 +81,18 @@ def test_drafts_are_right_after_preemption(
     assert engine.lengths.num_accepted == engine.lengths.num_drafts
 
 
-def test_a_copied_block_is_computed_again() -> None:
-    model = loaded(str(checkpoint("llama"))).model
-    caches = [
-        CacheEngine(
-            model.kv_cache_spec,
-            block_size=4,
-            num_gpu_blocks=32,
-            num_cpu_blocks=0,
-            device=torch.device("cpu"),
-        )
-        for _ in range(2)
-    ]
-    drafter = DraftModel(loaded(str(checkpoint("llama"))).model, caches[1].caches)
-    runner = ModelRunner(model, caches[0], 4, speculation=Speculation(drafter, AllDrafts()))
+def test_a_copied_block_has_the_draft_model_s_keys() -> None:
+    model, draft = (loaded(str(checkpoint("llama"))).model for _ in range(2))
+    model.kv_cache_spec = model.kv_cache_spec.with_drafts(draft.kv_cache_spec)
+    cache = CacheEngine(
+        model.kv_cache_spec,
+        block_size=4,
+        num_gpu_blocks=32,
+        num_cpu_blocks=0,
+        device=torch.device("cpu"),
+    )
+    drafter = DraftModel(draft, cache.draft_caches)
+    runner = ModelRunner(model, cache, 4, speculation=Speculation(drafter, AllDrafts()))
     plans = PlanBuilder(block_size=4)
 
     def step(row: Row, **fields: Any) -> list[int]:
@@ -135,7 +136,7 @@ def test_wrong_keys_cost_drafts_and_change_no_token(monkeypatch: pytest.MonkeyPa
 
 def test_no_drafts_beyond_the_length_of_the_draft_model() -> None:
     engine = Engine(checkpoint("llama"), checkpoint("llama"))
-    assert engine.draft.max_model_len > 60
+    assert engine.drafter._max_model_len > 60
     engine.drafter._max_model_len = 30
     engine.assert_outputs_are_those_without_drafts(PROMPTS[:1], 60)
     assert 10 < engine.lengths.num_accepted == engine.lengths.num_drafts <= 30 - len(PROMPTS[0])
@@ -159,28 +160,24 @@ def test_a_missing_draft_model_is_named(tmp_path: Path) -> None:
         load_draft_model(str(tmp_path), loaded("embedded"), CacheConfig())
 
 
-def test_the_budget_holds_both_caches() -> None:
+def test_the_budget_and_the_swap_space_hold_the_draft_model_s_keys_too() -> None:
     model = checkpoint("llama")
     plain = loaded_executor(model).profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
     drafting = loaded_executor(model, speculative="draft", speculative_model=str(model))
     counts = drafting.profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
     assert counts.num_gpu_blocks == plain.num_gpu_blocks // 2
-    assert counts.num_cpu_blocks == plain.num_cpu_blocks, "the draft model's KV is not swapped"
+    assert counts.num_cpu_blocks == plain.num_cpu_blocks // 2
     drafting.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, 1)
-    assert drafting._draft_cache is not None
-    assert drafting._draft_cache.fits(counts.num_gpu_blocks, 0)
-    assert np.isclose(drafting._draft_cache.device_cache.nbytes, 2**19, rtol=0.05)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux populates memory")
-def test_both_caches_are_populated_until_others_take_their_place() -> None:
-    model = checkpoint("llama")
-    executor = loaded_executor(model, speculative="draft", speculative_model=str(model))
+def test_a_cache_is_populated_until_another_takes_its_place() -> None:
+    executor = loaded_executor(checkpoint("llama"))
     executor.make_runner(64, 0, 1)
-    replaced = [executor._cache, executor._draft_cache]
-    threads = [cache._population for cache in replaced if cache is not None]
+    replaced = executor._cache
+    assert replaced is not None
     executor.make_runner(64, 0, 2)
-    assert [executor._cache, executor._draft_cache] == replaced, "their memory is populated already"
+    assert executor._cache is replaced, "its memory is populated already"
     executor.make_runner(32, 0, 3)
-    assert len(threads) == 2
-    assert not any(thread is None or thread.is_alive() for thread in threads)
+    assert replaced._population is not None
+    assert not replaced._population.is_alive()

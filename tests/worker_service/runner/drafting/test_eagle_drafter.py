@@ -3,7 +3,7 @@ from; outputs stay; heads of other models are refused."""
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pagewire_kernels.batch import LayerCaches
 from scheduler_service.core.config import PreemptionMode, SchedulerConfig
 from tests.support.checkpoints import VOCAB_SIZE, checkpoint, make_checkpoint
 from tests.support.eagle_heads import make_head, write_head
@@ -124,8 +125,8 @@ def _rotate(heads: Tensor) -> Tensor:
 class Noted(EagleDrafter):
     """Notes what it drafts."""
 
-    def __init__(self, head: EagleHead, cache: CacheEngine) -> None:
-        super().__init__(head, cache)
+    def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
+        super().__init__(head, caches)
         self.drafts: list[tuple[list[int], list[int]]] = []
         """Tokens of a sequence, and its drafts."""
 
@@ -151,16 +152,20 @@ class Noted(EagleDrafter):
 
 
 class Engine(SpeculatingEngine):
-    """Drafts with a head, whose cache has the blocks of the model's."""
+    """Drafts with a head."""
 
     def __init__(self, model: Path, head: Path, **options: Any) -> None:
         self.head_name = str(head)
         super().__init__(model, **options)
 
-    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> Noted:
-        head = load_eagle_head(self.head_name, self.loaded, CacheConfig())
-        assert head is not None
-        self.drafter = Noted(head, self.make_cache(head, num_gpu_blocks, num_cpu_blocks))
+    def load_draft(self) -> EagleHead:
+        self.head = load_eagle_head(self.head_name, self.loaded, CacheConfig())
+        assert self.head is not None
+        return self.head
+
+    def make_drafter(self, cache: CacheEngine) -> Noted:
+        assert self.head is not None
+        self.drafter = Noted(self.head, cache.draft_caches)
         return self.drafter
 
 
@@ -341,14 +346,13 @@ def test_settings_of_other_tools_mean_the_same(target: Path, head: Path, tmp_pat
     assert drafts[0] == drafts[1] == drafts[2]
 
 
-def test_the_budget_and_the_swap_space_hold_both_caches(target: Path, head: Path) -> None:
+def test_the_budget_and_the_swap_space_hold_the_head_s_keys_too(target: Path, head: Path) -> None:
+    plain = loaded_executor(target).loaded.model.kv_cache_spec
     drafting = loaded_executor(target, speculative="eagle", speculative_model=str(head))
-    block_bytes = drafting.loaded.model.kv_cache_spec.block_bytes(16) + 16 * 2 * 2 * 16 * 4
+    block_bytes = plain.block_bytes(16) + 16 * 2 * 2 * 16 * 4
     counts = drafting.profile_blocks(max_num_seqs=2, max_num_batched_tokens=64)
     assert counts.num_gpu_blocks == counts.num_cpu_blocks == 2**20 // block_bytes
     drafting.make_runner(counts.num_gpu_blocks, counts.num_cpu_blocks, 1)
-    assert drafting._draft_cache is not None
-    assert drafting._draft_cache.fits(counts.num_gpu_blocks, counts.num_cpu_blocks)
 
 
 @pytest.mark.parametrize(("layout", "has_lm_head"), [((1, 2), True), ((2, 2), False)])
@@ -370,10 +374,10 @@ def test_the_rank_that_samples_drafts_from_hidden_states_of_all_stages(
     try:
         sampler = engine.group.ranks[engine.group.ranks[0].layout.sampler]
         assert sampler.runner is not None
-        loaded, cache = sampler.executor._draft, sampler.executor._draft_cache
+        loaded, cache = sampler.executor._draft, sampler.executor._cache
         assert isinstance(loaded, EagleHead)
         assert cache is not None
-        drafter = sampler.runner._speculation._drafter = Noted(loaded, cache)
+        drafter = sampler.runner._speculation._drafter = Noted(loaded, cache.draft_caches)
         others = [rank for rank in engine.group.ranks if rank is not sampler]
         assert [rank.executor._draft for rank in others] == [None] * len(others)
         drafting = engine.generate(PROMPTS, 12)

@@ -239,7 +239,7 @@ def test_every_position_is_sampled_as_if_the_drafts_were_output(
     class Engine(SpeculatingEngine):
         num_drafts = 4
 
-        def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> KnowingDrafter:
+        def make_drafter(self, cache: CacheEngine) -> KnowingDrafter:
             return drafter
 
     drafting = Engine(EMBEDDED, dtype=dtype).generate(prompts, 40, num_choices=2, **fields)
