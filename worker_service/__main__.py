@@ -170,7 +170,7 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
         block_size = config.cache.block_size or DEFAULT_BLOCK_SIZE
         return SimulatedExecutor(model, block_size, max_drafts=config.runner.max_drafts)
     from worker_service.loader import check_model, load_model
-    from worker_service.runner.model_executor import ModelExecutor, Profiler
+    from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
     check_model(model, config.cache)
     profiler = Profiler(Path(config.profile_dir))
@@ -179,7 +179,7 @@ def _executor_of(config: WorkerConfig, progress: "LoadProgress") -> "Executor":
         from worker_service.distributed.communicator import Rendezvous
 
         rendezvous = Rendezvous(store, config.group.layout)
-    return ModelExecutor(
+    return TorchExecutor(
         config.cache,
         profiler,
         lambda: load_model(model, config.cache, progress),

@@ -26,7 +26,7 @@ from worker_service.cpu_cores import limit_spinning
 from worker_service.engine.executor import Step
 from worker_service.loader import load_model
 from worker_service.plan import StepResult
-from worker_service.runner.model_executor import ModelExecutor, Profiler
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
 from worker_service.service import wire as worker_wire
 
 NAME = "pagewire in-process"
@@ -80,7 +80,7 @@ class InProcess:
             kv_cache_dtype=settings.get("kv_cache_dtype", "auto"),
         )
         runner = RunnerConfig(**settings.get("runner", {}))
-        executor = ModelExecutor(
+        executor = TorchExecutor(
             cache,
             Profiler(Path()),
             lambda: load_model(_model_config(settings)),

@@ -14,7 +14,7 @@ from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, Worke
 from worker_service.engine.executor import Runner, Step
 from worker_service.loader import load_model
 from worker_service.plan import StepPlan
-from worker_service.runner.model_executor import ModelExecutor, Profiler
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
 from worker_service.service.lifecycle import Worker
 
 POISON = 1000
@@ -38,7 +38,7 @@ class PoisonedRunner:
         self._runner.reset()
 
 
-class PoisonedExecutor(ModelExecutor):
+class PoisonedExecutor(TorchExecutor):
     """Makes such runners."""
 
     def make_runner(self, num_gpu_blocks: int, num_cpu_blocks: int, epoch: int) -> Runner:

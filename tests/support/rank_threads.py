@@ -33,15 +33,15 @@ from worker_service.models.interface import Model
 from worker_service.runner.device.cuda_graphs import GraphRecorder, Replay
 from worker_service.runner.device.in_flight_step import DeviceEvent
 from worker_service.runner.device.state import DeviceState
-from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 Result = TypeVar("Result")
 NO_SPECULATION = RunnerConfig()
 Wrap = Callable[[Model, Layout], Model]
 
 
-class Executor(ModelExecutor):
+class Executor(TorchExecutor):
     """Knows tokens' texts without a tokenizer."""
 
     def load(self) -> ModelFacts:

@@ -12,7 +12,7 @@ from worker_service.models.transformers_backend.model import TransformersModel
 from worker_service.plan import monotonic_us
 from worker_service.runner.device.cuda_graphs import CudaGraphRecorder, Replay
 from worker_service.runner.device.in_flight_step import DeviceEvent
-from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.drafting.drafter import Drafter
 from worker_service.runner.drafting.speculation import DraftLengths, Proposal, Speculation
@@ -102,7 +102,7 @@ def speculating(
 
 def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
     """Launches ahead, replays nothing."""
-    state = DeviceState(model, cache, block_size)
+    state = DeviceState(model, cache, block_size, StateShape())
     known = grammars(model.vocab_size)
     device = DeviceSteps(model, cache, state, make_event=HostEvent)
     return ModelRunner(model, cache, block_size, known, device=device)
@@ -111,8 +111,8 @@ def eager(model: Model, cache: CacheEngine, block_size: int) -> ModelRunner:
 def recorded(model: Model, cache: CacheEngine, block_size: int, num_rows: int = 64) -> ModelRunner:
     """Replays steps in padded batches, on a device that is as late as can be, and which has room
     for `num_rows` sequences."""
-    recorder = EagerRecorder()
-    state = DeviceState(model, cache, block_size, recorder, SIZES, num_rows, mixed=MIXED_SIZES)
+    shape = StateShape(num_rows=num_rows, sizes=SIZES, mixed=MIXED_SIZES)
+    state = DeviceState(model, cache, block_size, shape, EagerRecorder())
     known = grammars(model.vocab_size)
     device = DeviceSteps(model, cache, state, make_event=LateEvent)
     return ModelRunner(model, cache, block_size, known, device=device)
@@ -123,11 +123,12 @@ def recorded_on_gpu(model: Model, cache: CacheEngine, block_size: int) -> ModelR
     recorded."""
     recorder = CudaGraphRecorder(cache.device_cache.device)
     try:
-        state = DeviceState(model, cache, block_size, recorder, SIZES, mixed=MIXED_SIZES)
+        shape = StateShape(sizes=SIZES, mixed=MIXED_SIZES)
+        state = DeviceState(model, cache, block_size, shape, recorder)
     except CaptureFailed:
         if not isinstance(model, TransformersModel):  # some of which wait for the device
             raise
-        state = DeviceState(model, cache, block_size)
+        state = DeviceState(model, cache, block_size, StateShape())
     return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
 
 

@@ -16,7 +16,7 @@ from worker_service.config import CacheConfig, ModelConfig, NetworkConfig, Worke
 from worker_service.errors import WorkerError
 from worker_service.load_progress import LoadProgress
 from worker_service.loader import LoadedModel
-from worker_service.runner.model_executor import ModelExecutor, Profiler
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
 from worker_service.service.lifecycle import Worker
 
 BLOCK_SIZE = 4
@@ -97,7 +97,7 @@ async def running_worker(
     advertise: str | None = None,
     grace_period_s: float = 10.0,
     profile_dir: Path = Path(),
-    executor: type[ModelExecutor] = ModelExecutor,
+    executor: type[TorchExecutor] = TorchExecutor,
     progress: LoadProgress | None = None,
 ) -> AsyncIterator[RunningWorker]:
     """A worker that serves, or, with `load`, is about to load."""

@@ -14,7 +14,7 @@ from worker_service.loader import load_model
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
 from worker_service.runner.drafting.drafter import Drafter
-from worker_service.runner.model_executor import ModelExecutor, Profiler
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 NUM_DRAFTS = 3
 PROMPTS = [[5 + (7 * index + at) % 200 for at in range(6 + 9 * index)] for index in range(4)]
@@ -70,11 +70,11 @@ class SpeculatingEngine(InProcessEngine, ABC):
         return drafting
 
 
-def loaded_executor(model: Path, **speculation: Any) -> ModelExecutor:
+def loaded_executor(model: Path, **speculation: Any) -> TorchExecutor:
     """An executor with 1 MiB of KV cache and of swap space; speculation: see `RunnerConfig`."""
     cache = CacheConfig(block_size=16, kv_cache_memory=2**20, swap_space=2**20)
     config = ModelConfig(model=str(model), device="cpu", dtype="float32")
-    executor = ModelExecutor(
+    executor = TorchExecutor(
         cache,
         Profiler(Path(".")),
         lambda: load_model(config, cache),

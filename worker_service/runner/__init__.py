@@ -8,6 +8,6 @@
 | `drafting/` | speculative decoding: drafters, and how many drafts a row computes |
 | `device/` | steps that are launched on a GPU without waiting for it |
 
-`model_runner.py` is one step, from its plan to its result; `model_executor.py` loads the model,
+`model_runner.py` is one step, from its plan to its result; `torch_executor.py` loads the model,
 allocates the KV cache and makes the runner of an epoch.
 """

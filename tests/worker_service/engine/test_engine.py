@@ -11,11 +11,11 @@ from worker_service.config import CacheConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import OutOfMemory, ProfilingFailed, StaleEpoch
-from worker_service.runner.model_executor import ModelExecutor, Profiler
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 
-class CountingExecutor(ModelExecutor):
+class CountingExecutor(TorchExecutor):
     """Counts how often memory is measured, and remembers for which epochs there were runners."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from pagewire_kernels.cpu import library
 HEAVY = ["transformers", "huggingface_hub", "torch._dynamo", "sympy"]
 LOAD = """
 import json, sys
-from worker_service.runner import model_executor
+from worker_service.runner import torch_executor
 from worker_service.config import ModelConfig
 from worker_service.loader import load_model
 load_model(ModelConfig(model="embedded", device="cpu", dtype="float32", show_progress=False))

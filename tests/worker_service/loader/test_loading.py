@@ -21,7 +21,7 @@ from worker_service.errors import InvalidOption
 from worker_service.loader import LoadedModel, load_model
 from worker_service.loader.device import gpu_number, resolve_dtype, set_threads, warn_of_rounding
 from worker_service.loader.model_files import fingerprint, iter_assets
-from worker_service.runner.model_executor import ModelExecutor, Profiler
+from worker_service.runner.torch_executor import Profiler, TorchExecutor
 
 TOKENS = list(range(3, 30))
 CPU = torch.device("cpu")
@@ -244,7 +244,7 @@ def test_a_model_without_a_tokenizer_is_loaded_with_a_warning(
 ) -> None:
     model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
     (model / "tokenizer.json").unlink(missing_ok=True)
-    executor = ModelExecutor(CacheConfig(), Profiler(tmp_path), lambda: _load(model))
+    executor = TorchExecutor(CacheConfig(), Profiler(tmp_path), lambda: _load(model))
     executor.load()
     assert f"no tokenizer.json, only token ids can be prompts model={model}" in caplog.text
 

@@ -22,7 +22,7 @@ from worker_service.engine import step_stats
 from worker_service.engine.executor import BlockCounts
 from worker_service.errors import DeviceLost
 from worker_service.loader import LoadedModel
-from worker_service.runner.model_executor import ModelExecutor
+from worker_service.runner.torch_executor import TorchExecutor
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -51,7 +51,7 @@ class BrokenModel(CountingModel):
         return super().forward(batch)
 
 
-class WithoutDevice(ModelExecutor):
+class WithoutDevice(TorchExecutor):
     """One whose device fails for good when it measures memory, and is lost in any failure."""
 
     def profile_blocks(self, *, max_num_seqs: int, max_num_batched_tokens: int) -> BlockCounts:

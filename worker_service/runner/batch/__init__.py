@@ -4,7 +4,6 @@
 | --- | --- |
 | `step_rows.py` | a plan's rows, checked against the table |
 | `inputs.py` | the flattened inputs of the forward pass |
-| `decode_inputs.py` | the same for decodes on a CPU, in arrays that are kept |
 | `forward.py` | the forward pass on the host |
 | `sampling.py` | what a step samples and reports |
 | `step_outcome.py` | tokens, log probabilities and failures of a step by row |

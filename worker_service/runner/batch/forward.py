@@ -12,7 +12,6 @@ from pagewire_kernels.interface import Computed
 from worker_service.array_types import Int64Array
 from worker_service.models.interface import ComputesLogits, Model
 from worker_service.pinned_memory import upload
-from worker_service.runner.batch.decode_inputs import DecodeInputs
 from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.batch.step_rows import StepRows
 from worker_service.runner.state.sequence_table import SequenceTable
@@ -47,25 +46,18 @@ class HostForward:
         self._with_logits = with_logits
         self._to_logits = model.forward_to_logits if isinstance(model, ComputesLogits) else None
         self._device = caches[0][0].device
-        self._decodes = DecodeInputs(caches) if self._device.type == "cpu" else None
 
-    def run(
-        self, rows: StepRows, states: Int64Array | None, table: SequenceTable
-    ) -> ForwardPass | None:
-        """Compute the rows that have something to compute; None if there are none. states: the
-        hidden states to sample from, None if they are all."""
-        computes = rows.computes
+    def run(self, rows: StepRows, table: SequenceTable) -> ForwardPass | None:
+        """Compute the rows that have something to compute; None if there are none."""
+        computes, states = rows.computes, rows.last_states()
         if not computes.any():
             return None
         # A fork samples from its parent's last state, which is then named twice.
         has_forks = len(rows.forks) > 0
-        if rows.are_decodes and self._decodes is not None:
-            batch = self._decodes.build(rows.row_ids, rows.firsts, table)
-        else:
-            row_ids, firsts = rows.row_ids[computes], rows.firsts[computes]
-            inputs = lay_out(row_ids, firsts, rows.num_tokens[computes], table)
-            sampled = None if has_forks or not len(rows.sampling) else states
-            batch = build_batch(inputs, table, self._caches, sampled)
+        row_ids, firsts = rows.row_ids[computes], rows.firsts[computes]
+        inputs = lay_out(row_ids, firsts, rows.num_tokens[computes], table)
+        sampled = None if has_forks or not len(rows.sampling) else states
+        batch = build_batch(inputs, table, self._caches, sampled)
         if self._to_logits is None:
             computed = Computed(self._model.forward(batch))
         else:
@@ -76,7 +68,7 @@ class HostForward:
             return ForwardPass(hidden, captured, head.logits, largest)
         if len(rows.sampling) == 0 or not self._with_logits:
             return ForwardPass(hidden, captured, None, None)
-        if states is not None and has_forks:
+        if has_forks:
             logits = self._logits_of_forks(hidden, states)
         elif batch.sampled is not None and len(rows.sampling) < len(hidden):
             logits = self._model.compute_logits(hidden[batch.sampled])

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,36 +17,48 @@ from worker_service.runner.device.sampler import DeviceSampler, StepKernels, ste
 logger = logging.getLogger(__name__)
 
 
-def rows_for(
-    model: Model,
-    block_size: int,
-    num_seqs: int,
-    device: torch.device,
-    num_rows: int | None = None,
-    max_count_bytes: int = MAX_COUNT_BYTES,
-) -> DeviceRows:
-    """Allocate rows for `num_seqs` running sequences and for waiting ones.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateShape:
+    """What a `DeviceState` has room for."""
 
-    num_rows: capacity in sequences; None for the default of `capacity`.
-    """
-    groups = model.kv_cache_spec.groups(block_size)
-    num_blocks = sum(-(-model.max_model_len // group.block_tokens) for group in groups)
-    num_rows = num_rows or capacity(num_blocks, num_seqs)
-    num_counted = min(num_rows, 2 * num_seqs, max_count_bytes // (4 * model.vocab_size))
-    return DeviceRows(num_rows, groups, model.max_model_len, model.vocab_size, device, num_counted)
+    num_seqs: int = 64
+    """Running sequences; there is room for waiting ones, too."""
 
+    num_rows: int | None = None
+    """Capacity in sequences; None: the default of `capacity`."""
 
-def state_bytes(
-    model: Model, block_size: int, num_seqs: int, sizes: list[int], mixed: Sequence[int] = ()
-) -> int:
-    """Bytes of a `DeviceState`, without the hidden states and activations of its graphs."""
-    device = torch.device("meta")
-    rows = rows_for(model, block_size, num_seqs, device)
-    if not sizes:
-        return rows.num_bytes
-    sampler = DeviceSampler(rows, step_kernels(device), model.vocab_size)
-    graphs = StepGraphs(model, (), rows, sampler, sizes, mixed)
-    return rows.num_bytes + graphs.num_bytes
+    max_count_bytes: int = MAX_COUNT_BYTES
+    """Memory for occurrences of tokens."""
+
+    sizes: Sequence[int] = ()
+    """Padded batch sizes of decodes that are captured; empty: no graphs."""
+
+    mixed: Sequence[int] = ()
+    """Padded numbers of tokens of mixed batches that are captured."""
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The most sequences and the most tokens of a batch that is captured; 0 without graphs."""
+        return max(self.sizes, default=0), max([*self.sizes, *self.mixed], default=0)
+
+    def rows(self, model: Model, block_size: int, device: torch.device) -> DeviceRows:
+        """Allocate the rows."""
+        groups, length = model.kv_cache_spec.groups(block_size), model.max_model_len
+        num_blocks = sum(-(-length // group.block_tokens) for group in groups)
+        num_rows = self.num_rows or capacity(num_blocks, self.num_seqs)
+        num_counted = self.max_count_bytes // (4 * model.vocab_size)
+        num_counted = min(num_rows, 2 * self.num_seqs, num_counted)
+        return DeviceRows(num_rows, groups, length, model.vocab_size, device, num_counted)
+
+    def num_bytes(self, model: Model, block_size: int) -> int:
+        """Bytes of the state, without the hidden states and activations of its graphs."""
+        device = torch.device("meta")
+        rows = self.rows(model, block_size, device)
+        if not self.sizes:
+            return rows.num_bytes
+        sampler = DeviceSampler(rows, step_kernels(device), model.vocab_size)
+        graphs = StepGraphs(model, (), rows, sampler, self.sizes, self.mixed)
+        return rows.num_bytes + graphs.num_bytes
 
 
 class DeviceState:
@@ -57,33 +70,25 @@ class DeviceState:
         model: Model,
         cache: CacheEngine,
         block_size: int,
+        shape: StateShape,
         recorder: GraphRecorder | None = None,
-        sizes: list[int] | None = None,
-        num_rows: int | None = None,
-        num_seqs: int = 64,
-        max_count_bytes: int = MAX_COUNT_BYTES,
-        kernels: StepKernels | None = None,
-        mixed: Sequence[int] = (),
         communicator: Communicator | None = None,
+        kernels: StepKernels | None = None,
     ) -> None:
         """Allocate the state, and capture graphs.
 
-        recorder: captures graphs, None for no graphs; sizes: padded batch sizes of decodes; mixed:
-        padded numbers of tokens of mixed batches; num_rows: capacity in sequences, None for the
-        default, with room for `num_seqs` running and as many waiting ones; max_count_bytes: memory
-        for occurrences of tokens; kernels: None for those of the device; communicator: of the ranks
-        that share the model, which have joined and capture the same graphs, None for one rank.
-
-        Raises CaptureFailed, with the option to change.
+        recorder: captures the graphs that `shape` names; communicator: of the ranks that share the
+        model, which have joined and capture the same graphs, None for one rank; kernels: None for
+        those of the device. Raises CaptureFailed, with the option to change.
         """
-        vocab_size, device = model.vocab_size, cache.device_cache.device
-        self.rows = rows_for(model, block_size, num_seqs, device, num_rows, max_count_bytes)
+        device, self.shape = cache.device_cache.device, shape
+        self.rows = shape.rows(model, block_size, device)
         kernels = kernels or step_kernels(device)
-        self.sampler = DeviceSampler(self.rows, kernels, vocab_size, communicator)
+        self.sampler = DeviceSampler(self.rows, kernels, model.vocab_size, communicator)
         self.graphs: StepGraphs | None = None
-        if recorder is not None and sizes:
-            caches = cache.caches
-            self.graphs = StepGraphs(model, caches, self.rows, self.sampler, sizes, mixed)
+        if recorder is not None and shape.sizes:
+            parts = model, cache.caches, self.rows, self.sampler
+            self.graphs = StepGraphs(*parts, shape.sizes, shape.mixed)
             _record(self.graphs, recorder)
 
 

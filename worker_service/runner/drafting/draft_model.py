@@ -96,7 +96,7 @@ class DraftModel(Drafter):
             sampling=sampling,
             errors={},
         )
-        forward = self._forward.run(rows, rows.last_states(), table.for_drafts())
+        forward = self._forward.run(rows, table.for_drafts())
         assert forward is not None, "each row has a token to compute"
         if forward.logits is None:
             return _NO_ROWS

@@ -20,7 +20,6 @@ import torch
 from pagewire_kernels.batch import LayerCaches
 from worker_service.array_types import Int64Array
 from worker_service.models.eagle import EagleHead
-from worker_service.runner.batch.decode_inputs import DecodeInputs
 from worker_service.runner.batch.forward import ForwardPass
 from worker_service.runner.batch.inputs import build_batch, lay_out
 from worker_service.runner.batch.sampling import sampling_batch
@@ -44,7 +43,6 @@ class EagleDrafter(Drafter):
         """caches: keys and values of the layer of `head`, in the target's blocks."""
         self._head = head
         self._caches = caches
-        self._inputs = DecodeInputs(caches)
         self._hidden = head.hidden_like
         """By row of the table: the fused hidden state of the last token that the target has
         computed."""
@@ -98,7 +96,8 @@ class EagleDrafter(Drafter):
         shifted = table.for_drafts(shift=1)
         while len(rows):
             ids = row_ids[rows]
-            batch = self._inputs.build(ids, ends[rows] + num_drafts[rows] - 2, shifted)
+            firsts, ones = ends[rows] + num_drafts[rows] - 2, np.ones(len(rows), np.int32)
+            batch = build_batch(lay_out(ids, firsts, ones, shifted), shifted, self._caches)
             output, hidden = self._head(batch, hidden)
             logits = self._head.compute_logits(output)
             sampling = sampling_batch(ids, table, num_drafts=num_drafts[rows])

@@ -55,11 +55,10 @@ class HostSteps:
         are_decodes = rows.are_decodes
         if speculation is not None and plan.lookahead.any():
             rows = speculation.add(rows, plan.lookahead, sequences, layout.world_size > 1)
-        states = None if rows.are_decodes else rows.last_states()
         table.advance(row_ids, rows.num_computed, row_ids[rows.parents], row_ids[rows.forks])
         outcome = StepOutcome.of_failed(len(row_ids), rows.errors)
         masks = _begin_masks(rows, sequences) if layout.samples and sequences.masks else None
-        forward = self._forward.run(rows, states, table)
+        forward = self._forward.run(rows, table)
         outcome.forward_us = monotonic_us() - started_us
         if forward is not None:
             if table.prompt_logprobs and layout.is_last_stage:

@@ -25,11 +25,11 @@ from worker_service.runner.device.cuda_graphs import (
     graph_sizes,
     mixed_sizes,
 )
-from worker_service.runner.device.state import DeviceState, rows_for, state_bytes
+from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
-from worker_service.runner.model_executor import Profiler
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.state.sequence_table import SequenceTable
+from worker_service.runner.torch_executor import Profiler
 
 
 @pytest.mark.parametrize("max_size", [0, 1, 3, 4, 8, 100, 256, 300, 512])
@@ -54,7 +54,9 @@ def test_numbers_of_tokens_of_mixed_batches_rise_to_the_largest_and_waste_little
 def test_long_and_large_batches_are_computed_eagerly() -> None:
     model = CountingModel()
     recorder = EagerRecorder()
-    graphs = DeviceState(model, small_cache(model), 4, recorder, [1, 8], mixed=[4, 32]).graphs
+    graphs = DeviceState(
+        model, small_cache(model), 4, StateShape(sizes=[1, 8], mixed=[4, 32]), recorder
+    ).graphs
     assert graphs is not None
     groups = [CacheGroup(block_tokens=4)]
     table = SequenceTable(vocab_size=9, max_model_len=10_000, groups=groups, num_gpu_blocks=1)
@@ -98,7 +100,7 @@ WAITS = RuntimeError("operation not permitted when stream is capturing\nand more
 def test_a_failed_capture_is_an_error_that_names_what_helps(error: Exception, says: str) -> None:
     model = CountingModel()
     with pytest.raises(CaptureFailed, match=says):
-        DeviceState(model, small_cache(model), 4, Refusing(error), [1, 2])
+        DeviceState(model, small_cache(model), 4, StateShape(sizes=[1, 2]), Refusing(error))
 
 
 def small_cache(model: CountingModel) -> CacheEngine:
@@ -123,7 +125,7 @@ def test_recordings_outlive_an_epoch() -> None:
 
     model, recorder = CountingModel(), Counting()
     cache = small_cache(model)
-    state = DeviceState(model, cache, 4, recorder, [1, 2, 4], mixed=[4, 8])
+    state = DeviceState(model, cache, 4, StateShape(sizes=[1, 2, 4], mixed=[4, 8]), recorder)
     assert recorder.num_recorded == 8
     for _ in range(2):
         device = DeviceSteps(model, cache, state, HostEvent)
@@ -156,14 +158,14 @@ def test_what_is_recorded_is_what_the_attention_backend_can_have_captured(
 
 def test_the_memory_of_rows_is_known_before_it_is_allocated() -> None:
     model = CountingModel(max_model_len=64)
-    sizes = [rows_for(model, 4, 40, torch.device(device)).num_bytes for device in ("cpu", "meta")]
+    rows = StateShape(num_seqs=40)
+    sizes = [rows.rows(model, 4, torch.device(device)).num_bytes for device in ("cpu", "meta")]
     assert sizes[0] == sizes[1] > 80 * 4 * model.vocab_size
-    state = DeviceState(
-        model, small_cache(model), 4, EagerRecorder(), [1, 8], num_seqs=40, mixed=[64]
-    )
+    shape = StateShape(num_seqs=40, sizes=[1, 8], mixed=[64])
+    state = DeviceState(model, small_cache(model), 4, shape, EagerRecorder())
     assert state.graphs is not None
-    needed = state_bytes(model, 4, 40, [1, 8], [64])
+    needed = shape.num_bytes(model, 4)
     assert needed == sizes[0] + state.graphs.num_bytes > sizes[0] + 4 * 8 * 16
-    assert state_bytes(model, 4, 40, []) == sizes[0]
-    few = rows_for(model, 4, 40, torch.device("cpu"), max_count_bytes=7 * 4 * model.vocab_size)
-    assert len(few.sampling.counts) == 7
+    assert rows.num_bytes(model, 4) == sizes[0]
+    few = replace(rows, max_count_bytes=7 * 4 * model.vocab_size)
+    assert len(few.rows(model, 4, torch.device("cpu")).sampling.counts) == 7

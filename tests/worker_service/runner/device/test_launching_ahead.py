@@ -22,7 +22,7 @@ from worker_service.plan import RowErrorReason, StepResult
 from worker_service.runner.device.in_flight_step import InFlightStep
 from worker_service.runner.device.reports import DevicePass
 from worker_service.runner.device.rows import MAX_EDITS
-from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
@@ -277,9 +277,8 @@ def test_a_prompt_without_valid_log_probabilities_fails_whether_its_row_samples_
 @pytest.mark.parametrize("counted", [0, 3, 100], ids="at most {} counted on the device".format)
 def test_penalties_are_the_same_wherever_tokens_are_counted(counted: int) -> None:
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
-        state = DeviceState(
-            model, cache, block_size, max_count_bytes=counted * 4 * model.vocab_size
-        )
+        shape = StateShape(max_count_bytes=counted * 4 * model.vocab_size)
+        state = DeviceState(model, cache, block_size, shape)
         device = DeviceSteps(model, cache, state, make_event=LateEvent)
         return ModelRunner(model, cache, block_size, device=device)
 

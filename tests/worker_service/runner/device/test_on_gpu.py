@@ -16,7 +16,7 @@ from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.loader import LoadedModel, load_model
 from worker_service.plan import StepPlan
 from worker_service.runner.device.cuda_graphs import CudaGraphRecorder
-from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.service import wire
@@ -28,13 +28,14 @@ MIXED_SIZES = [16, 32, 64]
 
 
 def eager(model: Any, cache: CacheEngine, block_size: int) -> ModelRunner:
-    device = DeviceSteps(model, cache, DeviceState(model, cache, block_size))
+    device = DeviceSteps(model, cache, DeviceState(model, cache, block_size, StateShape()))
     return ModelRunner(model, cache, block_size, device=device)
 
 
 def recorded(model: Any, cache: CacheEngine, block_size: int) -> ModelRunner:
     recorder = CudaGraphRecorder(cache.device_cache.device)
-    state = DeviceState(model, cache, block_size, recorder, SIZES, mixed=MIXED_SIZES)
+    shape = StateShape(sizes=SIZES, mixed=MIXED_SIZES)
+    state = DeviceState(model, cache, block_size, shape, recorder)
     assert state.graphs is not None, "the model can be recorded"
     return ModelRunner(model, cache, block_size, device=DeviceSteps(model, cache, state))
 

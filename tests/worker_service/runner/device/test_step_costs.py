@@ -20,7 +20,7 @@ from tests.support.worker_driver import Row, sampler_params
 from tests.worker_service.runner.device.test_launching_ahead import PARAMS, Pipeline
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.device.cuda_graphs import Replay
-from worker_service.runner.device.state import DeviceState
+from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.model_runner import ModelRunner
 
@@ -193,9 +193,9 @@ def _pipeline(queue: Queue, name: str, mixed: Sequence[int] = MIXED_SIZES) -> Pi
 
     def make_runner(model: CountingModel, cache: CacheEngine, block_size: int) -> ModelRunner:
         counted, recorder = CountedModel(queue), CountedReplays(queue)
-        state = DeviceState(
-            counted, cache, block_size, recorder, SIZES, kernels=CountedKernels(queue), mixed=mixed
-        )
+        shape = StateShape(sizes=SIZES, mixed=mixed)
+        kernels = CountedKernels(queue)
+        state = DeviceState(counted, cache, block_size, shape, recorder, kernels=kernels)
         device = DeviceSteps(counted, cache, state, make_event=HostEvent)
         return ModelRunner(counted, cache, block_size, grammars(model.vocab_size), device=device)
 

@@ -16,6 +16,7 @@ from tests.support.checkpoints import checkpoint
 from tests.support.in_process import FRONTEND, GREEDY, MODEL, InProcessEngine
 from tests.support.speculation import SpeculatingEngine
 from worker_service.array_types import Int32Array
+from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.runner.drafting.suffix_drafter import (
     MAX_MATCH,
     HashPairs,
@@ -211,7 +212,7 @@ class Engine(SpeculatingEngine):
     num_drafts = 4
     history_tokens = 1 << 12
 
-    def make_drafter(self, num_gpu_blocks: int, num_cpu_blocks: int) -> SuffixDrafter:
+    def make_drafter(self, cache: CacheEngine) -> SuffixDrafter:
         self.drafter = SuffixDrafter(self.history_tokens)
         return self.drafter
 

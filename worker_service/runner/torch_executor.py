@@ -30,7 +30,7 @@ from worker_service.runner.device.cuda_graphs import (
 )
 from worker_service.runner.device.in_flight_step import CudaEvent, DeviceEvent
 from worker_service.runner.device.sampler import sample_padding, step_kernels
-from worker_service.runner.device.state import DeviceState, state_bytes
+from worker_service.runner.device.state import DeviceState, StateShape
 from worker_service.runner.device.steps import DeviceSteps
 from worker_service.runner.drafting.draft_model import DraftModel
 from worker_service.runner.drafting.drafter import Drafter
@@ -92,7 +92,7 @@ class Profiler:
         return str(path)
 
 
-class ModelExecutor:
+class TorchExecutor:
     """Implements `worker_service.engine.executor.Executor` with torch."""
 
     def __init__(
@@ -121,8 +121,6 @@ class ModelExecutor:
         """State on the device; only on a GPU, unless stages of a pipeline share the model."""
         self._max_num_seqs = self._runner.max_graph_batch_size
         self._max_num_batched_tokens = self._runner.max_graph_tokens
-        self._state_num_seqs = 0
-        """Sequences that the state has capacity for."""
 
     def load(self) -> ModelFacts:
         """Load the model; raises what the loader raises."""
@@ -150,11 +148,29 @@ class ModelExecutor:
             self._loaded = release_windows(self._loaded, self._config)
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        return _facts_of(
-            self._loaded,
+        return self._facts(self._loaded)
+
+    def _facts(self, loaded: LoadedModel) -> ModelFacts:
+        model = loaded.model
+        return ModelFacts(
+            architecture=model.architecture,
+            fingerprint=loaded.fingerprint,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            eos_token_ids=loaded.eos_token_ids,
+            bos_token_id=loaded.bos_token_id,
+            dtype=loaded.config.dtype,
+            cache_groups=model.kv_cache_spec.groups(loaded.block_size),
+            block_bytes=model.kv_cache_spec.block_bytes(loaded.block_size),
+            num_parameters=model.num_parameters,
+            batch_invariant=loaded.batch_invariant,
             structured_output=self._grammars is not None,
             uses_cuda_graphs=self._uses_cuda_graphs,
             num_speculative_tokens=self._runner.max_drafts,
+            device=loaded.config.device,
+            attention_backend=loaded.config.attention_backend or "",
+            arithmetic=arithmetic_of(loaded),
+            weights=loaded.weights,
         )
 
     def _check_speculation(self, loaded: LoadedModel) -> None:
@@ -171,7 +187,7 @@ class ModelExecutor:
         """How many KV blocks fit in memory together with the largest batch."""
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
-        sizes, mixed = self._graph_sizes(), self._mixed_sizes()
+        shape = self._state_shape
         return profile_blocks(
             self.loaded.model,
             self._config,
@@ -181,9 +197,9 @@ class ModelExecutor:
             max_num_batched_tokens=max_num_batched_tokens,
             cache=self._cache,
             num_ranks=self.loaded.communicator.layout.world_size,
-            num_graphs=2 * len(sizes) + len(mixed),  # see `StepGraphs`
-            largest_graph=(max(sizes, default=0), max([*sizes, *mixed], default=0)),
-            state_bytes=self._state_bytes(),
+            num_graphs=2 * len(shape.sizes) + len(shape.mixed),  # see `StepGraphs`
+            largest_graph=shape.largest,
+            state_bytes=self._state_bytes(shape),
             communicator_bytes=self.loaded.communicator.bytes_to_allocate(self._device),
             draft=None if isinstance(self._draft, EagleHead) else self._draft,
             sample=self._sample_padding if self._has_device_steps else None,
@@ -229,9 +245,10 @@ class ModelExecutor:
         """What ranks must have in common to launch the same collectives."""
         if not self._has_device_steps:
             return ""
-        largest = [max(sizes, default=0) for sizes in (self._graph_sizes(), self._mixed_sizes())]
-        graphs = "max_graph_batch_size={} max_graph_tokens={}".format(*largest)
-        return f"max_num_seqs={self._max_num_seqs} {graphs}"
+        shape = self._state_shape
+        size, tokens = (max(sizes, default=0) for sizes in (shape.sizes, shape.mixed))
+        graphs = f"max_graph_batch_size={size} max_graph_tokens={tokens}"
+        return f"max_num_seqs={shape.num_seqs} {graphs}"
 
     def _make_drafter(self, cache: CacheEngine) -> Drafter | None:
         """On the rank that samples; the others receive its drafts."""
@@ -249,35 +266,32 @@ class ModelExecutor:
         """Launches steps ahead on a GPU; None elsewhere."""
         if not self._has_device_steps:
             return None
-        if self._state is None or self._state_num_seqs < self._max_num_seqs:
-            self._state = None
+        if self._state is None or self._state.shape.num_seqs < self._max_num_seqs:
+            self._state = None  # frees its memory first
             self._state = self._make_state(cache)
-            self._state_num_seqs = self._max_num_seqs
         check = None if self._rendezvous is None else self.loaded.communicator.joined.check
         return DeviceSteps(self.loaded.model, cache, self._state, self._make_event, check)
 
-    def _state_bytes(self) -> int:
+    def _state_bytes(self, shape: StateShape) -> int:
         """Memory that a GPU's state of sequences will need beyond the present one's."""
         if not self._has_device_steps:
             return 0
-        model, sizes = (self.loaded.model, self.loaded.block_size), self._graph_sizes()
-        held, mixed = 0, self._mixed_sizes()
+        model = self.loaded.model, self.loaded.block_size
+        held = 0
         if self._state is not None:
-            held = state_bytes(*model, self._state_num_seqs, sizes, mixed)
-        return state_bytes(*model, self._max_num_seqs, sizes, mixed) - held
+            held = replace(shape, num_seqs=self._state.shape.num_seqs).num_bytes(*model)
+        return shape.num_bytes(*model) - held
 
     def _make_state(self, cache: CacheEngine) -> DeviceState:
-        sizes, communicator = self._graph_sizes(), self.loaded.communicator
+        shape, communicator = self._state_shape, self.loaded.communicator
         try:
             return DeviceState(
                 self.loaded.model,
                 cache,
                 self.loaded.block_size,
-                self._make_recorder() if sizes else None,
-                sizes,
-                num_seqs=self._max_num_seqs,
-                mixed=self._mixed_sizes(),
-                communicator=None if self._rendezvous is None else communicator,
+                shape,
+                self._make_recorder() if shape.sizes else None,
+                None if self._rendezvous is None else communicator,
             )
         except CaptureFailed:
             if self._rendezvous is not None:
@@ -303,17 +317,16 @@ class ModelExecutor:
             and self.loaded.attention_abilities.cuda_graphs
         )
 
-    def _graph_sizes(self) -> list[int]:
-        """Padded batch sizes of the decode steps to record."""
+    @property
+    def _state_shape(self) -> StateShape:
+        """What the state of sequences on the device has room for."""
         if not self._uses_cuda_graphs:
-            return []
-        return graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs))
-
-    def _mixed_sizes(self) -> list[int]:
-        """Padded numbers of tokens of the mixed batches to record."""
-        if not self._uses_cuda_graphs:
-            return []
-        return mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens))
+            return StateShape(num_seqs=self._max_num_seqs)
+        return StateShape(
+            num_seqs=self._max_num_seqs,
+            sizes=graph_sizes(min(self._runner.max_graph_batch_size, self._max_num_seqs)),
+            mixed=mixed_sizes(min(self._runner.max_graph_tokens, self._max_num_batched_tokens)),
+        )
 
     def check_device(self) -> None:
         """Wait for the device. Raises DeviceLost if the GPU's context is broken, for example by an
@@ -374,33 +387,3 @@ def _grammars_of(loaded: LoadedModel) -> "Grammars | None":
     except ValueError as error:
         logger.warning("no structured output error=%s", error)
         return None
-
-
-def _facts_of(
-    loaded: LoadedModel,
-    *,
-    structured_output: bool,
-    uses_cuda_graphs: bool,
-    num_speculative_tokens: int,
-) -> ModelFacts:
-    model = loaded.model
-    return ModelFacts(
-        architecture=model.architecture,
-        fingerprint=loaded.fingerprint,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=loaded.eos_token_ids,
-        bos_token_id=loaded.bos_token_id,
-        dtype=loaded.config.dtype,
-        cache_groups=model.kv_cache_spec.groups(loaded.block_size),
-        block_bytes=model.kv_cache_spec.block_bytes(loaded.block_size),
-        num_parameters=model.num_parameters,
-        batch_invariant=loaded.batch_invariant,
-        structured_output=structured_output,
-        uses_cuda_graphs=uses_cuda_graphs,
-        num_speculative_tokens=num_speculative_tokens,
-        device=loaded.config.device,
-        attention_backend=loaded.config.attention_backend or "",
-        arithmetic=arithmetic_of(loaded),
-        weights=loaded.weights,
-    )
