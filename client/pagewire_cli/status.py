@@ -86,6 +86,7 @@ def _table(rows: list[tuple[str, ...]]) -> Table:
         "steps",
         "weights",
         "arithmetic",
+        "cache",
     ):
         table.add_column(name, overflow="fold")
     for row in rows:
@@ -105,6 +106,7 @@ def _workers(groups: list[WorkerGroupStatus]) -> Iterator[tuple[str, ...]]:
             str(group.num_steps),
             group.weights or "unknown",
             group.arithmetic or "unknown",
+            group.cache_layout or "unknown",
         )
 
 

@@ -90,6 +90,8 @@ class ModelInfo:
     """The same for tool calls."""
     weights: str
     """The format in which most weights are stored, such as `BF16` or `Q4_1`."""
+    cache_layout: str
+    """For people: the cache groups, their attention backends, and what is unused of blocks."""
     max_cached_tokens: int
     """Most tokens that one sequence can have in a KV cache; 0 if unknown."""
     generation_defaults: list[str]
@@ -146,6 +148,8 @@ class WorkerGroupStatus:
     uses_cuda_graphs: bool
     weights: str
     """The format in which most of its weights are stored."""
+    cache_layout: str
+    """As in `ModelInfo`."""
     gpu_blocks: BlockMap
     cpu_blocks: BlockMap
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, Protocol
@@ -184,7 +184,20 @@ class Kernels:
     """The kernels of a model, except for those of its linear layers."""
 
     attention: AttentionBackend
+    """Of layers that see all tokens."""
     layers: LayerKernels
+    windowed: AttentionBackend | None = None
+    """Of layers with a window; None: the same."""
+
+    @property
+    def backends(self) -> list[AttentionBackend]:
+        """All attention backends, each once."""
+        windowed = self.attention_of(1)
+        return [self.attention] if windowed is self.attention else [self.attention, windowed]
+
+    def attention_of(self, window: int | None) -> AttentionBackend:
+        """The backend of layers with this window."""
+        return self.attention if window is None else self.windowed or self.attention
 
     def prepare(self, embed: Embed, layers: Layers, head: Head) -> ForwardFn:
         """Return a function that computes a model's parts in order: eagerly, or as a recorded
@@ -203,14 +216,36 @@ class Kernels:
         return run
 
 
+MAX_GROUP_MULTIPLE = 16
+"""Largest multiple of tokens that blocks of models with several cache groups can have."""
+
+SelectBackend = Callable[[torch.device, str | None, AttentionNeeds], AttentionBackend]
+
+
 def select_kernels(
-    device: torch.device, needs: AttentionNeeds, attention: str | None = None
+    device: torch.device,
+    needs: AttentionNeeds,
+    attention: str | None = None,
+    windowed: AttentionNeeds | None = None,
+    select: SelectBackend = select_backend,
 ) -> Kernels:
-    """Select the attention backend, as `select_backend`, and the layer kernels for it."""
-    backend = select_backend(device, attention, needs)
+    """Select attention backends, as `select_backend`, and the layer kernels for them.
+
+    windowed: the requirements of layers with a window, which then get a backend of their own; None
+    if `needs` are those of all layers. A backend whose blocks are of a larger multiple of tokens
+    than `MAX_GROUP_MULTIPLE` serves models of one cache group only, so that it must serve all.
+    """
+    backends = [select(device, attention, wanted) for wanted in (needs, windowed) if wanted]
+    multiple = max(backend.abilities.block_multiple for backend in backends)
+    if windowed is not None and multiple > MAX_GROUP_MULTIPLE:
+        head_dim = max(needs.head_dim, windowed.head_dim)
+        backends = [select(device, attention, replace(windowed, head_dim=head_dim))]
+    backend, of_windows = backends[0], backends[-1]
+    if label(of_windows) == label(backend):
+        of_windows = backend
     layers = layer_kernels(backend, device, needs.dtype)
     logger.info("layer kernels selected name=%s", layers.name)
-    return Kernels(backend, layers)
+    return Kernels(backend, layers, of_windows)
 
 
 def layer_kernels(

@@ -180,6 +180,7 @@ class StatusBoard:
             arithmetic=group.registration.model.arithmetic,
             uses_cuda_graphs=group.registration.model.uses_cuda_graphs,
             weights=group.registration.model.weights,
+            cache_layout=group.registration.model.cache_layout,
         )
         if planned is not None:
             for name in _OF_PLANNED:

@@ -9,7 +9,13 @@ import torch
 from pagewire_kernels import reference
 from pagewire_kernels.interface import Abilities, AttentionBackend, AttentionNeeds
 from pagewire_kernels.reference.backend import ReferenceBackend
-from pagewire_kernels.select import choose, layer_kernels, select_backend
+from pagewire_kernels.select import (
+    SelectBackend,
+    choose,
+    layer_kernels,
+    select_backend,
+    select_kernels,
+)
 from pagewire_kernels.self_check import self_check
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -161,3 +167,35 @@ def test_without_native_kernels_the_reference_serves_cpus(monkeypatch: pytest.Mo
     assert select_backend(CPU).name == "reference"
     with pytest.raises(ValueError, match="--attention-backend cpu: none can serve this model here"):
         select_backend(CPU, "cpu")
+
+
+FULL = AttentionNeeds(dtype=torch.float32, head_dim=512)
+WINDOWED = replace(FULL, head_dim=256, sliding_window=True)
+SMALL_HEADS = {"max_head_dim": 256}
+
+
+def _select_from(*offered: FakeBackend) -> SelectBackend:
+    return lambda device, name, needs: choose(device, name, needs, offered)
+
+
+def test_windows_with_smaller_heads_get_a_backend_of_their_own() -> None:
+    select = _select_from(FakeBackend("flash", **SMALL_HEADS), FakeBackend("triton"))
+    kernels = select_kernels(CPU, FULL, windowed=WINDOWED, select=select)
+    assert [kernels.attention_of(window).name for window in (None, 9)] == ["triton", "flash"]
+    assert len(kernels.backends) == 2
+
+
+def test_a_backend_that_serves_both_kinds_of_layers_is_one() -> None:
+    select = _select_from(FakeBackend("triton"))
+    kernels = select_kernels(CPU, FULL, windowed=WINDOWED, select=select)
+    assert kernels.backends == [kernels.attention]
+
+
+def test_a_backend_of_large_blocks_serves_all_layers_or_none() -> None:
+    large = FakeBackend("flash", block_multiple=256, **SMALL_HEADS)
+    select = _select_from(large, FakeBackend("reference"))
+    kernels = select_kernels(CPU, FULL, windowed=WINDOWED, select=select)
+    assert [backend.name for backend in kernels.backends] == ["reference"]
+    small = replace(FULL, head_dim=128)
+    kernels = select_kernels(CPU, small, windowed=replace(WINDOWED, head_dim=64), select=select)
+    assert [backend.name for backend in kernels.backends] == ["flash"]

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from pagewire_kernels.batch import AttentionMetadata, StepBatch
-from pagewire_kernels.reference.backend import ReferenceBackend
+from pagewire_kernels.reference.backend import ReferenceBackend, TorchLayerKernels
+from pagewire_kernels.select import Kernels
 from worker_service.config import ModelConfig
 from worker_service.loader import LoadedModel
 from worker_service.models.kv_cache_spec import KVCacheSpec
@@ -96,5 +97,5 @@ def loaded_counting_model(
         fingerprint="counting",
         weights="none",
         batch_invariant=True,
-        attention_abilities=ReferenceBackend.abilities,
+        kernels=Kernels(ReferenceBackend(), TorchLayerKernels()),
     )

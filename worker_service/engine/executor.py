@@ -66,6 +66,9 @@ class ModelFacts:
     weights: str = ""
     """The format in which most weights are stored, such as `BF16` or `Q4_1`."""
 
+    cache_layout: str = ""
+    """The cache groups with their attention backends, and what is unused of blocks, for people."""
+
     uses_cuda_graphs: bool = False
     """Whether decode steps are replayed as CUDA graphs."""
 

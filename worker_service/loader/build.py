@@ -138,7 +138,7 @@ class ModelBuilder:
                 self.hf_config,
                 max_model_len=config.max_model_len,
                 context=self.context,
-                backend=self.kernels.attention,
+                kernels=self.kernels,
                 dummy_weights=config.load_format == "dummy",
                 trust_remote_code=config.trust_remote_code,
                 tensors=self.checkpoint.tensors(opened),

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pagewire_kernels.interface import Abilities, AttentionNeeds
+from pagewire_kernels.interface import AttentionNeeds
 from pagewire_kernels.select import Kernels, can_keep_weights_packed, select_kernels
 from worker_service.config import (
     CHECKPOINT_METHODS,
@@ -102,8 +102,7 @@ class LoadedModel:
     """Whether the logits of a row are guaranteed to be bitwise independent of the batch and of how
     its tokens are divided into prefill chunks and decodes."""
 
-    attention_abilities: Abilities
-    """Those of the attention backend."""
+    kernels: Kernels
 
     communicator: Communicator = field(default_factory=lambda: Communicator(Layout()))
     """Connects the ranks that have shards of the model."""
@@ -172,11 +171,31 @@ def attention_needs(
 def head_dim(config: Mapping[str, Any]) -> int:
     """Elements of the largest attention head, from the usual fields of `config.json`; 64 without
     them."""
+    others = _other_head_dims(config).values()
+    return max(_plain_head_dim(config), config.get("global_head_dim") or 0, *others, 0)
+
+
+def _plain_head_dim(config: Mapping[str, Any]) -> int:
     size = config.get("hidden_size") or config.get("n_embd") or 0
     heads = config.get("num_attention_heads") or config.get("n_head") or 1
-    others = (config.get("per_layer_config") or {}).values()  # layers that differ (Gemma 4)
-    large = [layer["head_dim"] for layer in others if layer.get("head_dim")]
-    return max(int(config.get("head_dim") or size // heads or 64), *large, 0)
+    return int(config.get("head_dim") or size // heads or 64)
+
+
+def _other_head_dims(config: Mapping[str, Any]) -> dict[int, int]:
+    """By layer, for those whose heads differ (Gemma 4)."""
+    layers = (config.get("per_layer_config") or {}).items()
+    return {int(index): layer["head_dim"] for index, layer in layers if layer.get("head_dim")}
+
+
+def needs_of_windows(config: Mapping[str, Any], needs: AttentionNeeds) -> AttentionNeeds | None:
+    """What layers with a window need of attention, if they have smaller heads than others, which
+    may then be served by another backend. needs: those of all layers."""
+    text = config.get("text_config") or config
+    kinds, others = text.get("layer_types") or (), _other_head_dims(text)
+    plain = _plain_head_dim(text)
+    windows = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    size = max((others.get(index, plain) for index in windows), default=needs.head_dim)
+    return replace(needs, head_dim=size) if size < needs.head_dim else None
 
 
 def _windows(config: Mapping[str, Any]) -> Iterator[bool]:
@@ -300,7 +319,7 @@ def load_model(
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             max_model_len=model.max_model_len,
-            attention_backend=kernels.attention.name,
+            attention_backend="+".join(backend.name for backend in kernels.backends),
         ),
         block_size=block_size,
         model_dir=model_dir,
@@ -310,7 +329,7 @@ def load_model(
         fingerprint=fingerprint(model_dir, config.load_format, config.quantization),
         weights=checkpoint.stored_as,
         communicator=context.communicator,
-        attention_abilities=kernels.attention.abilities,
+        kernels=kernels,
         batch_invariant=_is_batch_invariant(config, model, context, block_size),
     )
     _log(loaded, time.monotonic() - started)
@@ -320,19 +339,25 @@ def load_model(
 def release_windows(loaded: LoadedModel, cache: CacheConfig) -> LoadedModel:
     """The model with its windows as cache groups of their own. Models stay in one group whose
     attention backend needs blocks of a larger multiple of tokens than groups can have."""
-    able = loaded.attention_abilities
+    able = loaded.kernels.attention.abilities
     if able.block_multiple > BLOCK_UNIT:
         return loaded
     spec = replace(loaded.model.kv_cache_spec, releases_windows=True)
     loaded.model.kv_cache_spec = spec
     block_size = cache.block_size or spec.choose_block_size(able.default_block_size)
-    logger.info(
-        "kv cache groups lifetimes:spans:block_tokens=%s block_bytes=%d padding=%.3f",
-        ",".join(f"{g.lifetime.value}:{g.span}:{g.block_tokens}" for g in spec.groups(block_size)),
-        spec.block_bytes(block_size),
-        spec.padding(block_size),
-    )
     return replace(loaded, block_size=block_size)
+
+
+def describe_cache(loaded: LoadedModel) -> str:
+    """The cache groups, each with its attention backend, and the share of blocks that is unused:
+    `growing of 80 tokens (triton), window 512 of 16 tokens (flash), 1.2% unused`."""
+    spec, size = loaded.model.kv_cache_spec, loaded.block_size
+    parts = [
+        f"{group.lifetime.value}{f' {group.span}' if group.span else ''} of {group.block_tokens}"
+        f" tokens ({loaded.kernels.attention_of(group.span or None).name})"
+        for group in spec.groups(size)
+    ]
+    return ", ".join([*parts, f"{spec.padding(size):.1%} unused"])
 
 
 def _choose_cores(config: ModelConfig) -> None:
@@ -361,8 +386,11 @@ def choose_kernels(
     )
     if config.symmetric_memory:
         require_symmetric_memory(device, torch.__version__)
+    windowed = needs_of_windows(hf_config, needs)
+    if windowed is not None:
+        needs = replace(needs, sliding_window=False)
     try:
-        return select_kernels(device, needs, config.attention_backend)
+        return select_kernels(device, needs, config.attention_backend, windowed)
     except ValueError as error:
         raise InvalidOption(str(error)) from error
 

@@ -75,10 +75,9 @@ class LlamaLayer(DecoderLayer):
             self.key_norm = RMSNorm(s.head_dim, s.norm_eps, context, kernels.layers)
         self._rotary = rotary
         self._kernels = kernels.layers
+        window = s.sliding_windows[layer]
         self.attention = PagedAttention(
-            kernels.attention,
-            scale=s.head_dim**-0.5,
-            sliding_window=s.sliding_windows[layer],
+            kernels.attention_of(window), scale=s.head_dim**-0.5, sliding_window=window
         )
         self.mlp_norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
         inner = layout.even_shard(s.inner_size, "columns of the MLP")

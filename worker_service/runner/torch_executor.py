@@ -18,7 +18,7 @@ from worker_service.errors import CaptureFailed, DeviceLost, InvalidOption, OutO
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.kv_cache.memory_budget import available_host_memory, profile_blocks
 from worker_service.loader import LoadedModel, load_draft_model, load_eagle_head
-from worker_service.loader.load import arithmetic_of, release_windows
+from worker_service.loader.load import arithmetic_of, describe_cache, release_windows
 from worker_service.loader.model_files import iter_assets
 from worker_service.models.eagle import EagleHead
 from worker_service.models.interface import Model
@@ -151,7 +151,8 @@ class TorchExecutor:
         return self._facts(self._loaded)
 
     def _facts(self, loaded: LoadedModel) -> ModelFacts:
-        model = loaded.model
+        model, layout = loaded.model, describe_cache(loaded)
+        logger.info("kv cache groups layout=%s", layout)
         return ModelFacts(
             architecture=model.architecture,
             fingerprint=loaded.fingerprint,
@@ -171,6 +172,7 @@ class TorchExecutor:
             attention_backend=loaded.config.attention_backend or "",
             arithmetic=arithmetic_of(loaded),
             weights=loaded.weights,
+            cache_layout=layout,
         )
 
     def _check_speculation(self, loaded: LoadedModel) -> None:
@@ -314,7 +316,7 @@ class TorchExecutor:
         return (
             self._runner.cuda_graphs
             and self._has_device_steps
-            and self.loaded.attention_abilities.cuda_graphs
+            and all(backend.abilities.cuda_graphs for backend in self.loaded.kernels.backends)
         )
 
     @property

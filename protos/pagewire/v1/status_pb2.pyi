@@ -664,6 +664,7 @@ class WorkerGroupStatus(_message.Message):
     ARITHMETIC_FIELD_NUMBER: _builtins.int
     USES_CUDA_GRAPHS_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    CACHE_LAYOUT_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group's id."""
     state: Global___WorkerState.ValueType
@@ -706,6 +707,8 @@ class WorkerGroupStatus(_message.Message):
     """Whether it replays decode steps as CUDA graphs, as in ModelInfo.uses_cuda_graphs."""
     weights: _builtins.str
     """The format in which most of its weights are stored, as in ModelInfo.weights."""
+    cache_layout: _builtins.str
+    """Its cache groups, as in ModelInfo.cache_layout."""
     @_builtins.property
     def gpu_blocks(self) -> Global___BlockMap:
         """If requested: the blocks in device memory."""
@@ -739,10 +742,11 @@ class WorkerGroupStatus(_message.Message):
         arithmetic: _builtins.str = ...,
         uses_cuda_graphs: _builtins.bool = ...,
         weights: _builtins.str = ...,
+        cache_layout: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cpu_blocks", b"cpu_blocks", "gpu_blocks", b"gpu_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "heartbeat_age_s", b"heartbeat_age_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "arithmetic", b"arithmetic", "block_size", b"block_size", "cache_layout", b"cache_layout", "cpu_blocks", b"cpu_blocks", "decode_step_us", b"decode_step_us", "epoch", b"epoch", "gpu_blocks", b"gpu_blocks", "group_id", b"group_id", "heartbeat_age_s", b"heartbeat_age_s", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_cpu_blocks", b"num_cpu_blocks", "num_free_cpu_blocks", b"num_free_cpu_blocks", "num_free_gpu_blocks", b"num_free_gpu_blocks", "num_gpu_blocks", b"num_gpu_blocks", "num_running_sequences", b"num_running_sequences", "num_steps", b"num_steps", "prefill_token_us", b"prefill_token_us", "state", b"state", "uses_cuda_graphs", b"uses_cuda_graphs", "weights", b"weights", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -407,6 +407,7 @@ async def test_status_tells_of_requests_and_groups(
         assert group.address == worker.address
         assert group.uses_cuda_graphs
         assert group.weights == "Q4_1"
+        assert group.cache_layout == "growing of 4 tokens (cpu), 0.0% unused"
         assert group.num_gpu_blocks == worker.num_gpu_blocks
         assert 0 < group.num_free_gpu_blocks < worker.num_gpu_blocks
         assert group.num_steps >= 4

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pagewire_kernels.interface import AttentionNeeds
-from worker_service.loader.load import attention_needs
+from worker_service.loader.load import attention_needs, needs_of_windows
 
 FEATURES = ("sliding_window", "soft_cap", "sinks", "alibi")
 
@@ -57,3 +57,23 @@ def test_the_largest_heads_count_where_layers_differ() -> None:
     shape = {"head_dim": 256, "per_layer_config": {"05": {"head_dim": 512}, "07": {"x": 1}}}
     assert _needs(shape).head_dim == 512
     assert _needs({"head_dim": 256}).head_dim == 256
+
+
+GEMMA = {"head_dim": 256, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("other", "of_windows"),
+    [
+        ({}, None),
+        ({"global_head_dim": 512}, 256),
+        ({"per_layer_config": {"1": {"head_dim": 512}}}, 256),
+        ({"per_layer_config": {"00": {"head_dim": 512}}}, None),
+    ],
+)
+def test_windows_with_smaller_heads_are_asked_for_apart(
+    other: dict[str, Any], of_windows: int | None
+) -> None:
+    config = GEMMA | other
+    windowed = needs_of_windows(config, _needs(config))
+    assert (None if windowed is None else windowed.head_dim) == of_windows

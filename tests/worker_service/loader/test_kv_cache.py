@@ -15,7 +15,12 @@ from worker_service.config import CacheConfig, ModelConfig
 from worker_service.errors import BadCheckpoint, InvalidOption
 from worker_service.kv_cache.memory_budget import profile_blocks
 from worker_service.loader import LoadedModel, load_model
-from worker_service.loader.load import arithmetic_of, require_cache_dtype
+from worker_service.loader.load import (
+    arithmetic_of,
+    describe_cache,
+    release_windows,
+    require_cache_dtype,
+)
 from worker_service.models.llama import LlamaModel
 
 FP8 = torch.float8_e4m3fn
@@ -40,6 +45,20 @@ def _with_scales(path: Path, scales: dict[str, torch.Tensor]) -> Path:
 def test_the_backend_decides_the_block_size_unless_one_is_given() -> None:
     assert _load(checkpoint("llama"), backend=None).block_size == 64
     assert _load(checkpoint("llama"), backend=None, block_size=32).block_size == 32
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("llama", "growing of 64 tokens (cpu), 0.0% unused"),
+        ("gemma4", "growing of 80 tokens (cpu), window 9 of 64 tokens (cpu), 4.0% unused"),
+    ],
+)
+def test_the_layout_names_groups_backends_and_what_is_unused(family: str, layout: str) -> None:
+    assert (
+        describe_cache(release_windows(_load(checkpoint(family), backend=None), CacheConfig()))
+        == layout
+    )
 
 
 def test_an_fp8_cache_takes_a_byte_per_element_and_keeps_the_logits_near() -> None:

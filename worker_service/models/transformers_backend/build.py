@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from pagewire_kernels.interface import AttentionBackend
+from pagewire_kernels.select import Kernels
 from worker_service.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.layers import RotarySettings
@@ -136,7 +136,7 @@ def build_transformers_model(
     *,
     max_model_len: int | None,
     context: ModelContext,
-    backend: AttentionBackend,
+    kernels: Kernels,
     dummy_weights: bool,
     trust_remote_code: bool,
     tensors: Mapping[str, Any],
@@ -158,7 +158,7 @@ def build_transformers_model(
     refuse_by_config(architecture, config)
     text_config = config.get_text_config()
     length = _model_len(max_model_len, text_config)
-    state = AttentionState(backend)
+    state = AttentionState(kernels)
     attach(nn.Module(), state)  # registers the function's name, which loading looks up
     outline = _outline(config, trust_remote_code)
     refuse_by_class(type(outline))

@@ -13,8 +13,8 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pagewire_kernels.batch import StepBatch
-from pagewire_kernels.interface import AttentionBackend
 from pagewire_kernels.reference import activate
+from pagewire_kernels.select import Kernels
 from worker_service.errors import UnsupportedModel
 from worker_service.models.interface import ModelContext
 from worker_service.models.kv_cache_spec import KVCacheSpec, LayerKV
@@ -46,7 +46,7 @@ class AttentionCall:
 class AttentionState:
     """The state that one model's attention function reads; set at each step."""
 
-    backend: AttentionBackend
+    kernels: Kernels
     groups: tuple[int, ...] = ()
     """The cache group of each layer."""
 
@@ -126,13 +126,14 @@ def attention_forward(
         )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     caches, metadata = state.batch.caches[layer], state.batch.attention[state.groups[layer]]
-    state.backend.write_kv(
+    backend = state.kernels.attention_of(sliding_window)
+    backend.write_kv(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         *caches,
         metadata.slot_mapping,
     )
-    output = state.backend.paged_attention(
+    output = backend.paged_attention(
         query[0].transpose(0, 1),
         *caches,
         metadata,

@@ -27,21 +27,21 @@ A launch waits until the host knows tokens only in these cases:
   before; the step itself is computed on the host, which waits for the device |
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
-from pagewire_kernels.batch import LayerCaches, SamplingRows, StepInputs, mask_width
+from pagewire_kernels.batch import mask_width
 from worker_service.array_types import Int64Array
 from worker_service.kv_cache.cache_engine import CacheEngine
 from worker_service.models.interface import Model
-from worker_service.pinned_memory import Staging
 from worker_service.plan import StepPlan
 from worker_service.runner.batch.inputs import lay_out
 from worker_service.runner.batch.step_outcome import StepStart
 from worker_service.runner.batch.step_rows import resolve_rows
 from worker_service.runner.device.buffers import StepBuffers
 from worker_service.runner.device.columns import SamplingColumns, StepColumns
+from worker_service.runner.device.eager import compute_eagerly
 from worker_service.runner.device.in_flight_step import (
     BufferPool,
     CudaEvent,
@@ -105,7 +105,8 @@ class DeviceSteps:
         if not computes.any() or not state.rows.hold(rows.row_ids, table.sampling):
             return None
         changes = state.rows.changes(table)
-        constrained = _constrained(row_ids, sequences)
+        found = sequences.masks.constrained(row_ids) if sequences.masks else []
+        constrained = np.array([row for row, _ in found], np.int64)
         sampling = SamplingColumns.of(row_ids, constrained, table)
         reports = StepReports.of(rows, table)
         buffers = self._buffers.pop(pending)
@@ -160,58 +161,6 @@ def _resolve_edits(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
     reading = np.array([row for row, edit in found if edit and edit.reads_last_tokens], np.int64)
     sequences.pending.resolve(reading)
     return reading
-
-
-def compute_eagerly(
-    columns: StepColumns,
-    model: Model,
-    caches: Sequence[LayerCaches],
-    state: DeviceState,
-    staging: Staging,
-) -> DevicePass:
-    """Send the inputs of any step, and queue its forward pass operation by operation."""
-    inputs, reported = columns.inputs, columns.reports.columns
-    host = [
-        inputs.token_ids,
-        inputs.positions,
-        inputs.token_row_ids,
-        inputs.row_ids,
-        inputs.context_lens,
-        inputs.query_start,
-        columns.states,
-        *columns.sampling,
-        *inputs.slot_mappings,
-    ]
-    int32 = [column.astype(np.int32) for column in host]
-    sent = iter(staging.send([*int32, *reported, *columns.changes]))
-    token_ids, positions, token_rows, seq_rows = (next(sent) for _ in range(4))
-    context_lens, query_start, states = (next(sent) for _ in range(3))
-    row_ids, outputs, mask_rows = (next(sent) for _ in columns.sampling)
-    slots = [next(sent) for _ in inputs.slot_mappings]
-    reports = [next(sent) for _ in reported]
-    state.rows.apply([*sent])
-    batch = state.sampler.prepare(
-        StepInputs(token_ids, positions, slots[0], token_rows, seq_rows, context_lens),
-        slots,
-        caches,
-        query_start,
-        inputs.max_context_len,
-        max_query_len=inputs.max_query_len,
-        num_decodes=inputs.num_decodes,
-    )
-    hidden = model.forward(batch)
-    return DevicePass(
-        rows=SamplingRows(row_ids, outputs, mask_rows, state.sampler.no_masks),
-        logits=lambda: model.compute_logits(hidden.index_select(0, states)),
-        reported=reports,
-        hidden=hidden,
-    )
-
-
-def _constrained(row_ids: Int64Array, sequences: SequenceState) -> Int64Array:
-    """The indices of the rows with a constraint."""
-    found = sequences.masks.constrained(row_ids) if sequences.masks else []
-    return np.array([row for row, _ in found], np.int64)
 
 
 def _constrain(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagewire_kernels.interface import Abilities
+from pagewire_kernels.reference.backend import ReferenceBackend
 from tests.support.counting_model import CountingModel, loaded_counting_model
 from tests.support.rank_threads import AheadExecutor
 from tests.support.runners import EagerRecorder, HostEvent
@@ -146,9 +147,11 @@ def test_recordings_outlive_an_epoch() -> None:
 def test_what_is_recorded_is_what_the_attention_backend_can_have_captured(
     abilities: dict[str, bool], num_recorded: int, tmp_path: Path
 ) -> None:
-    loaded = replace(
-        loaded_counting_model(model_dir=tmp_path), attention_abilities=Abilities(**abilities)
-    )
+    loaded = loaded_counting_model(model_dir=tmp_path)
+    backend = ReferenceBackend()
+    backend.abilities = Abilities(**abilities)
+    kernels = replace(loaded.kernels, attention=backend)
+    loaded = replace(loaded, kernels=kernels)
     runner = RunnerConfig(max_graph_batch_size=4, max_graph_tokens=32)
     executor = AheadExecutor(CacheConfig(), Profiler(tmp_path), lambda: loaded, runner=runner)
     assert executor.load().uses_cuda_graphs == (num_recorded > 0)

@@ -1,0 +1,58 @@
+"""The forward pass of a step on a device, operation by operation."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pagewire_kernels.batch import LayerCaches, SamplingRows, StepInputs
+from worker_service.models.interface import Model
+from worker_service.pinned_memory import Staging
+from worker_service.runner.device.columns import StepColumns
+from worker_service.runner.device.reports import DevicePass
+from worker_service.runner.device.state import DeviceState
+
+
+def compute_eagerly(
+    columns: StepColumns,
+    model: Model,
+    caches: Sequence[LayerCaches],
+    state: DeviceState,
+    staging: Staging,
+) -> DevicePass:
+    """Send the inputs of any step, and queue its forward pass."""
+    inputs, reported = columns.inputs, columns.reports.columns
+    host = [
+        inputs.token_ids,
+        inputs.positions,
+        inputs.token_row_ids,
+        inputs.row_ids,
+        inputs.context_lens,
+        inputs.query_start,
+        columns.states,
+        *columns.sampling,
+        *inputs.slot_mappings,
+    ]
+    int32 = [column.astype(np.int32) for column in host]
+    sent = iter(staging.send([*int32, *reported, *columns.changes]))
+    token_ids, positions, token_rows, seq_rows = (next(sent) for _ in range(4))
+    context_lens, query_start, states = (next(sent) for _ in range(3))
+    row_ids, outputs, mask_rows = (next(sent) for _ in columns.sampling)
+    slots = [next(sent) for _ in inputs.slot_mappings]
+    reports = [next(sent) for _ in reported]
+    state.rows.apply([*sent])
+    batch = state.sampler.prepare(
+        StepInputs(token_ids, positions, slots[0], token_rows, seq_rows, context_lens),
+        slots,
+        caches,
+        query_start,
+        inputs.max_context_len,
+        max_query_len=inputs.max_query_len,
+        num_decodes=inputs.num_decodes,
+    )
+    hidden = model.forward(batch)
+    return DevicePass(
+        rows=SamplingRows(row_ids, outputs, mask_rows, state.sampler.no_masks),
+        logits=lambda: model.compute_logits(hidden.index_select(0, states)),
+        reported=reports,
+        hidden=hidden,
+    )
