@@ -62,7 +62,11 @@ class _CacheLifetimeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheLi
     position 0 from zero: recurrent layers.
     """
     CACHE_LIFETIME_FIXED: _CacheLifetime.ValueType  # 5
-    """Until its sequence ends, written once: cross-attention over an encoder's output."""
+    """Until its sequence ends, written once: cross-attention over an encoder's output, whose
+    tokens are those of the context's parts of the kind MEDIA, their lengths added. The table
+    of a new sequence has blocks for all of them, and never changes. A row that begins at
+    position 0 writes them; other rows, forks, and sequences with a cached prefix read them.
+    """
 
 class CacheLifetime(_CacheLifetime, metaclass=_CacheLifetimeEnumTypeWrapper):
     """How long a cache group keeps what a token adds."""
@@ -80,7 +84,11 @@ CACHE_LIFETIME_STATE: CacheLifetime.ValueType  # 4
 position 0 from zero: recurrent layers.
 """
 CACHE_LIFETIME_FIXED: CacheLifetime.ValueType  # 5
-"""Until its sequence ends, written once: cross-attention over an encoder's output."""
+"""Until its sequence ends, written once: cross-attention over an encoder's output, whose
+tokens are those of the context's parts of the kind MEDIA, their lengths added. The table
+of a new sequence has blocks for all of them, and never changes. A row that begins at
+position 0 writes them; other rows, forks, and sequences with a cached prefix read them.
+"""
 Global___CacheLifetime: _TypeAlias = CacheLifetime  # noqa: Y015
 
 @_typing.final

@@ -110,7 +110,8 @@ class StepPlan(_message.Message):
     """
     copy: _builtins.bytes
     """Pairs (source, target) of device blocks, int32 column: copy-on-write. No sequence has
-    the target, unless it is a block of a fork's state, which holds nothing yet.
+    the target, unless it is a block of a fork's state, which holds nothing yet. The copy of
+    a state, made before the forward pass, is the state that earlier plans have reached.
     """
     block_updates: _builtins.bytes
     """Quadruples (sequence id, cache group, index in its block table of the group, device
@@ -221,7 +222,8 @@ class NewSequence(_message.Message):
     """
     num_computed_tokens: _builtins.int
     """Number of tokens whose KV is already in the blocks below (a cached prefix, a
-    swapped-in sequence). In a fork the parent's number applies and this is 0.
+    swapped-in sequence). A state below is the one after exactly these tokens. In a fork the
+    parent's number applies and this is 0.
     """
     parent_seq_id: _builtins.int
     """Present in a fork: the sequence whose tokens and computed tokens it takes over,
