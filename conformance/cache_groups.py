@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Items
 
-from pagewire.v1 import model_pb2
+from pagewire.v1 import context_pb2, model_pb2
 
 NO_BLOCK = -1
 """Stands in a table for a block that was released: no token to come sees what it holds."""
@@ -12,6 +12,18 @@ def has_tokens(group: model_pb2.CacheGroup) -> bool:
     """Whether a group's blocks hold tokens of their sequence."""
     holds_others = (model_pb2.CACHE_LIFETIME_STATE, model_pb2.CACHE_LIFETIME_FIXED)
     return group.lifetime not in holds_others
+
+
+def num_blocks(
+    group: model_pb2.CacheGroup, num_tokens: int, context: Items[context_pb2.ContextPart] = ()
+) -> int:
+    """Blocks of a sequence of `num_tokens` tokens, none of them released."""
+    if group.lifetime == model_pb2.CACHE_LIFETIME_STATE:
+        return group.num_blocks
+    if group.lifetime == model_pb2.CACHE_LIFETIME_FIXED:
+        media = (part for part in context if part.kind == context_pb2.CONTEXT_KIND_MEDIA)
+        num_tokens = sum(part.length for part in media)
+    return -(-num_tokens // group.block_tokens)
 
 
 def first_visible(group: model_pb2.CacheGroup, position: int) -> int:

@@ -28,10 +28,19 @@ def sampler_params(**fields: Any) -> sampling_pb2.SamplerParams:
     return sampling_pb2.SamplerParams(**(neutral | fields))
 
 
-def salt(text: str) -> context_pb2.ContextPart:
-    """A part of a context that changes no KV."""
-    digest = hashlib.sha256(text.encode()).digest()
-    return context_pb2.ContextPart(kind=context_pb2.CONTEXT_KIND_SALT, digest=digest)
+SALT, ADAPTER, MEDIA = (
+    context_pb2.CONTEXT_KIND_SALT,
+    context_pb2.CONTEXT_KIND_ADAPTER,
+    context_pb2.CONTEXT_KIND_MEDIA,
+)
+
+
+def part(
+    kind: context_pb2.ContextKind.ValueType, content: str, length: int = 0
+) -> context_pb2.ContextPart:
+    """A part of a context, from the first token on."""
+    digest = hashlib.sha256(content.encode()).digest()
+    return context_pb2.ContextPart(kind=kind, digest=digest, length=length)
 
 
 GREEDY = sampler_params(temperature=0.0)

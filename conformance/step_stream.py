@@ -10,7 +10,13 @@ from typing import Any, NamedTuple, Self
 import grpc
 
 from conformance.assertions import Failed, Skipped, expect, expect_true, fail
-from conformance.cache_groups import NO_BLOCK, first_visible, has_tokens, main_group
+from conformance.cache_groups import (
+    NO_BLOCK,
+    first_visible,
+    has_tokens,
+    main_group,
+    num_blocks,
+)
 from conformance.generation import Sampled, sampled
 from conformance.sequence import TOKEN, VECTOR, Row, Sequence
 from pagewire import columns
@@ -148,6 +154,7 @@ class StepStream:
             num_prompt_tokens=parent.num_prompt_tokens,
             num_computed_tokens=parent.num_computed_tokens,
             parent=parent,
+            context=parent.context,
             **(defaults | fields),
         )
 
@@ -168,7 +175,9 @@ class StepStream:
 
     def resumed(self, sequence: Sequence, **fields: Any) -> Sequence:
         """A new sequence with the tokens of another, which the worker may have forgotten."""
-        kept = {"num_prompt_tokens": sequence.num_prompt_tokens, "sampling": sequence.sampling}
+        kept = {
+            name: getattr(sequence, name) for name in ("num_prompt_tokens", "sampling", "context")
+        }
         return self.new(sequence.tokens, **(kept | fields))
 
     def fork_with_last_block(
@@ -185,6 +194,8 @@ class StepStream:
         copies, updates = [], []
         for group, table in fork.tables.items():
             first = len(table) - 1
+            if self.groups[group].lifetime == model_pb2.CACHE_LIFETIME_FIXED:
+                continue
             if not has_tokens(self.groups[group]):
                 is_parents = fork.parent and table == fork.parent.other_tables[group]
                 first = 0 if is_parents else len(table)
@@ -352,9 +363,7 @@ class StepStream:
                 if index != self.main_group:
                     table = sequence.other_tables.setdefault(index, [])
                     self._release(group, table, sequence.num_computed_tokens)
-                size = group.num_blocks
-                if has_tokens(group):
-                    size = -(-end // group.block_tokens)
+                size = num_blocks(group, end, sequence.context)
                 for block in self._take(size - len(table), index):
                     updates.append((sequence.seq_id, index, len(table), block))
                     table.append(block)
@@ -381,7 +390,7 @@ class StepStream:
         """Give a fork its parent's blocks, and states of its own: the next plan copies those."""
         fork.blocks = list(parent.blocks)
         for index, table in parent.other_tables.items():
-            if has_tokens(self.groups[index]):
+            if self.groups[index].lifetime != model_pb2.CACHE_LIFETIME_STATE:
                 fork.other_tables[index] = list(table)
                 self._shared.update(table)
             else:

@@ -9,14 +9,14 @@ from functools import cached_property
 import grpc
 
 from conformance.assertions import Failed
-from conformance.cache_groups import main_group
+from conformance.cache_groups import main_group, num_blocks
 from conformance.credentials import NO_CREDENTIALS, Credentials
 from conformance.generation import Generation, expect_same
 from conformance.registration_server import RegistrationServer
 from conformance.sequence import GREEDY, Sequence
 from conformance.step_stream import Refusal, StepStream
 from conformance.vocabulary import special_texts, token_texts
-from pagewire.v1 import model_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, model_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 
@@ -82,7 +82,7 @@ class Worker:
             )
         self.epoch = self.info.last_epoch
         """The greatest epoch used."""
-        self._alone: dict[tuple[tuple[int, ...], int, int, bytes], Generation] = {}
+        self._alone: dict[tuple[object, ...], Generation] = {}
 
     @property
     def groups(self) -> list[model_pb2.CacheGroup]:
@@ -96,8 +96,7 @@ class Worker:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks of a sequence of `num_tokens` tokens, none of them released."""
-        sizes = ((group.num_blocks, group.block_tokens) for group in self.groups)
-        return sum(-(-num_tokens // tokens) if tokens else count for count, tokens in sizes)
+        return sum(num_blocks(group, num_tokens) for group in self.groups)
 
     @property
     def vocab_size(self) -> int:
@@ -194,13 +193,16 @@ class Worker:
         num_tokens: int,
         sampling: sampling_pb2.SamplerParams = GREEDY,
         choice_index: int = 0,
+        context: tuple[context_pb2.ContextPart, ...] = (),
     ) -> Generation:
         """The tokens that a sequence samples without others on the worker, its prompt in one
         chunk."""
-        key = (tuple(prompt), num_tokens, choice_index, sampling.SerializeToString())
+        messages = tuple(message.SerializeToString() for message in (sampling, *context))
+        key = (tuple(prompt), num_tokens, choice_index, messages)
         if key not in self._alone:
+            fields = {"sampling": sampling, "choice_index": choice_index, "context": context}
             with self.open() as session:
-                sequence = session.new(prompt, sampling=sampling, choice_index=choice_index)
+                sequence = session.new(prompt, **fields)
                 self._alone[key] = Generation(session.generate(sequence, num_tokens).sampled)
         return self._alone[key]
 
@@ -213,6 +215,7 @@ class Worker:
             start + len(found.steps),
             sequence.sampling,
             sequence.choice_index,
+            sequence.context,
         )
         expect_same(what, found, alone.after(start), exact=self.info.model.batch_invariant)
 

@@ -88,9 +88,9 @@ class SimulationConfig:
     """Simulated KV blocks on the host."""
 
     cache_groups: str = ""
-    """The simulated model's cache groups, such as growing:64,window:64:512,state:4. What follows a
-    lifetime are the tokens per block, and those of a window or a chunk; or the number of blocks of
-    a state. Default: one growing group."""
+    """The simulated model's cache groups, such as growing:64,window:64:512,state:4,fixed:64. What
+    follows a lifetime are the tokens per block, and those of a window or a chunk; or the number of
+    blocks of a state. Default: one growing group."""
 
     cost: CostModel = field(default_factory=CostModel)
 
@@ -119,6 +119,7 @@ _GROUP_FIELDS = {
     CacheLifetime.WINDOW: ("block_tokens", "span"),
     CacheLifetime.CHUNK: ("block_tokens", "span"),
     CacheLifetime.STATE: ("num_blocks",),
+    CacheLifetime.FIXED: ("block_tokens",),
 }
 
 

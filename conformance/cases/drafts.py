@@ -5,7 +5,7 @@ from typing import Any
 
 from conformance.assertions import Skipped, expect, expect_true
 from conformance.case import Alone, case, refusal_case, stream_case
-from conformance.sequence import Sequence, salt, sampler_params
+from conformance.sequence import SALT, Sequence, part, sampler_params
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire.v1 import sampling_pb2
@@ -163,7 +163,7 @@ def tokens_are_the_same_with_every_salt(worker: Worker, stream: StepStream) -> A
     sampling = looping(worker, 3, temperature=1.0, seed=5)
     alone: dict[str, Sequence] = {}
     for salts in ((), ("a",), ("b",), ("a", "b"), ("a",)):
-        context = tuple(map(salt, salts))
+        context = tuple(part(SALT, salt) for salt in salts)
         sequence = stream.prefilled(worker.prompt(9), sampling=sampling, context=context)
         extend(stream, sequence, NUM_TOKENS, LOOKAHEAD)
         alone[f"sequence {len(alone)}, with the salts {salts}"] = sequence

@@ -1,11 +1,11 @@
-"""Cache groups: windows that give their blocks back, states, and tables that no model has."""
+"""Cache groups: windows that give their blocks back, states, sources, and wrong tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from conformance.assertions import Skipped
 from conformance.cache_groups import NO_BLOCK, first_visible, has_tokens
-from conformance.case import Alone, refusal_case, stream_case
-from conformance.sequence import Sequence
+from conformance.case import Alone, PlanFunction, refusal_case, stream_case
+from conformance.sequence import MEDIA, Sequence, part
 from conformance.step_stream import StepStream
 from conformance.worker import Worker
 from pagewire import columns
@@ -16,7 +16,12 @@ MAX_SPAN = 1024
 
 TABLES = "One block table for each of the model's cache groups in which the sequence has blocks"
 RELEASED = "The entries before it are of tokens that no row of the"
-STATE = "A state of a fixed number of blocks, written in place by each token"
+COPY = "made before the forward pass, is the state that earlier plans have reached."
+SOURCE = "Until its sequence ends, written once"
+COMPLETE = "of a new sequence has blocks for all of them, and never changes."
+
+
+STATE, FIXED = model_pb2.CACHE_LIFETIME_STATE, model_pb2.CACHE_LIFETIME_FIXED
 
 
 def spans(worker: Worker) -> list[int]:
@@ -66,8 +71,7 @@ def parked(stream: StepStream, sequence: Sequence) -> Sequence:
     targets = dict(zip(held, stream.take_blocks(len(held)), strict=True))
     stream.step(swap_in=zip(host, targets.values(), strict=True))
     moved = {g: [targets.get(block, NO_BLOCK) for block in t] for g, t in tables.items()}
-    main = moved.pop(stream.main_group)
-    return stream.resumed(sequence, num_computed_tokens=position, blocks=main, other_tables=moved)
+    return resumed(stream, sequence, moved, position)
 
 
 @stream_case("plan", RELEASED)
@@ -79,44 +83,118 @@ def a_sequence_returns_with_tables_that_begin_at_its_windows(
     return {"a sequence that was swapped out": again}
 
 
-@stream_case("model", STATE)
-def a_state_continues_from_a_copy_at_its_position(worker: Worker, stream: StepStream) -> Alone:
-    require_states(worker)
-    first = stream.generate(stream.new(worker.prompt(1)), 2)
-    held = [b for table in first.tables.values() for b in table if b != NO_BLOCK]
+def snapshot(
+    stream: StepStream, sequence: Sequence
+) -> tuple[dict[int, list[int]], list[tuple[int, int]]]:
+    """Tables for a copy of a sequence at its position, and the copies that they need; sources are
+    shared."""
+    shared = {
+        block
+        for index, table in sequence.tables.items()
+        if stream.groups[index].lifetime == FIXED
+        for block in table
+    }
+    held = {block for table in sequence.tables.values() for block in table} - shared - {NO_BLOCK}
     copies = dict(zip(held, stream.take_blocks(len(held)), strict=True))
-    targets = {g: [copies.get(b, NO_BLOCK) for b in t] for g, t in first.tables.items()}
-    position = first.num_computed_tokens
-    stream.step(first, copy=copies.items())  # the state that the steps before have reached
-    main = targets.pop(stream.main_group)
-    snapshot = stream.new(
-        first.tokens[: position + 1],
-        num_prompt_tokens=first.num_prompt_tokens,
+    tables = {g: [copies.get(b, b) for b in table] for g, table in sequence.tables.items()}
+    return tables, list(copies.items())
+
+
+def resumed(
+    stream: StepStream, sequence: Sequence, tables: dict[int, list[int]], position: int
+) -> Sequence:
+    """A new sequence that continues from these tables after `position` tokens of another."""
+    others = {index: table for index, table in tables.items() if index != stream.main_group}
+    return stream.resumed(
+        sequence,
         num_computed_tokens=position,
-        blocks=main,
-        other_tables=targets,
+        blocks=tables[stream.main_group],
+        other_tables=others,
     )
-    stream.generate(snapshot, 3)
-    return {"a sequence that continues from a snapshot": snapshot, "its source": first}
 
 
-def require_states(worker: Worker) -> None:
-    """Raises Skipped if the model has no states."""
-    if not any(g.lifetime == model_pb2.CACHE_LIFETIME_STATE for g in worker.groups):
-        raise Skipped("the model has no states")
+@stream_case("plan", COPY)
+def a_state_continues_from_a_copy_at_its_position(worker: Worker, stream: StepStream) -> Alone:
+    require(worker, STATE)
+    first = stream.generate(stream.new(worker.prompt(1)), 2)
+    tables, copies = snapshot(stream, first)
+    position, tokens = first.num_computed_tokens, list(first.tokens)
+    stream.step(first, copy=copies)  # the state that the steps before have reached
+    again = resumed(stream, first, tables, position)
+    again.tokens = tokens
+    stream.generate(again, 3)
+    return {"a sequence that continues from a snapshot": again, "its source": first}
 
 
-def refused(
-    name: str, promise: str, field: str, change: Callable[[Worker, plan_pb2.NewSequence], None]
-) -> None:
-    """Register a case of a new sequence with wrong tables."""
+@refusal_case("plan", "A state below is the one after exactly these tokens.", "num_computed_tokens")
+def a_snapshot_that_the_same_plan_reaches_is_refused(worker: Worker, stream: StepStream) -> None:
+    require(worker, STATE)
+    first = stream.generate(stream.new(worker.prompt(1)), 2)
+    tables, copies = snapshot(stream, first)
+    resumed(stream, first, tables, first.num_computed_tokens + 1)
+    stream.send(first, copy=copies)
 
-    def send(worker: Worker, stream: StepStream) -> None:
-        plan = stream.plan(stream.new(worker.prompt(1)))
-        change(worker, plan.new_sequences[0])
-        stream.send_plan(plan)
 
-    refusal_case("plan", promise, field, "new_sequences", name=name)(send)
+def with_source(worker: Worker, stream: StepStream) -> Sequence:
+    """A new sequence with a source of several blocks. Raises Skipped if the model reads none."""
+    require(worker, FIXED)
+    size = max(group.block_tokens for group in worker.groups if group.lifetime == FIXED)
+    return stream.new(worker.prompt(1), context=(part(MEDIA, "a source", 2 * size + 1),))
+
+
+@stream_case("model", SOURCE)
+def a_source_is_read_by_rows_that_follow_the_first(worker: Worker, stream: StepStream) -> Alone:
+    sequence = with_source(worker, stream)
+    stream.step(sequence.row(2, brings=False))
+    return {"a sequence with a source, in chunks": stream.generate(sequence, 3)}
+
+
+@stream_case("model", SOURCE)
+def forks_share_their_parents_source(worker: Worker, stream: StepStream) -> Alone:
+    parent = with_source(worker, stream)
+    fork = stream.fork(parent)
+    stream.step(parent, fork.row(0))
+    copies, updates = stream.part(fork)
+    stream.step(fork, forget=[parent], copy=copies, block_updates=updates)
+    return {"a fork of a sequence with a source": fork}
+
+
+@stream_case("model", SOURCE)
+def a_source_serves_a_sequence_with_a_cached_prefix(worker: Worker, stream: StepStream) -> Alone:
+    first = stream.generate(with_source(worker, stream), 2)
+    tables, copies = snapshot(stream, first)
+    again = resumed(stream, first, tables, first.num_computed_tokens)
+    stream.generate(again, 3, forget=[first], copy=copies)
+    return {"a sequence with another's source": again}
+
+
+@stream_case("model", SOURCE)
+def a_source_returns_from_the_host(worker: Worker, stream: StepStream) -> Alone:
+    first = stream.generate(with_source(worker, stream), 2)
+    return {"a sequence that was swapped out": stream.generate(parked(stream, first), 3)}
+
+
+@refusal_case("model", SOURCE, "block_updates")
+def an_update_of_a_sources_table_is_refused(worker: Worker, stream: StepStream) -> None:
+    sequence = with_source(worker, stream)
+    stream.step(sequence)
+    index = [group.lifetime for group in worker.groups].index(FIXED)
+    (block,) = stream.take_blocks(1)
+    stream.send_changed(sequence, block_updates=[sequence.seq_id, index, 0, block])
+
+
+def require(worker: Worker, lifetime: model_pb2.CacheLifetime.ValueType) -> None:
+    """Raises Skipped if the model has no cache group of this lifetime."""
+    if all(group.lifetime != lifetime for group in worker.groups):
+        name = model_pb2.CacheLifetime.Name(lifetime).removeprefix("CACHE_LIFETIME_")
+        raise Skipped(f"the model has no cache group of the lifetime {name}")
+
+
+def tables_of(
+    worker: Worker, new: plan_pb2.NewSequence, lifetime: model_pb2.CacheLifetime.ValueType
+) -> Iterator[plan_pb2.BlockTable]:
+    """A new sequence's tables in groups of a lifetime."""
+    return (table for table in new.tables if worker.groups[table.group].lifetime == lifetime)
 
 
 def _of_unknown_group(worker: Worker, new: plan_pb2.NewSequence) -> None:
@@ -138,20 +216,71 @@ def _with_one_block(worker: Worker, new: plan_pb2.NewSequence) -> None:
 
 
 def _without_state(worker: Worker, new: plan_pb2.NewSequence) -> None:
-    require_states(worker)
-    states = [
-        table
-        for table in new.tables
-        if worker.groups[table.group].lifetime == model_pb2.CACHE_LIFETIME_STATE
-    ]
-    new.tables.remove(states[0])
+    require(worker, STATE)
+    new.tables.remove(next(tables_of(worker, new, STATE)))
 
 
-refused("a table of a group that does not exist is refused", TABLES, "tables", _of_unknown_group)
-refused("two tables of one group are refused", TABLES, "tables", _twice)
-refused("a table that lacks what a row sees is refused", RELEASED, "first_index", _beginning_later)
-refused("a block in tables of two groups is refused", TABLES, "tables", _with_one_block)
-refused("a sequence without its state is refused", TABLES, "tables", _without_state)
+def _without_source(worker: Worker, new: plan_pb2.NewSequence) -> None:
+    new.tables.remove(next(tables_of(worker, new, FIXED)))
+
+
+def _with_part_of_a_source(worker: Worker, new: plan_pb2.NewSequence) -> None:
+    table = next(tables_of(worker, new, FIXED))
+    table.block_ids = table.block_ids[:-4]
+
+
+def _with_open_media(worker: Worker, new: plan_pb2.NewSequence) -> None:
+    new.context[0].length = 0
+
+
+def _plain(worker: Worker, stream: StepStream) -> Sequence:
+    return stream.new(worker.prompt(1))
+
+
+Change = Callable[[Worker, plan_pb2.NewSequence], None]
+WRONG: dict[str, tuple[str, str, str, Callable[[Worker, StepStream], Sequence], Change]] = {
+    "a table of a group that does not exist": ("plan", TABLES, "tables", _plain, _of_unknown_group),
+    "a second table of a group": ("plan", TABLES, "tables", _plain, _twice),
+    "a table that lacks what a row sees": (
+        *("plan", RELEASED, "first_index", _plain, _beginning_later),
+    ),
+    "a block in tables of two groups": ("plan", TABLES, "tables", _plain, _with_one_block),
+    "a sequence without its state": ("plan", TABLES, "tables", _plain, _without_state),
+    "a sequence without its source": ("model", COMPLETE, "tables", with_source, _without_source),
+    "a sequence with a part of its source": (
+        *("model", COMPLETE, "tables", with_source, _with_part_of_a_source),
+    ),
+    "a source of no length": ("model", SOURCE, "context", with_source, _with_open_media),
+}
+"""New sequences that are refused: the promise, the field named, the sequence, its change."""
+
+
+def _send(make: Callable[[Worker, StepStream], Sequence], change: Change) -> PlanFunction:
+    def send(worker: Worker, stream: StepStream) -> None:
+        plan = stream.plan(make(worker, stream))
+        change(worker, plan.new_sequences[0])
+        stream.send_plan(plan)
+
+    return send
+
+
+for _name, (_file, _promise, _field, _make, _change) in WRONG.items():
+    refusal_case(_file, _promise, _field, "new_sequences", name=f"{_name} is refused")(
+        _send(_make, _change)
+    )
+
+
+@refusal_case("plan", TABLES, "block_updates")
+def an_update_with_a_block_of_another_groups_table_is_refused(
+    worker: Worker, stream: StepStream
+) -> None:
+    sequence = stream.prefilled(worker.prompt(1))
+    others = [index for index, table in sequence.other_tables.items() if table]
+    if not others:
+        raise Skipped("the model has one cache group")
+    index = others[0]
+    update = [sequence.seq_id, index, len(sequence.tables[index]), sequence.blocks[-1]]
+    stream.send_changed(sequence, block_updates=update)
 
 
 @refusal_case("plan", "Quadruples (sequence id, cache group", "block_updates")

@@ -15,7 +15,7 @@ from conformance import cases
 from conformance.runner import Outcome, Verdict, run
 from conformance.worker import Worker
 from pagewire import columns
-from pagewire.v1 import plan_pb2, sampling_pb2
+from pagewire.v1 import context_pb2, plan_pb2, sampling_pb2
 from pagewire.v1 import worker_service_pb2 as pb
 from tests.support.mutant import Fault, mutant
 from tests.support.processes import node_worker, python_worker, running
@@ -555,7 +555,7 @@ BROAD = {
 
 
 def test_every_case_can_fail(healthy: str) -> None:
-    elsewhere = ("registration", "structured output", "constrained rows", "groups")
+    elsewhere = ("registration", "structured output", "constrained rows", "groups", "contexts")
     left = {case.full_name: case for case in cases.ALL if case.group not in elsewhere}
     for make_fault in BROAD.values():
         with mutant(healthy, make_fault) as address:
@@ -576,7 +576,56 @@ def _has_narrower_windows(info: pb.GetInfoResponse) -> None:
         group.span //= 2
 
 
+def _copies_after_its_step() -> Fault:
+    late = [b"", b""]
+
+    def change(plan: plan_pb2.StepPlan) -> None:
+        late.append(plan.copy)
+        plan.copy = late.pop(0)
+
+    return Fault(plan=change)
+
+
+def _reads_no_source_in_first_chunks(plan: plan_pb2.StepPlan) -> None:
+    """A source that reaches the last chunk of a prompt alone."""
+    for new in plan.new_sequences if plan.output == b"\0" else ():
+        _takes_no_media(new)
+
+
+def _takes_no_media(new: plan_pb2.NewSequence) -> None:
+    if any(part.kind == context_pb2.CONTEXT_KIND_MEDIA for part in new.context):
+        del new.context[:], new.tables[-1]
+
+
+def _gives_sources_away(new: plan_pb2.NewSequence) -> None:
+    """A worker that has released the source of a sequence before others read it."""
+    if new.num_computed_tokens or new.HasField("parent_seq_id"):
+        blocks = columns.unpack(new.tables[-1].block_ids)
+        new.tables[-1].block_ids = columns.pack([blocks[0] + 100, *blocks[1:]])
+
+
+def _ignores_digests(new: plan_pb2.NewSequence) -> None:
+    for part in new.context:
+        part.digest = bytes(32)
+
+
 GROUP_FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
+    "ignores digests": (on_new(_ignores_digests), ["adapters and media are told apart"]),
+    "takes copies of states after its step": (
+        _copies_after_its_step,
+        ["a state continues from a copy at its position"],
+    ),
+    "reads no source in the first chunks": (
+        on_plan(_reads_no_source_in_first_chunks),
+        ["a source is read by rows that follow the first"],
+    ),
+    "gives sources away": (
+        on_new(_gives_sources_away),
+        [
+            *("forks share their parents source", "a source serves a sequence with a cached"),
+            "a source returns from the host",
+        ],
+    ),
     "begins all tables at 0": (on_new(_begins_tables_at_0), ["tables that begin at its windows"]),
     "sees more than its windows": (
         lambda: Fault(info=_has_narrower_windows),
@@ -586,9 +635,8 @@ GROUP_FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
     "hides every error": (
         _hides(grpc.StatusCode.INVALID_ARGUMENT),
         [
-            *("a table of a group that does not exist", "two tables of one group"),
-            *("a table that lacks what a row sees", "a block in tables of two groups"),
-            *("a sequence without its state", "an update of a group that does not exist"),
+            *(case.name for case in cases.ALL if case.group == "groups" and "refused" in case.name),
+            *("a digest of 31 bytes", "a part of an unknown kind", "a context of a fork"),
         ],
     ),
 }
@@ -599,7 +647,7 @@ def grouped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A worker whose model has cache groups of several lifetimes."""
     folder: Path = tmp_path_factory.mktemp("grouped")
     address = f"unix:{folder}/worker.sock"
-    groups = ("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3")
+    groups = ("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3,fixed:16")
     command = python_worker("--simulate", "--simulate-vocab-size", "997", *groups)
     with running([*command, "--listen", address], folder):
         Worker(address)  # waits until it listens
@@ -617,6 +665,7 @@ def test_it_finds_a_worker_with_cache_groups_that(name: str, grouped: str) -> No
 def test_every_case_of_cache_groups_can_fail(grouped: str) -> None:
     names = [name for _, expected in GROUP_FAULTS.values() for name in expected]
     found = {case.full_name for case in cases.ALL if any(name in case.name for name in names)}
-    assert {case.full_name for case in cases.ALL if case.group == "groups"} <= found
+    of_groups = {c.full_name for c in cases.ALL if c.group in ("groups", "contexts")}
+    assert of_groups <= found
     with mutant(grouped, Fault) as address:
         assert {outcome.verdict for outcome in outcomes(address, names)} == {Verdict.PASS}

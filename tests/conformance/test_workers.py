@@ -17,7 +17,7 @@ COMMANDS = {
     ),
     "cache groups": python_worker(
         *("--simulate", "--simulate-vocab-size", "997", "--speculative", "ngram"),
-        *("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3"),
+        *("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3,fixed:16"),
     ),
     "node": node_worker(),
 }
@@ -38,15 +38,14 @@ POOLING = [
     for case in cases.ALL
     if case.group == "pooling" and case.name not in NEED_NO_POOLING
 ]
+OF_ANY_GROUP = (
+    "a table of a group that does not exist is refused",
+    "a second table of a group is refused",
+    "a table that lacks what a row sees is refused",
+    "an update of a group that does not exist is refused",
+)
 NO_GROUPS = [
-    f"groups: {name}"
-    for name in (
-        "released blocks may be given to others",
-        "a sequence returns with tables that begin at its windows",
-        "a state continues from a copy at its position",
-        "a block in tables of two groups is refused",
-        "a sequence without its state is refused",
-    )
+    case.full_name for case in cases.ALL if case.group == "groups" and case.name not in OF_ANY_GROUP
 ]
 ON_BLOCKS = (
     "accepted tokens are computed in their blocks",

@@ -2,8 +2,8 @@
 
 A block of the device or host cache contains the `History` for which a real one would contain KV in
 each of its slots, or the one for which it would contain a state, together with the sequence's salt,
-or nothing. It belongs to one cache group at a time: what another group wrote there counts as
-nothing.
+or nothing; in a group of sources, a hash of its media. It belongs to one cache group at a time:
+what another group wrote there counts as nothing.
 A known sequence *holds* the blocks in its tables, until it is forgotten, the entry is replaced, or
 no token of the sequence to come sees the block's tokens.
 
@@ -11,7 +11,8 @@ The rules, each of which ends in `InvalidPlan`:
 
 - A block that is read (by attention, a swap or a copy) was written before, and attention finds the
   sequence's own history at every position of its context that it sees, before this step's rows
-  write anything. A state that a row continues is the one after the token before the row.
+  write anything. A state that a row continues is the one after the token before the row, and so
+  is a new sequence's own. A source that a row does not write was written, for the same media.
 - A block that a row writes is held by no other sequence, except the row's own new forks.
 - A block that a swap-in or a copy writes is held by no sequence, and written by one of them only;
   but a copy may also write the state of one sequence, which is a fork's.
@@ -139,6 +140,8 @@ class MemoryModel:
                 self._read_tokens(sequence, row, index)
             elif group.lifetime is CacheLifetime.STATE and states and sequence.num_computed:
                 self._read_state(sequence, row, index)
+            elif group.lifetime is CacheLifetime.FIXED and sequence.num_computed:
+                self._read_source(sequence, row, index)
         sequence.num_checked = sequence.num_computed
 
     def _read_tokens(self, sequence: SimulatedSequence, row: int, group: int) -> None:
@@ -146,44 +149,49 @@ class MemoryModel:
         first = self.groups[group].first_visible(sequence.num_computed)
         for position in range(max(sequence.num_checked, first), sequence.num_computed):
             index, offset = divmod(position, size)
-            self._expect(
-                sequence, row, f"position {position}", group, table[index], offset, position
-            )
+            wrong = self._mismatch(group, table[index], offset, sequence.content(position))
+            if wrong:
+                raise _wrong_read(sequence, row, f"position {position}", wrong)
 
     def _read_state(self, sequence: SimulatedSequence, row: int, group: int) -> None:
-        position = sequence.num_computed - 1
-        for block in sequence.tables[group]:
-            self._expect(
-                sequence, row, f"the state after position {position}", group, block, 0, position
-            )
+        if wrong := self._wrong_state(sequence, group):
+            what = f"the state after position {sequence.num_computed - 1}"
+            raise _wrong_read(sequence, row, what, wrong)
 
-    def _expect(
-        self,
-        sequence: SimulatedSequence,
-        row: int,
-        what: str,
-        group: int,
-        block: int,
-        offset: int,
-        position: int,
-    ) -> None:
-        content = None if block == NO_BLOCK else self._device[block]
-        found = content.slots[offset] if content is not None and content.group == group else None
-        if found == sequence.content(position):
+    def _read_source(self, sequence: SimulatedSequence, row: int, group: int) -> None:
+        if sequence.num_checked:
             return
-        if content is None:
-            problem = "nothing was written"
-        elif content.group != group:
-            problem = f"something of group {content.group} is"
-        else:
-            problem = "nothing was written" if found is None else "another history's KV is"
-        where = f"device block {block} offset {offset}"
+        for place, content in enumerate(sequence.source()):
+            index, offset = divmod(place, self.groups[group].block_tokens)
+            if wrong := self._mismatch(group, sequence.tables[group][index], offset, content):
+                raise _wrong_read(sequence, row, f"token {place} of its source", wrong)
+
+    def check_new_states(self, sequence: SimulatedSequence, field: str) -> None:
+        """Raises InvalidPlan unless a new sequence's states are those after its computed tokens."""
+        for index, group in enumerate(self.groups):
+            if group.lifetime is CacheLifetime.STATE and sequence.num_computed:
+                if wrong := self._wrong_state(sequence, index):
+                    expected = f"expected a state after {sequence.num_computed} tokens"
+                    raise InvalidPlan(field, f"{expected} in {wrong}")
+
+    def _wrong_state(self, sequence: SimulatedSequence, group: int) -> str | None:
+        """What is wrong with the state after a sequence's computed tokens."""
+        content = sequence.content(sequence.num_computed - 1)
+        problems = (self._mismatch(group, b, 0, content) for b in sequence.tables[group])
+        return next(filter(None, problems), None)
+
+    def _mismatch(self, group: int, block: int, offset: int, wanted: History) -> str | None:
+        """Where something else than `wanted` is; None if it is there."""
         if block == NO_BLOCK:
-            where, problem = f"group {group}", "its table names no block"
-        raise InvalidPlan(
-            "seq_ids",
-            f"row {row}: sequence {sequence.seq_id} reads {what} from {where}, where {problem}",
-        )
+            return f"group {group}, where its table names no block"
+        content = self._device[block]
+        found = content.slots[offset] if content is not None and content.group == group else None
+        if found == wanted:
+            return None
+        problem = "nothing was written" if found is None else "another history's KV is"
+        if content is not None and content.group != group:
+            problem = f"something of group {content.group} is"
+        return f"device block {block} offset {offset}, where {problem}"
 
     def write(
         self,
@@ -204,6 +212,8 @@ class MemoryModel:
                 self._write_tokens(sequence, end, row, forks, index)
             elif group.lifetime is CacheLifetime.STATE and states:
                 self._write_state(sequence, end, row, forks, index)
+            elif group.lifetime is CacheLifetime.FIXED and sequence.num_computed == 0:
+                self._write_source(sequence, row, forks, index)
         sequence.num_computed = sequence.num_checked = end
 
     def accept(self, sequence: SimulatedSequence, row: int) -> None:
@@ -223,6 +233,14 @@ class MemoryModel:
             slots = self._writable(block, sequence.seq_id, row, forks, group, size)
             slots[offset : offset + stop - start] = map(sequence.content, range(start, stop))
             start = stop
+
+    def _write_source(
+        self, sequence: SimulatedSequence, row: int, forks: Collection[int], group: int
+    ) -> None:
+        size, source = self.groups[group].block_tokens, sequence.source()
+        for block, start in zip(sequence.tables[group], range(0, len(source), size), strict=True):
+            slots = self._writable(block, sequence.seq_id, row, forks, group, size)
+            slots[: len(source) - start] = source[start : start + size]
 
     def _write_state(
         self, sequence: SimulatedSequence, end: int, row: int, forks: Collection[int], group: int
@@ -296,6 +314,11 @@ class MemoryModel:
             contents[target] = Content(content.group, content.slots.copy())
         for target, content in contents.items():
             targets[target] = content
+
+
+def _wrong_read(sequence: SimulatedSequence, row: int, what: str, where: str) -> InvalidPlan:
+    reads = f"row {row}: sequence {sequence.seq_id} reads {what}"
+    return InvalidPlan("seq_ids", f"{reads} from {where}")
 
 
 def _expected(num_blocks: int, kind: str, got: int) -> str:

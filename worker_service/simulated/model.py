@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from pagewire_kernels.philox import DRAW_BITS, draw_bits
 from worker_service.array_types import Float32Array
 from worker_service.plan import (
     Candidates,
+    ContextKind,
     ContextPart,
     PoolingParams,
     PoolingType,
@@ -167,6 +169,17 @@ class SimulatedSequence:
     def content(self, position: int) -> History:
         """What the slot of a position must hold."""
         return self.histories[position] ^ self.salt
+
+    @property
+    def num_source_tokens(self) -> int:
+        """Tokens of the encoder's output that the sequence attends to: those of its media."""
+        return sum(part.length for part in self.context if part.kind is ContextKind.MEDIA)
+
+    def source(self) -> list[History]:
+        """What the slots of its source must hold: one entry per token."""
+        media = [hash_of(part) for part in self.context if part.kind is ContextKind.MEDIA]
+        content = list(accumulate(media, extend, initial=START))[-1]
+        return [extend(content, index) ^ self.salt for index in range(self.num_source_tokens)]
 
     def truncate(self, num_tokens: int) -> None:
         """Remove the tokens after the first ones, which drafts have overwritten."""

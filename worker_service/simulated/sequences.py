@@ -118,16 +118,20 @@ class SimulatedSequenceTable:
         self._check_identity(new, field)
         self._check_ids(new, field)
         self._check_pooling(new, field)
+        self._check_context(new, field)
         tables = self._checked_tables(new, field)
         if new.parent_seq_id is None:
             sequence = self._new_sequence(new, tables, field)
         else:
             sequence = self._fork(new, field)
+        self._check_complete(sequence, tables, field)
         sequence.extend(new.token_ids.tolist())
         if len(sequence.tokens) > self._max_model_len:
             limit, got = self._max_model_len, len(sequence.tokens)
             raise InvalidPlan(f"{field}.token_ids", f"expected at most {limit} in all, got {got}")
         sequence.tables = tables
+        if new.parent_seq_id is None:
+            self._memory.check_new_states(sequence, f"{field}.num_computed_tokens")
         self._known[new.seq_id] = sequence
         for table in new.tables:
             for block in table.block_ids.tolist():
@@ -167,6 +171,8 @@ class SimulatedSequenceTable:
 
     def _update_table(self, sequence: KnownSequence, group: int, index: int, block: int) -> None:
         table, seq_id = sequence.tables[group], sequence.seq_id
+        if self._memory.groups[group].lifetime is CacheLifetime.FIXED:
+            self._refuse_update(seq_id, index, f"is in group {group}, whose tables never change")
         if not 0 <= index <= len(table) or index >= self._max_entries(group):
             self._refuse_update(seq_id, index, f"does not follow a table of {len(table)}")
         if any(block in blocks for blocks in sequence.tables):
@@ -180,9 +186,9 @@ class SimulatedSequenceTable:
 
     def _max_entries(self, group: int) -> int:
         facts = self._memory.groups[group]
-        if facts.lifetime is CacheLifetime.STATE:
-            return facts.num_blocks
-        return -(-self._max_model_len // facts.block_tokens)
+        if facts.has_tokens:
+            return -(-self._max_model_len // facts.block_tokens)
+        return facts.num_blocks or 2**31
 
     def _new_sequence(self, new: NewSequence, tables: list[list[int]], field: str) -> KnownSequence:
         if not 1 <= new.num_prompt_tokens <= len(new.token_ids):
@@ -219,6 +225,15 @@ class SimulatedSequenceTable:
             raise InvalidPlan(f"{field}.seq_id", f"expected 1 to 2^31 - 1, got {new.seq_id}")
         if new.seq_id in self._known:
             raise InvalidPlan(f"{field}.seq_id", f"sequence {new.seq_id} is known already")
+
+    def _check_context(self, new: NewSequence, field: str) -> None:
+        """Media have a length where it is that of a source."""
+        if all(group.lifetime is not CacheLifetime.FIXED for group in self._memory.groups):
+            return
+        for index, part in enumerate(new.context):
+            if part.kind is ContextKind.MEDIA and part.length == 0:
+                problem = "expected the number of tokens of the source, got 0"
+                raise InvalidPlan(f"{field}.context[{index}].length", problem)
 
     def _check_pooling(self, new: NewSequence, field: str) -> None:
         """Vectors have as many numbers as there are, and no hit that they depend on."""
@@ -264,7 +279,6 @@ class SimulatedSequenceTable:
             if len(blocks) > limit:
                 raise InvalidPlan(f"{path}.block_ids", f"expected at most {limit} blocks")
             tables[table.group] = [NO_BLOCK] * table.first_index + blocks
-        self._check_states(tables, f"{field}.tables")
         return tables
 
     def _check_first(self, new: NewSequence, table: BlockTable, field: str) -> None:
@@ -278,11 +292,19 @@ class SimulatedSequenceTable:
         if table.first_index > limit:
             raise InvalidPlan(field, f"expected at most {limit}, got {table.first_index}")
 
-    def _check_states(self, tables: list[list[int]], field: str) -> None:
+    def _check_complete(
+        self, sequence: KnownSequence, tables: list[list[int]], field: str
+    ) -> None:
+        """States and sources have all their blocks from the beginning."""
         for index, (group, table) in enumerate(zip(self._memory.groups, tables, strict=True)):
-            if group.lifetime is CacheLifetime.STATE and len(table) != group.num_blocks:
-                expected = f"expected {group.num_blocks} blocks in group {index}"
-                raise InvalidPlan(field, f"{expected}, got {len(table)}")
+            if group.has_tokens:
+                continue
+            num_blocks = group.num_blocks
+            if group.lifetime is CacheLifetime.FIXED:
+                num_blocks = -(-sequence.num_source_tokens // group.block_tokens)
+            if len(table) != num_blocks:
+                expected = f"expected {num_blocks} blocks in group {index}"
+                raise InvalidPlan(f"{field}.tables", f"{expected}, got {len(table)}")
 
     def _refuse_update(self, seq_id: int, index: int, problem: str) -> None:
         raise InvalidPlan("block_updates", f"entry {index} of sequence {seq_id} {problem}")

@@ -308,3 +308,68 @@ def test_a_fork_without_tokens_that_has_other_blocks_than_its_parent() -> None:
     )
     problem = "sequence 4 reads position 4 from device block 9 offset 0, where nothing was written"
     refused(Bench(), "seq_ids", problem, Row(3, 6), Row(4, 0), **with_new(parent, fork))
+
+
+def in_groups(
+    seq_id: int, tokens: list[int], *tables: list[int], **fields: Any
+) -> plan_pb2.NewSequence:
+    """A new sequence with a table of every group."""
+    sequence = new(seq_id, tokens, [], **fields)
+    del sequence.tables[:]
+    for group, blocks in enumerate(tables):
+        sequence.tables.add(group=group, block_ids=column(blocks))
+    return sequence
+
+
+MEDIA = context_pb2.ContextPart(kind=3, digest=bytes(32), length=6)
+OTHER_MEDIA = context_pb2.ContextPart(kind=3, digest=b"\1" * 32, length=6)
+
+
+def with_source() -> Bench:
+    """Sequence 1 has a source of six tokens in blocks 2 and 3, which its first row wrote."""
+    bench = Bench(cache_groups="growing:4,fixed:4")
+    first = in_groups(1, PROMPT, [0, 1], [2, 3], context=[MEDIA])
+    plan = plan_pb2.StepPlan(
+        epoch=1, step_id=1, seq_ids=column([1]), num_tokens=column([6]), new_sequences=[first]
+    )
+    bench.execute(plan)
+    return bench
+
+
+@pytest.mark.parametrize(
+    ("problem", "num_computed", "tables", "media"),
+    [
+        ("writes to device block 2, which is shared with sequence 1", 0, ([8, 9], [2, 3]), MEDIA),
+        ("reads token 4 of its source from device block 9 offset 0", 4, ([0, 8], [2, 9]), MEDIA),
+        (
+            "reads token 0 of its source from device block 2 offset 0, where another",
+            *(4, ([8, 9], [2, 3]), OTHER_MEDIA),
+        ),
+    ],
+)
+def test_a_source_that_is_written_twice_or_is_not_there(
+    problem: str, num_computed: int, tables: tuple[list[int], ...], media: context_pb2.ContextPart
+) -> None:
+    bench = with_source()
+    if media is OTHER_MEDIA:  # its own KV, but another's source
+        prefix = in_groups(3, PROMPT, [8, 9], [10, 11], context=[media])
+        plan = plan_pb2.StepPlan(
+            epoch=1, step_id=2, seq_ids=column([3]), num_tokens=column([6]), new_sequences=[prefix]
+        )
+        bench.execute(plan)
+        bench.execute(plan_pb2.StepPlan(epoch=1, step_id=3, forget_seq_ids=column([3])))
+    second = in_groups(2, PROMPT, *tables, context=[media], num_computed_tokens=num_computed)
+    refused(bench, "seq_ids", problem, Row(2, 6 - num_computed), **with_new(second))
+
+
+def test_a_state_after_other_tokens_than_those_computed() -> None:
+    bench = Bench(cache_groups="growing:4,state:1")
+    first = in_groups(1, PROMPT, [0, 1], [2])
+    plan = plan_pb2.StepPlan(
+        epoch=1, step_id=1, seq_ids=column([1]), num_tokens=column([6]), new_sequences=[first]
+    )
+    bench.execute(plan)
+    second = in_groups(2, PROMPT, [0, 8], [9], num_computed_tokens=5)
+    problem = "expected a state after 5 tokens in device block 9 offset 0, where another history's"
+    field = "new_sequences[0].num_computed_tokens"
+    refused(bench, field, problem, copy=column([2, 9]), **with_new(second))
