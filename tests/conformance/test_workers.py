@@ -1,4 +1,4 @@
-"""Three workers that keep the contract: ours with a model, the simulated one, and one in Node."""
+"""Workers that keep the contract: ours with a model, the simulated one, and one in Node."""
 
 from pathlib import Path
 
@@ -20,6 +20,9 @@ COMMANDS = {
         *("--simulate-cache-groups", "growing:16,window:16:24,chunk:8:16,state:3,fixed:16"),
     ),
     "node": node_worker(),
+    "node with cache groups": node_worker(
+        "--cache-groups", "growing:16,window:16:24,chunk:8:16,state:3,fixed:16"
+    ),
 }
 REFUSES_POOLING = ["pooling: a worker that pools no vectors refuses them"]
 NEED_NO_POOLING = (
@@ -70,6 +73,7 @@ SKIPPED = {
     "simulated": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
     "cache groups": [*NO_PROFILER, *OF_ONE_GROUP, *REFUSES_POOLING, *NO_TEXTS],
     "node": [*NO_PROFILER, *NO_GROUPS, *REFUSES_POOLING, *NO_TEXTS],
+    "node with cache groups": [*NO_PROFILER, *OF_ONE_GROUP, *REFUSES_POOLING, *NO_TEXTS],
 }
 
 

@@ -19,5 +19,14 @@ export const definition = require("@grpc/proto-loader").loadSync(FILES, {
   oneofs: true, // `_seed` names the field that is set, where an optional one is
 });
 
+// The loader of services drops the options of fields; protobufjs, on which it builds, keeps them.
+const root = new (createRequire(require.resolve("@grpc/proto-loader"))("protobufjs").Root)();
+root.resolvePath = (_, target) =>
+  target.startsWith("google/") ? target : fileURLToPath(new URL(`protos/${target}`, ROOT));
+root.loadSync(FILES, { keepCase: true });
+
+/** The declaration of a message, with the options of its fields. */
+export const messageType = (name) => root.lookupType(`pagewire.v1.${name}`);
+
 export const { WorkerService, SchedulerService } =
   grpc.loadPackageDefinition(definition).pagewire.v1;

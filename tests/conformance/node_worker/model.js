@@ -1,5 +1,8 @@
 // A language model of sorts: what is in a slot of the cache depends on all slots before it, as a
-// real model's keys and values do, and the logits depend on the last slot.
+// real model's keys and values do, and the logits depend on the last slot. Each cache group is a
+// layer, which attends to what the group keeps.
+
+import { firstVisible, isSource, isState } from "./groups.js";
 
 const VOCAB_SIZE = 64;
 
@@ -26,13 +29,30 @@ function mix(...words) {
   return hash >>> 0;
 }
 
-/** What the slot of `token` holds; `context` reads the slots of the positions before. */
-export function computeSlot(token, position, context) {
-  let attended = 0;
-  for (let before = 0; before < position; before++) {
-    attended = (attended + mix(context(before), before)) >>> 0;
-  }
-  return mix(token, position, attended);
+/** What the slot of a source's token holds; `media`: its part of the context. */
+export const sourceSlot = ({ digest }, at) =>
+  mix(...Array.from({ length: 8 }, (_, word) => digest.readInt32LE(4 * word)), at);
+
+/** Compute a token into a sequence's memory; returns what its logits depend on. */
+export function computeSlot(token, position, memory, numSourceTokens) {
+  let hidden = mix(token, position);
+  memory.groups.forEach((group, index) => {
+    if (isState(group)) {
+      memory.states[index] = memory.states[index].map((word, at) => mix(word, hidden, at));
+      hidden = mix(hidden, ...memory.states[index]);
+      return;
+    }
+    const [first, end] = isSource(group)
+      ? [0, numSourceTokens]
+      : [firstVisible(group, position), position];
+    let attended = 0;
+    for (let at = first; at < end; at++) {
+      attended = (attended + mix(memory.read(index, at), at)) >>> 0;
+    }
+    hidden = mix(hidden, attended);
+    if (!isSource(group)) memory.write(index, position, hidden);
+  });
+  return hidden;
 }
 
 /** Logits of the next token, given the last slot: Gumbel distributed, about half below 0. */

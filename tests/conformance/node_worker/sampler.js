@@ -1,6 +1,6 @@
 // From logits to a token, in the order that sampling.proto gives.
 
-import { column } from "./columns.js";
+import { readColumns } from "./columns.js";
 import { PlanError } from "./errors.js";
 import { draw } from "./philox.js";
 
@@ -15,13 +15,14 @@ export function readParams(message, vocabSize, path) {
   if (!(message.repetition_penalty > 0)) {
     throw new PlanError(`${path}.repetition_penalty`, "expected above 0");
   }
-  const tokens = (bytes, field) => {
-    const ids = column(bytes, field);
+  const checked = (ids, field) => {
     if (ids.some((id) => id < 0 || id >= vocabSize)) {
       throw new PlanError(field, `expected token ids below ${vocabSize}`);
     }
     return ids;
   };
+  const { suppressed_token_ids: suppressed } = readColumns("SamplerParams", message, `${path}.`);
+  const wordOf = (word) => readColumns("TokenSequence", word, `${path}.bad_words.`).token_ids;
   if (message._num_candidates && message.num_candidates < 1) {
     throw new PlanError(`${path}.num_candidates`, "expected at least 1");
   }
@@ -31,8 +32,8 @@ export function readParams(message, vocabSize, path) {
     logprobs: message._logprobs ? message.logprobs : null,
     promptLogprobs: message._prompt_logprobs ? message.prompt_logprobs : null,
     biases: new Map(message.logit_bias.map(({ token_id, bias }) => [token_id, bias])),
-    suppressed: tokens(message.suppressed_token_ids, `${path}.suppressed_token_ids`),
-    badWords: message.bad_words.map((word) => tokens(word.token_ids, `${path}.bad_words`)),
+    suppressed: checked(suppressed, `${path}.suppressed_token_ids`),
+    badWords: message.bad_words.map((word) => checked(wordOf(word), `${path}.bad_words`)),
   };
 }
 

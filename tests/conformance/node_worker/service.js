@@ -76,7 +76,7 @@ export class Worker {
     if (numBlocks < 1) throw new PlanError("num_gpu_blocks", "expected at least 1");
     if (BigInt(epoch) <= this.lastEpoch) throw stale(`epoch ${epoch} is not above ${this.lastEpoch}`);
     this.#fence(BigInt(epoch));
-    this.#cache = new Cache(this.options.model.cache_groups[0].block_tokens, numBlocks, numHostBlocks);
+    this.#cache = new Cache(this.options.model.cache_groups, numBlocks, numHostBlocks);
     return {};
   }
 

@@ -1,8 +1,10 @@
 // One step from plan to result.
 
-import { column, pack, packFloats } from "./columns.js";
+import { SequenceMemory } from "./cache.js";
+import { readColumns, withColumns } from "./columns.js";
 import { MAX_DRAFTS, draft } from "./drafts.js";
 import { PlanError } from "./errors.js";
+import { numSlots } from "./groups.js";
 import { computeSlot, logitsAfter } from "./model.js";
 import { accumulate, pooled } from "./pooling.js";
 import { choose, logprobsOf, offer } from "./sampler.js";
@@ -15,29 +17,24 @@ export const nowUs = () => Number(process.hrtime.bigint() / 1000n);
 /** Does what a plan says; throws PlanError. */
 export function executeStep(plan, sequences, cache, receivedUs) {
   const startedUs = nowUs();
-  const moves = {
-    swapOut: column(plan.swap_out, "swap_out", 2),
-    swapIn: column(plan.swap_in, "swap_in", 2),
-    copy: column(plan.copy, "copy", 2),
-  };
-  const appended = column(plan.appended_tokens, "appended_tokens", 2);
-  const updates = column(plan.block_updates, "block_updates", 4);
-  sequences.forget(column(plan.forget_seq_ids, "forget_seq_ids"));
-  cache.move(moves);
+  const columns = readColumns("StepPlan", plan, "", plan.seq_ids.length / 4);
+  sequences.forget(columns.forget_seq_ids);
+  cache.move(columns);
   const cacheDoneUs = nowUs();
   const newcomers = new Set(
     plan.new_sequences.map((message, index) => sequences.add(message, `new_sequences[${index}]`)),
   );
-  sequences.append(appended);
-  updates.forEach((update) => sequences.update(update));
-  const rows = readRows(plan, sequences);
+  sequences.append(columns.appended_tokens);
+  columns.block_updates.forEach((update) => sequences.update(update));
+  const rows = readRows(columns, sequences);
   const byId = new Map(rows.map((row) => [row.sequence.id, row]));
-  for (const row of rows) checkRow(row, byId, newcomers, cache.blockSize);
+  for (const row of rows) checkRow(row, byId, newcomers, cache.groups);
   const promptLogprobs = rows.flatMap((row) => compute(row, byId, cache));
   const forwardDoneUs = nowUs();
   const outcome = sampleAll(rows, plan.lookahead.length > 0);
+  for (const { sequence } of rows) cache.releaseUnseen(sequence);
   const finishedUs = nowUs();
-  return {
+  return withColumns("StepResult", {
     epoch: plan.epoch,
     step_id: plan.step_id,
     ...outcome,
@@ -50,23 +47,16 @@ export function executeStep(plan, sequences, cache, receivedUs) {
       forward_us: forwardDoneUs - cacheDoneUs,
       sample_us: finishedUs - forwardDoneUs,
     },
-  };
+  });
 }
 
-function readRows(plan, sequences) {
-  const ids = column(plan.seq_ids, "seq_ids");
+function readRows({ seq_ids: ids, num_tokens: numTokens, output, lookahead }, sequences) {
   if (new Set(ids).size !== ids.length) throw new PlanError("seq_ids", "a sequence has two rows");
-  const numTokens = plan.num_tokens.length ? column(plan.num_tokens, "num_tokens") : ids.map(() => 1);
-  if (numTokens.length !== ids.length || numTokens.some((number) => number < 0)) {
-    throw new PlanError("num_tokens", `expected ${ids.length} numbers of 0 or more, or none`);
+  if (numTokens.some((number) => number < 0)) {
+    throw new PlanError("num_tokens", "expected numbers of 0 or more");
   }
-  const output = plan.output.length ? [...plan.output] : ids.map(() => TOKEN);
-  if (output.length !== ids.length || output.some((kind) => kind > VECTOR)) {
-    throw new PlanError("output", `expected ${ids.length} bytes from 0 to 3, or none`);
-  }
-  const lookahead = plan.lookahead.length ? [...plan.lookahead] : ids.map(() => 0);
-  if (lookahead.length !== ids.length) {
-    throw new PlanError("lookahead", `expected ${ids.length} bytes, or none`);
+  if (output.some((kind) => kind > VECTOR)) {
+    throw new PlanError("output", "expected bytes from 0 to 3");
   }
   return ids.map((id, index) => ({
     index,
@@ -76,12 +66,12 @@ function readRows(plan, sequences) {
     sample: output[index] === TOKEN || output[index] === CANDIDATES,
     lookahead: lookahead[index],
     drafts: [],
-    draftLogits: [],
+    computed: [],
   }));
 }
 
 /** A row may compute tokens that exist, into blocks that exist, and samples from the last one. */
-function checkRow(row, byId, newcomers, blockSize) {
+function checkRow(row, byId, newcomers, groups) {
   const { sequence, numTokens, lookahead } = row;
   if (lookahead > 0 && (!row.sample || numTokens === 0)) {
     throw new PlanError("lookahead", `row ${row.index} has drafts, but does not sample`);
@@ -106,10 +96,9 @@ function checkRow(row, byId, newcomers, blockSize) {
   if (row.output && row.output !== expected) {
     throw new PlanError("output", `row ${row.index} has ${row.output}, expected 0 or ${expected}`);
   }
-  if (end > sequence.blocks.length * blockSize) {
-    throw new PlanError("num_tokens", `row ${row.index} lacks blocks`);
-  }
-  if (lookahead > 0 && end + lookahead > sequence.blocks.length * blockSize) {
+  const room = numSlots(groups, sequence.tables);
+  if (end > room) throw new PlanError("num_tokens", `row ${row.index} lacks blocks`);
+  if (lookahead > 0 && end + lookahead > room) {
     throw new PlanError("lookahead", `row ${row.index} lacks blocks for its drafts`);
   }
 }
@@ -125,11 +114,10 @@ function compute(row, byId, cache) {
     return [];
   }
   const first = sequence.numComputed;
-  const read = (position) => cache.device[cache.slot(sequence.blocks, position)];
+  const memory = (row.memory = new SequenceMemory(cache, sequence));
   const lines = [];
   for (let position = first; position < first + numTokens; position++) {
-    const slot = computeSlot(sequence.tokens[position], position, read);
-    cache.device[cache.slot(sequence.blocks, position)] = slot;
+    const slot = computeSlot(sequence.tokens[position], position, memory, sequence.media.length);
     sequence.lastLogits = logitsAfter(slot);
     if (sequence.pooling) accumulate(sequence.pooling, sequence.lastLogits, position);
     const next = position + 1;
@@ -140,48 +128,50 @@ function compute(row, byId, cache) {
     }
   }
   sequence.numComputed += numTokens;
-  computeDrafts(row, cache, read);
+  memory.store(memory.states, sequence.numComputed);
+  computeDrafts(row);
   if (lines.length === 0) return [];
   return [
-    {
+    withColumns("RowPromptLogprobs", {
       row: index,
       start: Math.max(first + 1, sequence.promptLogprobsStart),
       width: lines[0].tokenIds.length,
-      token_ids: pack(lines.flatMap((line) => line.tokenIds)),
-      logprobs: packFloats(lines.flatMap((line) => line.logprobs)),
-      ranks: pack(lines.map((line) => line.rank)),
-    },
+      token_ids: lines.flatMap((line) => line.tokenIds),
+      logprobs: lines.flatMap((line) => line.logprobs),
+      ranks: lines.map((line) => line.rank),
+    }),
   ];
 }
 
-/** Write the slots of the row's drafts after its own. */
-function computeDrafts(row, cache, read) {
-  const { sequence, lookahead } = row;
+/** Write the slots of the row's drafts after its own; states stay with the row. */
+function computeDrafts(row) {
+  const { sequence, lookahead, memory } = row;
   const reported = [sequence.params.promptLogprobs, sequence.params.numCandidates];
   if (lookahead === 0 || reported.some((each) => each !== null)) return;
   row.drafts = draft(sequence.tokens, Math.min(lookahead, MAX_DRAFTS));
-  row.draftLogits = row.drafts.map((token, index) => {
+  row.computed = row.drafts.map((token, index) => {
     const position = sequence.numComputed + index;
-    const slot = computeSlot(token, position, read);
-    cache.device[cache.slot(sequence.blocks, position)] = slot;
-    return logitsAfter(slot);
+    const logits = logitsAfter(computeSlot(token, position, memory, sequence.media.length));
+    return { logits, states: [...memory.states] };
   });
 }
 
 /** Sample after each draft that is right; returns these tokens, which the sequence has then. */
 function keepDrafts(row, logprobs) {
-  const { sequence, drafts, draftLogits } = row;
+  const { sequence, drafts, computed, memory } = row;
   const { params, numPrompt, choiceIndex } = sequence;
   const kept = [];
   for (const [index, guess] of drafts.entries()) {
     if (sequence.tokens.at(-1) !== guess) break;
     const [prompt, output] = [sequence.tokens.slice(0, numPrompt), sequence.tokens.slice(numPrompt)];
-    const token = choose(draftLogits[index], params, choiceIndex, prompt, output);
+    const { logits, states } = computed[index];
+    const token = choose(logits, params, choiceIndex, prompt, output);
     if (token === null) break;
     sequence.numComputed += 1;
+    memory.store(states, sequence.numComputed);
     sequence.tokens.push(token);
     kept.push(token);
-    reportLogprobs(row, draftLogits[index], token, logprobs);
+    reportLogprobs(row, logits, token, logprobs);
   }
   return kept;
 }
@@ -190,19 +180,17 @@ function keepDrafts(row, logprobs) {
 function reportLogprobs({ sequence, index }, logits, token, logprobs) {
   if (sequence.params.logprobs === null) return;
   const entry = logprobsOf(logits, token, sequence.params.logprobs);
-  logprobs.push({
-    row: index,
-    token_ids: pack(entry.tokenIds),
-    logprobs: packFloats(entry.logprobs),
-    sampled_rank: entry.rank,
-  });
+  const { tokenIds: token_ids, logprobs: values, rank } = entry;
+  const fields = { row: index, token_ids, logprobs: values, sampled_rank: rank };
+  logprobs.push(withColumns("RowLogprobs", fields));
 }
 
 function sampleAll(rows, mayDraft) {
   const [tokens, logprobs, candidates, errors, counts, numDrafts] = [[], [], [], [], [], []];
   const vectors = rows
     .filter((row) => row.output === VECTOR)
-    .map(({ index, sequence }) => ({ row: index, values: packFloats(pooled(sequence.pooling)) }));
+    .map(({ index, sequence }) => ({ row: index, values: pooled(sequence.pooling) }))
+    .map((vector) => withColumns("RowVector", vector));
   for (const row of rows) {
     if (row.sample) {
       counts.push(1);
@@ -214,8 +202,8 @@ function sampleAll(rows, mayDraft) {
       const [prompt, output] = [sequence.tokens.slice(0, numPrompt), sequence.tokens.slice(numPrompt)];
       if (params.numCandidates !== null) {
         const offered = offer(sequence.lastLogits, params, prompt, output);
-        const ids = pack(offered.tokenIds);
-        candidates.push({ row: index, token_ids: ids, logprobs: packFloats(offered.logprobs) });
+        const fields = { row: index, token_ids: offered.tokenIds, logprobs: offered.logprobs };
+        candidates.push(withColumns("RowCandidates", fields));
         tokens.push(NO_TOKEN);
         continue;
       }
@@ -236,6 +224,6 @@ function sampleAll(rows, mayDraft) {
       if (row.sample) tokens.push(NO_TOKEN);
     }
   }
-  const ofDrafts = mayDraft ? { num_sampled: Buffer.from(counts), num_drafts: Buffer.from(numDrafts) } : {};
-  return { token_ids: pack(tokens), ...ofDrafts, logprobs, candidates, vectors, errors };
+  const ofDrafts = mayDraft ? { num_sampled: counts, num_drafts: numDrafts } : {};
+  return { token_ids: tokens, ...ofDrafts, logprobs, candidates, vectors, errors };
 }

@@ -1,12 +1,14 @@
 // A tiny worker in another language, written from the .proto files alone.
 //
-//   node worker.js --listen HOST:PORT|unix:PATH [--core ADDRESS] [--block-size 8]
-//                  [--blocks 1024] [--host-blocks 64]
+//   node worker.js --listen HOST:PORT|unix:PATH [--core ADDRESS] [--blocks 1024]
+//                  [--host-blocks 64] [--cache-groups growing:8,window:8:24,state:2,fixed:8]
 
 import { randomUUID } from "node:crypto";
 import { parseArgs } from "node:util";
 
 import { WorkerService, grpc } from "./contract.js";
+import { blockBytes } from "./cache.js";
+import { parseGroups } from "./groups.js";
 import { facts } from "./model.js";
 import { Membership } from "./registration.js";
 import { Worker } from "./service.js";
@@ -16,16 +18,16 @@ const { values: flags } = parseArgs({
   options: {
     listen: { type: "string", default: "127.0.0.1:7620" },
     core: { type: "string" },
-    "block-size": { type: "string", default: "8" },
+    "cache-groups": { type: "string", default: "growing:8" },
     blocks: { type: "string", default: "1024" },
     "host-blocks": { type: "string", default: "64" },
   },
 });
 
-const blockSize = Number(flags["block-size"]);
+const groups = parseGroups(flags["cache-groups"]);
 const worker = new Worker({
   workerId: randomUUID(),
-  model: { ...facts, cache_groups: [{ lifetime: 1, block_tokens: blockSize }], block_bytes: String(4 * blockSize) },
+  model: { ...facts, cache_groups: groups, block_bytes: String(blockBytes(groups)) },
   numBlocks: Number(flags.blocks),
   numHostBlocks: Number(flags["host-blocks"]),
 });
