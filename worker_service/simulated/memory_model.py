@@ -169,10 +169,11 @@ class MemoryModel:
     def check_new_states(self, sequence: SimulatedSequence, field: str) -> None:
         """Raises InvalidPlan unless a new sequence's states are those after its computed tokens."""
         for index, group in enumerate(self.groups):
-            if group.lifetime is CacheLifetime.STATE and sequence.num_computed:
-                if wrong := self._wrong_state(sequence, index):
-                    expected = f"expected a state after {sequence.num_computed} tokens"
-                    raise InvalidPlan(field, f"{expected} in {wrong}")
+            if group.lifetime is not CacheLifetime.STATE or not sequence.num_computed:
+                continue
+            if wrong := self._wrong_state(sequence, index):
+                expected = f"expected a state after {sequence.num_computed} tokens"
+                raise InvalidPlan(field, f"{expected} in {wrong}")
 
     def _wrong_state(self, sequence: SimulatedSequence, group: int) -> str | None:
         """What is wrong with the state after a sequence's computed tokens."""

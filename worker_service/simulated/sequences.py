@@ -292,9 +292,7 @@ class SimulatedSequenceTable:
         if table.first_index > limit:
             raise InvalidPlan(field, f"expected at most {limit}, got {table.first_index}")
 
-    def _check_complete(
-        self, sequence: KnownSequence, tables: list[list[int]], field: str
-    ) -> None:
+    def _check_complete(self, sequence: KnownSequence, tables: list[list[int]], field: str) -> None:
         """States and sources have all their blocks from the beginning."""
         for index, (group, table) in enumerate(zip(self._memory.groups, tables, strict=True)):
             if group.has_tokens:
