@@ -34,7 +34,7 @@ def expect_refusal(found: list[Generation] | Refusal, what: str) -> None:
 
 
 @case("context", "Identifies its content, never a name of it")
-def adapters_and_media_are_told_apart_by_their_digests_or_refused(worker: Worker) -> None:
+def adapters_and_media_are_distinguished_by_their_digests_or_refused(worker: Worker) -> None:
     for kind in (ADAPTER, MEDIA):
         first, other = (generated(worker, part(kind, content, 3)) for content in ("one", "another"))
         if isinstance(first, Refusal) or isinstance(other, Refusal):

@@ -610,7 +610,7 @@ def _ignores_digests(new: plan_pb2.NewSequence) -> None:
 
 
 GROUP_FAULTS: dict[str, tuple[Callable[[], Fault], list[str]]] = {
-    "ignores digests": (on_new(_ignores_digests), ["adapters and media are told apart"]),
+    "ignores digests": (on_new(_ignores_digests), ["adapters and media are distinguished"]),
     "takes copies of states after its step": (
         _copies_after_its_step,
         ["a state continues from a copy at its position"],
