@@ -100,8 +100,8 @@ class SimulationConfig:
             ("simulate_gpu_blocks", self.num_gpu_blocks, 1),
             ("simulate_cpu_blocks", self.num_cpu_blocks, 0),
         )
-        for flag, got, least in limits:
-            _expect(got >= least, flag, f"at least {least}", got)
+        for flag, got, minimum in limits:
+            _expect(got >= minimum, flag, f"at least {minimum}", got)
         self.groups(1)
         size, end = self.vocab_size, self.eos_token_id
         _expect(1 <= size <= 2**31, "simulate_vocab_size", "1 to 2^31", size)
@@ -241,9 +241,9 @@ class ModelConfig:
             got = getattr(self, name)
             _expect(got is None or got >= 1, name, "at least 1", got)
         if self.cpus is not None:
-            most = len(self.cpus)
-            expected = f"at most the {most} of cpu_affinity"
-            _expect((self.threads or 0) <= most, "threads", expected, self.threads)
+            count = len(self.cpus)
+            expected = f"at most the {count} of cpu_affinity"
+            _expect((self.threads or 0) <= count, "threads", expected, self.threads)
 
 
 EMBEDDED = "embedded"

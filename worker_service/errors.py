@@ -11,7 +11,7 @@
     ├── NotReady           the model is still loading, or the worker is shutting down
     ├── InvalidPlan        a message from the core contradicts itself or our state
     ├── OutOfOrder         a call or a step that is out of order
-    ├── SentAway           the core instructed this worker to stop
+    ├── WorkerRejected     the core instructed this worker to stop
     ├── StaleEpoch         a newer epoch has taken over
     ├── GroupBroken        another rank of the group is gone
     ├── DeviceLost         this process can no longer use its device
@@ -75,7 +75,7 @@ class OutOfOrder(WorkerError):
     """A call or a step is out of order."""
 
 
-class SentAway(WorkerError):
+class WorkerRejected(WorkerError):
     """The core instructed this worker to stop; the message has the reason."""
 
 

@@ -88,20 +88,20 @@ class Advance(Protocol):
 
 
 def _state(name: str, done: int, total: int, elapsed_s: float) -> LoadState:
-    left = max(total - done, 0)
-    is_known = total > 0 and done >= _MIN_SHARE * total
-    estimate = elapsed_s * left / done if is_known else None
+    remaining = max(total - done, 0)
+    is_estimated = total > 0 and done >= _MIN_SHARE * total
+    estimate = elapsed_s * remaining / done if is_estimated else None
     return LoadState(phase=name, done_bytes=done, total_bytes=total, remaining_s=estimate)
 
 
 def _log(state: LoadState) -> None:
     share = state.done_bytes / state.total_bytes if state.total_bytes else 0.0
-    left = "unknown" if state.remaining_s is None else f"{state.remaining_s:.0f}"
+    remaining = "unknown" if state.remaining_s is None else f"{state.remaining_s:.0f}"
     logger.info(
         "%s share=%.0f%% bytes=%d of=%d remaining_s=%s",
         state.phase,
         100 * share,
         state.done_bytes,
         state.total_bytes,
-        left,
+        remaining,
     )

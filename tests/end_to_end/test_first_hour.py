@@ -50,14 +50,14 @@ def test_the_first_examples_run_as_they_are_written(cluster: Cluster, tmp_path: 
     }
     for number, code in enumerate(blocks):
         script = tmp_path / f"example{number}.py"
-        is_whole = "import " in code
-        code = code if is_whole else BEFORE_A_FRAGMENT + code
+        is_full = "import " in code
+        code = code if is_full else BEFORE_A_FRAGMENT + code
         for address, here in served_at.items():
             code = code.replace(address, here)
         script.write_text(code)
         example = run(sys.executable, script)
         assert example.returncode == 0, example.stderr
-        assert example.stdout.strip() or not is_whole
+        assert example.stdout.strip() or not is_full
 
 
 @pytest.fixture(scope="module")

@@ -157,7 +157,7 @@ class KnowingDrafter(SequenceDrafter):
         self.num_drafts = 0
         self._outputs = [np.array(output, np.int32) for output in outputs]
 
-    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
+    def follow(self, tokens: Int32Array, num_drafts: int, salt: np.uint64) -> Draft:
         """The drafts; none for an output that is not known."""
         for output in self._outputs:
             if len(output) > len(tokens) and np.array_equal(output[: len(tokens)], tokens):

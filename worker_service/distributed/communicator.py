@@ -91,8 +91,8 @@ class Rendezvous:
                 self._address.host, self._address.port, is_master=True, wait_for_workers=False
             )
         except RuntimeError as error:
-            why = str(error).splitlines()[0]
-            raise CannotListen(f"{self._address} for the group's store", why) from None
+            reason = str(error).splitlines()[0]
+            raise CannotListen(f"{self._address} for the group's store", reason) from None
 
     def meet(self, epoch: int, cancelled: threading.Event) -> "EpochRendezvous":
         """The rendezvous of an epoch. Raises GroupBroken if rank 0 cannot be reached.

@@ -23,7 +23,7 @@ class Shard:
     total: int
 
     @classmethod
-    def whole(cls, total: int) -> "Shard":
+    def full(cls, total: int) -> "Shard":
         """All of it, for one rank."""
         return cls(0, total, total)
 
@@ -36,7 +36,7 @@ class Shard:
         return Shard(offset + self.start, self.size, total)
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether this rank has all of it."""
         return self.size == self.total
 

@@ -75,11 +75,11 @@ class StepMeter:
         timings = result.timings
         busy_us = timings.finished_us - timings.started_us
         self.durations.observe(busy_us / 1e6)
-        known_us = timings.cache_ops_us + timings.forward_us + timings.sample_us
+        counted_us = timings.cache_ops_us + timings.forward_us + timings.sample_us
         self.cache_ops_us += timings.cache_ops_us
         self.forward_us += timings.forward_us
         self.sample_us += timings.sample_us
-        self.other_us += max(0, busy_us - known_us)
+        self.other_us += max(0, busy_us - counted_us)
 
     def _count_idle(self, result: StepResult) -> None:
         """The time since the step before, in the same stream."""

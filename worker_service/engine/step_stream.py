@@ -128,7 +128,7 @@ class StepStream:
                 self._put_held()
             self._summary.add(plan, result)
             if self._traces is not None:
-                self._traces.note(plan, result)
+                self._traces.record(plan, result)
             self._meter.count(plan, result)
 
     def _may_wait(self, plan: StepPlan) -> bool:

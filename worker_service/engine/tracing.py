@@ -61,7 +61,7 @@ class StreamTraces:
         """Requests without a token so far."""
         self._last_finished_us = 0
 
-    def note(self, plan: StepPlan, result: StepResult) -> None:
+    def record(self, plan: StepPlan, result: StepResult) -> None:
         """Update the spans after a step."""
         with self._lock:
             if self._is_closed:
@@ -74,7 +74,7 @@ class StreamTraces:
             if self._prefilling:
                 self._follow_prefills(plan, result)
             if result.errors and self._by_seq_id:
-                self._note_errors(plan, result)
+                self._record_errors(plan, result)
             self._last_finished_us = result.timings.finished_us
 
     def end_idle(self) -> None:
@@ -152,7 +152,7 @@ class StreamTraces:
                 self._tracing.add_event(request.span, "first token", timings.finished_us / 1e6)
                 del self._prefilling[request.traceparent]
 
-    def _note_errors(self, plan: StepPlan, result: StepResult) -> None:
+    def _record_errors(self, plan: StepPlan, result: StepResult) -> None:
         for row, reason in result.errors.items():
             request = self._by_seq_id.get(int(plan.seq_ids[row]))
             if request is not None:

@@ -140,16 +140,16 @@ def require_host_memory(
     budget: bytes of a device's blocks, which are the host's on a CPU; swap_space: bytes of swapped
     blocks; cache: the present cache, which the new one will replace, with `held_bytes` on a CPU.
     """
-    wanted = {"swap_space": swap_space}
+    required = {"swap_space": swap_space}
     held = 0 if cache is None else cache.host_cache.nbytes
     if device.type == "cpu":
-        wanted = {"kv_cache_memory": budget, **wanted}
+        required = {"kv_cache_memory": budget, **required}
         held += held_bytes
     available = available_host_memory() + held
-    if sum(wanted.values()) > available:
-        names = " and ".join(name for name, size in wanted.items() if size)
+    if sum(required.values()) > available:
+        names = " and ".join(name for name, size in required.items() if size)
         raise OutOfMemory(
-            f"{names}: {sum(wanted.values()) / 2**30:.1f} GiB are more than the"
+            f"{names}: {sum(required.values()) / 2**30:.1f} GiB are more than the"
             f" {available / 2**30:.1f} GiB of memory that are available here; choose less"
         )
 

@@ -420,7 +420,7 @@ def _read_by_rows(
     """Yield slices of the target's rows, and the tensor's content for each."""
     num_rows = weight.target.shape[0]
     step = max(1, _MAX_MAPPED_BYTES * num_rows // weight.target.nbytes)
-    shard = weight.shard or Shard.whole(weight.source_shape[weight.axis])
+    shard = weight.shard or Shard.full(weight.source_shape[weight.axis])
     for first in range(0, num_rows, step):
         rows = slice(first, min(first + step, num_rows))
         columns = slice(None)

@@ -69,8 +69,8 @@ class EagleHead(LoadableModule):
             head_dim=s.head_dim,
             dtype=context.kv_dtype,
         )
-        fused = Shard.whole(len(settings.captured_layers) * target.hidden_size)
-        self.fc = Linear(fused, [Shard.whole(size)], bias=False, context=context)
+        fused = Shard.full(len(settings.captured_layers) * target.hidden_size)
+        self.fc = Linear(fused, [Shard.full(size)], bias=False, context=context)
         self.hidden_norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
         rotary = RotaryTable(s.rotary, self.max_model_len, context.dtype, context.device)
         self.layer = LlamaLayer(s, 0, context, kernels, rotary, attention_inputs=2 * size)

@@ -69,12 +69,12 @@ class GPTLayer(DecoderLayer):
         inner = layout.even_shard(s.inner_size, "columns of the MLP")
         self._norm_first = s.norm_first
         self._heads_shape = (3, heads.size, s.head_dim)
-        whole = Shard.whole(size)
+        full = Shard.full(size)
         self.attention_norm = _norm(s, context, kernels)
-        self.qkv = Linear(whole, self._qkv_outputs(attended), bias=s.bias, context=context)
+        self.qkv = Linear(full, self._qkv_outputs(attended), bias=s.bias, context=context)
         self.output = RowParallelLinear(attended, size, bias=s.bias, context=context)
         self.mlp_norm = _norm(s, context, kernels)
-        self.up = Linear(whole, [inner], bias=s.bias, context=context)
+        self.up = Linear(full, [inner], bias=s.bias, context=context)
         self.down = RowParallelLinear(inner, size, bias=s.bias, context=context)
         self._activation = ACTIVATIONS[s.activation]
         self._kernels = kernels.layers
@@ -153,7 +153,7 @@ class OPTModel(NativeModel):
         self.project_in: Linear | None = None
         self.project_out: Linear | None = None
         projects = s.embedding_size != s.hidden_size
-        size, inner = Shard.whole(s.embedding_size), Shard.whole(s.hidden_size)
+        size, inner = Shard.full(s.embedding_size), Shard.full(s.hidden_size)
         if layout.is_first_stage:
             num_positions = s.max_model_len + s.position_offset
             self.position_embedding = context.empty(num_positions, s.hidden_size)

@@ -138,8 +138,8 @@ class KVCacheSpec:
         """Bytes of one block of this rank."""
         used = self._token_bytes(self._held)
         groups = zip(used, self.groups(block_size), strict=True)
-        most = max(token_bytes * group.block_tokens for token_bytes, group in groups)
-        return -(-most // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+        largest = max(token_bytes * group.block_tokens for token_bytes, group in groups)
+        return -(-largest // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
 
     def views(self, pool: Tensor, block_size: int) -> tuple[LayerCaches, ...]:
         """Keys and values of this rank's layers of the model. pool: uint8 [num_blocks,

@@ -213,7 +213,7 @@ class Linear(nn.Module):
         parts = self.weight.split(sizes)
         self._names = names
         for i, (name, part, outputs) in enumerate(zip(names, parts, self._outputs, strict=True)):
-            axis, shard = (0, outputs) if self._inputs.is_whole else (1, self._inputs)
+            axis, shard = (0, outputs) if self._inputs.is_full else (1, self._inputs)
             keep = None if transposed else partial(self._kept.__setitem__, i)
             if transposed:
                 axis, part = 1 - axis, part.t()
@@ -252,10 +252,10 @@ class Linear(nn.Module):
                 for i, part in enumerate(parts)
             }
         if len(kept) == len(parts) and can_stack([*kept.values()]):
-            whole = stack([kept[i] for i in range(len(parts))])
-            if can_pack_codes(whole, self._context):
-                return whole
-            self._context.dequantized[_obstacle(whole)] += self.weight.nbytes
+            stacked = stack([kept[i] for i in range(len(parts))])
+            if can_pack_codes(stacked, self._context):
+                return stacked
+            self._context.dequantized[_obstacle(stacked)] += self.weight.nbytes
         elif kept:
             self._context.dequantized["other layers of the product differ"] += self.weight.nbytes
         refuse_quantized_rows([kept.get(i, part) for i, part in enumerate(parts)], self._names)
@@ -320,7 +320,7 @@ class GatedLinear(Linear):
         context: ModelContext,
     ) -> None:
         """inner: outputs of G, of U, and of the layer."""
-        super().__init__(Shard.whole(in_features), [inner, inner], bias=bias, context=context)
+        super().__init__(Shard.full(in_features), [inner, inner], bias=bias, context=context)
         self._activation = activation
         self._kernels = kernels
         self._gated: NativeGatedWeight | None = None
@@ -347,12 +347,12 @@ class RowParallelLinear(Linear):
     def __init__(
         self, inputs: Shard, out_features: int, *, bias: bool, context: ModelContext
     ) -> None:
-        super().__init__(inputs, [Shard.whole(out_features)], bias=bias, context=context)
+        super().__init__(inputs, [Shard.full(out_features)], bias=bias, context=context)
         self._communicator = context.communicator
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, in_features of this rank]; returns [num_rows, out_features]."""
-        if self._inputs.is_whole:
+        if self._inputs.is_full:
             return super().forward(rows)
         total = self._communicator.sum(self.multiply(rows, None))
         return total if self.bias is None else total + self.bias
@@ -412,7 +412,7 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """token_ids: [num_tokens]; returns [num_tokens, size]."""
-        if self.shard.is_whole:
+        if self.shard.is_full:
             return self._rows(token_ids)
         rows = token_ids - self.shard.start
         is_ours = (rows >= 0) & (rows < self.shard.size)
@@ -435,9 +435,9 @@ class VocabHead(Linear):
     ) -> None:
         """tied_to: the embedding that shares its table with the head, if this rank has it."""
         layout = context.communicator.layout
-        rows = Shard.whole(layout.vocab_rows(vocab_size))
+        rows = Shard.full(layout.vocab_rows(vocab_size))
         table = None if tied_to is None else tied_to.weight
-        super().__init__(Shard.whole(size), [rows], bias=False, context=context, weight=table)
+        super().__init__(Shard.full(size), [rows], bias=False, context=context, weight=table)
         self.shard = layout.vocab_shard(vocab_size)
         self._tied_to = [] if tied_to is None else [tied_to]  # in a list: not a module of its own
         if tied_to is not None:
@@ -474,7 +474,7 @@ class VocabHead(Linear):
         """rows: [num_rows, size]; returns float32 [num_rows, vocab_size] on the rank that samples,
         and zeros on those that share its layers."""
         logits = self.multiply(rows, None, torch.float32)
-        if self.shard.is_whole:
+        if self.shard.is_full:
             return logits
         # Only the last ranks' rows are padded, so the padding is at the end.
         return self._communicator.gather_columns(logits, self.shard.total)

@@ -62,7 +62,7 @@ class LlamaLayer(DecoderLayer):
         attended, kv_size = heads.times(s.head_dim), kv_heads.times(s.head_dim)
         self.attention_norm = RMSNorm(size, s.norm_eps, context, kernels.layers)
         self.qkv = Linear(
-            Shard.whole(attention_inputs or size),
+            Shard.full(attention_inputs or size),
             [attended, kv_size, kv_size],
             bias=s.qkv_bias,
             context=context,

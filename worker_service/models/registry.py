@@ -95,8 +95,8 @@ def build_native_model(
     return model(settings, length, context, kernels)
 
 
-def limit_model_len(asked: int | None, limit: int) -> int:
+def limit_model_len(requested: int | None, limit: int) -> int:
     """Return the requested length, or the model's own limit. Raises InvalidOption beyond it."""
-    if asked is not None and asked > limit:
-        raise InvalidOption(f"max_model_len: the model's limit is {limit}, got {asked}")
-    return asked or limit
+    if requested is not None and requested > limit:
+        raise InvalidOption(f"max_model_len: the model's limit is {limit}, got {requested}")
+    return requested or limit

@@ -81,8 +81,8 @@ def draw(logits: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
         if len(pending) == 0 or window >= logits.shape[1]:
             break
         found, certain = _draw_from_largest(
-            _take(logits, pending),
-            _take(probs, pending),
+            _rows_of(logits, pending),
+            _rows_of(probs, pending),
             filters.rows(pending),
             uniforms[pending],
             window,
@@ -90,8 +90,8 @@ def draw(logits: Tensor, filters: Filters, uniforms: Tensor) -> Tensor:
         tokens[pending[certain]] = found[certain]
         pending = pending[~certain]
     if len(pending):
-        probs = _take(probs, pending)
-        keep = keep_mask(_take(logits, pending), probs, filters.rows(pending))
+        probs = _rows_of(probs, pending)
+        keep = keep_mask(_rows_of(logits, pending), probs, filters.rows(pending))
         tokens[pending] = _invert(probs * keep, uniforms[pending])
     return tokens
 
@@ -131,11 +131,11 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     num_chunks = vocab_size // CHUNK
     if num_chunks < 4 * count:
         return torch.topk(logits, count, dim=-1)
-    whole = num_chunks * CHUNK
-    maxima = logits[:, :whole].unflatten(1, (num_chunks, CHUNK)).amax(dim=-1)
+    full = num_chunks * CHUNK
+    maxima = logits[:, :full].unflatten(1, (num_chunks, CHUNK)).amax(dim=-1)
     chunks = torch.topk(maxima, count, dim=-1, sorted=False).indices
     columns = (chunks.unsqueeze(2) * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
-    tail = torch.arange(whole, vocab_size, device=logits.device).expand(len(logits), -1)
+    tail = torch.arange(full, vocab_size, device=logits.device).expand(len(logits), -1)
     columns = torch.cat([columns, tail], dim=1)
     values, index = torch.topk(logits.gather(1, columns), count, dim=-1)
     return values, columns.gather(1, index)
@@ -151,9 +151,9 @@ def _draw_from_largest(
     """
     values, columns = largest(logits, window)
     weights = probs.gather(1, columns)
-    cut, is_known = _find_cut(values, weights, filters, logits.shape[1])
+    cut, is_found = _find_cut(values, weights, filters, logits.shape[1])
     # If the window has a logit below the cut, it contains all logits from the cut upwards.
-    certain = is_known & (values[:, -1] < cut)
+    certain = is_found & (values[:, -1] < cut)
     weights = weights * (values >= cut.unsqueeze(1))
     columns, order = torch.sort(columns, dim=-1)
     cumulative = torch.cumsum(weights.gather(1, order), dim=-1, dtype=torch.float64)
@@ -198,11 +198,11 @@ def _sort_descending(values: Tensor) -> Tensor:
 def _chunk_sums(weights: Tensor) -> Tensor:
     """Sums over chunks of `CHUNK` columns, of which the last may be shorter: [n, num_chunks]."""
     num_chunks = weights.shape[1] // CHUNK
-    whole = num_chunks * CHUNK
-    sums = weights[:, :whole].unflatten(1, (num_chunks, CHUNK)).sum(dim=-1)
-    if whole == weights.shape[1]:
+    full = num_chunks * CHUNK
+    sums = weights[:, :full].unflatten(1, (num_chunks, CHUNK)).sum(dim=-1)
+    if full == weights.shape[1]:
         return sums
-    return torch.cat([sums, torch.cumsum(weights[:, whole:], dim=-1)[:, -1:]], dim=1)
+    return torch.cat([sums, torch.cumsum(weights[:, full:], dim=-1)[:, -1:]], dim=1)
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
@@ -215,6 +215,6 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     return torch.minimum(above, torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()))
 
 
-def _take(tensor: Tensor, rows: Tensor) -> Tensor:
+def _rows_of(tensor: Tensor, rows: Tensor) -> Tensor:
     """Some rows of a tensor; the tensor itself, not copied, if these are all rows."""
     return tensor if len(rows) == len(tensor) else tensor[rows]

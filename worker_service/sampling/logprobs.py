@@ -50,13 +50,13 @@ def logprob_table(logits: Tensor, token_ids: Tensor, num_top: int) -> LogprobTab
     number of tokens with a higher probability.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
-    own = logprobs.gather(1, token_ids.unsqueeze(1))
-    ranks = (logprobs > own).sum(dim=-1) + 1
+    chosen = logprobs.gather(1, token_ids.unsqueeze(1))
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
     top_ids, top = token_ids.new_empty((len(logits), 0)), logprobs[:, :0]
     if num_top > 0:
         top, top_ids = largest(logprobs, window(num_top, logprobs.shape[1]))
     ids = torch.cat([token_ids.unsqueeze(1), top_ids], dim=1)
-    values = torch.cat([own, top], dim=1)
+    values = torch.cat([chosen, top], dim=1)
     return table_of(ids.cpu().numpy(), values.cpu().numpy(), ranks.cpu().numpy())
 
 

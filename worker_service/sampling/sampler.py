@@ -107,8 +107,8 @@ def sample(
     num_logprobs = table.num_logprobs[batch.row_ids]
     non_finite = np.flatnonzero(~np.isfinite(largest_values))
     _neutralise(logits, non_finite)
-    wanted = np.flatnonzero(num_logprobs != NO_LOGPROBS)
-    raw = logits[_tensor(wanted, logits)] if len(wanted) else None
+    reporting = np.flatnonzero(num_logprobs != NO_LOGPROBS)
+    raw = logits[_tensor(reporting, logits)] if len(reporting) else None
     num_candidates = table.num_candidates[batch.row_ids]
     offering = np.flatnonzero(num_candidates)
     if len(offering):
@@ -123,7 +123,7 @@ def sample(
     tokens[non_finite] = NO_TOKEN
     tokens[no_candidates] = NO_TOKEN
     tokens[offering] = NO_TOKEN
-    logprobs = {} if raw is None else _logprobs(raw, wanted, tokens, num_logprobs)
+    logprobs = {} if raw is None else _logprobs(raw, reporting, tokens, num_logprobs)
     for row in non_finite.tolist():
         offered.pop(row, None)
     return Samples(

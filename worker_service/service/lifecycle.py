@@ -19,7 +19,7 @@ from worker_service.config import WorkerConfig
 from worker_service.engine.engine import Engine
 from worker_service.engine.executor import Executor
 from worker_service.engine.tracing import make_traces
-from worker_service.errors import DeviceLost, SentAway, WorkerError
+from worker_service.errors import DeviceLost, WorkerError, WorkerRejected
 from worker_service.load_progress import LoadProgress
 from worker_service.service.metrics import WorkerCollector, WorkerFacts
 from worker_service.service.registration import Membership, Registrar
@@ -286,7 +286,7 @@ class Worker:
         if self._end.is_set():
             logger.info("the core ended this worker reason=%s", reason)
         else:
-            self._failure = SentAway(f"the core ended this worker: {reason}")
+            self._failure = WorkerRejected(f"the core ended this worker: {reason}")
         self.end_at_once()
 
     async def _watch_device(self) -> None:

@@ -38,7 +38,7 @@ STATUS_CODES: dict[type[PagewireError], grpc.StatusCode] = {
     errors.NotReady: grpc.StatusCode.UNAVAILABLE,
     errors.InvalidPlan: grpc.StatusCode.INVALID_ARGUMENT,
     errors.OutOfOrder: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.SentAway: grpc.StatusCode.UNAVAILABLE,
+    errors.WorkerRejected: grpc.StatusCode.UNAVAILABLE,
     errors.StaleEpoch: grpc.StatusCode.ABORTED,
     errors.GroupBroken: grpc.StatusCode.ABORTED,
     errors.DeviceLost: grpc.StatusCode.UNAVAILABLE,

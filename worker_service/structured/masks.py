@@ -45,7 +45,7 @@ class OutputMatcher:
         self._progress = Progress(Stage.ABSENT) if thought is None else thought.begin
         self._is_wrong = False
         """Whether the output matches only if it begins with a thought."""
-        self._num_taken_in = 0
+        self._num_followed = 0
         self._has_ended = False
         self._ends = _bits(constraint.end_token_ids)
         self._lasts = _bits(constraint.last_token_ids)
@@ -102,14 +102,14 @@ class OutputMatcher:
             ahead._push(token)
         return len(drafts)
 
-    def take_in(self, output: Int32Array) -> None:
+    def follow(self, output: Int32Array) -> None:
         """Match the rest of the output, which extends the output of the last call."""
-        for token in output[self._num_taken_in :].tolist():
+        for token in output[self._num_followed :].tolist():
             if self._has_ended or token in self._ending:
                 self._has_ended = True  # later tokens are irrelevant
             else:
                 self._push(token)
-        self._num_taken_in = len(output)
+        self._num_followed = len(output)
 
     def _push(self, token: int) -> None:
         if self._thought is None or not self._may_think:
@@ -136,11 +136,11 @@ class OutputMatcher:
         _clear(allowed, self._lasts)
         if self._has_ended:
             allowed[:] = 0
-        can_go_on = bool(allowed.any())
+        can_continue = bool(allowed.any())
         if self._has_ended or (self.needs_matcher and self.matcher.is_accepting()):
-            if self._num_taken_in >= self._min_tokens or not can_go_on:
+            if self._num_followed >= self._min_tokens or not can_continue:
                 _set(allowed, self._ends)
-            if not can_go_on:
+            if not can_continue:
                 _set(allowed, self._lasts)
 
 
@@ -245,7 +245,7 @@ class TokenMasks:
         for row in rows:
             if row.num_drafts:
                 matchers.append(matchers[-1].fork())
-                matchers[-1].take_in(row.output)
+                matchers[-1].follow(row.output)
             else:
                 matchers.append(self._follow(row))
         # One more token than logits: llguidance's own end of sequence.
@@ -276,5 +276,5 @@ class TokenMasks:
         matcher = self._matchers[row.row_id]
         if not isinstance(matcher, OutputMatcher):
             matcher = self._matchers[row.row_id] = matcher()
-        matcher.take_in(row.output)
+        matcher.follow(row.output)
         return matcher

@@ -27,7 +27,7 @@ async def test_a_group_is_ready_once_all_ranks_are_there(
 ) -> None:
     ranks = [await fleet.start(rank(number, world_size=3)) for number in (2, 0)]
     (group,) = service.registry
-    assert not group.is_whole
+    assert not group.is_full
     assert [worker.num_profiles for worker in ranks] == [0, 0]
     ranks.append(await fleet.start(rank(1, world_size=3), last_epoch=4))
     await until(lambda: is_ready(service), "the group is ready")

@@ -91,7 +91,7 @@ class Worker:
         result = StepResult(
             epoch=7, step_id=self.step_id, token_ids=ids, errors=errors or {}, timings=timings
         )
-        self.traces.note(plan, result)
+        self.traces.record(plan, result)
         self.meter.count(plan, result)
         self.now_us += 100
 

@@ -18,7 +18,7 @@ from tests.support.running_worker import Steps, running_worker
 from tests.support.waiting import until
 from tests.support.worker_driver import PlanBuilder, Row, values
 from worker_service.address import Address, advertised
-from worker_service.errors import InvalidOption, SentAway
+from worker_service.errors import InvalidOption, WorkerRejected
 from worker_service.load_progress import LoadProgress
 from worker_service.loader import LoadedModel
 from worker_service.service import lifecycle
@@ -204,7 +204,7 @@ async def test_a_worker_that_is_sent_away_ends_with_the_reason(core_address: str
         running_worker(core=core_address) as running,
     ):
         (await first_stream(registry)).directives.put_nowait(stop)
-        with pytest.raises(SentAway, match=reason):
+        with pytest.raises(WorkerRejected, match=reason):
             await asyncio.wait_for(running.task, 10)
 
 
@@ -225,8 +225,8 @@ async def test_a_worker_can_end_while_it_loads() -> None:
 
 async def test_a_model_that_cannot_be_loaded_ends_the_worker(tmp_path: Path) -> None:
     def load():  # type: ignore[no-untyped-def]
-        raise SentAway("no such model")
+        raise WorkerRejected("no such model")
 
     async with running_worker(CountingModel(), load=load) as running:
-        with pytest.raises(SentAway, match="no such model"):
+        with pytest.raises(WorkerRejected, match="no such model"):
             await asyncio.wait_for(running.task, 10)

@@ -198,15 +198,15 @@ def _read_config(model_dir: Path, hf_config: Mapping[str, Any], trust_remote_cod
     return config
 
 
-def _model_len(asked: int | None, config: Any) -> int:
+def _model_len(requested: int | None, config: Any) -> int:
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None:
-        if asked is None:
+        if requested is None:
             raise InvalidOption("max_model_len: config.json has no limit, so one must be given")
-        return asked
+        return requested
     parameters = getattr(config, "rope_parameters", None) or {}
     described = {"max_position_embeddings": limit, "rope_parameters": parameters}
-    return limit_model_len(asked, RotarySettings.from_config(described, 0).max_model_len())
+    return limit_model_len(requested, RotarySettings.from_config(described, 0).max_model_len())
 
 
 def _load(
@@ -218,11 +218,11 @@ def _load(
     tensors: Mapping[str, Any],
 ) -> Any:
     """Load the model without the weights that `packing` takes."""
-    left = packing.plan(tensors, source)
+    remaining = packing.plan(tensors, source)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)
-        packing.take_weights(self)
+        packing.remove_weights(self)
 
     members = {"__init__": __init__, "__module__": model_class.__module__}
     packing_class: Any = type(model_class.__name__, (model_class,), members)
@@ -230,7 +230,7 @@ def _load(
     try:
         causal_lm, info = packing_class.from_pretrained(
             None,
-            state_dict=left,
+            state_dict=remaining,
             config=config,
             dtype=context.dtype,
             attn_implementation=NAME,

@@ -129,7 +129,7 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear or _is_experts(module)
 
 
-def _take_weight(embedding: Any) -> None:
+def _remove_weight(embedding: Any) -> None:
     weight = _outline(embedding.weight)
     del embedding.weight
     embedding.weight = weight
@@ -213,13 +213,13 @@ class Packing:
             parts = _EXPERT_PARTS if part in _EXPERT_PARTS else (part,)
             tied = {t: s for t, s in self._tied.items() if target in (t, s)}
             alone = any(t in sources and s not in sources for t, s in tied.items())
-            is_whole = all(f"{module}.{stacked}" in self._stacks for stacked in parts)
-            if not is_whole or alone or not all(map(self._is_linear, tied)):
+            is_complete = all(f"{module}.{stacked}" in self._stacks for stacked in parts)
+            if not is_complete or alone or not all(map(self._is_linear, tied)):
                 del self._stacks[target]
-        taken = {name for stacks in self._stacks.values() for names in stacks for name in names}
-        left = {name: tensor for name, tensor in tensors.items() if name not in taken}
-        self._dequantized = self._sizes.keys() & left.keys()
-        return left
+        planned = {name for stacks in self._stacks.values() for names in stacks for name in names}
+        remaining = {name: tensor for name, tensor in tensors.items() if name not in planned}
+        self._dequantized = self._sizes.keys() & remaining.keys()
+        return remaining
 
     def _warn_of_untied(self, tensors: Mapping[str, Any], sources: Sources) -> None:
         """Log parameters that should be tied but are stored with different numbers, which stay
@@ -321,7 +321,7 @@ class Packing:
             and sum(shape[0] for shape in shapes) == rows
         )
 
-    def take_weights(self, model: Any) -> None:
+    def remove_weights(self, model: Any) -> None:
         """Replace modules of a model on the meta device, so that `transformers` no longer expects
         their weights in a checkpoint."""
         for target, source in self._tied.items():
@@ -331,7 +331,7 @@ class Packing:
             name = target.rpartition(".")[0]
             module = model.get_submodule(name)
             if target == self._embedding:
-                _take_weight(module)
+                _remove_weight(module)
             elif not isinstance(module, PackedExperts):
                 _replace(model, name)
 
@@ -429,5 +429,5 @@ class Packing:
         packed = self._pack_dense(f"{name}.weight", weight.detach())
         _replace(model, name).packed = packed
         if embedding.weight is weight and isinstance(packed, PackedTable):
-            _take_weight(embedding)
+            _remove_weight(embedding)
             self.tables[embedding.weight] = packed

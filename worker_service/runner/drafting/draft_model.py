@@ -34,7 +34,7 @@ _NO_ROWS = np.empty(0, np.int64)
 class DraftModel(Drafter):
     """Drafts from a draft model, for all rows of a step together, one position after the other."""
 
-    takes_time = True
+    is_expensive = True
 
     def __init__(self, model: Model, caches: Sequence[LayerCaches]) -> None:
         """caches: keys and values of the layers of `model`, in the target's blocks."""

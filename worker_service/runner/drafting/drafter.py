@@ -40,7 +40,7 @@ class Drafter(ABC):
     A drafter is notified of steps. What it knows of a sequence is in `SequenceTable.drafter_state`.
     """
 
-    takes_time = False
+    is_expensive = False
     """Whether proposing is expensive. If so, the number of drafts is chosen first, and only that
     many are requested; otherwise drafts are requested first, and some of them are chosen."""
 
@@ -66,12 +66,12 @@ class SequenceDrafter(Drafter):
     def propose(self, row_ids: Int64Array, counts: list[int], table: SequenceTable) -> list[Draft]:
         """Propose drafts for each sequence."""
         return [
-            self.follow(table.token_ids[row, : table.num_tokens[row]], count, table.tenants[row])
+            self.follow(table.token_ids[row, : table.num_tokens[row]], count, table.salts[row])
             for row, count in zip(row_ids.tolist(), counts, strict=True)
         ]
 
     @abstractmethod
-    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
+    def follow(self, tokens: Int32Array, num_drafts: int, salt: np.uint64) -> Draft:
         """Propose at most `num_drafts` tokens after `tokens`, the sequence's prompt and output."""
 
 

@@ -37,7 +37,7 @@ class EagleDrafter(Drafter):
     """Drafts from an EAGLE-3 head, for all rows of a step together, one position after the
     other."""
 
-    takes_time = True
+    is_expensive = True
 
     def __init__(self, head: EagleHead, caches: Sequence[LayerCaches]) -> None:
         """caches: keys and values of the layer of `head`, in the target's blocks."""
@@ -90,8 +90,8 @@ class EagleDrafter(Drafter):
         ends = table.num_tokens[row_ids]
         limits = np.minimum(np.array(counts, np.int64), self._head.max_model_len - ends)
         num_drafts = np.zeros(len(row_ids), np.int64)
-        is_known = table.drafter_state[row_ids, _LENGTH] == ends - 1
-        rows = np.flatnonzero((limits > 0) & is_known & (ends > 1))
+        has_token = table.drafter_state[row_ids, _LENGTH] == ends - 1
+        rows = np.flatnonzero((limits > 0) & has_token & (ends > 1))
         hidden = self._hidden[row_ids[rows]]
         shifted = table.for_drafts(shift=1)
         while len(rows):
@@ -102,11 +102,11 @@ class EagleDrafter(Drafter):
             logits = self._head.compute_logits(output)
             sampling = sampling_batch(ids, table, num_drafts=num_drafts[rows])
             tokens = sample(logits, sampling, table.sampling).tokens
-            is_known = tokens != NO_TOKEN
-            rows, tokens = rows[is_known], tokens[is_known]
+            has_token = tokens != NO_TOKEN
+            rows, tokens = rows[has_token], tokens[has_token]
             table.token_ids[row_ids[rows], ends[rows] + num_drafts[rows]] = tokens
             num_drafts[rows] += 1
             continues = num_drafts[rows] < limits[rows]
-            rows, hidden = rows[continues], hidden[np.flatnonzero(is_known)[continues]]
+            rows, hidden = rows[continues], hidden[np.flatnonzero(has_token)[continues]]
         places = zip(row_ids.tolist(), ends.tolist(), num_drafts.tolist(), strict=True)
         return [Draft(table.token_ids[row, end : end + n].copy()) for row, end, n in places]

@@ -377,7 +377,7 @@ class Speculation:
         if not due:
             return {}
         row_ids, limits = rows.row_ids[due], lookahead[due].tolist()
-        if self._drafter.takes_time:
+        if self._drafter.is_expensive:
             sizes = [(num_drafts, 0) for num_drafts in limits]
         else:
             found = self._propose(row_ids, limits, sequences)
@@ -386,7 +386,7 @@ class Speculation:
             Proposal(row_id, *size) for row_id, size in zip(row_ids.tolist(), sizes, strict=True)
         ]
         chosen = lengths.choose(proposals, int(rows.num_tokens.sum()), len(rows.sampling))
-        if self._drafter.takes_time:
+        if self._drafter.is_expensive:
             found = self._propose(row_ids, chosen, sequences)
         triples = zip(due, found, chosen, strict=True)
         return {row: draft.tokens[:count] for row, draft, count in triples if count}

@@ -35,7 +35,7 @@ HISTORY_TOKENS = 1 << 17
 HashPairs = Callable[
     [npt.NDArray[np.uint64] | np.uint64, Int32Array, Int32Array], npt.NDArray[np.uint16]
 ]
-"""Hashes of tenants, previous tokens and tokens."""
+"""Hashes of salts, previous tokens and tokens."""
 
 _NONE = -1
 _PAIR = 2
@@ -53,10 +53,10 @@ class SuffixDrafter(SequenceDrafter):
         sequence's own tokens only."""
         self.history = OutputHistory(history_tokens)
 
-    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
+    def follow(self, tokens: Int32Array, num_drafts: int, salt: np.uint64) -> Draft:
         """Search prompt and output, and the history."""
         ends, num_matched = find_continued(tokens)
-        found, num_found = self.history.match(tenant, tokens)
+        found, num_found = self.history.match(salt, tokens)
         if num_found > num_matched:
             continuations = self.history.continuations(found, num_drafts)
         else:
@@ -84,7 +84,7 @@ class SuffixDrafter(SequenceDrafter):
         before = positions - 1
         before[firsts] = table.drafter_state[row_ids, _NEXT] - 1
         self.history.add(
-            table.tenants[all_rows],
+            table.salts[all_rows],
             table.token_ids[all_rows, places - 1],
             table.token_ids[all_rows, places],
             before,
@@ -94,10 +94,10 @@ class SuffixDrafter(SequenceDrafter):
 
 
 def hash_pairs(
-    tenants: npt.NDArray[np.uint64] | np.uint64, previous: Int32Array, tokens: Int32Array
+    salts: npt.NDArray[np.uint64] | np.uint64, previous: Int32Array, tokens: Int32Array
 ) -> npt.NDArray[np.uint16]:
     """Multiplicative hashes of pairs of tokens (Knuth 1973)."""
-    pairs = (previous.astype(np.uint64) << np.uint64(32)) ^ tokens.astype(np.uint64) ^ tenants
+    pairs = (previous.astype(np.uint64) << np.uint64(32)) ^ tokens.astype(np.uint64) ^ salts
     return ((pairs * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(48)).astype(np.uint16)
 
 
@@ -117,8 +117,8 @@ class OutputHistory:
         """The position of the next token."""
         self._size = 0
         self._hashes = np.zeros(capacity, np.uint16)
-        """Hash of tenant, previous token and token."""
-        self._tenants = np.zeros(capacity, np.uint64)
+        """Hash of salt, previous token and token."""
+        self._salts = np.zeros(capacity, np.uint64)
         self._previous = np.zeros(capacity, np.int32)
         """The previous token; for the first token of an output the last token of the prompt."""
         self._tokens = np.zeros(capacity, np.int32)
@@ -129,26 +129,26 @@ class OutputHistory:
 
     def add(
         self,
-        tenants: npt.NDArray[np.uint64],
+        salts: npt.NDArray[np.uint64],
         previous: Int32Array,
         tokens: Int32Array,
         before: Int64Array,
     ) -> None:
         """Add tokens.
 
-        tenants, previous, tokens: as in the columns of the same names; before: position of the
+        salts, previous, tokens: as in the columns of the same names; before: position of the
         previous token of the same output, or _NONE. All are [num_tokens].
         """
         half = self.capacity // 2
         if len(tokens) > half:
             for part in (slice(half), slice(half, None)):
-                self.add(tenants[part], previous[part], tokens[part], before[part])
+                self.add(salts[part], previous[part], tokens[part], before[part])
             return
         if self._size + len(tokens) > self.capacity:
             self._drop_oldest()
         new = slice(self._size, self._size + len(tokens))
-        self._hashes[new] = self._hash_pairs(tenants, previous, tokens)
-        self._tenants[new], self._previous[new], self._tokens[new] = tenants, previous, tokens
+        self._hashes[new] = self._hash_pairs(salts, previous, tokens)
+        self._salts[new], self._previous[new], self._tokens[new] = salts, previous, tokens
         gaps = self.num_added + np.arange(len(tokens)) - before
         first = self.num_added - self._size
         is_here = before >= first
@@ -161,13 +161,13 @@ class OutputHistory:
     def _drop_oldest(self) -> None:
         """Drop all but the last `capacity // 2` tokens."""
         kept = self.capacity // 2
-        columns = self._hashes, self._tenants, self._previous, self._tokens
+        columns = self._hashes, self._salts, self._previous, self._tokens
         for column in (*columns, self._to_before, self._to_after):
             column[:kept] = column[self._size - kept : self._size].copy()
         self._to_before[:kept][self._to_before[:kept] > np.arange(kept)] = 0
         self._size = kept
 
-    def match(self, tenant: np.uint64, tokens: Int32Array) -> tuple[Int64Array, int]:
+    def match(self, salt: np.uint64, tokens: Int32Array) -> tuple[Int64Array, int]:
         """Find the longest suffix of `tokens` that occurs and continues in outputs of the tenant.
 
         Returns the indices of the last tokens of its occurrences, oldest first, and its length: 0,
@@ -176,12 +176,12 @@ class OutputHistory:
         if len(tokens) < _PAIR or self._size == 0:
             return np.empty(0, np.int64), 0
         wanted = tokens[: -MAX_MATCH - 1 : -1]
-        is_equal = self._hashes[: self._size] == self._hash_pairs(tenant, wanted[1:2], wanted[:1])
+        is_equal = self._hashes[: self._size] == self._hash_pairs(salt, wanted[1:2], wanted[:1])
         ends = np.flatnonzero(is_equal)
         ends = ends[
             (self._tokens[ends] == wanted[0])
             & (self._previous[ends] == wanted[1])
-            & (self._tenants[ends] == tenant)
+            & (self._salts[ends] == salt)
             & (self._to_after[ends] > 0)
         ]
         if len(ends) == 0:

@@ -143,14 +143,14 @@ class PendingTokens:
         outcome, row_ids, positions = self._steps.popleft()
         encoded = outcome.wait()
         numbers, further = encoded[:, 0], encoded[:, 1:]
-        is_known = row_ids != FORGOTTEN
-        has_token = is_known & (numbers >= 0)
+        is_kept = row_ids != FORGOTTEN
+        has_token = is_kept & (numbers >= 0)
         self._table.resolve_tokens(row_ids[has_token], positions[has_token], numbers[has_token])
         for index in np.flatnonzero(has_token).tolist() if further.size else ():
             kept, drafts = (part[part != NO_TOKEN] for part in np.split(further[index], 2))
             self._table.append_kept(int(row_ids[index]), kept)
             self._table.next_drafts[int(row_ids[index])] = drafts.astype(np.int32)
-        for index in np.flatnonzero(is_known & (numbers < 0)).tolist():
+        for index in np.flatnonzero(is_kept & (numbers < 0)).tolist():
             has_placeholder = bool(positions[index] != NO_PLACEHOLDER)
             row_id, number = int(row_ids[index]), int(numbers[index])
             self._without_token.append(_WithoutToken(row_id, number, has_placeholder))

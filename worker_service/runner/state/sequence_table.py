@@ -32,7 +32,7 @@ _COLUMNS = (
     "num_prompt_tokens",
     "num_computed_tokens",
     "capacity",
-    "tenants",
+    "salts",
     "drafter_state",
 )
 
@@ -100,7 +100,7 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(_INITIAL_ROWS, np.int64)
         self.capacity = np.zeros(_INITIAL_ROWS, np.int64)
         """Tokens for which a sequence has blocks in all groups, within the model's length."""
-        self.tenants = np.zeros(_INITIAL_ROWS, np.uint64)
+        self.salts = np.zeros(_INITIAL_ROWS, np.uint64)
         self.drafter_state = np.zeros((_INITIAL_ROWS, 2), np.int64)
         """Columns that the drafter defines; zeros for a new sequence."""
         self.prompt_logprobs: dict[int, PromptLogprobsRequest] = {}
@@ -444,12 +444,12 @@ class SequenceTable:
         if parent is None:
             self.num_prompt_tokens[row_id] = new.num_prompt_tokens
             self.num_computed_tokens[row_id] = new.num_computed_tokens
-            self.tenants[row_id] = new.salt
+            self.salts[row_id] = new.salt
         else:
             self.token_ids[row_id, :inherited] = self.token_ids[parent, :inherited]
             self.num_prompt_tokens[row_id] = self.num_prompt_tokens[parent]
             self.num_computed_tokens[row_id] = self.num_computed_tokens[parent]
-            self.tenants[row_id] = self.tenants[parent]
+            self.salts[row_id] = self.salts[parent]
         self.token_ids[row_id, inherited:end] = new.token_ids
         self.num_tokens[row_id] = end
 

@@ -65,7 +65,7 @@ class FixedDrafter(SequenceDrafter):
     def __init__(self) -> None:
         self.drafts: list[int] = []
 
-    def follow(self, tokens: Int32Array, num_drafts: int, tenant: np.uint64) -> Draft:
+    def follow(self, tokens: Int32Array, num_drafts: int, salt: np.uint64) -> Draft:
         """The drafts."""
         return Draft(np.array(self.drafts[:num_drafts], np.int32))
 
