@@ -167,7 +167,6 @@ format: $(VENV)/.ready
 ## bench: the benchmarks that need no GPU; VLLM_PYTHON=... and LLAMA_SERVER=... run beside
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.scheduler_overhead $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
-	$(BIN)/python -m benchmarks.many_groups
 	$(BIN)/python -m benchmarks.frontend
 	$(BIN)/python -m benchmarks.kernels
 	$(BIN)/python -m benchmarks.offline --shape llama-160m --dtype bfloat16 float32 --kv-cache-gib 1 $(PEERS)

@@ -6,7 +6,7 @@
 | --- | --- |
 | 1 | `make test-gpu`; the racecheck of compute-sanitizer on sampling and copies of blocks |
 | 2 | each kernel against the device's ceilings; the fastest tiles of attention |
-| 3 | Qwen3-0.6B, scheduler core and worker in one process; a profile of decode and mixed steps |
+| 3 | Qwen3-0.6B, scheduler core and worker in one process |
 | 4 | the same through the three services |
 | 5 | comparison with vLLM and nano-vllm |
 | 6 | Qwen3-8B, one stream and batches |

@@ -6,6 +6,7 @@ written once, and no product is computed for masked scores.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from pagewire_kernels.batch import (
     mask_width,
 )
 from pagewire_kernels.interface import AttentionBackend, AttentionNeeds, stored_head_size
-from pagewire_kernels.quantized_weight import quantize
+from pagewire_kernels.quantized_weight import Int8Activations, QuantizedWeight, quantize
 from pagewire_kernels.select import Kernels, select_kernels
 from worker_service.config import QUANTIZATIONS
 from worker_service.kv_cache.cache_engine import CopyMover, mover_for
@@ -268,7 +269,8 @@ def linear_cases(where: Setting) -> Iterator[Case]:
     is_gpu = where.device.type == "cuda"
     num_inputs, num_outputs = (4096, 4096) if is_gpu else (1024, 3072)
     weight = where.filled(num_outputs, num_inputs)
-    for name, num_bytes, product in _products(where, weight):
+    products = _gpu_products if is_gpu else _cpu_products
+    for name, num_bytes, product in products(where, weight):
         for num_rows in (1, 64, 4096 if is_gpu else 512):
             if name == "few rows" and num_rows > 1:
                 continue
@@ -284,31 +286,49 @@ def linear_cases(where: Setting) -> Iterator[Case]:
             )
 
 
-def _products(
-    where: Setting, weight: Tensor
-) -> Iterator[tuple[str, int, Callable[[Tensor], Tensor]]]:
-    """(implementation, bytes of the weight, product)"""
+Product = tuple[str, int, Callable[[Tensor], Tensor]]
+"""An implementation, the bytes of the weight, and the function."""
+
+
+def _rounded(weight: Tensor) -> dict[str, QuantizedWeight]:
+    """A weight in fewer bits."""
+    rounded = {name: quantize(weight.cpu(), name) for name in QUANTIZATIONS}
+    floats = tuple(torch.linspace(-1.0, 1.0, 16).tolist())
+    rounded["nf4"] = replace(rounded["int4"], table=floats, is_float=True, offsets=None)
+    return rounded
+
+
+def _gpu_products(where: Setting, weight: Tensor) -> Iterator[Product]:
+    from pagewire_kernels.triton import TritonQuantizedWeight, few_rows, linear
+
     yield "torch", weight.nbytes, lambda rows: torch.nn.functional.linear(rows, weight)
-    if where.device.type == "cuda":
-        from pagewire_kernels.triton import TritonQuantizedWeight, few_rows, linear
+    yield "batch-invariant", weight.nbytes, lambda rows: linear(rows, weight)
+    if few_rows.can_multiply(weight):
+        yield "few rows", weight.nbytes, lambda rows: few_rows.multiply(rows, weight)
+    for name, packed in _rounded(weight).items():
+        quantized = TritonQuantizedWeight(packed, where.dtype, where.device, batch_invariant=False)
+        yield name, quantized.num_bytes, quantized.apply
 
-        yield "batch-invariant", weight.nbytes, lambda rows: linear(rows, weight)
-        if few_rows.can_multiply(weight):
-            yield "few rows", weight.nbytes, lambda rows: few_rows.multiply(rows, weight)
-        rounded = {name: quantize(weight.cpu(), name) for name in QUANTIZATIONS}
-        floats = tuple(torch.linspace(-1.0, 1.0, 16).tolist())
-        rounded["nf4"] = replace(rounded["int4"], table=floats, is_float=True, offsets=None)
-        for name, packed in rounded.items():
-            quantized = TritonQuantizedWeight(
-                packed, where.dtype, where.device, batch_invariant=False
-            )
-            yield name, quantized.num_bytes, quantized.apply
-    else:
-        from worker_service.models.linear import can_pack, pack
 
-        if can_pack(where.dtype, where.device):
-            packed = pack(weight)
-            yield type(packed).__name__, weight.nbytes, packed.apply
+_BEYOND_CACHES = 2**27
+"""Bytes of the weights that take turns on a CPU: like the layers of a model, more than its caches
+hold."""
+
+
+def _cpu_products(where: Setting, weight: Tensor) -> Iterator[Product]:
+    from worker_service.models.linear import can_pack, pack
+
+    dense = cycle([weight.clone() for _ in range(_BEYOND_CACHES // weight.nbytes)])
+    yield "torch", weight.nbytes, lambda rows: torch.nn.functional.linear(rows, next(dense))
+    if not can_pack(where.dtype, where.device):
+        return
+    rounded = _rounded(weight)
+    scales = rounded["int8"].scales[:, :1]  # of whole outputs
+    rounded["w8a8"] = replace(rounded["int8"], scales=scales, activations=Int8Activations())
+    for name, stored in {"native": weight, **rounded}.items():
+        num_bytes = pack(stored, where.dtype).num_bytes
+        turns = cycle([pack(stored, where.dtype) for _ in range(_BEYOND_CACHES // num_bytes)])
+        yield name, num_bytes, lambda rows, turns=turns: next(turns).apply(rows)
 
 
 def sampling_case(where: Setting) -> Case:

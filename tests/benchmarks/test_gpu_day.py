@@ -14,7 +14,7 @@ from tools import gpu_payload
 RESULTS = {
     1: ["test_gpu.xml", "racecheck.log"],
     2: ["kernels.json", *(f"tune_attention_{kind}.json" for kind in SEQUENCES)],
-    3: ["in_process.json", "profile_steps.json", "profile_mixed.json.gz"],
+    3: ["in_process.json"],
     4: ["services.json"],
     5: ["peers.json"],
     6: ["large.json"],

@@ -9,24 +9,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import frontend, many_groups, recovery, scheduler_overhead, speculation
+from benchmarks import frontend, recovery, scheduler_overhead, speculation
 from benchmarks.processes import processor_seconds, resident_bytes, tree
 from pagewire_client import SamplingParams
 
 STREAMS = ["--streams", "4", "--tokens", "5", "--pace", "0", "--frontends", "2", "--turns", "1"]
-GROUPS = ["--rows", "4", "--prompt-tokens", "8", "--output-tokens", "8", "--seconds", "0.3"]
 QUEUES = ["--running", "4", "--prompt-tokens", "20", "--groups", "1", "4", "--drafts", "0"]
 DRAFTS = ["--dtype", "float32", "--streams", "1", "--turns", "1", "--tokens", "24"]
 
 SCRIPTS: dict[str, tuple[Callable[[list[str]], None], list[str], str, str, list[Any]]] = {
     "frontend": (frontend.main, STREAMS, "way", "cpu_us_per_token", ["grpc", "http"]),
-    "many_groups": (
-        many_groups.main,
-        [*GROUPS, "--groups", "1", "2", "--step-us", "2000"],
-        "groups",
-        "tokens_per_s",
-        [1, 2],
-    ),
     "recovery_simulated": (
         recovery.main,
         ["--kills", "1", "--model", "simulated"],
