@@ -4,8 +4,12 @@ The protos document what a field means; here it is only converted. Messages of t
 own side of `Attach` are in `scheduler_service/frontend/`.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
 
 from pagewire.columns import columns_of
 from pagewire.v1 import context_pb2, model_pb2, plan_pb2, sampling_pb2, scheduler_service_pb2
@@ -22,7 +26,6 @@ from scheduler_service.core.request import (
     PoolingType,
     Request,
     RequestFinished,
-    RequestTimings,
 )
 from scheduler_service.core.step_plan import (
     BlockTable,
@@ -62,18 +65,38 @@ EARLY_STOPPING: Mapping[int, EarlyStopping] = {
 }
 
 
+_Kind = TypeVar("_Kind")
+
+
+def _copied(kind: Callable[..., _Kind], source: Any, **others: Any) -> _Kind:
+    """A message of a dataclass, or a dataclass of a message: with the fields that have equal names
+    and are no columns to be packed, and with `others`."""
+    source_kind: Any = type(source)
+    names = _common_names(kind, source_kind)
+    return kind(**{name: getattr(source, name) for name in names} | others)
+
+
+@lru_cache
+def _common_names(kind: Any, source: Any) -> tuple[str, ...]:
+    message, other = (kind, source) if issubclass(kind, Message) else (source, kind)
+    kinds = {field.name: field.type for field in fields(other)}
+    return tuple(
+        field.name
+        for field in message.DESCRIPTOR.fields
+        if field.name in kinds
+        and not field.is_repeated
+        and (field.type == field.TYPE_BYTES) == (kinds[field.name] is bytes)
+    )
+
+
 def decode_cache_group(message: model_pb2.CacheGroup) -> CacheGroup:
     """One of a model's cache groups. Raises ValueError for one that no group can be."""
     try:
         name = model_pb2.CacheLifetime.Name(message.lifetime)
     except ValueError:  # a newer worker's lifetime
         name = str(message.lifetime)
-    return CacheGroup(
-        lifetime=CacheLifetime(name.removeprefix("CACHE_LIFETIME_").lower()),
-        block_tokens=message.block_tokens,
-        span=message.span,
-        num_blocks=message.num_blocks,
-    )
+    lifetime = CacheLifetime(name.removeprefix("CACHE_LIFETIME_").lower())
+    return _copied(CacheGroup, message, lifetime=lifetime)
 
 
 def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
@@ -88,33 +111,21 @@ def encode_plan(plan: StepPlan, epoch: int) -> plan_pb2.StepPlan:
 
 
 def _encode_new_sequence(sequence: NewSequence) -> plan_pb2.NewSequence:
-    return plan_pb2.NewSequence(
-        seq_id=sequence.seq_id,
-        choice_index=sequence.choice_index,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        num_computed_tokens=sequence.num_computed_tokens,
+    return _copied(
+        plan_pb2.NewSequence,
+        sequence,
         tables=[_encode_table(table) for table in sequence.tables],
-        sampling=sequence.sampling,
-        pooling=sequence.pooling,
-        parent_seq_id=sequence.parent_seq_id,
-        prompt_logprobs_start=sequence.prompt_logprobs_start,
-        traceparent=sequence.traceparent,
         context=[_encode_context_part(part) for part in sequence.context],
         **_NEW_SEQUENCE.pack(sequence),
     )
 
 
 def _encode_context_part(part: ContextPart) -> context_pb2.ContextPart:
-    kind: Any = part.kind.value
-    return context_pb2.ContextPart(
-        kind=kind, digest=part.digest, start=part.start, length=part.length
-    )
+    return _copied(context_pb2.ContextPart, part)
 
 
 def _encode_table(table: BlockTable) -> plan_pb2.BlockTable:
-    return plan_pb2.BlockTable(
-        group=table.group, first_index=table.first_index, **_BLOCK_TABLE.pack(table)
-    )
+    return _copied(plan_pb2.BlockTable, table, **_BLOCK_TABLE.pack(table))
 
 
 def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
@@ -126,41 +137,24 @@ def decode_result(message: plan_pb2.StepResult, sent_us: int = 0) -> StepResult:
     logprobs: dict[int, RowLogprobs] = {}
     kept_logprobs: dict[int, list[RowLogprobs]] = {}
     for entry in message.logprobs:
-        decoded = _decode_row_logprobs(entry)
+        decoded = _copied(RowLogprobs, entry)
         if logprobs.setdefault(entry.row, decoded) is not decoded:
             kept_logprobs.setdefault(entry.row, []).append(decoded)
-    return StepResult(
+    return _copied(
+        StepResult,
+        timings,
         step_id=message.step_id,
         logprobs=logprobs,
         kept_logprobs=kept_logprobs,
         prompt_logprobs={
-            entry.row: _decode_prompt_logprobs(entry) for entry in message.prompt_logprobs
+            entry.row: _copied(RowPromptLogprobs, entry) for entry in message.prompt_logprobs
         },
         candidates={entry.row: _decode_candidates(entry) for entry in message.candidates},
         vectors={entry.row: entry.values for entry in message.vectors},
         errors={entry.row: _decode_row_error(entry) for entry in message.errors},
-        cache_ops_us=timings.cache_ops_us,
-        forward_us=timings.forward_us,
-        sample_us=timings.sample_us,
         busy_us=max(0, timings.finished_us - timings.started_us),
         held_us=max(0, sent_us - timings.finished_us),
         **from_columns(message),
-    )
-
-
-def _decode_row_logprobs(entry: plan_pb2.RowLogprobs) -> RowLogprobs:
-    return RowLogprobs(
-        token_ids=entry.token_ids, logprobs=entry.logprobs, sampled_rank=entry.sampled_rank
-    )
-
-
-def _decode_prompt_logprobs(entry: plan_pb2.RowPromptLogprobs) -> RowPromptLogprobs:
-    return RowPromptLogprobs(
-        start=entry.start,
-        width=entry.width,
-        token_ids=entry.token_ids,
-        logprobs=entry.logprobs,
-        ranks=entry.ranks,
     )
 
 
@@ -186,27 +180,17 @@ def decode_submit(submit: scheduler_service_pb2.Submit, frontend_id: str, now: f
     core's to say.
     """
     _check_submit(submit)
-    return Request(
+    return _copied(
+        Request,
+        submit,
         frontend_id=frontend_id,
-        handle=submit.handle,
-        request_id=submit.request_id,
-        model=submit.model,
-        tenant=submit.tenant,
         context=tuple(
             _decode_context_part(part, f"context[{index}].")
             for index, part in enumerate(submit.context)
         ),
-        priority=submit.priority,
         prompt_token_ids=from_column(submit.prompt_token_ids, "prompt_token_ids"),
         work=_decode_work(submit),
         deadline=now + submit.timeout_us / 1e6 if submit.HasField("timeout_us") else None,
-        attempt=submit.attempt,
-        fingerprint=submit.fingerprint,
-        was_accepted=submit.was_accepted,
-        waited_us=submit.waited_us,
-        num_worker_losses=submit.num_worker_losses,
-        num_lone_worker_losses=submit.num_lone_worker_losses,
-        traceparent=submit.traceparent,
     )
 
 
@@ -281,82 +265,42 @@ def _decode_beam_search(generation: scheduler_service_pb2.Generation) -> BeamPar
 
 
 def _decode_generated(entry: scheduler_service_pb2.GeneratedTokens) -> GeneratedTokens:
-    return GeneratedTokens(
-        token_ids=from_column(entry.token_ids, "generated.token_ids"),
-        cumulative_logprob=entry.cumulative_logprob,
-        finished=entry.finished,
-    )
+    token_ids = from_column(entry.token_ids, "generated.token_ids")
+    return _copied(GeneratedTokens, entry, token_ids=token_ids)
 
 
 def encode_outbox(outbox: EngineOutputs) -> scheduler_service_pb2.SchedulerMessage:
     """Outputs for one frontend."""
     return scheduler_service_pb2.SchedulerMessage(
-        logprobs=[_encode_logprobs(handle, entry) for handle, entry in outbox.logprobs],
+        logprobs=[
+            _copied(
+                scheduler_service_pb2.ChoiceLogprobs, entry, handle=handle, rank=entry.sampled_rank
+            )
+            for handle, entry in outbox.logprobs
+        ],
         prompt_logprobs=[
-            _encode_prompt_logprobs(handle, entry) for handle, entry in outbox.prompt_logprobs
+            _copied(scheduler_service_pb2.PromptLogprobsUpdate, entry, handle=handle)
+            for handle, entry in outbox.prompt_logprobs
         ],
         vectors=[
             scheduler_service_pb2.PooledVector(handle=handle, values=values)
             for handle, values in outbox.vectors
         ],
         choices_finished=[
-            scheduler_service_pb2.ChoiceFinished(
-                handle=choice.handle,
-                reason=FINISH_REASONS[choice.reason],
-                stop_token_id=choice.stop_token_id,
+            _copied(
+                scheduler_service_pb2.ChoiceFinished, choice, reason=FINISH_REASONS[choice.reason]
             )
             for choice in outbox.choices_finished
         ],
-        requests_finished=[_encode_finished(request) for request in outbox.requests_finished],
+        requests_finished=[_encode_finished(finished) for finished in outbox.requests_finished],
         requests_failed=[encode_failed(*failed) for failed in outbox.requests_failed],
         **_OUTPUTS.pack(outbox),
     )
 
 
-def _encode_logprobs(handle: int, entry: RowLogprobs) -> scheduler_service_pb2.ChoiceLogprobs:
-    return scheduler_service_pb2.ChoiceLogprobs(
-        handle=handle,
-        token_ids=entry.token_ids,
-        logprobs=entry.logprobs,
-        rank=entry.sampled_rank,
-    )
-
-
-def _encode_prompt_logprobs(
-    handle: int, entry: RowPromptLogprobs
-) -> scheduler_service_pb2.PromptLogprobsUpdate:
-    return scheduler_service_pb2.PromptLogprobsUpdate(
-        handle=handle,
-        start=entry.start,
-        width=entry.width,
-        token_ids=entry.token_ids,
-        logprobs=entry.logprobs,
-        ranks=entry.ranks,
-    )
-
-
-def _encode_finished(request: RequestFinished) -> scheduler_service_pb2.RequestFinished:
-    return scheduler_service_pb2.RequestFinished(
-        handle=request.handle,
-        cached_tokens=request.cached_tokens,
-        timings=_encode_timings(request.timings),
-    )
-
-
-def _encode_timings(timings: RequestTimings) -> inference_pb.Timings:
-    return inference_pb.Timings(
-        total_us=timings.total_us,
-        queue_us=timings.queue_us,
-        plan_us=timings.plan_us,
-        wire_us=timings.wire_us,
-        forward_us=timings.forward_us,
-        sample_us=timings.sample_us,
-        preempted_us=timings.preempted_us,
-        recovery_us=timings.recovery_us,
-        num_inexact_recoveries=timings.num_inexact_recoveries,
-        num_accepted_drafts=timings.num_accepted_drafts,
-        num_drafts=timings.num_drafts,
-    )
+def _encode_finished(finished: RequestFinished) -> scheduler_service_pb2.RequestFinished:
+    timings = _copied(inference_pb.Timings, finished.timings)
+    return _copied(scheduler_service_pb2.RequestFinished, finished, timings=timings)
 
 
 def encode_failed(handle: int, error: Exception) -> scheduler_service_pb2.RequestFailed:
