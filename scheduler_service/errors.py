@@ -34,85 +34,57 @@ from service_common.errors import Unauthenticated as Unauthenticated
 class PromptTooLong(PagewireError):
     """Prompt and output can never fit the model's length or the cache."""
 
-    reason = "PROMPT_TOO_LONG"
-
 
 class UnsupportedByModel(PagewireError):
     """The served model lacks what the request needs, such as a tokenizer."""
-
-    reason = "UNSUPPORTED_BY_MODEL"
 
 
 class QueueFull(PagewireError):
     """The waiting queue is full."""
 
-    reason = "QUEUE_FULL"
-
 
 class TenantLimit(PagewireError):
     """The tenant has as many requests or waiting tokens as it may."""
-
-    reason = "TENANT_LIMIT"
 
 
 class DeadlineUnreachable(PagewireError):
     """Because of what waits before it, the request cannot meet its deadline."""
 
-    reason = "DEADLINE_UNREACHABLE"
-
 
 class UnknownModel(PagewireError):
     """No model of this name is served."""
-
-    reason = "UNKNOWN_MODEL"
 
 
 class UnknownRequest(PagewireError):
     """No live request has this id."""
 
-    reason = "UNKNOWN_REQUEST"
-
 
 class UnknownWorkerGroup(PagewireError):
     """No worker of this group is registered."""
-
-    reason = "UNKNOWN_WORKER_GROUP"
 
 
 class DuplicateRequest(PagewireError):
     """A live request has this id."""
 
-    reason = "DUPLICATE_REQUEST"
 
-
-class RequestTakenOver(PagewireError):
+class RequestTakenOver(PagewireError, reason="TAKEN_OVER"):
     """A later try at the request has taken it over; this one has no reader any more."""
 
-    reason = "TAKEN_OVER"
 
-
-class RequestAborted(PagewireError):
+class RequestAborted(PagewireError, reason="ABORTED_BY_CLIENT"):
     """The request was ended by its client or by another call."""
-
-    reason = "ABORTED_BY_CLIENT"
 
 
 class Unavailable(PagewireError):
     """Nothing can be done now: no worker, or the service is shutting down."""
 
-    reason = "UNAVAILABLE"
-
 
 class GenerationFailed(PagewireError):
     """The model or its worker failed this request; others are unaffected."""
 
-    reason = "GENERATION_FAILED"
-
 
 class PermissionDenied(PagewireError):
     """The caller is known, but may not do this."""
-
-    reason = "PERMISSION_DENIED"
 
 
 class CannotRecord(Exception):

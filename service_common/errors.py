@@ -10,6 +10,7 @@
 Nothing here depends on gRPC: `service_common/grpc_status.py` maps each class to a status code.
 """
 
+import re
 from collections.abc import Mapping
 
 
@@ -17,6 +18,10 @@ class PagewireError(Exception):
     """The root: a human-readable message, and a constant reason and details for programs."""
 
     reason = "INTERNAL"
+
+    def __init_subclass__(cls, reason: str | None = None) -> None:
+        """`reason`: the class's; by default its name in capitals."""
+        cls.reason = reason or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
 
     def __init__(
         self,
@@ -34,10 +39,8 @@ class PagewireError(Exception):
         self.retry_delay_s = retry_delay_s
 
 
-class InvalidArgument(PagewireError):
+class InvalidArgument(PagewireError, reason="INVALID_FIELD"):
     """A field of the request is invalid; `field` is its name in the proto."""
-
-    reason = "INVALID_FIELD"
 
     def __init__(self, field: str, expected: str) -> None:
         super().__init__(f"{field}: {expected}", details={"field": field})
@@ -48,13 +51,9 @@ class InvalidArgument(PagewireError):
 class DeadlineExceeded(PagewireError):
     """The request's deadline has passed."""
 
-    reason = "DEADLINE_EXCEEDED"
-
 
 class Unauthenticated(PagewireError):
     """The caller's credentials are missing or wrong."""
-
-    reason = "UNAUTHENTICATED"
 
 
 class CannotListen(Exception):

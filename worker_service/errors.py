@@ -20,19 +20,11 @@
 Nothing here depends on gRPC: `worker_service/service/servicer.py` maps each class to a status code.
 """
 
-import re
-
 from service_common.errors import InvalidArgument, PagewireError
 
 
 class WorkerError(PagewireError):
     """The root; the message is one line for users."""
-
-    reason = "WORKER_ERROR"
-
-    def __init_subclass__(cls) -> None:
-        """Set the reason for programs: that of `StaleEpoch` is `STALE_EPOCH`."""
-        cls.reason = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).upper()
 
 
 class InvalidOption(WorkerError):
