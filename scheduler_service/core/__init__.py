@@ -64,62 +64,30 @@ Promises to frontends: an accepted request ends exactly once, and unless it is c
 reported once; its tokens are reported once, in order, and none after the end of their choice.
 """
 
-from scheduler_service.core.beam_search import BeamParams, EarlyStopping
-from scheduler_service.core.config import (
-    PolicyName,
-    SchedulerConfig,
-    TenantConfig,
-    WorkerGroupCapacity,
-)
-from scheduler_service.core.context import ContextKind, ContextPart
-from scheduler_service.core.core import SchedulerCore
-from scheduler_service.core.inspection import Inspection, InspectionDetail
-from scheduler_service.core.request import (
-    ChoiceFinished,
-    EngineOutputs,
-    GeneratedTokens,
-    Request,
-    RequestFinished,
-    RequestTimings,
-)
-from scheduler_service.core.scheduler_stats import CoreSnapshot, WorkerGroupSnapshot
-from scheduler_service.core.scheduling.pipeline import ResultMismatch
-from scheduler_service.core.step_plan import (
-    NewSequence,
-    RowCandidates,
-    RowError,
-    RowLogprobs,
-    RowPromptLogprobs,
-    StepPlan,
-    StepResult,
-)
-
-__all__ = [
-    "BeamParams",
-    "ChoiceFinished",
-    "ContextKind",
-    "ContextPart",
-    "CoreSnapshot",
-    "EarlyStopping",
-    "EngineOutputs",
-    "GeneratedTokens",
-    "Inspection",
-    "InspectionDetail",
-    "NewSequence",
-    "PolicyName",
-    "Request",
-    "RequestFinished",
-    "RequestTimings",
-    "ResultMismatch",
-    "RowCandidates",
-    "RowError",
-    "RowLogprobs",
-    "RowPromptLogprobs",
-    "SchedulerConfig",
-    "SchedulerCore",
-    "StepPlan",
-    "StepResult",
-    "TenantConfig",
-    "WorkerGroupCapacity",
-    "WorkerGroupSnapshot",
-]
+from scheduler_service.core.beam_search import BeamParams as BeamParams
+from scheduler_service.core.beam_search import EarlyStopping as EarlyStopping
+from scheduler_service.core.config import PolicyName as PolicyName
+from scheduler_service.core.config import SchedulerConfig as SchedulerConfig
+from scheduler_service.core.config import TenantConfig as TenantConfig
+from scheduler_service.core.config import WorkerGroupCapacity as WorkerGroupCapacity
+from scheduler_service.core.context import ContextKind as ContextKind
+from scheduler_service.core.context import ContextPart as ContextPart
+from scheduler_service.core.core import SchedulerCore as SchedulerCore
+from scheduler_service.core.inspection import Inspection as Inspection
+from scheduler_service.core.inspection import InspectionDetail as InspectionDetail
+from scheduler_service.core.request import ChoiceFinished as ChoiceFinished
+from scheduler_service.core.request import EngineOutputs as EngineOutputs
+from scheduler_service.core.request import GeneratedTokens as GeneratedTokens
+from scheduler_service.core.request import Request as Request
+from scheduler_service.core.request import RequestFinished as RequestFinished
+from scheduler_service.core.request import RequestTimings as RequestTimings
+from scheduler_service.core.scheduler_stats import CoreSnapshot as CoreSnapshot
+from scheduler_service.core.scheduler_stats import WorkerGroupSnapshot as WorkerGroupSnapshot
+from scheduler_service.core.scheduling.pipeline import ResultMismatch as ResultMismatch
+from scheduler_service.core.step_plan import NewSequence as NewSequence
+from scheduler_service.core.step_plan import RowCandidates as RowCandidates
+from scheduler_service.core.step_plan import RowError as RowError
+from scheduler_service.core.step_plan import RowLogprobs as RowLogprobs
+from scheduler_service.core.step_plan import RowPromptLogprobs as RowPromptLogprobs
+from scheduler_service.core.step_plan import StepPlan as StepPlan
+from scheduler_service.core.step_plan import StepResult as StepResult

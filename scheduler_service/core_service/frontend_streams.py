@@ -7,7 +7,7 @@ their tokens held, so that more of them travel in one message.
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TypeAlias
 
 import grpc
@@ -273,16 +273,10 @@ def in_parts(outputs: EngineOutputs) -> list[EngineOutputs]:
     return [*parts, replace(outputs, accepted=[], vectors=part.vectors)]
 
 
+_COLUMNS = tuple(column.name for column in fields(EngineOutputs))
+
+
 def merge(pending: EngineOutputs, outputs: EngineOutputs) -> None:
     """Append `outputs` to `pending`, column by column."""
-    pending.accepted.extend(outputs.accepted)
-    pending.token_handles.extend(outputs.token_handles)
-    pending.token_ids.extend(outputs.token_ids)
-    pending.logprobs.extend(outputs.logprobs)
-    pending.prompt_logprobs.extend(outputs.prompt_logprobs)
-    pending.vectors.extend(outputs.vectors)
-    pending.choices_finished.extend(outputs.choices_finished)
-    pending.requests_finished.extend(outputs.requests_finished)
-    pending.requests_failed.extend(outputs.requests_failed)
-    pending.worker_losses.extend(outputs.worker_losses)
-    pending.lone_worker_losses.extend(outputs.lone_worker_losses)
+    for column in _COLUMNS:
+        getattr(pending, column).extend(getattr(outputs, column))
