@@ -220,7 +220,7 @@ class SchedulerCore:
 
     def newest_work(self, worker_group_id: str) -> StepWork:
         """Estimated duration of the open step that was planned last for a group."""
-        return self._fleet.schedulers[worker_group_id].newest_work
+        return self._fleet.schedulers[worker_group_id].pipeline.newest_work
 
     def add_plan_time(self, worker_group_id: str, seconds: float) -> None:
         """Add time that the caller spent on planning for a worker group (schedule, serialise,
@@ -368,7 +368,9 @@ class SchedulerCore:
 
     def _close_ended(self, schedulers: Iterable[Scheduler], now: float) -> bool:
         """Close the groups that have ended in schedulers; return whether there were any."""
-        ended = [seq_group for scheduler in schedulers for seq_group in scheduler.pop_ended()]
+        ended = [
+            seq_group for scheduler in schedulers for seq_group in scheduler.departures.pop_ended()
+        ]
         for seq_group in ended:
             self._close(seq_group, now)
         return bool(ended)

@@ -187,7 +187,7 @@ class ServedModel:
     def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
         """Move requests that outgrew a worker group to larger ones; fail them if there is none and
         none is expected back. Returns whether there were any."""
-        outgrown = here.pop_outgrown()
+        outgrown = here.pop_exceeding()
         moving: set[SequenceGroup] = set()
         for seq_group in outgrown:
             seq_group.outgrown_tokens = here.capacity.num_cache_tokens
@@ -201,7 +201,7 @@ class ServedModel:
                     here.capacity.num_cache_tokens,
                 )
             else:
-                here.fail_outgrown(seq_group, now_us)
+                here.fail_exceeding(seq_group, now_us)
         if moving:
             here.start_moving(moving.__contains__, now_us)
             self.requeue(here.pop_moved())
@@ -219,7 +219,9 @@ class ServedModel:
     def is_needed(self, scheduler: Scheduler) -> bool:
         """Whether a started request needs a draining worker group because no other can continue it.
         Looks at requests in the queues and on their way between worker groups."""
-        on_their_way = (seq_group for other in self.schedulers for seq_group in other.migrating)
+        on_their_way = (
+            seq_group for other in self.schedulers for seq_group in other.placed.migrating
+        )
         queues = chain(self.waiting, self.unschedulable, on_their_way)
         return any(
             scheduler in groups
@@ -453,7 +455,7 @@ class Fleet:
         """All queues in which requests wait."""
         queues: list[AnyQueue] = []
         for scheduler in self.schedulers.values():
-            queues += scheduler.queues
+            queues += (scheduler.placed.waiting, scheduler.placed.preempting)
         for model in self.models.values():
             queues += (model.waiting, model.unschedulable)
         return queues
@@ -468,8 +470,8 @@ class Fleet:
             model.num_waiting += seq_group.num_running == 0
         for scheduler in self.schedulers.values():  # what is swapped out does not run
             model = known[scheduler.capacity.model]
-            model.num_swapped += scheduler.num_swapped
-            model.num_waiting -= scheduler.num_swapped
+            model.num_swapped += len(scheduler.running.swapped)
+            model.num_waiting -= len(scheduler.running.swapped)
         return known
 
     def check(self, seq_groups: Collection[SequenceGroup]) -> None:

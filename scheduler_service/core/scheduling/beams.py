@@ -138,23 +138,15 @@ class Beams(Strategy):
         )
 
 
+@dataclass(slots=True, eq=False)
 class BeamScheduler(StrategyScheduler):
     """Admits beam groups, plans their rows, and advances their searches."""
 
-    def __init__(
-        self,
-        running: RunningSet,
-        pipeline: Pipeline,
-        preemption: Preemption,
-        departures: Departures,
-        totals: ModelTotals,
-    ) -> None:
-        self._running = running
-        self._cache = running.cache
-        self._pipeline = pipeline
-        self._preemption = preemption
-        self._departures = departures
-        self._totals = totals
+    running: RunningSet
+    pipeline: Pipeline
+    preemption: Preemption
+    departures: Departures
+    totals: ModelTotals
 
     def place(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End a search that has as many tokens as it can have here."""
@@ -168,17 +160,17 @@ class BeamScheduler(StrategyScheduler):
     def admit(self, seq_group: SequenceGroup, batch: Batch, add_rows: AddRows) -> AllocStatus:
         """Admit all sequences of a group, with the memory of all its beams, or none of them."""
         beams = _beams(seq_group)
-        if not self._running.places.has_room(len(seq_group.sequences)):
+        if not self.running.places.has_room(len(seq_group.sequences)):
             return AllocStatus.LATER
-        starts = self._cache.start_jointly(beams.held, Sequence.num_common_tokens)
+        starts = self.running.cache.start_jointly(beams.held, Sequence.num_common_tokens)
         if not batch.fits(starts[0].seq, starts[0].num_tokens):
             return AllocStatus.LATER
         entrants = Entrants(seq_group.sequences, starts)
-        verdict = fit_all(self._running.resources, entrants)
+        verdict = fit_all(self.running.resources, entrants)
         if verdict is AllocStatus.OK:
             idle = [seq for seq in seq_group.sequences if seq not in beams.held]
             beams.num_prefilling = len(starts)
-            acquire_all(self._running.resources, entrants, batch)
+            acquire_all(self.running.resources, entrants, batch)
             for start in starts:
                 self._enter(start, idle if start is starts[0] else [], batch)
             add_rows(beams.held, batch)
@@ -189,7 +181,7 @@ class BeamScheduler(StrategyScheduler):
         seq.start_prefill(batch.step_id, start.num_tokens)
         if start.source is not None:
             _beams(seq.seq_group).source_of[seq] = start.source
-        self._running.enter(seq, idle, batch.now_us)
+        self.running.enter(seq, idle, batch.now_us)
 
     def may_prefill(self, seq: Sequence, batch: Batch) -> bool:
         """Whether a beam that is recomputed may get a row: only once the tokens that it shares are
@@ -197,7 +189,7 @@ class BeamScheduler(StrategyScheduler):
         source = _beams(seq.seq_group).source_of.get(seq)
         if source is not None and not _beams(seq.seq_group).has_candidates(source):
             return False
-        if self._running.is_unintroduced(seq):
+        if self.running.is_unintroduced(seq):
             seq.rejoin(batch.step_id)
         return True
 
@@ -208,7 +200,7 @@ class BeamScheduler(StrategyScheduler):
         del batch
         _beams(seq.seq_group).num_prefilling -= 1
         seq.start_decode(0)
-        self._running.begin_decoding(seq)
+        self.running.begin_decoding(seq)
 
     def reserve(self, seq: Sequence, batch: Batch) -> bool:
         """Add a row for each beam of the group if they are due, once in a batch."""
@@ -225,10 +217,10 @@ class BeamScheduler(StrategyScheduler):
         if not beams.is_due:
             return True
         held = beams.held
-        if held[0].length > self._cache.num_tokens:
+        if held[0].length > self.running.cache.num_tokens:
             return False
-        while not self._cache.can_reserve_all(held):
-            if not self._preemption.make_room(seq_group, batch):
+        while not self.running.cache.can_reserve_all(held):
+            if not self.preemption.make_room(seq_group, batch):
                 return False
             if seq_group.num_running == 0:
                 return True
@@ -251,22 +243,22 @@ class BeamScheduler(StrategyScheduler):
             seq.extend()
         for child in forks:
             assert child.parent is not None
-            tables = self._cache.tables(child.seq)
+            tables = self.running.cache.tables(child.seq)
             batch.add_new(make_fork(child.seq, child.parent, [child.token], tables))
-            self._running.mark_introduced(child.seq)
+            self.running.mark_introduced(child.seq)
             batch.add_beam(child.seq)
             child.seq.extend()
         beams.continuations = []
 
     def _reserve_last(self, seq: Sequence, batch: Batch) -> None:
-        self._cache.release_unread(seq)
-        batch.update_tables(seq.seq_id, self._cache.reserve(seq, seq.length))
-        self._cache.offer(seq, seq.num_confirmed)
+        self.running.cache.release_unread(seq)
+        batch.update_tables(seq.seq_id, self.running.cache.reserve(seq, seq.length))
+        self.running.cache.offer(seq, seq.num_confirmed)
 
     def _reserve_fork(self, seq: Sequence, batch: Batch) -> None:
-        self._cache.release_unread(seq)
-        batch.copy_shared(self._cache.reserve(seq, seq.length))
-        self._cache.offer(seq, seq.num_confirmed)
+        self.running.cache.release_unread(seq)
+        batch.copy_shared(self.running.cache.reserve(seq, seq.length))
+        self.running.cache.offer(seq, seq.num_confirmed)
 
     # Results.
 
@@ -293,10 +285,10 @@ class BeamScheduler(StrategyScheduler):
         if num_tokens is None:
             message = "the request's own constraints excluded every token"
             error = GenerationFailed(message, reason="NO_CANDIDATES")
-            self._departures.fail_seq_group(seq_group, error, now_us)
+            self.departures.fail_seq_group(seq_group, error, now_us)
         else:
-            self._totals.num_generated_tokens += num_tokens
-            self._departures.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
+            self.totals.num_generated_tokens += num_tokens
+            self.departures.end_seq_group(seq_group, SequenceStatus.FINISHED_STOPPED, now_us)
 
     def _continue(self, beams: Beams, chosen: list[tuple[Sequence, int]]) -> None:
         """Give each new beam a sequence: its parent's, or an idle one."""
@@ -324,14 +316,14 @@ class BeamScheduler(StrategyScheduler):
 
     def _drop(self, seq: Sequence) -> None:
         """Drop a beam: free its memory and leave its sequence idle."""
-        self._running.drop_beam(seq)
+        self.running.drop_beam(seq)
         seq.drop_beam()
 
     def _fork(self, parent: Sequence, child: Sequence, token: int) -> None:
         """Make an idle sequence continue a copy of a beam with another token."""
-        self._cache.fork(parent, child)
-        child.fork_beam(parent, token, self._pipeline.next_step_id)
-        self._running.add_beam(child)
+        self.running.cache.fork(parent, child)
+        child.fork_beam(parent, token, self.pipeline.next_step_id)
+        self.running.add_beam(child)
 
 
 def _beams(seq_group: SequenceGroup) -> Beams:

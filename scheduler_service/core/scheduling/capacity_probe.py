@@ -30,73 +30,66 @@ class CapacityEstimate:
     addition to the groups that already wait there; 0 if it would get them now."""
 
 
+@dataclass(slots=True, eq=False)
 class CapacityProbe:
     """Questions about one worker group. They change nothing but a cached answer."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        capacity: WorkerGroupCapacity,
-        placed: PlacedGroups,
-        running: RunningSet,
-        rates: StepRates,
-        policy: Policy,
-    ) -> None:
-        self._config = config
-        self._capacity = capacity
-        self._placed = placed
-        self._running = running
-        self._cache = running.cache
-        self._rates = rates
-        self._policy = policy
-        self._failed: tuple[SequenceGroup, int] | None = None
-        """The last group that could not preempt any other, and the running set's changes until
-        then: it asks again in every step, and the answer holds while the same sequences run."""
+    config: SchedulerConfig
+    capacity: WorkerGroupCapacity
+    placed: PlacedGroups
+    running: RunningSet
+    rates: StepRates
+    policy: Policy
+    _failed: tuple[SequenceGroup, int] | None = None
+    """The last group that could not preempt any other, and the running set's changes until
+    then: it asks again in every step, and the answer holds while the same sequences run."""
 
     @property
     def max_step_tokens(self) -> int:
         """Tokens of the largest step."""
-        return self._config.max_num_batched_tokens
+        return self.config.max_num_batched_tokens
 
     @property
     def num_sequences(self) -> int:
         """Running and waiting sequences, except for swapped-out ones."""
-        return self._running.num_places + self._placed.num_waiting_sequences
+        return self.running.num_places + self.placed.num_waiting_sequences
 
     @property
     def caches_prefixes(self) -> bool:
         """Whether what one sequence has computed serves others."""
-        return self._config.enable_prefix_caching
+        return self.config.enable_prefix_caching
 
     def num_tokens_to_compute(self, seq_group: SequenceGroup) -> int:
         """Tokens of a group that has not run that are not here, on device or host."""
         longest = seq_group.longest
-        hit = self._cache.match_prefix(longest, is_fetched=lambda num_moves, num_tokens: True)
+        hit = self.running.cache.match_prefix(
+            longest, is_fetched=lambda num_moves, num_tokens: True
+        )
         return longest.num_known - hit.num_tokens
 
     @property
     def has_room(self) -> bool:
         """Whether any group may have capacity here now."""
-        if self.num_sequences >= self._config.max_num_seqs:  # the usual case under load, first
+        if self.num_sequences >= self.config.max_num_seqs:  # the usual case under load, first
             return False
-        if self._placed.preempting or self._running.swapped:
+        if self.placed.preempting or self.running.swapped:
             return False
         # Beyond that it would only wait here, and could not go elsewhere.
-        return self.num_tokens_to_prefill < self._config.max_num_batched_tokens
+        return self.num_tokens_to_prefill < self.config.max_num_batched_tokens
 
     def estimate(self, seq_group: SequenceGroup) -> CapacityEstimate:
         """The estimate for a group that fits here."""
-        longest, waiting = seq_group.longest, self._placed.waiting
-        is_fetched = partial(is_fetch_cheaper, self._rates)
-        hit = self._cache.match_prefix(longest, is_fetched=is_fetched)
-        memory_shortage = self._cache.shortage(
+        longest, waiting = seq_group.longest, self.placed.waiting
+        is_fetched = partial(is_fetch_cheaper, self.rates)
+        hit = self.running.cache.match_prefix(longest, is_fetched=is_fetched)
+        memory_shortage = self.running.cache.shortage(
             longest.num_known,
             hit,
             num_waiting_tokens=waiting.num_tokens,
             num_waiting=len(waiting),
         )
         num_sequences = self.num_sequences
-        places_short = num_sequences + len(seq_group.waiting()) - self._config.max_num_seqs
+        places_short = num_sequences + len(seq_group.waiting()) - self.config.max_num_seqs
         return CapacityEstimate(
             num_tokens_to_compute=longest.num_known - hit.num_tokens,
             num_moves=hit.num_moves,
@@ -112,11 +105,11 @@ class CapacityProbe:
         """Whether the group would have capacity here now by preempting running or waiting groups.
         False while a group that must start before it waits here: that one is to get the places and
         memory."""
-        preempting = self._placed.preempting
-        if preempting or seq_group.is_suspect or not seq_group.fits(self._capacity):
+        preempting = self.placed.preempting
+        if preempting or seq_group.is_suspect or not seq_group.fits(self.capacity):
             return False
-        waiting = chain(self._placed.waiting, self._running.swapped)
-        if any(self._policy.precedes(other, seq_group) for other in waiting):
+        waiting = chain(self.placed.waiting, self.running.swapped)
+        if any(self.policy.precedes(other, seq_group) for other in waiting):
             return False
         return self.find_victims(seq_group) is not None
 
@@ -127,25 +120,25 @@ class CapacityProbe:
         Groups in lockstep are not preempted: their sequences change in every step, so the memory
         that they would free is unknown.
         """
-        question = (seq_group, self._running.num_changes)
+        question = (seq_group, self.running.num_changes)
         if question == self._failed:
             return None
-        yielding = self._policy.yielding(seq_group, self._placed.seq_groups)
+        yielding = self.policy.yielding(seq_group, self.placed.seq_groups)
         first = next(yielding, None)
         if first is None:
             self._failed = question
             return None
-        hit = self._cache.match_prefix(seq_group.longest)
+        hit = self.running.cache.match_prefix(seq_group.longest)
         victims: list[SequenceGroup] = []
         num_places = memory = 0
         for other in chain([first], yielding):
             if self._would_fit(seq_group, hit, num_places, memory):
                 return victims
             is_lockstep = other.strategy.is_lockstep
-            if other.num_running and not is_lockstep and other is not self._placed.suspect:
+            if other.num_running and not is_lockstep and other is not self.placed.suspect:
                 victims.append(other)
                 num_places += other.num_running
-                memory += self._cache.memory_freed(other.running())
+                memory += self.running.cache.memory_freed(other.running())
         return victims if self._would_fit(seq_group, hit, num_places, memory) else None
 
     def _would_fit(
@@ -153,19 +146,19 @@ class CapacityProbe:
     ) -> bool:
         """Whether the group could be admitted with this many more free places, and as much more
         memory."""
-        num_taken = self._running.num_places - num_places + len(seq_group.waiting())
+        num_taken = self.running.num_places - num_places + len(seq_group.waiting())
         max_tokens = seq_group.max_known_tokens
-        verdict = self._cache.can_admit(max_tokens, hit, memory_freed=memory)
-        return num_taken <= self._config.max_num_seqs and verdict is AllocStatus.OK
+        verdict = self.running.cache.can_admit(max_tokens, hit, memory_freed=memory)
+        return num_taken <= self.config.max_num_seqs and verdict is AllocStatus.OK
 
     @property
     def has_suspect(self) -> bool:
         """Whether a suspect is here."""
-        return self._placed.suspect is not None
+        return self.placed.suspect is not None
 
     @property
     def num_tokens_to_prefill(self) -> int:
         """Tokens of prompts that are not computed yet."""
-        prefilling = [seq for seq in self._running.prefilling if seq.status is RUNNING]
+        prefilling = [seq for seq in self.running.prefilling if seq.status is RUNNING]
         num_begun = sum(seq.length - seq.num_computed for seq in prefilling)
-        return num_begun + self._placed.waiting.num_tokens
+        return num_begun + self.placed.waiting.num_tokens

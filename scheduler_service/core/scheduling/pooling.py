@@ -4,17 +4,15 @@ While the vector is in flight it counts as the sequence's only token of output, 
 recovery and moves treat the request as they do one whose last token is sampled.
 """
 
+from dataclasses import dataclass
+
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.request import Pooling, PoolingType
 from scheduler_service.core.scheduling.batch import Batch
-from scheduler_service.core.scheduling.departures import Departures
 from scheduler_service.core.scheduling.pipeline import FLOAT_BYTES
-from scheduler_service.core.scheduling.preemption import Preemption
-from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.sampling import SamplingScheduler
 from scheduler_service.core.sequence import Sequence, SequenceStatus, Strategy
 from scheduler_service.core.step_plan import RowCandidates, RowOutput
-from scheduler_service.core.throughput import StepRates
 
 MAX_VECTOR_BYTES = 16 << 20
 """Maximum size of all vectors of a step's result."""
@@ -31,25 +29,17 @@ class Pooled(Strategy):
         self.reuses_prefixes = work.type is PoolingType.LAST
 
 
+@dataclass(slots=True, eq=False)
 class PoolingScheduler(SamplingScheduler):
     """Admits prompts as those of sampled choices are, and delivers their vectors."""
 
-    def __init__(
-        self,
-        running: RunningSet,
-        rates: StepRates,
-        preemption: Preemption,
-        departures: Departures,
-        capacity: WorkerGroupCapacity,
-    ) -> None:
-        super().__init__(running, rates, preemption, departures)
-        vector_bytes = max(1, capacity.vector_size) * FLOAT_BYTES
-        self._max_vectors = max(1, MAX_VECTOR_BYTES // vector_bytes)
+    capacity: WorkerGroupCapacity
 
     def may_prefill(self, seq: Sequence, batch: Batch) -> bool:
         """Whether the result has capacity for one more vector."""
         del seq
-        return batch.num_vectors < self._max_vectors
+        vector_bytes = max(1, self.capacity.vector_size) * FLOAT_BYTES
+        return batch.num_vectors < max(1, MAX_VECTOR_BYTES // vector_bytes)
 
     def receive(
         self, seq: Sequence, step_id: int, value: RowCandidates | bytes, now_us: int
@@ -59,4 +49,4 @@ class PoolingScheduler(SamplingScheduler):
         assert isinstance(value, bytes)
         if not seq.status.is_finished:
             seq.frontend.outbox.vectors.append((seq.handle, value))
-            self._departures.end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now_us)
+            self.departures.end_sequence(seq, SequenceStatus.FINISHED_STOPPED, now_us)

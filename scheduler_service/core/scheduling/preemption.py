@@ -26,6 +26,7 @@ its sequences again, with all but their last tokens computed, and has their rows
 """
 
 import logging
+from dataclasses import dataclass, field
 
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.request_timing import RequestEvent
@@ -68,25 +69,18 @@ def is_fetch_cheaper(rates: StepRates, num_moves: int, num_tokens: int) -> bool:
     return num_moves * us_per_move < num_tokens * us_per_token
 
 
+@dataclass(slots=True, eq=False)
 class Preemption:
     """Takes groups out of the batch, by swap or by recompute, and brings swapped-out ones back."""
 
-    def __init__(
-        self,
-        mode: PreemptionMode,
-        placed: PlacedGroups,
-        running: RunningSet,
-        rates: StepRates,
-        totals: ModelTotals,
-    ) -> None:
-        self._mode = mode
-        self._placed = placed
-        self._running = running
-        self._cache = running.cache
-        self._rates = rates
-        self._totals = totals
-        self._swapped_in: list[tuple[Sequence, NewSequence]] = []
-        self._log = _PreemptionLog()
+    mode: PreemptionMode
+    placed: PlacedGroups
+    running: RunningSet
+    rates: StepRates
+    totals: ModelTotals
+
+    _swapped_in: list[tuple[Sequence, NewSequence]] = field(default_factory=list)
+    _log: "_PreemptionLog" = field(default_factory=lambda: _PreemptionLog())
 
     # Out of the batch.
 
@@ -97,13 +91,13 @@ class Preemption:
         Preempts only sequences that have no row in the batch yet, provided that decodes get their
         rows in order; a group in lockstep must ask before any of its sequences has a row.
         """
-        running, last = self._running, self._running.last()
+        running, last = self.running, self.running.last()
         is_last = last.seq_group is seq_group
         is_lockstep = seq_group.strategy.is_lockstep
         if is_last and is_lockstep and self._is_alone(seq_group):
             return False
         batch.has_preempted = True
-        self._totals.num_preemptions += 1
+        self.totals.num_preemptions += 1
         if is_last and not is_lockstep and seq_group.num_running > 1:
             self._recompute([running.pop_last()], batch)
             return True
@@ -115,9 +109,9 @@ class Preemption:
         """Preempt a group for one that takes precedence over it. Must be called before any sequence
         has a row in the batch."""
         batch.has_preempted = True
-        self._totals.num_preemptions += 1
+        self.totals.num_preemptions += 1
         swaps = self._should_swap(victim)
-        self._preempt(self._running.pop_seq_group(victim), swaps, batch)
+        self._preempt(self.running.pop_seq_group(victim), swaps, batch)
 
     def _preempt(self, victims: list[Sequence], swaps: bool, batch: Batch) -> None:
         if swaps:
@@ -127,30 +121,30 @@ class Preemption:
 
     def _is_alone(self, seq_group: SequenceGroup) -> bool:
         """Whether the batch has no other group."""
-        return self._running.num_places == seq_group.num_running
+        return self.running.num_places == seq_group.num_running
 
     def _should_swap(self, seq_group: SequenceGroup) -> bool:
         """Whether to move a group's KV to the host, rather than free it."""
-        if self._mode is PreemptionMode.RECOMPUTE:
+        if self.mode is PreemptionMode.RECOMPUTE:
             return False
         # A partly computed prompt has no output yet, and choices may be waiting to fork from it:
         # it starts again, with what the prefix cache has.
-        if any(seq.seq_group is seq_group for seq in self._running.prefilling):
+        if any(seq.seq_group is seq_group for seq in self.running.prefilling):
             return False
         sequences = seq_group.running()
         if any(seq.live_forks() for seq in sequences):
             return False  # a beam search that has not started
         if any(seq.num_drafts for seq in sequences):
             return False  # it is unknown how many of its tokens will be written
-        if not self._cache.can_swap_out(sequences):
+        if not self.running.cache.can_swap_out(sequences):
             return False
-        if self._mode is PreemptionMode.SWAP:
+        if self.mode is PreemptionMode.SWAP:
             return True
         return is_swap_cheaper(
-            self._rates,
+            self.rates,
             num_sequences=len(sequences),
-            num_moves=self._cache.num_moves(sequences),
-            num_tokens=self._cache.num_tokens_to_recompute(sequences),
+            num_moves=self.running.cache.num_moves(sequences),
+            num_tokens=self.running.cache.num_tokens_to_recompute(sequences),
         )
 
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
@@ -158,9 +152,9 @@ class Preemption:
         self._log.record("recompute", victims, batch.now_us)
         victims[0].seq_group.note(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
-            self._cache.offer(seq, seq.num_confirmed)
-            self._running.vacate(seq, batch.now_us)
-        self._placed.waiting.add(victims[0].seq_group)
+            self.running.cache.offer(seq, seq.num_confirmed)
+            self.running.vacate(seq, batch.now_us)
+        self.placed.waiting.add(victims[0].seq_group)
 
     def _swap_out(self, victims: list[Sequence], batch: Batch) -> None:
         """Move the KV of all running sequences of a group to the host."""
@@ -168,36 +162,38 @@ class Preemption:
         self._log.record("swap", victims, batch.now_us)
         seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
-            self._cache.offer(seq, seq.num_confirmed)
-        batch.swap_out += self._running.swap_out(victims, batch.now_us)
+            self.running.cache.offer(seq, seq.num_confirmed)
+        batch.swap_out += self.running.swap_out(victims, batch.now_us)
 
     # Back into the batch.
 
     def swap_in(self, batch: Batch) -> None:
         """Swap groups in, in the policy's order, while there are places and memory for them."""
-        while (top := self._running.swapped.peek()) is not None:
+        while (top := self.running.swapped.peek()) is not None:
             seq_group = top[1]
             if not self._can_swap_in(seq_group.swapped()):
                 return
             seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
             swapped = seq_group.swapped()
-            batch.swap_in += self._running.swap_in(seq_group, batch)
+            batch.swap_in += self.running.swap_in(seq_group, batch)
             for seq in swapped:  # late results of beams are ignored
                 seq.rejoin(batch.step_id)
 
     def _can_swap_in(self, sequences: list[Sequence]) -> bool:
         if any(seq.num_in_flight for seq in sequences):
             return False  # the worker will need all their tokens
-        return self._running.places.has_room(len(sequences)) and self._cache.can_swap_in(sequences)
+        return self.running.places.has_room(len(sequences)) and self.running.cache.can_swap_in(
+            sequences
+        )
 
     def resume_swapped_in(self, batch: Batch) -> None:
         """Resume the sequences whose KV the last plan swapped in: they were swapped out,
         or their prompts were found on the host."""
-        for seq in self._running.pop_swapped_in():
+        for seq in self.running.pop_swapped_in():
             seq.rejoin(batch.step_id)
-            self._cache.offer(seq, seq.num_computed)
+            self.running.cache.offer(seq, seq.num_computed)
             if seq.is_prefilled:
-                tables = self._cache.tables(seq)  # before the step changes it
+                tables = self.running.cache.tables(seq)  # before the step changes it
                 self._swapped_in.append((seq, make_new_sequence(seq, tables)))
 
     def introduce_swapped_in(self, batch: Batch) -> None:
@@ -206,7 +202,7 @@ class Preemption:
         for seq, new_sequence in self._swapped_in:
             if seq.num_in_flight:
                 batch.add_new(new_sequence)
-                self._running.mark_introduced(seq)
+                self.running.mark_introduced(seq)
         self._swapped_in = []
 
 

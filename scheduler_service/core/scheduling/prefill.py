@@ -2,6 +2,7 @@
 in chunks."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.request_queue import WaitingQueue
@@ -12,20 +13,18 @@ from scheduler_service.core.scheduling.strategies import StrategySchedulers
 from scheduler_service.core.sequence import Sequence
 
 
+@dataclass(slots=True, eq=False)
 class PrefillScheduler:
     """Admits waiting groups, and plans the rows of sequences until their prompts are computed."""
 
-    def __init__(
-        self, placed: PlacedGroups, running: RunningSet, strategies: StrategySchedulers
-    ) -> None:
-        self._placed = placed
-        self._running = running
-        self._strategies = strategies
+    placed: PlacedGroups
+    running: RunningSet
+    strategies: StrategySchedulers
 
     def continue_prompts(self, batch: Batch) -> None:
         """Add the next chunks of prompts that are partly computed, or were partly found on the
         host; those of groups that preempt others come first."""
-        prefilling = self._running.prefilling
+        prefilling = self.running.prefilling
         self.add_rows(sorted(prefilling, key=lambda seq: not seq.seq_group.is_preempting), batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
@@ -33,36 +32,36 @@ class PrefillScheduler:
         for seq in sequences:
             if not batch.fits(seq, seq.num_computed):
                 return
-            if self._strategies.of(seq.seq_group).may_prefill(seq, batch):
+            if self.strategies.of(seq.seq_group).may_prefill(seq, batch):
                 self._add_row(seq, batch)  # others may have memory if this one has none
 
     def _add_row(self, seq: Sequence, batch: Batch) -> None:
         """Add a row for a sequence's next tokens, unless memory for them is short; its strategy
         decides what follows the last."""
-        cache = self._running.cache
+        cache = self.running.cache
         num_tokens = min(batch.max_chunk(seq.num_computed), seq.length - seq.num_computed)
         updates = cache.extend_prompt(seq, seq.num_computed, seq.num_computed + num_tokens)
         if updates is None:
             return
-        if self._running.is_unintroduced(seq):
-            self._running.mark_introduced(seq)
+        if self.running.is_unintroduced(seq):
+            self.running.mark_introduced(seq)
             batch.add_new(make_new_sequence(seq, cache.tables(seq)))
         else:
             batch.update_tables(seq.seq_id, updates)
         is_last = seq.advance_prefill(num_tokens)
         batch.add_prefill(seq, num_tokens, is_last)
         if is_last:
-            self._running.prefilling.remove(seq)
+            self.running.prefilling.remove(seq)
             cache.end_prompt(seq)
-            self._strategies.of(seq.seq_group).end_prefill(seq, batch)
+            self.strategies.of(seq.seq_group).end_prefill(seq, batch)
 
     def admit(self, waiting: WaitingQueue, batch: Batch) -> None:
         """Admit groups from a queue in order, while there are places, memory and tokens."""
         while batch.budget > 0 and (seq_group := waiting.head()) is not None:
-            if not self._placed.has_turn(seq_group):
+            if not self.placed.has_turn(seq_group):
                 waiting.skip(seq_group)
                 continue
-            verdict = self._strategies.of(seq_group).admit(seq_group, batch, self.add_rows)
+            verdict = self.strategies.of(seq_group).admit(seq_group, batch, self.add_rows)
             if verdict is AllocStatus.NEVER:
                 batch.outgrown.append(seq_group)
             if verdict is not AllocStatus.OK:

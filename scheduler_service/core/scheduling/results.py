@@ -4,6 +4,8 @@ Computed tokens can be found in the prefix cache, tokens and log probabilities a
 frontends, and sequences finish.
 """
 
+from dataclasses import dataclass
+
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request import RequestFinished, RequestTimings
@@ -161,56 +163,48 @@ def _without_first(update: RowPromptLogprobs, num_tokens: int) -> RowPromptLogpr
 _OUT = (SequenceStatus.WAITING, SequenceStatus.SWAPPED)
 
 
+@dataclass(slots=True, eq=False)
 class ResultProcessor:
     """Records what a step computed, delivers its tokens and ends sequences."""
 
-    def __init__(
-        self,
-        cache: KVCacheManager,
-        pipeline: Pipeline,
-        departures: Departures,
-        strategies: StrategySchedulers,
-        policy: Policy,
-        totals: ModelTotals,
-    ) -> None:
-        self._cache = cache
-        self._pipeline = pipeline
-        self._departures = departures
-        self._strategies = strategies
-        self._policy = policy
-        self._totals = totals
+    cache: KVCacheManager
+    pipeline: Pipeline
+    departures: Departures
+    strategies: StrategySchedulers
+    policy: Policy
+    totals: ModelTotals
 
     def receive(self, result: StepResult, now_us: int) -> None:
         """Process the result of the oldest step in flight. Raises ResultMismatch and changes
         nothing if it is another step's."""
-        step = self._pipeline.pop(result)
-        waited_us = self._pipeline.clock.advance(now_us, result)
-        self._pipeline.rates.note(step.work, result)
+        step = self.pipeline.pop(result)
+        waited_us = self.pipeline.clock.advance(now_us, result)
+        self.pipeline.rates.note(step.work, result)
         for row, error in result.errors.items():
             self._fail_row(step.rows[row], error, now_us)
         self._note_prefills(step, now_us)
         _deliver_logprobs(step, result)
         sampled, token_ids = step.sampled, result.token_ids
         if step.lookahead is not None:
-            sampled, token_ids = take_drafts(step, result, self._totals)
+            sampled, token_ids = take_drafts(step, result, self.totals)
         served, num_drafts = sampled, len(sampled) - len(step.sampled)
         if result.candidates or result.vectors:
             self._receive_others(step, result, now_us)
             sampled, token_ids = without_candidates(sampled, token_ids)
         num_accepted, finished = deliver_tokens(sampled, token_ids)
         self._count(step, num_accepted, num_drafts, waited_us)
-        self._policy.note_tokens(served)
+        self.policy.note_tokens(served)
         for seq, status in finished:
-            self._departures.end_sequence(seq, status, now_us)
+            self.departures.end_sequence(seq, status, now_us)
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:
         """End the group of a sequence whose row failed, unless the sequence has ended since the row
         was planned. What it computed may be the cause, and must not be found by others."""
         seq.confirm_prefill(is_complete=False)
-        self._cache.withdraw(seq)
+        self.cache.withdraw(seq)
         if not seq.status.is_finished:
             failed = GenerationFailed(error.message, reason=error.reason)
-            self._departures.fail_seq_group(seq.seq_group, failed, now_us)
+            self.departures.fail_seq_group(seq.seq_group, failed, now_us)
 
     def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
         """Record how far prompts are computed, except for sequences that have left the batch since
@@ -219,17 +213,17 @@ class ResultProcessor:
         for seq, num_tokens, is_last in step.prefills:
             if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
                 seq.confirm_prefill(is_complete=is_last)
-                self._cache.offer(seq, num_tokens)
-                self._totals.note_prefill(seq, num_tokens, is_last, now_us)
+                self.cache.offer(seq, num_tokens)
+                self.totals.note_prefill(seq, num_tokens, is_last, now_us)
             elif is_last and seq.status in _OUT and seq.num_in_flight:
-                self._totals.note_prefill(seq, num_tokens, is_last, now_us)
+                self.totals.note_prefill(seq, num_tokens, is_last, now_us)
 
     def _receive_others(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
         """Hand what rows bring other than tokens to their strategies."""
         for row in step.other_outputs:
             seq, value = step.rows[row], result.candidates.get(row) or result.vectors.get(row)
             if value is not None:
-                self._strategies.of(seq.seq_group).receive(seq, step.step_id, value, now_us)
+                self.strategies.of(seq.seq_group).receive(seq, step.step_id, value, now_us)
 
     def _count(
         self, step: InFlightStep, num_accepted: int, num_drafts: int, waited_us: int
@@ -237,14 +231,14 @@ class ResultProcessor:
         """Count tokens and their latencies. A decode has a row in every step, so each has waited
         for its token since the step before; drafts come with it. Strategies that report at the
         end are not counted."""
-        self._totals.num_generated_tokens += num_accepted
+        self.totals.num_generated_tokens += num_accepted
         first = [seq for seq, _, is_last in step.prefills if is_last and not seq.status.is_finished]
         num_decoded = num_accepted - sum(seq.seq_group.strategy.streams for seq in first)
         num_drafts = min(num_drafts, num_decoded)
         if num_decoded > num_drafts:
-            self._totals.inter_token.add(waited_us, num_decoded - num_drafts)
+            self.totals.inter_token.add(waited_us, num_decoded - num_drafts)
         if num_drafts > 0:
-            self._totals.inter_token.add(0, num_drafts)
+            self.totals.inter_token.add(0, num_drafts)
 
 
 def _deliver_logprobs(step: InFlightStep, result: StepResult) -> None:

@@ -5,6 +5,7 @@ by itself.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
@@ -22,26 +23,19 @@ class Sampling(Strategy):
     """A sequence for each choice; a token that is sampled is delivered."""
 
 
+@dataclass(slots=True, eq=False)
 class SamplingScheduler(StrategyScheduler):
     """Schedules sampled choices."""
 
-    def __init__(
-        self,
-        running: RunningSet,
-        rates: StepRates,
-        preemption: Preemption,
-        departures: Departures,
-    ) -> None:
-        self._running = running
-        self._cache = running.cache
-        self._rates = rates
-        self._preemption = preemption
-        self._departures = departures
+    running: RunningSet
+    rates: StepRates
+    preemption: Preemption
+    departures: Departures
 
     def place(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End those choices that already have the maximum of tokens here."""
         del now_us
-        self._departures.end_full(seq_group)
+        self.departures.end_full(seq_group)
 
     # Admission.
 
@@ -61,20 +55,20 @@ class SamplingScheduler(StrategyScheduler):
         """Admit a sequence and those that will fork from it."""
         if any(other.num_in_flight for other in (seq, *forks)):
             return AllocStatus.LATER  # its tokens are sent again, so all must be known
-        if not self._running.places.has_room(1 + len(forks)):
+        if not self.running.places.has_room(1 + len(forks)):
             return AllocStatus.LATER  # before its prefix is looked up, in every step under load
-        hit = self._cache.match_prefix(seq, is_fetched=self._is_fetched(batch))
-        if not seq.seq_group.is_preempting and self._cache.is_to_come(seq, hit):
+        hit = self.running.cache.match_prefix(seq, is_fetched=self._is_fetched(batch))
+        if not seq.seq_group.is_preempting and self.running.cache.is_to_come(seq, hit):
             return AllocStatus.LATER
         if not batch.fits(seq, hit.num_tokens):
             return AllocStatus.LATER
         entrants = Entrants([seq, *forks], (seq, hit))
-        verdict = fit_all(self._running.resources, entrants)
+        verdict = fit_all(self.running.resources, entrants)
         if verdict is AllocStatus.OK:
             seq.start_prefill(batch.step_id, hit.num_tokens)
             awaits_swap_in = hit.num_moves > 0
-            acquire_all(self._running.resources, entrants, batch)
-            self._running.enter(seq, forks, batch.now_us, awaits_swap_in=awaits_swap_in)
+            acquire_all(self.running.resources, entrants, batch)
+            self.running.enter(seq, forks, batch.now_us, awaits_swap_in=awaits_swap_in)
             if not awaits_swap_in:
                 add_rows([seq], batch)
         return verdict
@@ -83,48 +77,48 @@ class SamplingScheduler(StrategyScheduler):
         """Whether to swap in what the host has of a prompt. Not in a step with preemptions: what
         one of the step's copies reads may be free already, and must not be the target of a swap-in,
         which the worker does first."""
-        return None if batch.has_preempted else partial(is_fetch_cheaper, self._rates)
+        return None if batch.has_preempted else partial(is_fetch_cheaper, self.rates)
 
     # Rows.
 
     def end_prefill(self, seq: Sequence, batch: Batch) -> None:
         """Decode from now on, as do the choices that fork from the prompt."""
-        seq.start_decode(self._cache.round_up(seq.length))
-        self._running.begin_decoding(seq)
+        seq.start_decode(self.running.cache.round_up(seq.length))
+        self.running.begin_decoding(seq)
         for fork in seq.release_forks():
             self._fork(seq, fork, batch)
 
     def _fork(self, parent: Sequence, fork: Sequence, batch: Batch) -> None:
         """Make a choice sample from its parent's last logits and share its memory."""
-        self._cache.fork(parent, fork)
+        self.running.cache.fork(parent, fork)
         fork.fork_from(parent, batch.step_id)
         # The first to write after the shared tokens must copy.
         parent.reserve(fork.length)
         fork.start_decode(fork.length)
-        self._running.begin_decoding(fork)
-        batch.add_new(make_fork(fork, parent, [], self._cache.tables(fork)))
+        self.running.begin_decoding(fork)
+        batch.add_new(make_fork(fork, parent, [], self.running.cache.tables(fork)))
         batch.add_prefill(fork, 0, True)
 
     def reserve(self, seq: Sequence, batch: Batch) -> bool:
         """Reserve memory for a sequence's last token, if necessary by preemption."""
         if seq.length >= seq.max_length:
             return False  # its last token is in flight
-        if seq.length > self._cache.num_tokens:
+        if seq.length > self.running.cache.num_tokens:
             if seq.num_in_flight == 0:
                 batch.outgrown.append(seq.seq_group)
             return False  # its tokens in flight may end it
-        self._cache.release_unread(seq)
-        if self._cache.is_full and not self._make_room(seq, batch):
+        self.running.cache.release_unread(seq)
+        if self.running.cache.is_full and not self._make_room(seq, batch):
             return False
-        batch.update_tables(seq.seq_id, self._cache.reserve(seq, seq.length))
-        self._cache.offer_decoded(seq, seq.num_confirmed)
-        seq.reserve(self._cache.round_up(seq.length))
+        batch.update_tables(seq.seq_id, self.running.cache.reserve(seq, seq.length))
+        self.running.cache.offer_decoded(seq, seq.num_confirmed)
+        seq.reserve(self.running.cache.round_up(seq.length))
         return True
 
     def _make_room(self, seq: Sequence, batch: Batch) -> bool:
         """Preempt others until there is memory for the sequence; False if it gets none."""
-        while not self._cache.can_reserve(seq, seq.length):
-            if not self._preemption.make_room(seq.seq_group, batch):
+        while not self.running.cache.can_reserve(seq, seq.length):
+            if not self.preemption.make_room(seq.seq_group, batch):
                 batch.outgrown.append(seq.seq_group)
                 return False
             if seq.status is not SequenceStatus.RUNNING:

@@ -1,12 +1,13 @@
 """Plans the steps of one worker group, and processes their results."""
 
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from typing import Any
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from scheduler_service.core.policies import Policy
-from scheduler_service.core.request_queue import WaitingQueue
 from scheduler_service.core.request_timing import RequestEvent, RequestPhase
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.beams import Beams, BeamScheduler
@@ -16,6 +17,7 @@ from scheduler_service.core.scheduling.pipeline import Pipeline
 from scheduler_service.core.scheduling.placed_groups import PlacedGroups
 from scheduler_service.core.scheduling.pooling import Pooled, PoolingScheduler
 from scheduler_service.core.scheduling.preemption import Preemption
+from scheduler_service.core.scheduling.prefill import PrefillScheduler
 from scheduler_service.core.scheduling.results import ResultProcessor
 from scheduler_service.core.scheduling.running_set import RunningSet
 from scheduler_service.core.scheduling.sampling import Sampling, SamplingScheduler
@@ -23,10 +25,31 @@ from scheduler_service.core.scheduling.step_planner import StepPlanner
 from scheduler_service.core.scheduling.strategies import StrategySchedulers
 from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepPlan, StepResult
-from scheduler_service.core.throughput import StepWork
 from scheduler_service.errors import GenerationFailed
 
+_QUESTIONS = ("is_full", "prefilling_seq_groups", "check")
 
+
+def _counts_changes(kind: type["Scheduler"]) -> type["Scheduler"]:
+    """Count each call of a public method in `num_changes`, except for questions: no method can omit
+    it, and make a request wait although there is room."""
+
+    def counting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def call(scheduler: "Scheduler", *args: Any, **kwargs: Any) -> Any:
+            scheduler.num_changes += 1
+            return method(scheduler, *args, **kwargs)
+
+        return call
+
+    for name, method in list(vars(kind).items()):
+        if callable(method) and not name.startswith("_") and name not in _QUESTIONS:
+            setattr(kind, name, counting(method))
+    return kind
+
+
+@_counts_changes
+@dataclass(eq=False)
 class Scheduler:
     """Schedules the requests of one worker group.
 
@@ -35,121 +58,82 @@ class Scheduler:
     a later plan. Tokens of its rows in flight are discarded if it has ended.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        capacity: WorkerGroupCapacity,
-        *,
-        policy: Policy,
-        totals: ModelTotals,
-        placed: PlacedGroups,
-        running: RunningSet,
-        pipeline: Pipeline,
-        probe: CapacityProbe,
-        planner: StepPlanner,
-        departures: Departures,
-        strategies: StrategySchedulers,
-        results: ResultProcessor,
-    ) -> None:
-        self.config = config
-        self.capacity = capacity
-        self.cache = running.cache
-        self.seq_groups = placed.seq_groups
-        self.clock = pipeline.clock
-        self.rates = pipeline.rates
-        self.probe = probe
-        self.is_draining = False
-        self.num_steps = 0
-        self.num_changes = 0
-        """Increases whenever there may be more capacity than before."""
-        self._policy = policy
-        self._totals = totals
-        self._placed = placed
-        self._running = running
-        self._pipeline = pipeline
-        self._planner = planner
-        self._departures = departures
-        self._strategies = strategies
-        self._results = results
-        self._outgrown: list[SequenceGroup] = []
+    config: SchedulerConfig
+    capacity: WorkerGroupCapacity
+    policy: Policy
+    totals: ModelTotals
+    placed: PlacedGroups
+    running: RunningSet
+    pipeline: Pipeline
+    probe: CapacityProbe
+    planner: StepPlanner
+    departures: Departures
+    strategies: StrategySchedulers
+    results: ResultProcessor
+    is_draining: bool = False
+    num_steps: int = 0
+    num_changes: int = 0
+    """Increases with every call that may change anything, so that there may be more capacity."""
+    _exceeding: list[SequenceGroup] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.cache = self.running.cache
+        self.seq_groups = self.placed.seq_groups
+        self.clock = self.pipeline.clock
+        self.rates = self.pipeline.rates
 
     # The interface to the core.
 
     def is_full(self, *, is_awaited: bool) -> bool:
         """Whether no step can be planned before a result arrives. `is_awaited`: requests that are
         not routed yet wait for room."""
-        if self._placed.suspect is not None:
-            return len(self._pipeline) > 0  # it must be clear in whose step a worker dies
-        return self._pipeline.is_full(self._max_results(is_awaited))
+        if self.placed.suspect is not None:
+            return len(self.pipeline) > 0  # it must be clear in whose step a worker dies
+        return self.pipeline.is_full(self._max_results(is_awaited))
 
     @property
     def is_short_of_memory(self) -> bool:
         """Whether a group preempts others here, or a preempted one waits to be swapped in."""
-        return bool(self._placed.preempting or self._running.swapped)
-
-    @property
-    def num_swapped(self) -> int:
-        """The number of swapped-out groups."""
-        return len(self._running.swapped)
-
-    @property
-    def queues(self) -> tuple[WaitingQueue, WaitingQueue]:
-        """The queues in which groups wait here."""
-        return self._placed.waiting, self._placed.preempting
-
-    @property
-    def newest_work(self) -> StepWork:
-        """The work of the newest step in flight."""
-        return self._pipeline.newest_work
+        return bool(self.placed.preempting or self.running.swapped)
 
     def accept(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Queue a group that was routed here."""
-        self._placed.add(seq_group)
-        if self._policy.preempts:  # it may be preempted for requests that had no room here
-            self.num_changes += 1
+        self.placed.add(seq_group)
         seq_group.clock.timeline.add_placement(self.capacity.worker_group_id, now_us)
-        self._totals.num_inexact_recoveries += seq_group.enter(self.capacity)
+        self.totals.num_inexact_recoveries += seq_group.enter(self.capacity)
         max_output_tokens = seq_group.max_output_tokens(self.capacity)
         for seq in seq_group.sequences:
             seq.limit_output(max_output_tokens)
-        self._strategies.of(seq_group).place(seq_group, now_us)
+        self.strategies.of(seq_group).place(seq_group, now_us)
         if seq_group.num_unfinished:
-            self._placed.enqueue(seq_group)
+            self.placed.enqueue(seq_group)
 
     def pop_not_started(self) -> list[SequenceGroup]:
         """Remove and return the groups that have not run here."""
-        self.num_changes += 1
-        return self._placed.pop_not_started()
+        return self.placed.pop_not_started()
 
     def start_moving(self, may_move: Callable[[SequenceGroup], bool], now_us: int) -> int:
         """Stop scheduling the groups that may move, and return their number. `pop_moved` returns
         them once they have no rows in flight."""
-        self.num_changes += 1
-        migrating = self._placed.migrating
+        migrating = self.placed.migrating
         moving = [g for g in self.seq_groups if g not in migrating and may_move(g)]
         for seq_group in moving:
-            self._departures.begin_move(seq_group, now_us)
+            self.departures.begin_move(seq_group, now_us)
         return len(moving)
-
-    @property
-    def migrating(self) -> Collection[SequenceGroup]:
-        """Groups that are to move and still have rows in flight."""
-        return self._placed.migrating.keys()
 
     def pop_moved(self) -> list[SequenceGroup]:
         """Remove and return the groups that are to move and have no rows in flight any more."""
-        self.num_changes += 1
-        if not self._placed.migrating:
+        if not self.placed.migrating:
             return []
-        return self._placed.pop_moved({seq.seq_group for seq in self._pipeline.open_rows()})
+        return self.placed.pop_moved({seq.seq_group for seq in self.pipeline.open_rows()})
 
     def lose(self, now_us: int) -> tuple[list[SequenceGroup], set[SequenceGroup]]:
         """Release everything: the worker is lost. Returns all groups, which start again with the
         tokens that they have, and those groups, ended ones included, that the worker was computing.
         Nothing may be scheduled here afterwards."""
-        computing = {seq.seq_group for seq in self._pipeline.open_rows()}
-        self._placed.waiting.take_all()
-        self._placed.preempting.take_all()
+        computing = {seq.seq_group for seq in self.pipeline.open_rows()}
+        self.placed.waiting.take_all()
+        self.placed.preempting.take_all()
         for seq_group in self.seq_groups:
             seq_group.note(RequestEvent.WORKER_LOST, now_us)
             if seq_group.num_running:
@@ -168,16 +152,13 @@ class Scheduler:
     def prefilling_seq_groups(self) -> set[SequenceGroup]:
         """Running groups whose prompts are not computed yet, or whose KV is being swapped
         in."""
-        return {
-            seq.seq_group for seq in (*self._running.prefilling, *self._running.swap_in_pending)
-        }
+        return {seq.seq_group for seq in (*self.running.prefilling, *self.running.swap_in_pending)}
 
     def end_sequence(self, seq: Sequence, status: SequenceStatus, now_us: int) -> None:
         """End a sequence and free what it held."""
-        self.num_changes += 1
-        self._departures.end_sequence(seq, status, now_us)
+        self.departures.end_sequence(seq, status, now_us)
 
-    def pop_outgrown(self) -> list[SequenceGroup]:
+    def pop_exceeding(self) -> list[SequenceGroup]:
         """Remove and return the groups with a sequence that has become longer than the whole cache,
         or with beams that are too large for it together. They keep their memory until they fail or
         move.
@@ -185,10 +166,10 @@ class Scheduler:
         Must be called after the plan is complete: other sequences of these groups may have rows in
         it, so their ids and memory must not be released by the same plan.
         """
-        outgrown, self._outgrown = dict.fromkeys(self._outgrown), []
+        outgrown, self._exceeding = dict.fromkeys(self._exceeding), []
         return [seq_group for seq_group in outgrown if seq_group.num_unfinished]
 
-    def fail_outgrown(self, seq_group: SequenceGroup, now_us: int) -> None:
+    def fail_exceeding(self, seq_group: SequenceGroup, now_us: int) -> None:
         """End an outgrown group that no other worker group can continue."""
         tokens = self.capacity.num_cache_tokens
         error = GenerationFailed(
@@ -196,62 +177,55 @@ class Scheduler:
             reason="KV_CACHE_TOO_SMALL",
             details={"num_tokens": seq_group.max_known_tokens, "num_cache_tokens": tokens},
         )
-        self.num_changes += 1
-        self._departures.fail_seq_group(seq_group, error, now_us)
-
-    def pop_ended(self) -> list[SequenceGroup]:
-        """Groups whose sequences have all ended since the last call."""
-        return self._departures.pop_ended()
+        self.departures.fail_seq_group(seq_group, error, now_us)
 
     # One step.
 
     def schedule(self, now_us: int, *, is_awaited: bool) -> StepPlan | None:
         """The next step's plan; None if there is nothing to do, or the pipeline is full.
 
-        Sequences that have outgrown the cache have no row in it; call `pop_outgrown` afterwards.
+        Sequences that have outgrown the cache have no row in it; call `pop_exceeding` afterwards.
         """
         if self.is_full(is_awaited=is_awaited):
             return None
         max_results = self._max_results(is_awaited)
-        self.num_changes += 1
-        plan, outgrown = self._planner.plan(now_us)
+        plan, outgrown = self.planner.plan(now_us)
         if plan is not None:
             plan.max_results = max_results
-        self._outgrown += outgrown
+        self._exceeding += outgrown
         return plan
 
     def _max_results(self, is_awaited: bool) -> int:
         """Maximum number of results in a message: one while any request waits or prompts are
         computed, because requests that arrive then should follow at once."""
-        placed = self._placed
+        placed = self.placed
         if (
-            not self._pipeline.may_hold_results
+            not self.pipeline.may_hold_results
             or is_awaited
             or self.is_draining
             or placed.suspect is not None
             or placed.waiting
             or placed.preempting
-            or self._running.swapped
+            or self.running.swapped
         ):
             return 1
-        if self._pipeline.is_prefilling:
+        if self.pipeline.is_prefilling:
             return 1
-        return self._pipeline.max_results(self._running.max_hold_us)
+        return self.pipeline.max_results(self.running.max_hold_us)
 
     def update(self, result: StepResult, now_us: int) -> None:
         """Process the result of the oldest step in flight. Raises ResultMismatch and changes
         nothing if it is another step's."""
-        self._results.receive(result, now_us)
-        self.num_changes += 1
+        self.results.receive(result, now_us)
         self.num_steps += 1
 
     def check(self) -> None:
         """Assert the invariants that hold between calls."""
-        self._departures.check()
-        self._placed.check()
-        assert not self._outgrown
-        self._running.check(self.seq_groups)
-        assert self._running.num_places <= self.config.max_num_seqs
+        self.departures.check()
+        self.placed.check()
+        assert not self._exceeding
+        self.running.check(self.seq_groups)
+        assert self.running.num_places <= self.config.max_num_seqs
 
 
 def make_scheduler(
@@ -288,7 +262,16 @@ def make_scheduler(
         pipeline=pipeline,
         probe=probe,
         planner=StepPlanner(
-            config, capacity, placed, running, pipeline, probe, preemption, strategies, totals
+            config,
+            capacity,
+            placed,
+            running,
+            pipeline,
+            probe,
+            preemption,
+            strategies,
+            PrefillScheduler(placed, running, strategies),
+            totals,
         ),
         departures=departures,
         strategies=strategies,

@@ -1,6 +1,7 @@
 """Planning of one step: what `Scheduler.schedule` puts into the batch, in order."""
 
 import logging
+from dataclasses import dataclass
 from functools import partial
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity
@@ -19,40 +20,28 @@ from scheduler_service.core.step_plan import StepPlan
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True, eq=False)
 class StepPlanner:
     """Plans steps: one token for each decoding sequence, with drafts of further ones in a small
     batch, then prompts, swap-ins and new requests. Where memory is short, sequences are preempted.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        capacity: WorkerGroupCapacity,
-        placed: PlacedGroups,
-        running: RunningSet,
-        pipeline: Pipeline,
-        probe: CapacityProbe,
-        preemption: Preemption,
-        strategies: StrategySchedulers,
-        totals: ModelTotals,
-    ) -> None:
-        self._config = config
-        self._capacity = capacity
-        self._placed = placed
-        self._running = running
-        self._cache = running.cache
-        self._pipeline = pipeline
-        self._probe = probe
-        self._preemption = preemption
-        self._strategies = strategies
-        self._prefill = PrefillScheduler(placed, running, strategies)
-        self._totals = totals
+    config: SchedulerConfig
+    capacity: WorkerGroupCapacity
+    placed: PlacedGroups
+    running: RunningSet
+    pipeline: Pipeline
+    probe: CapacityProbe
+    preemption: Preemption
+    strategies: StrategySchedulers
+    prefill: PrefillScheduler
+    totals: ModelTotals
 
     def plan(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
         """The next step's plan, None if there is nothing to do, and the groups that have outgrown
         the cache, which have no row in it. A suspect and the others have every other step."""
-        self._running.drop_ended()
-        if self._placed.suspect is None:
+        self.running.drop_ended()
+        if self.placed.suspect is None:
             return self._plan_step(now_us)
         plan, outgrown = self._plan_turn(now_us)
         if plan is None:
@@ -61,38 +50,38 @@ class StepPlanner:
         return plan, outgrown
 
     def _plan_turn(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
-        self._placed.change_turn()
-        with self._running.only(self._placed.has_turn):
+        self.placed.change_turn()
+        with self.running.only(self.placed.has_turn):
             return self._plan_step(now_us)
 
     def _plan_step(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
-        batch = Batch(self._config, self._pipeline.next_step_id, now_us)
-        self._preemption.resume_swapped_in(batch)
+        batch = Batch(self.config, self.pipeline.next_step_id, now_us)
+        self.preemption.resume_swapped_in(batch)
         self._preempt_for_first(batch)
         self._add_decodes(batch)
-        self._preemption.introduce_swapped_in(batch)
+        self.preemption.introduce_swapped_in(batch)
         self._admit_first(batch)
-        self._prefill.continue_prompts(batch)
+        self.prefill.continue_prompts(batch)
         if not batch.has_preempted:  # a preemption means that running sequences are short of memory
-            self._preemption.swap_in(batch)
-        if not self._running.swapped:
-            self._prefill.admit(self._placed.waiting, batch)
+            self.preemption.swap_in(batch)
+        if not self.running.swapped:
+            self.prefill.admit(self.placed.waiting, batch)
         return self._to_plan(batch), batch.outgrown
 
     def _preempt_for_first(self, batch: Batch) -> None:
         """Preempt others for the group that takes precedence over them."""
-        seq_group = self._placed.preempting.head()
-        if seq_group is not None and self._placed.has_turn(seq_group):
-            for victim in self._probe.find_victims(seq_group) or ():
-                self._preemption.preempt_for_other(victim, batch)
+        seq_group = self.placed.preempting.head()
+        if seq_group is not None and self.placed.has_turn(seq_group):
+            for victim in self.probe.find_victims(seq_group) or ():
+                self.preemption.preempt_for_other(victim, batch)
 
     def _admit_first(self, batch: Batch) -> None:
         """Admit the group that others were preempted for. Once it has started, its remaining
         sequences wait with other groups."""
-        seq_group = self._placed.preempting.head()
-        if seq_group is not None and self._placed.has_turn(seq_group):
-            self._prefill.admit(self._placed.preempting, batch)
-            self._placed.settle_preempting()
+        seq_group = self.placed.preempting.head()
+        if seq_group is not None and self.placed.has_turn(seq_group):
+            self.prefill.admit(self.placed.preempting, batch)
+            self.placed.settle_preempting()
 
     def _add_decodes(self, batch: Batch) -> None:
         """Add a row for each decoding sequence.
@@ -105,7 +94,7 @@ class StepPlanner:
         else:
             reserve = partial(self._reserve, batch)
             batch.num_attended_pairs += extend_all(
-                self._running.decoding, reserve, batch.seq_ids, batch.rows
+                self.running.decoding, reserve, batch.seq_ids, batch.rows
             )
         batch.budget -= len(batch.rows) + sum(batch.lookahead)
         if batch.rows:
@@ -113,23 +102,23 @@ class StepPlanner:
 
     def _limit_prefills(self, batch: Batch) -> None:
         """Keep a step with decodes within `max_step_ms` on a CPU."""
-        config, rates = self._config, self._pipeline.rates
-        if config.max_step_ms and config.enable_chunked_prefill and self._capacity.is_on_cpu:
+        config, rates = self.config, self.pipeline.rates
+        if config.max_step_ms and config.enable_chunked_prefill and self.capacity.is_on_cpu:
             budget_us = config.max_step_ms * 1000 - (rates.us_per_decode_step or 0.0)
             batch.limit_prefills(rates.prefill_cost, budget_us)
 
     def _num_drafts(self, batch: Batch) -> int:
         """The most drafts of a row in this step: none in a large batch, where more sequences are a
         better use of the time."""
-        max_drafts = self._capacity.num_speculative_tokens
-        num_rows = len(self._running.decoding)
-        if not max_drafts or not 0 < num_rows <= self._config.max_speculative_seqs:
+        max_drafts = self.capacity.num_speculative_tokens
+        num_rows = len(self.running.decoding)
+        if not max_drafts or not 0 < num_rows <= self.config.max_speculative_seqs:
             return 0
         return min(max_drafts, batch.budget // num_rows - 1)
 
     def _add_speculative_decodes(self, batch: Batch, num_drafts: int) -> None:
         """Like `extend_all`, with drafts."""
-        for seq in self._running.decoding:
+        for seq in self.running.decoding:
             if seq.length > seq.reserved_length and not self._reserve(batch, seq):
                 continue
             num_granted = self._reserve_drafts(batch, seq, num_drafts)
@@ -148,36 +137,36 @@ class StepPlanner:
         end = min(seq.length + num_drafts, seq.max_length - 1)
         if end <= seq.reserved_length:
             return end - seq.length
-        num_kept = self._running.num_places
+        num_kept = self.running.num_places
         while seq.reserved_length < end:
             length = seq.reserved_length + 1
-            if not self._cache.can_reserve(seq, length, num_kept):
+            if not self.running.cache.can_reserve(seq, length, num_kept):
                 break
-            batch.update_tables(seq.seq_id, self._cache.reserve(seq, length))
-            seq.reserve(self._cache.round_up(length))
+            batch.update_tables(seq.seq_id, self.running.cache.reserve(seq, length))
+            seq.reserve(self.running.cache.round_up(length))
         return min(end, seq.reserved_length) - seq.length
 
     def _reserve(self, batch: Batch, seq: Sequence) -> bool:
         """Reserve memory for a sequence's last token, as its strategy does."""
-        return self._strategies.of(seq.seq_group).reserve(seq, batch)
+        return self.strategies.of(seq.seq_group).reserve(seq, batch)
 
     def _to_plan(self, batch: Batch) -> StepPlan | None:
-        batch.swap_out += self._cache.end_plan(has_rows=bool(batch.rows))
+        batch.swap_out += self.running.cache.end_plan(has_rows=bool(batch.rows))
         if batch.is_empty:
             return None
-        forget_seq_ids = self._running.take_forget_seq_ids()
+        forget_seq_ids = self.running.take_forget_seq_ids()
         plan, step = batch.to_plan(forget_seq_ids)
-        self._pipeline.push(step)
-        self._totals.note_plan(plan, batch.num_prefill_tokens)
+        self.pipeline.push(step)
+        self.totals.note_plan(plan, batch.num_prefill_tokens)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "
                 "num_waiting=%d num_free_tokens=%d",
-                self._capacity.worker_group_id,
+                self.capacity.worker_group_id,
                 plan.step_id,
                 len(batch.rows),
                 batch.num_prefill_tokens,
-                len(self._placed.waiting),
-                self._cache.num_free_tokens,
+                len(self.placed.waiting),
+                self.running.cache.num_free_tokens,
             )
         return plan

@@ -106,7 +106,7 @@ class Deployment:
                     num_tokens = len(plan.seq_ids) if plan.output is None else sum(plan.output)
                     result = StepResult(step_id=plan.step_id, token_ids=[3] * num_tokens)
                     scheduler.update(result, self.now_us)
-                for group in scheduler.pop_ended():
+                for group in scheduler.departures.pop_ended():
                     self._registry.remove(group, self.now_us)
                     self.model.release(group)
 
