@@ -17,7 +17,7 @@ from scheduler_service.core.inspection import Inspection, InspectionDetail, Insp
 from scheduler_service.core.policies import POLICIES
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import RequestEvent, TracedRequest, to_us
-from scheduler_service.core.routing import poison
+from scheduler_service.core.routing import moves, poison
 from scheduler_service.core.routing.fleet import Fleet, ServedModel
 from scheduler_service.core.scheduler_stats import CoreSnapshot
 from scheduler_service.core.scheduling import results
@@ -66,7 +66,7 @@ class SchedulerCore:
         configuration.
         """
         model = self._fleet.add(capacity, to_us(now))
-        model.migrate_from_draining(to_us(now))
+        moves.migrate_from_draining(model, to_us(now))
         self._refuse_unservable(model, now)
 
     def remove_worker_group(self, worker_group_id: str, now: float) -> None:
@@ -100,7 +100,7 @@ class SchedulerCore:
             scheduler.is_draining = True
             model = self._fleet.model_of(scheduler)
             model.reopen()
-            model.migrate_from_draining(to_us(now))
+            moves.migrate_from_draining(model, to_us(now))
 
     def is_drained(self, worker_group_id: str) -> bool:
         """True if the worker group is gone, or is draining, holds no requests, and no started
@@ -110,7 +110,7 @@ class SchedulerCore:
             return True
         if scheduler.seq_groups or not scheduler.is_draining:
             return False
-        return not self._fleet.model_of(scheduler).is_needed(scheduler)
+        return not moves.is_needed(self._fleet.model_of(scheduler), scheduler)
 
     # Requests.
 
@@ -213,7 +213,7 @@ class SchedulerCore:
             for seq_group, error in late:
                 self._end(seq_group, ABORTED, error, now)
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
-            may_retry = model.settle_outgrown(scheduler, to_us(now))
+            may_retry = moves.settle_exceeding(model, scheduler, to_us(now))
             may_retry |= self._close_ended(changed, now)
             self._fail_unroutable(model, now)
         return plan
@@ -292,7 +292,7 @@ class SchedulerCore:
         for tenant in {seq_group.tenant for seq_group in seq_groups}:
             own = [seq_group for seq_group in seq_groups if seq_group.tenant is tenant]
             assert tenant.num_requests == len(own)
-            assert tenant.kv_quota == sum(seq_group.kv_quota for seq_group in own)
+            assert tenant.kv_quota == sum(seq_group.placement.kv_quota for seq_group in own)
             tokens = sum(seq_group.num_prompt_tokens for seq_group in own if seq_group in queued)
             assert tenant.num_queued_tokens == tokens
 
@@ -303,8 +303,9 @@ class SchedulerCore:
 
     def _refuse_unservable(self, model: ServedModel, now: float) -> None:
         """End requests that have not started and fit no worker group, present or expected back."""
-        for seq_group in [*model.waiting, *model.unschedulable]:
-            if seq_group.has_begun or seq_group in model.former_until_us:
+        recovery = model.recovery
+        for seq_group in [*model.waiting, *recovery.unschedulable]:
+            if seq_group.has_begun or seq_group in recovery.accepted_until_us:
                 continue
             error = why_not(seq_group, model.capacities(), self._config)
             if error is not None:
@@ -312,10 +313,10 @@ class SchedulerCore:
 
     def _fail_unroutable(self, model: ServedModel, now: float) -> None:
         """End requests that no worker group, present or expected back, is large enough for."""
-        for seq_group in model.unroutable():
+        for seq_group in model.recovery.unroutable(model.capacities()):
             caches = [capacity.num_cache_tokens for capacity in model.capacities()]
             too_small = [cache for cache in caches if cache < seq_group.max_known_tokens]
-            tokens = max(seq_group.outgrown_tokens, *too_small, 0)
+            tokens = max(seq_group.placement.exceeded_tokens, *too_small, 0)
             error = GenerationFailed(
                 f"the request has outgrown the KV cache of {tokens} tokens, and no worker group "
                 "with a larger one is there or expected back; lost ones are waited for "
@@ -338,7 +339,7 @@ class SchedulerCore:
                 if error is not None:
                     self._end(seq_group, SequenceStatus.FINISHED_ERROR, error, now)
             elif not is_alone:
-                seq_group.num_lone_losses = 0
+                seq_group.losses.num_lone = 0
 
     def _end(
         self,
@@ -393,7 +394,7 @@ class SchedulerCore:
             if seq_group.has_begun and seq_group.request.work.kind is WorkKind.GENERATION:
                 for seq in seq_group.choices():
                     model.router.note_answer(len(seq.output_token_ids))
-            model.release(seq_group)
+            seq_group.placement.release(seq_group.tenant)
             model.wake_drained()
             if seq_group.tenant.config.max_kv_blocks is not None:
                 self._fleet.wake_tenant_limited()

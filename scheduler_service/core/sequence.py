@@ -14,6 +14,7 @@ from typing import ClassVar
 from scheduler_service.core.config import WorkerGroupCapacity
 from scheduler_service.core.context import Context
 from scheduler_service.core.kv_cache.prefix_keys import PrefixKeys
+from scheduler_service.core.placement import Placement, WorkerLosses
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import (
     RequestClock,
@@ -22,19 +23,6 @@ from scheduler_service.core.request_timing import (
 )
 from scheduler_service.core.step_plan import RowOutput
 from scheduler_service.core.tenants import TenantUsage
-
-
-@dataclass(slots=True, eq=False)
-class RoutingState:
-    """The router's notes on a request that is in no worker group."""
-
-    awaits: str | None = None
-    """Id of the worker group whose capacity is reserved for it."""
-    until_us: int | None = None
-    """End of its wait for a worker group although another one has capacity."""
-    refusals: dict[str, int] = field(default_factory=dict)
-    """Worker groups that had no room for it, by id, with their `num_changes` at that time. They are
-    asked again only after that number, or the request, has changed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -216,8 +204,7 @@ class Sequence:
         """The forks that are still in the batch."""
         return [fork for fork in self.forks if fork.status is SequenceStatus.RUNNING]
 
-    # Transitions; no other module assigns a sequence's fields. Sampled tokens are appended to
-    # `output_token_ids` where they are delivered, without a call for each.
+    # Transitions. No other module assigns a sequence's fields.
 
     def register(self, seq_id: int) -> None:
         """Set the number by which workers and logs identify it: its request is accepted."""
@@ -230,12 +217,14 @@ class Sequence:
     def enter_batch(self) -> None:
         """Take a place in the batch."""
         self.status = SequenceStatus.RUNNING
+        self.seq_group.num_running += 1
 
     def start_prefill(self, step_id: int, num_computed: int) -> None:
         """Begin to compute what the prefix cache did not provide."""
         self.first_step_id = step_id
         self.num_computed = num_computed
         if not self.seq_group.has_begun:
+            self.seq_group.has_begun = True
             self.seq_group.num_cached_tokens = min(num_computed, self.seq_group.num_prompt_tokens)
 
     def advance_prefill(self, num_tokens: int) -> bool:
@@ -344,6 +333,7 @@ class Sequence:
         self.status = status
 
     def _leave_batch(self, status: SequenceStatus) -> None:
+        self.seq_group.num_running -= self.status is SequenceStatus.RUNNING
         self.status = status
         if self.seq_group.strategy.is_lockstep:
             self.seq_group.strategy.leave_batch()
@@ -376,6 +366,38 @@ def extend_all(
         seq_ids.append(seq.seq_id)
         rows.append(seq)
     return total_length
+
+
+def deliver_all(
+    sampled: list[Sequence], token_ids: list[int]
+) -> tuple[int, list[tuple[Sequence, int | None]]]:
+    """Append sampled tokens and put them into the outboxes. Returns their number, and the sequences
+    that they end, each with its stop token, or None if it has all its tokens.
+
+    Tokens of sequences that ended while the step was in flight are dropped. A preempted sequence's
+    tokens count: its KV was intact when they were sampled. This is `Sequence.append_sampled`
+    without a call for each token.
+    """
+    ended: list[tuple[Sequence, int | None]] = []
+    num_dropped = 0
+    frontend = None
+    for seq, token in zip(sampled, token_ids, strict=True):
+        if seq.status is not SequenceStatus.RUNNING and seq.status.is_finished:
+            num_dropped += 1
+            continue
+        if seq.frontend is not frontend:
+            frontend = seq.frontend
+            outbox = frontend.outbox
+            handles, tokens = outbox.token_handles, outbox.token_ids
+        output = seq.output_token_ids
+        output.append(token)
+        handles.append(seq.handle)
+        tokens.append(token)
+        if token in seq.stop_token_ids:
+            ended.append((seq, token))
+        elif len(output) >= seq.max_output_tokens:
+            ended.append((seq, None))
+    return len(token_ids) - num_dropped, ended
 
 
 class Strategy:
@@ -418,32 +440,14 @@ class SequenceGroup:
     num_unfinished: int = 0
     num_running: int = 0
     """Sequences that are RUNNING."""
-    num_worker_losses: int = 0
-    """Number of workers that died while they were computing it."""
-    num_lone_losses: int = 0
-    """Number of workers that died in steps that it had to itself, again at the same point."""
-    num_repeated_losses: int = 0
-    """Number of workers that died while it did not get past the same point."""
+    placement: Placement = field(default_factory=Placement)
+    losses: WorkerLosses = field(default_factory=WorkerLosses)
     prompt_logprobs_start: int = 0
     """Prompt position up to which log probabilities were delivered; 0: none yet."""
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the prefix cache when it was first in a batch."""
-    is_placed: bool = False
-    """Whether it is in a worker group."""
-    is_preempting: bool = False
-    """Whether it was routed there because it may preempt others to find room."""
-    routing: RoutingState = field(default_factory=RoutingState)
-    """The router's state while it is in no worker group."""
-    outgrown_tokens: int = 0
-    """Tokens of the largest KV cache that it has outgrown: only larger ones fit."""
-    kv_quota: int = 0
-    """What it counts against its tenant's limit on KV memory while it is in a worker group."""
-    is_charged: bool = False
-    """Whether its prompt was charged to its tenant's account."""
     has_begun: bool = False
     """Whether it has ever been in a batch."""
-    arithmetic: str = ""
-    """Arithmetic of its latest worker group; empty if unknown."""
     error: Exception | None = None
     """The error with which it failed, if it did."""
     num_prompt_tokens: int = field(init=False)
@@ -480,13 +484,13 @@ class SequenceGroup:
     def is_inexact_in(self, capacity: WorkerGroupCapacity) -> bool:
         """Whether its next tokens on this worker group may differ from those of an undisturbed run,
         because its earlier tokens were computed with another arithmetic."""
-        return self.has_output and self.arithmetic not in ("", capacity.arithmetic)
+        return self.has_output and self.placement.arithmetic not in ("", capacity.arithmetic)
 
     def enter(self, capacity: WorkerGroupCapacity) -> bool:
         """Record the arithmetic of its new worker group; return whether exactness is given up."""
         is_inexact = self.is_inexact_in(capacity)
         self.clock.timings.num_inexact_recoveries += is_inexact
-        self.arithmetic = capacity.arithmetic
+        self.placement.arithmetic = capacity.arithmetic
         return is_inexact
 
     @property
@@ -498,7 +502,7 @@ class SequenceGroup:
     def is_suspect(self) -> bool:
         """Whether several workers died at the same point of it, which it has not yet passed. It is
         then computed in steps of its own."""
-        return self.num_repeated_losses > 1 and self.is_before_loss
+        return self.losses.num_repeated > 1 and self.is_before_loss
 
     def choices(self) -> list[Sequence]:
         """The sequences for which its frontend has handles."""
@@ -523,7 +527,7 @@ class SequenceGroup:
         is_in_model = self.max_output_tokens(capacity) > 0
         is_served = self.request.work.kind in capacity.work_kinds
         is_allowed = self.tenant.may_ever_hold(self.max_kv_quota(capacity))
-        num_tokens = max(self.max_known_tokens, self.outgrown_tokens + 1)
+        num_tokens = max(self.max_known_tokens, self.placement.exceeded_tokens + 1)
         return is_served and is_in_model and is_allowed and num_tokens <= capacity.num_cache_tokens
 
     def max_length(self, capacity: WorkerGroupCapacity) -> int:
@@ -553,7 +557,7 @@ class SequenceGroup:
         """End one of its sequences, which must not be running."""
         seq.finish(status)
         self.num_unfinished -= 1
-        self.routing.refusals.clear()  # the router asks again: its other sequences may find room
+        self.placement.refusals.clear()  # the router asks again: its other sequences may find room
 
     def waiting(self) -> list[Sequence]:
         """Its sequences that are waiting for a place in a batch."""

@@ -6,7 +6,7 @@ finds what the former attempt computed in the prefix cache.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from scheduler_service import attempts
 from scheduler_service.core.admission.deadlines import check_deadline
@@ -82,7 +82,9 @@ def _why_not_here(
     error = None
     # A continued request may wait for the worker group that held it, so it is not too long until
     # that wait is over. If it has output, it then fails with another error.
-    if not request.is_continued or (seq_group.outgrown_tokens and not request.work.generated):
+    if not request.is_continued or (
+        seq_group.placement.exceeded_tokens and not request.work.generated
+    ):
         error = _why_too_long(seq_group, capacity, config)
     return error or _why_tenant_cannot(seq_group, capacity)
 
@@ -229,24 +231,24 @@ def continuation(request: Request, former: SequenceGroup, now_us: int) -> Reques
         request,
         was_accepted=True,
         waited_us=max(request.waited_us, now_us - arrived_us),
-        num_worker_losses=max(request.num_worker_losses, former.num_worker_losses),
-        num_lone_worker_losses=former.num_lone_losses if former.is_before_loss else 0,
+        num_worker_losses=max(request.num_worker_losses, former.losses.num_workers),
+        num_lone_worker_losses=former.losses.num_lone if former.is_before_loss else 0,
     )
 
 
+@dataclass(slots=True, eq=False)
 class AdmissionControl:
     """Runs every admission check in order; ends and registers nothing."""
 
-    def __init__(self, config: SchedulerConfig, registry: RequestRegistry, fleet: Fleet) -> None:
-        self._config = config
-        self._registry = registry
-        self._fleet = fleet
+    config: SchedulerConfig
+    registry: RequestRegistry
+    fleet: Fleet
 
     def admit(self, request: Request, now: float) -> tuple[SequenceGroup, SequenceGroup | None]:
         """Make a group for the request, which is not live yet; also returns the live group that
         it takes over, which must end first. Raises as `SchedulerCore.submit` says."""
-        check_request(request, self._config)
-        former = self._registry.find(request.tenant, request.request_id)
+        check_request(request, self.config)
+        former = self.registry.find(request.tenant, request.request_id)
         if former is not None:
             live = former.request
             attempts.check_later(
@@ -257,26 +259,26 @@ class AdmissionControl:
                 and (request.fingerprint, request.model) == (live.fingerprint, live.model),
             )
             request = continuation(request, former, to_us(now))
-        if self._registry.has_handles_of(request):
+        if self.registry.has_handles_of(request):
             raise DuplicateRequest(
                 f"the frontend has a live request of handle {request.handle}",
                 reason="DUPLICATE_HANDLE",
                 details={"request_id": request.request_id},
             )
-        self._fleet.check_served(request.model)
-        seq_group = self._registry.make_seq_group(request, to_us(now))
+        self.fleet.check_served(request.model)
+        seq_group = self.registry.make_seq_group(request, to_us(now))
         if former is not None:
-            seq_group.is_charged = former.is_charged
-        model = self._fleet.models.get(request.model)
+            seq_group.placement.was_placed = former.placement.was_placed
+        model = self.fleet.models.get(request.model)
         # While all worker groups of a model are away, they may return with other capacities.
         capacities = model.capacities() if model is not None and model.schedulers else ()
-        error = why_not(seq_group, capacities, self._config)
+        error = why_not(seq_group, capacities, self.config)
         if error is not None:
             raise error
         if not request.is_continued:  # else it was accepted before the loss
-            throughputs = [model.throughput for model in self._fleet.models.values()]
-            check_tenant(seq_group, throughputs, self._config)
-            check_queue(request, self._fleet.queues(), throughputs, self._config)
-        check_deadline(seq_group, model, self._registry.seq_groups, now)
-        resume_suspicion(seq_group, former, self._config)
+            throughputs = [model.throughput for model in self.fleet.models.values()]
+            check_tenant(seq_group, throughputs, self.config)
+            check_queue(request, self.fleet.queues(), throughputs, self.config)
+        check_deadline(seq_group, model, self.registry.seq_groups, now)
+        resume_suspicion(seq_group, former, self.config)
         return seq_group, former

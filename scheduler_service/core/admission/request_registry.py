@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from scheduler_service.core.placement import WorkerLosses
 from scheduler_service.core.request import EngineOutputs, Request
 from scheduler_service.core.request_timing import RequestClock, RequestPhase
 from scheduler_service.core.scheduling.strategies import make_strategy
@@ -70,8 +71,7 @@ class RequestRegistry:
             frontend=frontend,
             rank=self._rank(request, (now_us - request.waited_us, self._num_arrivals)),
             clock=RequestClock.start(now_us, phase),
-            num_worker_losses=request.num_worker_losses,
-            num_lone_losses=request.num_lone_worker_losses,
+            losses=WorkerLosses(request.num_worker_losses, request.num_lone_worker_losses),
         )
         indices = range(request.work.num_sequences)
         seq_group.set_sequences([self._make_sequence(seq_group, index) for index in indices])

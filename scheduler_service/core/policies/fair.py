@@ -120,8 +120,7 @@ class Fair(Policy):
         account = self._account(seq_group.tenant)
         self._num_turns += 1
         account.last_turn = self._num_turns
-        if not seq_group.is_charged:
-            seq_group.is_charged = True
+        if not seq_group.placement.was_placed:
             cost = PROMPT_TOKEN_COST * seq_group.num_prompt_tokens
             account.service += cost / seq_group.tenant.config.weight
 

@@ -74,7 +74,8 @@ class Policy(ABC):
         del tenant
 
     def note_placed(self, seq_group: SequenceGroup) -> None:
-        """Record that a worker group takes a request, for the first time or again."""
+        """Record that a request is about to be placed in a worker group, for the first time or
+        again."""
         del seq_group
 
     def note_tokens(self, rows: Rows[Sequence]) -> None:

@@ -3,13 +3,13 @@
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import inf
 
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, check_capacity
 from scheduler_service.core.policies import POLICIES, Policy
-from scheduler_service.core.request_queue import AnyQueue, ModelQueue, WaitingQueue
+from scheduler_service.core.request_queue import AnyQueue, ModelQueue
 from scheduler_service.core.request_timing import to_us
+from scheduler_service.core.routing.recovery import Recovery
 from scheduler_service.core.routing.router import (
     EquivalentWorkerGroups,
     Router,
@@ -27,59 +27,42 @@ from scheduler_service.errors import PagewireError, UnknownModel
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LostWorkerGroup:
-    """A worker group that was lost, and whose replacement is expected."""
-
-    capacity: WorkerGroupCapacity
-    expected_until_us: float
-    """Time at which it is given up; may be infinite."""
-
-
 @dataclass(slots=True, eq=False)
 class ServedModel:
     """One model's worker groups and its requests that are in none of them."""
 
     name: str
     policy: Policy
-    max_lost_us: float = inf
-    """Microseconds for which a lost worker group is expected back."""
+    recovery: Recovery = field(default_factory=Recovery)
     router: Router = field(default_factory=Router)
     was_served: bool = False
     """Whether a worker group has ever served it; if so, requests wait for its return."""
     schedulers: list[Scheduler] = field(default_factory=list)
-    unschedulable: WaitingQueue = field(default_factory=WaitingQueue)
-    """Requests that fit no present worker group; kept apart so that they do not hold up others."""
     throughput: QueueThroughput = field(default_factory=QueueThroughput)
     """The rate at which requests leave `waiting`."""
     woken: set[str] = field(default_factory=set)
     """Ids of worker groups that may have something to plan without a new result of theirs."""
     waiting: ModelQueue[tuple[EquivalentWorkerGroups, ...]] = field(init=False)
-    lost: list[LostWorkerGroup] = field(default_factory=list)
-    """Worker groups that were lost and not replaced, the first to be given up first."""
-    former_until_us: dict[SequenceGroup, float] = field(default_factory=dict)
-    """Requests that a former core accepted and that fit no present worker group, and the time until
-    which each waits for a worker group that only the former core knew."""
     _sorted_for: list[tuple[Scheduler, bool]] = field(default_factory=list)
     """The worker groups for which the queue was sorted, and whether they were draining."""
-    _equivalent: list[EquivalentWorkerGroups] = field(default_factory=list)
+    equivalent: list[EquivalentWorkerGroups] = field(default_factory=list)
     """The same worker groups in sets of equivalent ones, to which the same requests may go."""
 
     def __post_init__(self) -> None:
         self.waiting = ModelQueue(
-            self.policy, lambda seq_group: eligible(seq_group, self._equivalent)
+            self.policy, lambda seq_group: eligible(seq_group, self.equivalent)
         )
 
     @property
     def is_unused(self) -> bool:
         """True if it was never served and no request waits for it, so that it can be dropped."""
-        return not (self.was_served or self.waiting or self.unschedulable)
+        return not (self.was_served or self.waiting or self.recovery.unschedulable)
 
     def capacities(self) -> list[WorkerGroupCapacity]:
         """Capacities of its worker groups, present or expected back."""
         return [
             *(scheduler.capacity for scheduler in self.schedulers),
-            *(lost.capacity for lost in self.lost),
+            *(lost.capacity for lost in self.recovery.lost),
         ]
 
     def enqueue(self, seq_group: SequenceGroup) -> None:
@@ -90,8 +73,7 @@ class ServedModel:
     def discard(self, seq_group: SequenceGroup) -> None:
         """Take a group that is not placed out of the queue."""
         self.waiting.discard(seq_group)
-        self.unschedulable.discard(seq_group)
-        self.former_until_us.pop(seq_group, None)
+        self.recovery.discard(seq_group)
 
     def add(self, scheduler: Scheduler) -> None:
         """Add a worker group; requests that have not begun may be routed to it instead."""
@@ -99,153 +81,39 @@ class ServedModel:
         self.throughput.interrupt()
         self.reopen()
         self.schedulers.append(scheduler)
-        self._take_place_of_lost(scheduler.capacity.num_cache_tokens)
+        self.recovery.replace_lost(scheduler.capacity)
         self.sort_queue()
 
     def remove(self, scheduler: Scheduler, now_us: int) -> None:
         """Remove a worker group. Unless it was draining, a replacement is expected."""
         self.schedulers.remove(scheduler)
         if not scheduler.is_draining:
-            self.lost.append(LostWorkerGroup(scheduler.capacity, now_us + self.max_lost_us))
+            self.recovery.expect_back(scheduler.capacity, now_us)
 
     @property
     def next_given_up_us(self) -> float:
         """When the next lost worker group is given up; infinite if no request waits for it."""
-        if not (self.waiting or self.unschedulable):
-            return inf
-        lost_until_us = self.lost[0].expected_until_us if self.lost else inf
-        return min([lost_until_us, *self.former_until_us.values()])
+        return self.recovery.next_given_up_us(has_waiting=bool(self.waiting))
 
     def give_up_lost(self, now_us: int) -> bool:
         """Stop expecting worker groups that have been lost for too long; returns whether there were
         any for which requests may have waited."""
-        if now_us < self.next_given_up_us:
-            return False
-        self.lost = [lost for lost in self.lost if now_us < lost.expected_until_us]
-        due = [
-            group_id for group_id, until_us in self.former_until_us.items() if until_us <= now_us
-        ]
-        for seq_group in due:
-            self._give_up_former(seq_group)
-        return True
-
-    def _give_up_former(self, seq_group: SequenceGroup) -> None:
-        """Stop waiting for a worker group that only a former core knew. A request that fits a lost
-        worker group keeps waiting as long as that group is expected back; any other request counts
-        as too large for all groups, unless none is present: they may return with other
-        capacities."""
-        del self.former_until_us[seq_group]
-        fitting = [lost for lost in self.lost if seq_group.fits(lost.capacity)]
-        if fitting:
-            self.former_until_us[seq_group] = fitting[-1].expected_until_us
-        elif self.schedulers and not seq_group.outgrown_tokens:
-            most_tokens = max(capacity.num_cache_tokens for capacity in self.capacities())
-            seq_group.outgrown_tokens = most_tokens
-
-    def unroutable(self) -> list[SequenceGroup]:
-        """Requests that have outgrown all worker groups that are here or expected back."""
-        if not self.unschedulable or self.max_lost_us == inf:
-            return []
-        capacities = self.capacities()
-        return [
-            seq_group
-            for seq_group in self.unschedulable
-            if seq_group.outgrown_tokens and not any(map(seq_group.fits, capacities))
-        ]
-
-    def _take_place_of_lost(self, num_tokens: int) -> None:
-        """Stop expecting the lost group whose cache was closest to this size: a restarted worker
-        may find a little more or less memory than before."""
-        if self.lost:
-            self.lost.remove(
-                min(self.lost, key=lambda lost: abs(lost.capacity.num_cache_tokens - num_tokens))
-            )
+        is_due = now_us >= self.next_given_up_us
+        if is_due:
+            self.recovery.give_up([scheduler.capacity for scheduler in self.schedulers], now_us)
+        return is_due
 
     def reopen(self) -> None:
         """Queue all requests that have not started for routing again."""
         for scheduler in self.schedulers:
             self.requeue(scheduler.pop_not_started())
-        for seq_group in self.unschedulable.take_all():
+        for seq_group in self.recovery.unschedulable.take_all():
             self.waiting.add(seq_group)
-
-    def migrate_from_draining(self, now_us: int) -> None:
-        """Send requests away from draining worker groups if another group can generate as many of
-        their tokens. The rest stay until they end or a suitable worker group joins."""
-        self.sort_queue()
-        for scheduler in self.schedulers:
-            if not scheduler.is_draining:
-                continue
-            num_leaving = scheduler.start_moving(self._can_leave(scheduler), now_us)
-            if num_leaving:
-                logger.info(
-                    "requests leave a draining group group_id=%s num_requests=%d",
-                    scheduler.capacity.worker_group_id,
-                    num_leaving,
-                )
-            self.requeue(scheduler.pop_moved())
-
-    def settle_outgrown(self, here: Scheduler, now_us: int) -> bool:
-        """Move requests that outgrew a worker group to larger ones; fail them if there is none and
-        none is expected back. Returns whether there were any."""
-        outgrown = here.pop_exceeding()
-        moving: set[SequenceGroup] = set()
-        for seq_group in outgrown:
-            seq_group.outgrown_tokens = here.capacity.num_cache_tokens
-            if self._has_larger(seq_group, here.capacity):
-                moving.add(seq_group)
-                logger.info(
-                    "request leaves a group that it has outgrown request_id=%s group_id=%s "
-                    "num_cache_tokens=%d",
-                    seq_group.request.request_id,
-                    here.capacity.worker_group_id,
-                    here.capacity.num_cache_tokens,
-                )
-            else:
-                here.fail_exceeding(seq_group, now_us)
-        if moving:
-            here.start_moving(moving.__contains__, now_us)
-            self.requeue(here.pop_moved())
-        return bool(outgrown)
-
-    def _has_larger(self, seq_group: SequenceGroup, here: WorkerGroupCapacity) -> bool:
-        """Whether another worker group, present or expected back, can continue a request and let it
-        become as long as it could here."""
-        length = seq_group.max_length(here)
-        return any(
-            seq_group.fits(capacity) and seq_group.max_length(capacity) >= length
-            for capacity in self.capacities()
-        )
-
-    def is_needed(self, scheduler: Scheduler) -> bool:
-        """Whether a started request needs a draining worker group because no other can continue it.
-        Looks at requests in the queues and on their way between worker groups."""
-        on_their_way = (
-            seq_group for other in self.schedulers for seq_group in other.placed.migrating
-        )
-        queues = chain(self.waiting, self.unschedulable, on_their_way)
-        return any(
-            scheduler in groups
-            for seq_group in queues
-            for groups in eligible(seq_group, self._equivalent)
-        )
-
-    def _can_leave(self, here: Scheduler) -> Callable[[SequenceGroup], bool]:
-        others = [scheduler for scheduler in self.schedulers if not scheduler.is_draining]
-
-        def can_leave(seq_group: SequenceGroup) -> bool:
-            reach = seq_group.reach(here.capacity)
-            capacities = (scheduler.capacity for scheduler in others)
-            return any(
-                seq_group.fits(capacity) and seq_group.reach(capacity) >= reach
-                for capacity in capacities
-            )
-
-        return can_leave
 
     def requeue(self, seq_groups: Iterable[SequenceGroup]) -> None:
         """Queue groups for routing that have left a worker group."""
         for seq_group in seq_groups:
-            self.release(seq_group)
+            seq_group.placement.release(seq_group.tenant)
             self.waiting.add(seq_group)
 
     def check(self) -> None:
@@ -254,18 +122,11 @@ class ServedModel:
         assert self._sorted_for == self._present()
         for seq_group in self.waiting:
             for scheduler in self.schedulers:
-                known = seq_group.routing.refusals.get(scheduler.capacity.worker_group_id)
+                known = seq_group.placement.refusals.get(scheduler.capacity.worker_group_id)
                 if known == scheduler.num_changes:
                     assert not scheduler.probe.has_room_for(seq_group), (
                         "a worker group has room for a request that it refused"
                     )
-
-    def release(self, seq_group: SequenceGroup) -> None:
-        """Give what a group in a worker group holds of its tenant's limit back."""
-        if seq_group.is_placed:
-            seq_group.is_placed = seq_group.is_preempting = False
-            seq_group.tenant.kv_quota -= seq_group.kv_quota
-            seq_group.kv_quota = 0
 
     def route(
         self, why_late: Callable[[SequenceGroup], PagewireError | None], now_us: int
@@ -279,12 +140,15 @@ class ServedModel:
         round_ = RoutingRound(
             self.waiting,
             self.schedulers,
-            self._equivalent,
+            self.equivalent,
             self.policy,
             self.router,
         )
         too_late = round_.run(why_late, now_us)
-        self._set_aside([*self.waiting.of_kind(()), *round_.unfit], now_us)
+        unfit = [*self.waiting.of_kind(()), *round_.unfit]
+        for seq_group in unfit:  # in the queue they would hold up others
+            self.waiting.discard(seq_group)
+        self.recovery.set_aside(unfit, now_us)
         self.woken.update(routed.capacity.worker_group_id for routed in round_.routed.values())
         if round_.routed:
             self.wake_drained()
@@ -295,19 +159,6 @@ class ServedModel:
             is_empty=not self.waiting,
         )
         return too_late
-
-    def _set_aside(self, unfit: list[SequenceGroup], now_us: int) -> None:
-        """Move requests that fit no worker group out of the queue, where they would hold
-        up others."""
-        for seq_group in unfit:
-            self.waiting.discard(seq_group)
-            self.unschedulable.add(seq_group)
-            if seq_group.request.is_continued:
-                self.former_until_us.setdefault(seq_group, now_us + self.max_lost_us)
-        for seq_group in [
-            former for former in self.former_until_us if former not in self.unschedulable
-        ]:
-            del self.former_until_us[seq_group]  # it fits a worker group that has joined
 
     def wake(self) -> None:
         """Wake every worker group whose pipeline has room. Whichever plans first places all waiting
@@ -331,10 +182,10 @@ class ServedModel:
                 capacity = scheduler.capacity
                 key = capacity.size, capacity.arithmetic, scheduler.is_draining
                 equivalent.setdefault(key, []).append(scheduler)
-            self._equivalent = [tuple(schedulers) for schedulers in equivalent.values()]
+            self.equivalent = [tuple(schedulers) for schedulers in equivalent.values()]
             self.waiting.reorder()
             for seq_group in self.waiting:
-                seq_group.routing.refusals.clear()  # ids may be used again
+                seq_group.placement.refusals.clear()  # ids may be used again
 
     def _present(self) -> list[tuple[Scheduler, bool]]:
         """The worker groups that are present, and whether they are draining."""
@@ -406,7 +257,11 @@ class Fleet:
         """When the next lost worker group is given up; infinite if no request waits for one."""
         # Asked in every step, in which usually no worker group is lost.
         models = self.models.values()
-        times = [model.next_given_up_us for model in models if model.lost or model.unschedulable]
+        times = [
+            model.next_given_up_us
+            for model in models
+            if model.recovery.lost or model.recovery.unschedulable
+        ]
         return min(times) if times else inf
 
     def give_up_lost(self, now_us: int) -> list[ServedModel]:
@@ -423,7 +278,7 @@ class Fleet:
             policy = POLICIES[self._config.policy](self._tenants)
             wait_s = self._config.max_outgrown_wait_s
             max_lost_us = inf if wait_s is None else to_us(wait_s)
-            model = self.models[name] = ServedModel(name, policy, max_lost_us)
+            model = self.models[name] = ServedModel(name, policy, Recovery(max_lost_us))
         return model
 
     def model_of(self, scheduler: Scheduler) -> ServedModel:
@@ -457,7 +312,7 @@ class Fleet:
         for scheduler in self.schedulers.values():
             queues += (scheduler.placed.waiting, scheduler.placed.preempting)
         for model in self.models.values():
-            queues += (model.waiting, model.unschedulable)
+            queues += (model.waiting, model.recovery.unschedulable)
         return queues
 
     def model_snapshots(self, seq_groups: Iterable[SequenceGroup]) -> dict[str, ModelSnapshot]:
@@ -478,12 +333,14 @@ class Fleet:
         """Assert that each live group is in one place, and nothing else is in any."""
         for seq_group in seq_groups:
             model = self.models[seq_group.request.model]
-            places = [seq_group in model.waiting, seq_group in model.unschedulable]
-            assert seq_group.is_placed == (not any(places))
+            places = [seq_group in model.waiting, seq_group in model.recovery.unschedulable]
+            assert seq_group.placement.is_placed == (not any(places))
             places += [seq_group in scheduler.seq_groups for scheduler in model.schedulers]
             assert sum(places) == 1, "a live request is in one place"
         num_placed = sum(len(scheduler.seq_groups) for scheduler in self.schedulers.values())
-        num_unplaced = sum(len(m.waiting) + len(m.unschedulable) for m in self.models.values())
+        num_unplaced = sum(
+            len(m.waiting) + len(m.recovery.unschedulable) for m in self.models.values()
+        )
         assert num_placed + num_unplaced == len(seq_groups), (
             "a place holds a request that has ended"
         )

@@ -3,7 +3,7 @@
 Only deaths in steps that a request had to itself fail it; those in company raise suspicion. A
 request that did not get past the point at which one worker died, and loses another one there, is a
 suspect: until it has passed that point, it is computed in steps of its own, with no other step in
-flight (`WorkerGroupState.has_turn`). If the worker dies again, only a kill from outside can be
+flight (`PlacedGroups.has_turn`). If the worker dies again, only a kill from outside can be
 another cause. That rarely happens twice during the few steps that such a trial takes; a request
 whose trial ended in a death is tried after all other suspects, when a burst of kills may be over;
 and its count starts again when a worker dies that was not computing it, nor another request alone.
@@ -27,25 +27,26 @@ def count_loss(
 ) -> GenerationFailed | None:
     """Count the death of a worker that was computing a group. `is_alone`: and nothing else. Returns
     the error of a group of whose losses `max_worker_losses`, and half of all, were such deaths."""
-    is_lone = is_alone and seq_group.num_repeated_losses > 0
-    seq_group.num_repeated_losses += 1
-    seq_group.num_worker_losses += 1
-    seq_group.num_lone_losses += is_lone
-    if seq_group.num_lone_losses >= max(config.max_worker_losses, seq_group.num_worker_losses // 2):
+    losses = seq_group.losses
+    is_lone = is_alone and losses.num_repeated > 0
+    losses.num_repeated += 1
+    losses.num_workers += 1
+    losses.num_lone += is_lone
+    if losses.num_lone >= max(config.max_worker_losses, losses.num_workers // 2):
         return GenerationFailed(
-            f"{seq_group.num_worker_losses} workers were lost while they computed the request, "
-            f"{seq_group.num_lone_losses} of them in steps without any other request",
+            f"{losses.num_workers} workers were lost while they computed the request, "
+            f"{losses.num_lone} of them in steps without any other request",
             reason="WORKERS_LOST",
             details={
-                "num_worker_losses": seq_group.num_worker_losses,
-                "num_lone_worker_losses": seq_group.num_lone_losses,
+                "num_worker_losses": losses.num_workers,
+                "num_lone_worker_losses": losses.num_lone,
             },
         )
     outbox, handle = seq_group.frontend.outbox, seq_group.request.handle
     outbox.worker_losses.append(handle)
     if is_lone:
         outbox.lone_worker_losses.append(handle)
-    num_doublings = seq_group.num_worker_losses - FIRST_DOUBLING
+    num_doublings = losses.num_workers - FIRST_DOUBLING
     _suspect(seq_group, 1 << min(max(0, num_doublings), MAX_DOUBLINGS))
     return None
 
@@ -56,10 +57,10 @@ def resume_suspicion(
     """Make a group a suspect if its former attempt was one, or if a former core has seen a worker
     die in a step that it had to itself."""
     if former is not None and former.is_before_loss:
-        seq_group.num_repeated_losses = former.num_repeated_losses
-    elif seq_group.num_lone_losses:
-        seq_group.num_repeated_losses = 2
-    if seq_group.num_repeated_losses:
+        seq_group.losses.num_repeated = former.losses.num_repeated
+    elif seq_group.losses.num_lone:
+        seq_group.losses.num_repeated = 2
+    if seq_group.losses.num_repeated:
         _suspect(seq_group, config.max_steps_ahead)
 
 

@@ -45,7 +45,7 @@ from typing import Any, TypeAlias
 from scheduler_service.core.policies import Policy
 from scheduler_service.core.request_queue import ModelQueue
 from scheduler_service.core.scheduling.scheduler import Scheduler
-from scheduler_service.core.sequence import RoutingState, SequenceGroup
+from scheduler_service.core.sequence import SequenceGroup
 from scheduler_service.core.throughput import MovingAverage
 from scheduler_service.errors import PagewireError
 
@@ -104,21 +104,21 @@ class Router:
         best = min(estimates, key=lambda estimate: estimate.order)
         if best.has_room:
             return best
-        routing = seq_group.routing
+        placement = seq_group.placement
         with_room = [estimate for estimate in estimates if estimate.has_room]
         if not with_room:
             return next(
                 (
                     candidate
                     for candidate in estimates
-                    if _id(candidate.scheduler) == routing.awaits
+                    if _id(candidate.scheduler) == placement.awaits
                 ),
                 best,
             )
         second_best = min(with_room, key=lambda estimate: estimate.order)
-        if routing.until_us is None:  # the wait begins when it is first considered
-            routing.until_us = now_us + round(second_best.cost_us - best.cost_us)
-        return replace(best, is_worth_wait=True) if now_us < routing.until_us else second_best
+        if placement.until_us is None:  # the wait begins when it is first considered
+            placement.until_us = now_us + round(second_best.cost_us - best.cost_us)
+        return replace(best, is_worth_wait=True) if now_us < placement.until_us else second_best
 
     def _estimates(
         self, seq_group: SequenceGroup, schedulers: Sequence[Scheduler]
@@ -231,6 +231,7 @@ def eligible(
     )
 
 
+@dataclass(eq=False)
 class RoutingRound:
     """One pass over a model's waiting requests, which hands them over to worker groups with room.
 
@@ -238,23 +239,17 @@ class RoutingRound:
     meanwhile return to their places at the end of the round.
     """
 
-    def __init__(
-        self,
-        waiting: ModelQueue[Any],
-        schedulers: list[Scheduler],
-        equivalent: list[EquivalentWorkerGroups],
-        policy: Policy,
-        router: Router,
-    ) -> None:
-        """`equivalent`: the same schedulers, in sets to which the same requests may go."""
-        self._waiting = waiting
-        self._schedulers = schedulers
-        self._equivalent = equivalent
-        self._policy = policy
-        self._router = router
+    waiting: ModelQueue[Any]
+    schedulers: list[Scheduler]
+    equivalent: list[EquivalentWorkerGroups]
+    """The same schedulers, in sets to which the same requests may go."""
+    policy: Policy
+    router: Router
+
+    def __post_init__(self) -> None:
         # Room in groups that no waiting request may go to is no reason to look at the queue.
-        useful = set(chain.from_iterable(chain.from_iterable(waiting.kinds)))
-        self._open = {s: None for s in schedulers if len(equivalent) == 1 or s in useful}
+        useful = set(chain.from_iterable(chain.from_iterable(self.waiting.kinds)))
+        self._open = {s: None for s in self.schedulers if len(self.equivalent) == 1 or s in useful}
         self._with_room = {scheduler for scheduler in self._open if scheduler.probe.has_room}
         """The open groups that may have room for some request."""
         self.routed: dict[SequenceGroup, Scheduler] = {}
@@ -268,29 +263,27 @@ class RoutingRound:
         """Hand over requests in order, as long as any group has room. Returns those for which
         `why_late` has an error when their turn comes: they are out of the queue, but not ended."""
         too_late = []
-        self._waiting.retry_tenant_limited()
-        while self._may_place_more() and (seq_group := self._waiting.head()) is not None:
+        self.waiting.retry_tenant_limited()
+        while self._may_place_more() and (seq_group := self.waiting.head()) is not None:
             scheduler = self._route(seq_group, now_us)
             if scheduler is None:
                 continue
-            self._waiting.discard(seq_group)
+            self.waiting.discard(seq_group)
             error = why_late(seq_group)
             if error is not None:
                 too_late.append((seq_group, error))
             else:
                 self._place(seq_group, scheduler, now_us)
-        self._waiting.end_round()
+        self.waiting.end_round()
         return too_late
 
     def _may_place_more(self) -> bool:
-        return bool(self._with_room) or (self._policy.preempts and bool(self._open))
+        return bool(self._with_room) or (self.policy.preempts and bool(self._open))
 
     def _place(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
-        seq_group.routing = RoutingState()
-        seq_group.is_placed = True
-        seq_group.kv_quota = seq_group.max_kv_quota(scheduler.capacity)
-        seq_group.tenant.kv_quota += seq_group.kv_quota
-        self._policy.note_placed(seq_group)
+        self.policy.note_placed(seq_group)
+        kv_quota = seq_group.max_kv_quota(scheduler.capacity)
+        seq_group.placement.place(seq_group.tenant, kv_quota)
         scheduler.accept(seq_group, now_us)
         self.routed[seq_group] = scheduler
         if not scheduler.probe.has_room:
@@ -299,45 +292,45 @@ class RoutingRound:
     def _route(self, seq_group: SequenceGroup, now_us: int) -> Scheduler | None:
         """The worker group for the head of the queue; None if the request is skipped, because it
         must wait."""
-        suitable = set(chain.from_iterable(eligible(seq_group, self._equivalent)))
+        suitable = set(chain.from_iterable(eligible(seq_group, self.equivalent)))
         if not suitable:
-            self._waiting.discard(seq_group)
+            self.waiting.discard(seq_group)
             self.unfit.append(seq_group)
             return None
         may_hold, max_quota = seq_group.tenant.may_hold, seq_group.max_kv_quota
-        allowed = [s for s in self._schedulers if s in suitable and may_hold(max_quota(s.capacity))]
+        allowed = [s for s in self.schedulers if s in suitable and may_hold(max_quota(s.capacity))]
         if not allowed:
-            self._waiting.skip_tenant_limited(seq_group)
+            self.waiting.skip_tenant_limited(seq_group)
             return None
         open_ = [scheduler for scheduler in allowed if scheduler in self._open]
         if not open_:
-            self._waiting.skip_queue(seq_group)
+            self.waiting.skip_queue(seq_group)
             return None
         if seq_group.is_suspect:
             open_ = [scheduler for scheduler in open_ if not scheduler.probe.has_suspect]
             if not open_ or self._is_tried_later(seq_group):
-                self._waiting.skip(seq_group)
+                self.waiting.skip(seq_group)
                 return None
         return self._choose(seq_group, open_, now_us)
 
     def _is_tried_later(self, suspect: SequenceGroup) -> bool:
         """Whether another suspect, with fewer deaths in steps of its own, is waiting."""
-        num_losses = suspect.num_lone_losses
+        num_losses = suspect.losses.num_lone
         return num_losses > 0 and any(
-            other.num_lone_losses < num_losses and other.is_suspect for other in self._waiting
+            other.losses.num_lone < num_losses and other.is_suspect for other in self.waiting
         )
 
     def _choose(
         self, seq_group: SequenceGroup, schedulers: list[Scheduler], now_us: int
     ) -> Scheduler | None:
-        seq_group.is_preempting = False
+        seq_group.placement.is_preempting = False
         best: RouteEstimate | None = None
         if self._with_room:
             awaited = self._still_awaited(seq_group, schedulers)
             if awaited is not None:
                 self._reserve(awaited, seq_group)
                 return None
-            best = self._router.choose(seq_group, schedulers, now_us)
+            best = self.router.choose(seq_group, schedulers, now_us)
             if best.has_room:
                 return best.scheduler
             if best.is_worth_wait:
@@ -345,8 +338,8 @@ class RoutingRound:
                 return None
         preemptable = [s for s in schedulers if s.probe.can_preempt_for(seq_group)]
         if preemptable:
-            seq_group.is_preempting = True
-            return self._router.choose(seq_group, preemptable, now_us).scheduler
+            seq_group.placement.is_preempting = True
+            return self.router.choose(seq_group, preemptable, now_us).scheduler
         if best is not None:
             _note_refusals(seq_group, schedulers)
             self._reserve(best.scheduler, seq_group)
@@ -360,11 +353,11 @@ class RoutingRound:
     ) -> Scheduler | None:
         """The group that a request continues to wait for, because no group that refused it has
         changed and has room now; None if a group must be chosen."""
-        routing = seq_group.routing
-        awaited = next((s for s in schedulers if _id(s) == routing.awaits), None)
+        placement = seq_group.placement
+        awaited = next((s for s in schedulers if _id(s) == placement.awaits), None)
         if awaited is None:
             return None
-        changed = [s for s in schedulers if routing.refusals.get(_id(s)) != s.num_changes]
+        changed = [s for s in schedulers if placement.refusals.get(_id(s)) != s.num_changes]
         if any(scheduler.probe.has_room_for(seq_group) for scheduler in changed):
             return None
         _note_refusals(seq_group, changed)
@@ -372,15 +365,15 @@ class RoutingRound:
 
     def _reserve(self, scheduler: Scheduler, seq_group: SequenceGroup) -> None:
         """Reserve a worker group's capacity for a request, and skip the request in this round."""
-        seq_group.routing.awaits = _id(scheduler)
+        seq_group.placement.awaits = _id(scheduler)
         del self._open[scheduler]
         self._with_room.discard(scheduler)
-        self._waiting.skip(seq_group)
+        self.waiting.skip(seq_group)
 
 
 def _note_refusals(seq_group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:
     """Remember that these worker groups have no room for a request."""
-    seq_group.routing.refusals.update((_id(s), s.num_changes) for s in schedulers)
+    seq_group.placement.refusals.update((_id(s), s.num_changes) for s in schedulers)
 
 
 def _id(scheduler: Scheduler) -> str:

@@ -36,7 +36,7 @@ class PlacedGroups:
 
     def enqueue(self, seq_group: SequenceGroup) -> None:
         """Queue a new group."""
-        (self.preempting if seq_group.is_preempting else self.waiting).add(seq_group)
+        (self.preempting if seq_group.placement.is_preempting else self.waiting).add(seq_group)
 
     def settle_preempting(self) -> None:
         """Once the group that preempted others has started, its other sequences wait with the other

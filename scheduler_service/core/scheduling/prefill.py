@@ -25,7 +25,8 @@ class PrefillScheduler:
         """Add the next chunks of prompts that are partly computed, or were partly found on the
         host; those of groups that preempt others come first."""
         prefilling = self.running.prefilling
-        self.add_rows(sorted(prefilling, key=lambda seq: not seq.seq_group.is_preempting), batch)
+        order = sorted(prefilling, key=lambda seq: not seq.seq_group.placement.is_preempting)
+        self.add_rows(order, batch)
 
     def add_rows(self, sequences: Iterable[Sequence], batch: Batch) -> None:
         """Add the next chunks of sequences, in order."""

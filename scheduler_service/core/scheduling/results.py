@@ -13,7 +13,12 @@ from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.departures import Departures, finish_choice
 from scheduler_service.core.scheduling.pipeline import InFlightStep, Pipeline
 from scheduler_service.core.scheduling.strategies import StrategySchedulers
-from scheduler_service.core.sequence import Sequence, SequenceGroup, SequenceStatus
+from scheduler_service.core.sequence import (
+    Sequence,
+    SequenceGroup,
+    SequenceStatus,
+    deliver_all,
+)
 from scheduler_service.core.step_plan import RowError, RowLogprobs, RowPromptLogprobs, StepResult
 from scheduler_service.errors import GenerationFailed
 
@@ -21,38 +26,6 @@ RUNNING = SequenceStatus.RUNNING
 STOPPED = SequenceStatus.FINISHED_STOPPED
 LENGTH_CAPPED = SequenceStatus.FINISHED_LENGTH_CAPPED
 _ENTRY_BYTES = 4  # of an int32 or float32 column
-
-FinishedSequences = list[tuple[Sequence, SequenceStatus]]
-
-
-def deliver_tokens(sampled: list[Sequence], token_ids: list[int]) -> tuple[int, FinishedSequences]:
-    """Append and deliver sampled tokens; return their number and the sequences that they end.
-
-    Tokens of sequences that ended while the step was in flight are dropped. A preempted
-    sequence's tokens count: its KV was intact when they were sampled.
-    """
-    finished: FinishedSequences = []
-    num_dropped = 0
-    frontend = None
-    for seq, token in zip(sampled, token_ids, strict=True):
-        if seq.status is not RUNNING and seq.status.is_finished:
-            num_dropped += 1
-            continue
-        if seq.frontend is not frontend:
-            frontend = seq.frontend
-            outbox = frontend.outbox
-            handles, tokens = outbox.token_handles, outbox.token_ids
-        output = seq.output_token_ids
-        output.append(token)
-        handles.append(seq.handle)
-        tokens.append(token)
-        if token in seq.stop_token_ids:
-            finish_choice(seq, token)
-            finished.append((seq, STOPPED))
-        elif len(output) >= seq.max_output_tokens:
-            finish_choice(seq, None)
-            finished.append((seq, LENGTH_CAPPED))
-    return len(token_ids) - num_dropped, finished
 
 
 def take_drafts(
@@ -191,10 +164,12 @@ class ResultProcessor:
         if result.candidates or result.vectors:
             self._receive_others(step, result, now_us)
             sampled, token_ids = without_candidates(sampled, token_ids)
-        num_accepted, finished = deliver_tokens(sampled, token_ids)
+        num_accepted, ended = deliver_all(sampled, token_ids)
         self._count(step, num_accepted, num_drafts, waited_us)
         self.policy.note_tokens(served)
-        for seq, status in finished:
+        for seq, stop_token_id in ended:
+            finish_choice(seq, stop_token_id)
+            status = LENGTH_CAPPED if stop_token_id is None else STOPPED
             self.departures.end_sequence(seq, status, now_us)
 
     def _fail_row(self, seq: Sequence, error: RowError, now_us: int) -> None:

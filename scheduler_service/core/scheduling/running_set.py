@@ -67,7 +67,6 @@ class RunningSet:
         """
         seq.hold_forks(forks)
         self._start([seq, *forks], now_us)
-        seq.seq_group.has_begun = True
         self._unintroduced.add(seq)
         if awaits_swap_in:
             self.swap_in_pending.append(seq)
@@ -247,14 +246,12 @@ class RunningSet:
             seq_group.note(RequestEvent.STARTED, now_us)
         for seq in sequences:
             seq.enter_batch()
-        seq_group.num_running += len(sequences)
         self.num_changes += 1
 
     def _leave(self, seq: Sequence, now_us: int) -> None:
         self.num_changes += 1
         self._has_ended = True
         seq_group = seq.seq_group
-        seq_group.num_running -= 1
         if seq_group.num_running == 0:
             seq_group.clock.leave_batch(now_us, RequestPhase.PREEMPTED)
 

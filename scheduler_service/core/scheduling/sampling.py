@@ -58,7 +58,8 @@ class SamplingScheduler(StrategyScheduler):
         if not self.running.places.has_room(1 + len(forks)):
             return AllocStatus.LATER  # before its prefix is looked up, in every step under load
         hit = self.running.cache.match_prefix(seq, is_fetched=self._is_fetched(batch))
-        if not seq.seq_group.is_preempting and self.running.cache.is_to_come(seq, hit):
+        is_preempting = seq.seq_group.placement.is_preempting
+        if not is_preempting and self.running.cache.is_to_come(seq, hit):
             return AllocStatus.LATER
         if not batch.fits(seq, hit.num_tokens):
             return AllocStatus.LATER

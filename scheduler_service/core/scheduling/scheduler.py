@@ -142,9 +142,8 @@ class Scheduler:
                 seq_group.clock.leave_batch(min(done_us, now_us), RequestPhase.RECOVERY)
             elif seq_group.clock.phase is RequestPhase.PREEMPTED:
                 seq_group.clock.recover(now_us)
-            seq_group.num_running = 0
             if not seq_group.is_before_loss:
-                seq_group.num_repeated_losses = seq_group.num_lone_losses = 0
+                seq_group.losses.pass_point()
             for seq in seq_group.unfinished():
                 seq.restart()
         return list(self.seq_groups), computing

@@ -108,7 +108,7 @@ class Deployment:
                     scheduler.update(result, self.now_us)
                 for group in scheduler.departures.pop_ended():
                     self._registry.remove(group, self.now_us)
-                    self.model.release(group)
+                    group.placement.release(group.tenant)
 
 
 def make_scheduler(group_id: str, **changes: object) -> Scheduler:
@@ -213,7 +213,7 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
     deployment, turn = busy_where_it_began(800)
     deployment.place()
     assert deployment.where(turn) is None
-    assert turn.routing.awaits == "full"
+    assert turn.placement.awaits == "full"
     later = deployment.submit(prompt(9, 4))
     deployment.place()
     assert deployment.where(later) == "idle"
@@ -221,7 +221,7 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
         deployment.schedulers[0].end_sequence(group.sequences[0], ENDED, 0)
     deployment.place()
     assert deployment.where(turn) == "full"
-    assert turn.routing.awaits is None
+    assert turn.placement.awaits is None
 
 
 def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
@@ -233,8 +233,8 @@ def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
 def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
     deployment, turn = busy_where_it_began(800)
     deployment.place()
-    assert turn.routing.until_us is not None
-    deployment.now_us = turn.routing.until_us - 1
+    assert turn.placement.until_us is not None
+    deployment.now_us = turn.placement.until_us - 1
     deployment.place()
     assert deployment.where(turn) is None
     deployment.now_us += 1
@@ -488,7 +488,7 @@ def test_output_is_continued_by_another_arithmetic_if_none_is_equal_and_that_is_
     _lose(deployment, schedulers[0])
     assert deployment.where(group) in ("b", "c")
     assert group.clock.timings.num_inexact_recoveries == 1
-    totals = [scheduler._totals.num_inexact_recoveries for scheduler in schedulers]
+    totals = [scheduler.totals.num_inexact_recoveries for scheduler in schedulers]
     assert sum(totals) == 1
     deployment.run(2)
     _lose(deployment, next(s for s in deployment.schedulers if group in s.seq_groups))

@@ -159,7 +159,7 @@ def test_a_search_has_come_as_far_as_the_beams_that_it_has() -> None:
         )
         driver.core.update("g0", result, driver.now)
     [group] = driver.core._registry.seq_groups()
-    group.num_repeated_losses = 2
+    group.losses.num_repeated = 2
     for seq in group.unfinished():
         seq.suspect(len(PROMPT) + 2)
     assert not group.is_suspect
