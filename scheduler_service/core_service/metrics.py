@@ -5,6 +5,7 @@ the core does not.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from prometheus_client.metrics_core import Metric as Family
 
@@ -242,31 +243,26 @@ STATES = {
 }
 
 
+@dataclass(eq=False, kw_only=True)
 class CoreMetrics:
     """Reads all parts of a core's service; uptime counts from its construction."""
 
-    def __init__(
-        self,
-        *,
-        driver: CoreDriver,
-        registry: WorkerRegistry,
-        frontends: FrontendStreams,
-        counters: CoreCounters,
-    ) -> None:
-        self._driver = driver
-        self._registry = registry
-        self._frontends = frontends
-        self._counters = counters
-        self._started_at = driver.clock()
+    driver: CoreDriver
+    registry: WorkerRegistry
+    frontends: FrontendStreams
+    counters: CoreCounters
+
+    def __post_init__(self) -> None:
+        self._started_at = self.driver.clock()
         self._tenant = BoundedLabel(MAX_TENANTS)
 
     def collect(self) -> Iterator[Family]:
         """All samples as of now."""
-        yield UPTIME.family(self._driver.clock() - self._started_at)
-        yield FRONTENDS.family(len(self._frontends))
-        yield WORKER_LOSSES.family(self._registry.num_losses)
-        yield from families(OF_SERVICE, {(): self._counters.counts})
-        snapshot = self._driver.core.snapshot()
+        yield UPTIME.family(self.driver.clock() - self._started_at)
+        yield FRONTENDS.family(len(self.frontends))
+        yield WORKER_LOSSES.family(self.registry.num_losses)
+        yield from families(OF_SERVICE, {(): self.counters.counts})
+        snapshot = self.driver.core.snapshot()
         yield from families(OF_MODEL, {(model.name,): model for model in snapshot.models})
         yield ACCEPTED_BY_POSITION.family(
             {
@@ -315,7 +311,7 @@ class CoreMetrics:
 
     def _registered(self) -> Iterator[Family]:
         labels: dict[LabelValues, WorkerGroup] = {
-            (group.registration.model.name, group.group_id): group for group in self._registry
+            (group.registration.model.name, group.group_id): group for group in self.registry
         }
         yield from families(OF_REGISTERED, labels)
         yield GROUP_STATE.family(
@@ -325,13 +321,13 @@ class CoreMetrics:
                 for state, name in STATES.items()
             }
         )
-        now = self._driver.clock()
+        now = self.driver.clock()
         yield HEARTBEAT_AGE.family(
             {label: now - group.last_heartbeat for label, group in labels.items()}
         )
 
     def _steps(self) -> Iterator[Family]:
-        counters = [((model,), meter) for model, meter in self._counters.by_model.items()]
+        counters = [((model,), meter) for model, meter in self.counters.by_model.items()]
         yield STEP_DURATION.histograms((label, meter.duration) for label, meter in counters)
         yield STEP_TOKENS.histograms((label, meter.tokens) for label, meter in counters)
         yield PLAN_BYTES.histograms((label, meter.plan_bytes) for label, meter in counters)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import grpc
 
@@ -21,12 +22,14 @@ FETCH_TIMEOUT_S = 60.0
 Files = Mapping[str, bytes]
 
 
+@dataclass(eq=False)
 class AssetCache:
     """Files by fingerprint; concurrent callers share one fetch."""
 
-    def __init__(self, registry: WorkerRegistry, dial: Dial) -> None:
-        self._registry = registry
-        self._dial = dial
+    registry: WorkerRegistry
+    dial: Dial
+
+    def __post_init__(self) -> None:
         self._fetches: dict[str, asyncio.Task[Files]] = {}
 
     async def get(self, model: str) -> Files:
@@ -34,17 +37,17 @@ class AssetCache:
 
         Raises UnknownModel when no worker has the model, Unavailable when no worker answered.
         """
-        holders = self._registry.groups_with(model)
+        holders = self.registry.groups_with(model)
         if not holders:
             raise UnknownModel(f"no worker has a model named {model!r}", details={"model": model})
         fingerprint = holders[0].registration.model.fingerprint
         fetch = self._fetches.get(fingerprint)
         if fetch is None:
-            self._forget_all_but({group.registration.model.fingerprint for group in self._registry})
+            self._forget_all_but({group.registration.model.fingerprint for group in self.registry})
             # A group may have lost its workers by the time the task starts.
             workers = [group.registration for group in holders]
             fetch = self._fetches[fingerprint] = asyncio.create_task(
-                _fetch_from_any(workers, self._dial)
+                _fetch_from_any(workers, self.dial)
             )
             fetch.add_done_callback(lambda done: self._forget_failed(fingerprint, done))
         return await asyncio.shield(fetch)

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -25,7 +26,7 @@ from scheduler_service.service_runner import ServiceRunner
 from scheduler_service.tasks import run_until_first, until_failure
 from service_common.cluster import Cluster
 from service_common.prometheus import LoopCollector, make_registry, published
-from service_common.tracing import make_tracing
+from service_common.tracing import Tracing, make_tracing
 from service_common.version import VERSION
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ FLUSH_S = 1.0
 async def serve(config: CoreServiceConfig) -> None:
     """Run the scheduler core until SIGTERM or SIGINT; raises CannotListen and CannotRecord."""
     async with (
-        CoreService(config) as service,
+        make_core_service(config) as service,
         published(make_registry(LoopCollector(service.metrics.collect)), config.metrics),
     ):
         await run_until_first(
@@ -48,6 +49,7 @@ async def serve(config: CoreServiceConfig) -> None:
         await service.finish_requests(config.grace_period_s)
 
 
+@dataclass(eq=False, kw_only=True)
 class CoreService:
     """An asynchronous context manager: listening when entered, ended when left.
 
@@ -55,48 +57,19 @@ class CoreService:
     ready: a core without workers accepts requests, but they can only wait.
     """
 
-    def __init__(self, config: CoreServiceConfig) -> None:
-        cluster = Cluster(config.cluster)
-        dial = partial(cluster.dial, WorkerServiceStub)
-        core, self._close_core = _make_core(config)
-        self.driver = CoreDriver(core)
-        self._tracing = make_tracing("scheduler", VERSION, config.otlp_endpoint)
-        if self._tracing is not None:
-            self.driver.on_traced = partial(tracing.export, self._tracing)
-        self.counters = CoreCounters()
-        self.frontends = FrontendStreams(self.driver, self.counters.counts)
-        self.registry = WorkerRegistry(
-            self.driver,
-            lease_s=config.lease_ms / 1000,
-            scheduler_config=config.scheduler,
-            step_timeout=config.step_timeout,
-            on_change=self._on_workers_changed,
-            dial=dial,
-            counters=self.counters,
-        )
-        self.assets = AssetCache(self.registry, dial)
-        self.runner = ServiceRunner(
-            listen=config.listen,
-            service_names=[SERVICE_NAME],
-            grace_period_s=config.grace_period_s,
-            credentials=cluster.server_credentials(),
-            interceptors=[cluster.call_guard()],
-            knows_callers=cluster.has_credentials,
-            health_listen=config.health_listen,
-        )
-        self.status = StatusBoard(self.driver, self.registry, self.frontends)
-        self.metrics = CoreMetrics(
-            driver=self.driver,
-            registry=self.registry,
-            frontends=self.frontends,
-            counters=self.counters,
-        )
-        servicer = SchedulerServicer(
-            self.driver, self.frontends, self.registry, self.assets, self.status
-        )
-        add_SchedulerServiceServicer_to_server(servicer, self.runner.server)
-        self._workers_changed = asyncio.Event()
-        self._background: list[asyncio.Task[None]] = []
+    driver: CoreDriver
+    frontends: FrontendStreams
+    registry: WorkerRegistry
+    assets: AssetCache
+    status: StatusBoard
+    metrics: CoreMetrics
+    counters: CoreCounters
+    runner: ServiceRunner
+    tracing: Tracing | None
+    workers_changed: asyncio.Event
+    close_core: Callable[[], None]
+    """Completes the recording, if there is one."""
+    _background: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
     def address(self) -> str:
@@ -107,7 +80,7 @@ class CoreService:
         try:
             await self.runner.start()
         except BaseException:
-            self._close_core()
+            self.close_core()
             raise
         self._background = [
             asyncio.create_task(self._announce_models()),
@@ -124,9 +97,9 @@ class CoreService:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self.driver.close()
-        if self._tracing is not None:
-            await asyncio.to_thread(self._tracing.close)
-        self._close_core()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
+        self.close_core()
 
     async def failed(self) -> None:
         """Wait until a background task fails, and raise its error: without these tasks, frontends
@@ -141,17 +114,14 @@ class CoreService:
         except TimeoutError:
             logger.warning("grace period over grace_period_s=%g", grace_period_s)
 
-    def _on_workers_changed(self) -> None:
-        self._workers_changed.set()
-
     async def _announce_models(self) -> None:
         """Announce the served models to frontends and the health service whenever they change, and
         to frontends how far other workers are with loading theirs."""
         known: list[object] = []
         last_loading: list[status_pb2.WorkerLoading] = []
         while True:
-            await self._workers_changed.wait()
-            self._workers_changed.clear()
+            await self.workers_changed.wait()
+            self.workers_changed.clear()
             models = self.registry.served_models()
             has_changed = models != known
             loading = self.registry.loading()
@@ -174,3 +144,54 @@ def _make_core(config: CoreServiceConfig) -> tuple[SchedulerCore, Callable[[], N
     writer = RecordingWriter(config.record)
     core = RecordingCore(config.scheduler, writer, with_plans=config.record_plans)
     return core, core.close
+
+
+def make_core_service(config: CoreServiceConfig) -> CoreService:
+    """The service with all its parts, on the running event loop."""
+    cluster = Cluster(config.cluster)
+    dial = partial(cluster.dial, WorkerServiceStub)
+    core, close_core = _make_core(config)
+    driver = CoreDriver(core)
+    spans = make_tracing("scheduler", VERSION, config.otlp_endpoint)
+    if spans is not None:
+        driver.on_traced = partial(tracing.export, spans)
+    counters = CoreCounters()
+    frontends = FrontendStreams(driver, counters.counts)
+    workers_changed = asyncio.Event()
+    registry = WorkerRegistry(
+        driver,
+        lease_s=config.lease_ms / 1000,
+        scheduler_config=config.scheduler,
+        step_timeout=config.step_timeout,
+        on_change=workers_changed.set,
+        dial=dial,
+        counters=counters,
+    )
+    assets = AssetCache(registry, dial)
+    status = StatusBoard(driver, registry, frontends)
+    runner = ServiceRunner(
+        listen=config.listen,
+        service_names=[SERVICE_NAME],
+        grace_period_s=config.grace_period_s,
+        credentials=cluster.server_credentials(),
+        interceptors=[cluster.call_guard()],
+        knows_callers=cluster.has_credentials,
+        health_listen=config.health_listen,
+    )
+    servicer = SchedulerServicer(driver, frontends, registry, assets, status)
+    add_SchedulerServiceServicer_to_server(servicer, runner.server)
+    return CoreService(
+        driver=driver,
+        frontends=frontends,
+        registry=registry,
+        assets=assets,
+        status=status,
+        metrics=CoreMetrics(
+            driver=driver, registry=registry, frontends=frontends, counters=counters
+        ),
+        counters=counters,
+        runner=runner,
+        tracing=spans,
+        workers_changed=workers_changed,
+        close_core=close_core,
+    )

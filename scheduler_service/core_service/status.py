@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pagewire.columns import pack
 from pagewire.v1 import status_pb2 as pb
@@ -85,27 +85,27 @@ def histogram(counts: Iterable[int]) -> pb.LatencyHistogram:
 SUMMARY_INTERVAL_S = 10.0
 
 
+@dataclass(eq=False)
 class StatusBoard:
     """Creates `EngineStatus` messages; uptime counts from its construction."""
 
-    def __init__(
-        self, driver: CoreDriver, registry: WorkerRegistry, frontends: FrontendStreams
-    ) -> None:
-        self._driver = driver
-        self._registry = registry
-        self._frontends = frontends
-        self._started_at = driver.clock()
+    driver: CoreDriver
+    registry: WorkerRegistry
+    frontends: FrontendStreams
+
+    def __post_init__(self) -> None:
+        self._started_at = self.driver.clock()
 
     def snapshot(self, detail: InspectionDetail | None = None) -> pb.EngineStatus:
         """The current state, in the requested detail."""
-        now = self._driver.clock()
+        now = self.driver.clock()
         status = self._counts(now)
         if detail is not None and (detail.include_requests or detail.include_blocks):
             self._add_detail(status, detail, now)
         return status
 
     def _add_detail(self, status: pb.EngineStatus, detail: InspectionDetail, now: float) -> None:
-        seen = self._driver.core.inspect(detail)
+        seen = self.driver.core.inspect(detail)
         now_us = to_us(now)
         status.requests.extend(request_status(request, now_us) for request in seen.requests)
         status.ended_requests.extend(
@@ -119,35 +119,35 @@ class StatusBoard:
                 group.cpu_blocks.CopyFrom(block_map(maps[1]))
 
     def _counts(self, now: float) -> pb.EngineStatus:
-        core = self._driver.core.snapshot()
+        core = self.driver.core.snapshot()
         groups = {group.worker_group_id: group for group in core.worker_groups}
         return pb.EngineStatus(
             uptime_s=now - self._started_at,
             version=VERSION,
-            models=[model.name for model in self._registry.served_models()],
-            num_frontends=len(self._frontends),
+            models=[model.name for model in self.registry.served_models()],
+            num_frontends=len(self.frontends),
             groups=[
-                self._group_status(group, groups.get(group.group_id)) for group in self._registry
+                self._group_status(group, groups.get(group.group_id)) for group in self.registry
             ],
-            loading=self._registry.loading(),
+            loading=self.registry.loading(),
             time_to_first_token=histogram(core.first_token_counts),
             inter_token_latency=histogram(core.inter_token_counts),
-            num_worker_losses=self._registry.num_losses,
+            num_worker_losses=self.registry.num_losses,
             worker_losses=[
                 pb.WorkerLoss(
                     group_id=loss.group_id, rank=loss.rank, model=loss.model, age_s=now - loss.at
                 )
-                for loss in self._registry.losses
+                for loss in self.registry.losses
             ],
             **{name: getattr(core, name) for name in _OF_CORE},
         )
 
     async def log_summaries(self, interval_s: float = SUMMARY_INTERVAL_S) -> None:
         """Log a summary every `interval_s` seconds if anything has changed."""
-        before = self._driver.core.snapshot()
+        before = self.driver.core.snapshot()
         while True:
             await asyncio.sleep(interval_s)
-            now = self._driver.core.snapshot()
+            now = self.driver.core.snapshot()
             if now != before:
                 logger.info(
                     "summary num_running=%d num_waiting=%d num_finished=%d "
@@ -175,7 +175,7 @@ class StatusBoard:
             address=group.registration.address,
             num_steps=group.num_steps,
             epoch=group.epoch,
-            heartbeat_age_s=self._driver.clock() - group.last_heartbeat,
+            heartbeat_age_s=self.driver.clock() - group.last_heartbeat,
             world_size=group.world_size,
             arithmetic=group.registration.model.arithmetic,
             uses_cuda_graphs=group.registration.model.uses_cuda_graphs,

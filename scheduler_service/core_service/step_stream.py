@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
@@ -28,6 +29,7 @@ LOOP_DELAY_SHARE = 0.1
 """Extra share of a step's least limit, in which a loop that was delayed reads waiting results."""
 
 
+@dataclass(eq=False)
 class StepStream:
     """One `ExecuteSteps` stream to each rank of one worker group, fenced by their epoch.
 
@@ -37,30 +39,22 @@ class StepStream:
     makes together are sent in one message, and their results return in one.
     """
 
-    def __init__(
-        self,
-        calls: Sequence[Call],
-        driver: CoreDriver,
-        *,
-        sampler: int,
-        group_id: str,
-        epoch: int,
-        times: StepTimes,
-        meter: StepCounters,
-    ) -> None:
+    calls: Sequence[Call]
+    driver: CoreDriver
+    sampler: int
+    group_id: str
+    epoch: int
+    times: StepTimes
+    meter: StepCounters
+
+    def __post_init__(self) -> None:
         self.num_steps = 0
         """Steps with results."""
-        self._calls = calls
-        self._sampler = sampler
         self._num_sent = 0
-        self._driver = driver
-        self._group_id = group_id
-        self._epoch = epoch
         self._num_in_flight = 0
         self._draining = False
-        self._meter = meter
-        self._watch = StepWatch(times, len(calls))
-        self._least_limit_s = times.least_limit_s
+        self._watch = StepWatch(self.times, len(self.calls))
+        self._least_limit_s = self.times.least_limit_s
         self._sent = asyncio.Event()
 
     async def run(self, work: asyncio.Event) -> None:
@@ -69,9 +63,7 @@ class StepStream:
         Raises SessionFailed, grpc.aio.AioRpcError or InvalidArgument when the stream cannot
         continue; StepOverdue, a SessionFailed, when a result does not come.
         """
-        followers = [
-            self._follow(rank) for rank in range(len(self._calls)) if rank != self._sampler
-        ]
+        followers = [self._follow(rank) for rank in range(len(self.calls)) if rank != self.sampler]
         await run_until_first(
             self._send_plans(work), self._receive_results(), self._watch_steps(), *followers
         )
@@ -84,11 +76,11 @@ class StepStream:
         while not self._is_drained():
             work.clear()
             while (request := self._next_request()) is not None:
-                for call in self._calls:
+                for call in self.calls:
                     await self._write(call, request)
             await work.wait()
         # Now, because until then the core may route a request back that no other group can hold.
-        self._driver.remove_worker_group(self._group_id)
+        self.driver.remove_worker_group(self.group_id)
 
     def _next_request(self) -> worker_pb.ExecuteStepsRequest | None:
         """The next plan, and those that are sent together with it."""
@@ -101,26 +93,24 @@ class StepStream:
         return request
 
     def _next_plan(self) -> plan_pb2.StepPlan | None:
-        started_at = self._driver.clock()
-        plan = self._driver.core.schedule(self._group_id, started_at)
-        self._driver.follow_up()
+        started_at = self.driver.clock()
+        plan = self.driver.core.schedule(self.group_id, started_at)
+        self.driver.follow_up()
         if plan is None:
             return None
         self._num_in_flight += 1
         self._num_sent += 1
-        work = self._driver.core.newest_work(self._group_id)
+        work = self.driver.core.newest_work(self.group_id)
         self._watch.sent(work, started_at, plan.max_results)
         self._sent.set()
-        message = wire.encode_plan(plan, self._epoch)
-        self._meter.tokens.observe(work.num_tokens)
-        self._meter.plan_bytes.observe(message.ByteSize())
+        message = wire.encode_plan(plan, self.epoch)
+        self.meter.tokens.observe(work.num_tokens)
+        self.meter.plan_bytes.observe(message.ByteSize())
         self._note_planning(started_at)
         return message
 
     def _is_drained(self) -> bool:
-        return (
-            self._draining and self._num_in_flight == 0 and self._driver.is_drained(self._group_id)
-        )
+        return self._draining and self._num_in_flight == 0 and self.driver.is_drained(self.group_id)
 
     async def _write(self, call: Call, request: worker_pb.ExecuteStepsRequest) -> None:
         try:
@@ -130,22 +120,22 @@ class StepStream:
             raise SessionFailed(f"the worker ended the stream: {code.name} {details}") from None
 
     async def _receive_results(self) -> None:
-        call = self._calls[self._sampler]
+        call = self.calls[self.sampler]
         while (response := await call.read()) is not grpc.aio.EOF:
             if not response.results:
                 raise SessionFailed("the worker sent a message without results")
             sent_us = response.results[-1].timings.finished_us
             for result in response.results:
                 self._receive(result, sent_us)
-            self._driver.follow_up(self._group_id)
+            self.driver.follow_up(self.group_id)
         raise SessionFailed("the worker ended the stream")
 
     def _receive(self, message: plan_pb2.StepResult, sent_us: int) -> None:
         """Apply a result of a message that was sent at `sent_us` on the worker's clock."""
-        if message.epoch < self._epoch:
+        if message.epoch < self.epoch:
             logger.warning(
                 "stale result dropped group_id=%s epoch=%d step_id=%d",
-                self._group_id,
+                self.group_id,
                 message.epoch,
                 message.step_id,
             )
@@ -153,32 +143,32 @@ class StepStream:
         self._check(message.epoch, message.step_id)
         self._num_in_flight -= 1
         self.num_steps += 1
-        started_at = self._driver.clock()
+        started_at = self.driver.clock()
         result = wire.decode_result(message, sent_us)
-        self._driver.core.update(self._group_id, result, self._driver.clock())
-        self._answered(self._sampler, started_at - result.held_us / 1e6)
+        self.driver.core.update(self.group_id, result, self.driver.clock())
+        self._answered(self.sampler, started_at - result.held_us / 1e6)
         self._note_planning(started_at)
 
     async def _follow(self, rank: int) -> None:
         """Check the step numbers of a rank that does not sample."""
         num_results = 0
-        while (response := await self._calls[rank].read()) is not grpc.aio.EOF:
+        while (response := await self.calls[rank].read()) is not grpc.aio.EOF:
             for result in response.results:
-                if result.epoch < self._epoch:
+                if result.epoch < self.epoch:
                     continue
                 num_results += 1
                 self._check_follower(rank, num_results, result)
-                self._answered(rank, self._driver.clock())
+                self._answered(rank, self.driver.clock())
         raise SessionFailed(f"rank {rank} ended the stream")
 
     def _check_follower(self, rank: int, step_id: int, result: plan_pb2.StepResult) -> None:
-        if (result.epoch, result.step_id) != (self._epoch, step_id) or step_id > self._num_sent:
+        if (result.epoch, result.step_id) != (self.epoch, step_id) or step_id > self._num_sent:
             raise SessionFailed(
-                f"rank {rank}: expected the result of epoch {self._epoch} step {step_id}, "
+                f"rank {rank}: expected the result of epoch {self.epoch} step {step_id}, "
                 f"got epoch {result.epoch} step {result.step_id}"
             )
         if result.token_ids or result.candidates or result.errors:
-            raise SessionFailed(f"rank {rank} samples, as rank {self._sampler} is to do")
+            raise SessionFailed(f"rank {rank} samples, as rank {self.sampler} is to do")
 
     async def _watch_steps(self) -> None:
         """Raise StepOverdue when the oldest step in flight takes too long."""
@@ -198,21 +188,21 @@ class StepStream:
     def _left_s(self) -> float:
         """Seconds until the oldest step in flight is overdue."""
         overdue_at = self._watch.overdue_at
-        return self._least_limit_s if overdue_at is None else overdue_at - self._driver.clock()
+        return self._least_limit_s if overdue_at is None else overdue_at - self.driver.clock()
 
     def _note_planning(self, started_at: float) -> None:
-        elapsed_s = self._driver.clock() - started_at
-        self._driver.core.add_plan_time(self._group_id, elapsed_s)
-        self._meter.planning_s += elapsed_s
+        elapsed_s = self.driver.clock() - started_at
+        self.driver.core.add_plan_time(self.group_id, elapsed_s)
+        self.meter.planning_s += elapsed_s
 
     def _answered(self, rank: int, now: float) -> None:
         for seconds in self._watch.answered(rank, now):
-            self._meter.duration.observe(seconds)
+            self.meter.duration.observe(seconds)
 
     def _check(self, epoch: int, step_id: int) -> None:
         expected = self.num_steps + 1
-        if (epoch, step_id) != (self._epoch, expected) or self._num_in_flight == 0:
+        if (epoch, step_id) != (self.epoch, expected) or self._num_in_flight == 0:
             raise SessionFailed(
-                f"expected the result of epoch {self._epoch} step {expected}, "
+                f"expected the result of epoch {self.epoch} step {expected}, "
                 f"got epoch {epoch} step {step_id}"
             )

@@ -55,28 +55,20 @@ class WorkerLoss:
     at: float
 
 
+@dataclass(eq=False)
 class WorkerRegistry:
     """All registered workers, by group."""
 
-    def __init__(
-        self,
-        driver: CoreDriver,
-        *,
-        lease_s: float,
-        scheduler_config: SchedulerConfig,
-        step_timeout: StepTimeout,
-        on_change: Callable[[], None],
-        dial: Dial,
-        counters: CoreCounters,
-    ) -> None:
-        """`on_change` is called when a worker becomes ready or stops being ready."""
-        self._driver = driver
-        self._lease_s = lease_s
-        self._scheduler_config = scheduler_config
-        self._step_timeout = step_timeout
-        self._on_change = on_change
-        self._dial = dial
-        self._counters = counters
+    driver: CoreDriver
+    lease_s: float
+    scheduler_config: SchedulerConfig
+    step_timeout: StepTimeout
+    on_change: Callable[[], None]
+    """Called when a worker becomes ready or stops being ready."""
+    dial: Dial
+    counters: CoreCounters
+
+    def __post_init__(self) -> None:
         self._groups: dict[str, WorkerGroup] = {}
         self._loading: dict[int, status_pb2.WorkerLoading] = {}
         """Reports of workers that load their model, by the number of their stream."""
@@ -138,7 +130,7 @@ class WorkerRegistry:
     def _drain(self, group: WorkerGroup) -> None:
         if not group.is_draining:
             logger.info("draining group_id=%s", group.group_id)
-            self._counters.counts.num_drains += 1
+            self.counters.counts.num_drains += 1
             group.drain()
 
     def close(self) -> None:
@@ -177,7 +169,7 @@ class WorkerRegistry:
 
     async def _read_first(self, context: Context) -> pb.WorkerHeartbeat:
         try:
-            async with asyncio.timeout(self._lease_s):
+            async with asyncio.timeout(self.lease_s):
                 first = await context.read()
         except TimeoutError:
             raise InvalidArgument("registration", "required within the lease's time") from None
@@ -196,22 +188,22 @@ class WorkerRegistry:
         try:
             while True:
                 self._loading[number] = heartbeat.loading
-                self._on_change()
-                async with asyncio.timeout(self._lease_s):
+                self.on_change()
+                async with asyncio.timeout(self.lease_s):
                     request = await context.read()
                 if request is grpc.aio.EOF:
                     return
                 heartbeat = request.heartbeat
         except TimeoutError:
             raise Unavailable(
-                f"no heartbeat for {self._lease_s:g} s", reason="LEASE_EXPIRED"
+                f"no heartbeat for {self.lease_s:g} s", reason="LEASE_EXPIRED"
             ) from None
         finally:
             self._loading.pop(number, None)
-            self._on_change()
+            self.on_change()
 
     def _lease(self) -> pb.WorkerDirective:
-        return pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self._lease_s * 1000)))
+        return pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self.lease_s * 1000)))
 
     def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
         """The reason why a worker cannot join, or None; does not count a worker that it would
@@ -236,13 +228,13 @@ class WorkerRegistry:
 
     def _join(self, registration: pb.WorkerRegistration) -> tuple[Worker, WorkerGroup]:
         """Add a worker; returns it and its group."""
-        worker = Worker(registration, self._driver.clock())
+        worker = Worker(registration, self.driver.clock())
         worker.directives.put_nowait(self._lease())
         group = self._groups.get(registration.group_id)
         if group is None:
             group = self._groups[registration.group_id] = self._make_group(registration)
         group.join(worker)
-        self._counters.counts.num_registrations += 1
+        self.counters.counts.num_registrations += 1
         logger.info(
             "worker registered worker_id=%s group_id=%s rank=%d world_size=%d address=%s model=%s"
             " version=%s",
@@ -261,12 +253,12 @@ class WorkerRegistry:
             registration,
             lambda ranks: WorkerSession(
                 ranks,
-                driver=self._driver,
-                config=self._scheduler_config,
-                on_change=self._on_change,
-                step_timeout=self._step_timeout,
-                dial=self._dial,
-                counters=self._counters,
+                driver=self.driver,
+                config=self.scheduler_config,
+                on_change=self.on_change,
+                step_timeout=self.step_timeout,
+                dial=self.dial,
+                counters=self.counters,
             ),
         )
 
@@ -274,7 +266,7 @@ class WorkerRegistry:
         group.leave(worker)
         if group.is_empty and self._groups.get(group.group_id) is group:
             del self._groups[group.group_id]
-        self._on_change()
+        self.on_change()
         worker_id, rank = worker.registration.worker_id, worker.registration.rank
         if worker.dismissed.is_set() or group.is_draining:
             logger.info(
@@ -289,11 +281,11 @@ class WorkerRegistry:
     def _note_loss(self, worker: Worker) -> None:
         of = worker.registration
         self.num_losses += 1
-        self.losses.append(WorkerLoss(of.group_id, of.rank, of.model.name, self._driver.clock()))
+        self.losses.append(WorkerLoss(of.group_id, of.rank, of.model.name, self.driver.clock()))
 
     async def _read_heartbeats(self, worker: Worker, group: WorkerGroup, context: Context) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
-            worker.last_heartbeat = self._driver.clock()
+            worker.last_heartbeat = self.driver.clock()
             if request.heartbeat.state == status_pb2.WORKER_STATE_DRAINING:
                 self._drain(group)
 
@@ -317,13 +309,13 @@ class WorkerRegistry:
         while (left_s := self._lease_left(worker)) > 0:
             await asyncio.sleep(left_s)
             if self._lease_left(worker) <= 0:
-                await asyncio.sleep(self._lease_s * LOOP_DELAY_SHARE)
-        self._counters.counts.num_lease_expiries += 1
+                await asyncio.sleep(self.lease_s * LOOP_DELAY_SHARE)
+        self.counters.counts.num_lease_expiries += 1
         logger.warning("lease expired worker_id=%s", worker.registration.worker_id)
-        raise Unavailable(f"no heartbeat for {self._lease_s:g} s", reason="LEASE_EXPIRED")
+        raise Unavailable(f"no heartbeat for {self.lease_s:g} s", reason="LEASE_EXPIRED")
 
     def _lease_left(self, worker: Worker) -> float:
-        return worker.last_heartbeat + self._lease_s - self._driver.clock()
+        return worker.last_heartbeat + self.lease_s - self.driver.clock()
 
 
 def _checked(first: pb.WorkerHeartbeat) -> pb.WorkerRegistration:

@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -76,37 +77,31 @@ def _work_kind(number: model_pb2.WorkKind.ValueType) -> WorkKind:
     return WorkKind(model_pb2.WorkKind.Name(number).removeprefix(_PREFIX).lower())
 
 
+@dataclass(eq=False)
 class WorkerSession:
     """A worker group's session: from the first calls to its registered workers to its last step."""
 
-    def __init__(
-        self,
-        ranks: Sequence[pb.WorkerRegistration],
-        *,
-        driver: CoreDriver,
-        config: SchedulerConfig,
-        on_change: Callable[[], None],
-        step_timeout: StepTimeout,
-        dial: Dial,
-        counters: CoreCounters,
-    ) -> None:
-        """ranks: all of them, in order. `on_change` is called whenever `state` has changed."""
+    ranks: Sequence[pb.WorkerRegistration]
+    """All of them, in order."""
+    driver: CoreDriver
+    config: SchedulerConfig
+    on_change: Callable[[], None]
+    """Called whenever `state` has changed."""
+    step_timeout: StepTimeout
+    dial: Dial
+    counters: CoreCounters
+
+    def __post_init__(self) -> None:
         self.state = status_pb2.WORKER_STATE_STARTING
-        self.epoch = max(rank.last_epoch for rank in ranks)
-        self._ranks = ranks
-        self._group_id = ranks[0].group_id
-        self._driver = driver
-        self._config = config
-        self._on_change = on_change
-        self._dial = dial
+        self.epoch = max(rank.last_epoch for rank in self.ranks)
+        self._group_id = self.ranks[0].group_id
         self._num_former_steps = 0
         self.max_cached_tokens = 0
         """Maximum length of a sequence that is alone in the group's cache; 0 before it is sized."""
         self._blocks: worker_pb.ProfileBlocksResponse | None = None
         self._stream: StepStream | None = None
         self._draining = asyncio.Event()
-        self._step_times = StepTimes(step_timeout)
-        self._counters = counters
+        self._step_times = StepTimes(self.step_timeout)
         self._hang_counter = HangCounter()
         self._has_drawn = False
         """Whether this session has drawn an epoch; earlier ones are of other sessions or cores."""
@@ -131,7 +126,7 @@ class WorkerSession:
         self._draining.set()
         if self._stream is not None:
             self._stream.drain()
-            self._driver.drain_worker_group(self._group_id)
+            self.driver.drain_worker_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_DRAINING)
 
     async def run(self) -> None:
@@ -141,11 +136,11 @@ class WorkerSession:
         """
         pause_s = MIN_PAUSE_S
         while not self._draining.is_set():
-            started_at = self._driver.clock()
+            started_at = self.driver.clock()
             failure = await self._try_session()
             if failure is None:
                 break
-            if self._driver.clock() - started_at > STABLE_AFTER_S:
+            if self.driver.clock() - started_at > STABLE_AFTER_S:
                 pause_s = MIN_PAUSE_S
             await self._pause(failure, pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -158,20 +153,19 @@ class WorkerSession:
             # time.
             async with AsyncExitStack() as stack:
                 stubs = [
-                    await stack.enter_async_context(self._dial(rank.address))
-                    for rank in self._ranks
+                    await stack.enter_async_context(self.dial(rank.address)) for rank in self.ranks
                 ]
                 await self._execute_steps(stubs, await self._prepare(stubs))
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {in_words(error.details())}"
         except StepOverdue as error:
             self._hang_counter.note(error)
-            self._counters.counts.num_steps_overdue += 1
+            self.counters.counts.num_steps_overdue += 1
             return str(error)
         except (SessionFailed, ResultMismatch, PagewireError) as error:
             return str(error)
         except GroupHung:
-            self._counters.counts.num_groups_hung += 1
+            self.counters.counts.num_groups_hung += 1
             raise
         except (CannotServe, WorkerTakenOver):
             raise
@@ -182,7 +176,7 @@ class WorkerSession:
 
     async def _prepare(self, stubs: Stubs) -> WorkerGroupCapacity:
         """Draw a new epoch and make the workers allocate their caches for it."""
-        infos = await run_all(*map(self._get_info, stubs, self._ranks))
+        infos = await run_all(*map(self._get_info, stubs, self.ranks))
         self._hang_counter.check(infos)
         self._draw_epoch(max(info.last_epoch for info in infos))
         blocks = self._blocks = self._blocks or await self._profile_blocks(stubs)
@@ -230,8 +224,8 @@ class WorkerSession:
         """Blocks that fit on every rank; profiled once, as it costs a forward pass and memory does
         not change."""
         request = worker_pb.ProfileBlocksRequest(
-            max_num_seqs=self._config.max_num_seqs,
-            max_num_batched_tokens=self._config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
+            max_num_batched_tokens=self.config.max_num_batched_tokens,
         )
         # A retry would not help: a worker will not have more memory later, nor other kernels.
         with _final(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.FAILED_PRECONDITION):
@@ -249,7 +243,7 @@ class WorkerSession:
     def _capacity(
         self, blocks: worker_pb.ProfileBlocksResponse, num_speculative_tokens: int
     ) -> WorkerGroupCapacity:
-        model = self._ranks[0].model
+        model = self.ranks[0].model
         try:
             return WorkerGroupCapacity(
                 worker_group_id=self._group_id,
@@ -275,12 +269,12 @@ class WorkerSession:
         calls = [stub.ExecuteSteps() for stub in stubs]
         self._stream = StepStream(
             calls,
-            self._driver,
+            self.driver,
             sampler=self._sampler(),
             group_id=self._group_id,
             epoch=self.epoch,
             times=self._step_times,
-            meter=self._counters.steps_of(capacity.model),
+            meter=self.counters.steps_of(capacity.model),
         )
         try:
             work = self._add_group(capacity)
@@ -289,7 +283,7 @@ class WorkerSession:
             logger.info(
                 "group ready group_id=%s num_ranks=%d epoch=%d num_gpu_blocks=%d",
                 self._group_id,
-                len(self._ranks),
+                len(self.ranks),
                 self.epoch,
                 capacity.num_gpu_blocks,
             )
@@ -299,13 +293,13 @@ class WorkerSession:
                 call.cancel()
             self._hang_counter.note_stream(self._stream.num_steps)
             self._num_former_steps, self._stream = self.num_steps, None
-            self._driver.remove_worker_group(self._group_id)
+            self.driver.remove_worker_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_LOST)
 
     def _sampler(self) -> int:
         """Index of the rank that samples. Raises CannotServe unless there is exactly one."""
-        samplers = [index for index, rank in enumerate(self._ranks) if rank.samples]
-        if len(self._ranks) == 1:
+        samplers = [index for index, rank in enumerate(self.ranks) if rank.samples]
+        if len(self.ranks) == 1:
             return 0
         if len(samplers) != 1:
             raise CannotServe(f"expected one rank that samples, got ranks {samplers}")
@@ -313,16 +307,16 @@ class WorkerSession:
 
     def _add_group(self, capacity: WorkerGroupCapacity) -> asyncio.Event:
         try:
-            return self._driver.add_worker_group(capacity)
+            return self.driver.add_worker_group(capacity)
         except ValueError as error:
             raise CannotServe(str(error)) from error
 
     async def _pause(self, failure: str, pause_s: float) -> None:
-        self._counters.counts.num_link_failures += 1
+        self.counters.counts.num_link_failures += 1
         logger.warning(
             "worker session failed group_id=%s worker_id=%s epoch=%d retry_in_s=%g reason=%s",
             self._group_id,
-            ",".join(rank.worker_id for rank in self._ranks),
+            ",".join(rank.worker_id for rank in self.ranks),
             self.epoch,
             pause_s,
             failure,
@@ -334,7 +328,7 @@ class WorkerSession:
     def _set_state(self, state: status_pb2.WorkerState.ValueType) -> None:
         if state != self.state:
             self.state = state
-            self._on_change()
+            self.on_change()
 
 
 async def _answer(call: Awaitable[Response]) -> Response:

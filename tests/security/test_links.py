@@ -23,7 +23,7 @@ from pagewire.v1.model_pb2 import CacheGroup, ModelInfo
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from pagewire.v1.worker_service_pb2_grpc import WorkerServiceStub
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.service import CoreService
+from scheduler_service.core_service.service import CoreService, make_core_service
 from scheduler_service.frontend.config import FrontendConfig
 from scheduler_service.frontend.server import Frontend
 from service_common.cluster import MEMBER_NAME, Cluster, ClusterConfig
@@ -52,7 +52,7 @@ def files(ca: Path | None = None, issued: Issued | None = None, token: Path | No
 @asynccontextmanager
 async def running_core(**credentials: Any) -> AsyncIterator[CoreService]:
     config = CoreServiceConfig(listen="127.0.0.1:0", cluster=ClusterConfig(**credentials))
-    async with CoreService(config) as core:
+    async with make_core_service(config) as core:
         yield core
 
 

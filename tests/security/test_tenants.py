@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2
 
 from scheduler_service.core.config import SchedulerConfig, TenantConfig
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.service import CoreService
+from scheduler_service.core_service.service import make_core_service
 from scheduler_service.frontend.auth import hash_of
 from tests.security.test_links import running_worker
 from tests.support.frontends import (
@@ -36,7 +36,7 @@ async def test_a_tenant_beyond_its_limit_is_refused_with_a_delay_and_others_are_
     config = CoreServiceConfig(listen="127.0.0.1:0", scheduler=SchedulerConfig(tenants=limits))
     endless = generate_request([5, 6], max_tokens=30_000, ignore_eos=True)
     async with (
-        CoreService(config) as core,
+        make_core_service(config) as core,
         running_worker(core.address),
         running_frontend(core.address, api_keys=keys) as frontend,
         client_of(frontend) as client,

@@ -8,7 +8,7 @@ import pytest
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.service import CoreService
+from scheduler_service.core_service.service import CoreService, make_core_service
 from tests.support.fake_worker import FakeWorker
 from tests.support.waiting import until
 
@@ -26,7 +26,7 @@ async def service(lease_ms: int) -> AsyncIterator[CoreService]:
         lease_ms=lease_ms,
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
     )
-    async with CoreService(config) as service:
+    async with make_core_service(config) as service:
         yield service
 
 

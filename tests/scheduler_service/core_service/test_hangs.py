@@ -11,7 +11,7 @@ from pagewire.v1 import status_pb2
 from pagewire.v1.scheduler_service_pb2_grpc import SchedulerServiceStub
 from scheduler_service.core.config import SchedulerConfig
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.service import CoreService
+from scheduler_service.core_service.service import CoreService, make_core_service
 from scheduler_service.core_service.step_watchdog import MAX_HANGS, NUM_SOUND_STEPS, StepTimeout
 from tests.scheduler_service.core_service.conftest import Fleet
 from tests.support.attached_frontend import AttachedFrontend
@@ -33,7 +33,7 @@ async def service() -> AsyncIterator[CoreService]:
         step_timeout=StepTimeout(floor_s=LIMIT_S, first_floor_s=LIMIT_S),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16),
     )
-    async with CoreService(config) as service:
+    async with make_core_service(config) as service:
         yield service
 
 

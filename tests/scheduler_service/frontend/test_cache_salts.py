@@ -9,7 +9,7 @@ import pytest
 from pagewire.v1 import context_pb2
 from scheduler_service.core.context import tenant_context
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.service import CoreService
+from scheduler_service.core_service.service import make_core_service
 from tests.support.fake_worker import FakeWorker, counted
 from tests.support.frontends import (
     client_of,
@@ -77,7 +77,9 @@ async def test_a_salt_with_a_tenants_name_is_not_the_tenants() -> None:
 async def test_requests_find_what_was_computed_with_their_salt_and_nothing_else() -> None:
     salts = [None, "a", "b", None, "a", "b"]
     async with AsyncExitStack() as stack:
-        core = await stack.enter_async_context(CoreService(CoreServiceConfig(listen="127.0.0.1:0")))
+        core = await stack.enter_async_context(
+            make_core_service(CoreServiceConfig(listen="127.0.0.1:0"))
+        )
         worker = FakeWorker()
         await worker.start(core.address)
         frontend = await stack.enter_async_context(
@@ -102,7 +104,7 @@ async def test_a_core_that_is_replaced_continues_with_the_same_context() -> None
     first_worker, second_worker = FakeWorker(), FakeWorker()
     async with AsyncExitStack() as first, AsyncExitStack() as second:
         config = CoreServiceConfig(listen="127.0.0.1:0")
-        address = (await first.enter_async_context(CoreService(config))).address
+        address = (await first.enter_async_context(make_core_service(config))).address
         await first_worker.start(address)
         frontend = await second.enter_async_context(running_frontend(address))
         client = await second.enter_async_context(client_of(frontend))
@@ -112,7 +114,7 @@ async def test_a_core_that_is_replaced_continues_with_the_same_context() -> None
         await first.aclose()
         contexts = first_worker.runner.contexts
         await first_worker.kill()
-        await second.enter_async_context(CoreService(CoreServiceConfig(listen=address)))
+        await second.enter_async_context(make_core_service(CoreServiceConfig(listen=address)))
         await second_worker.start(address)
         answer += await read_all(call)
         contexts = [contexts, second_worker.runner.contexts]

@@ -5,7 +5,7 @@ from typing import Any
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.core_service.config import CoreServiceConfig
-from scheduler_service.core_service.service import CoreService
+from scheduler_service.core_service.service import CoreService, make_core_service
 from tests.support.fake_worker import FakeWorker, counted
 from tests.support.frontends import (
     client_of,
@@ -18,7 +18,7 @@ from tests.support.frontends import (
 
 
 def core_at(address: str = "127.0.0.1:0") -> CoreService:
-    return CoreService(CoreServiceConfig(listen=address))
+    return make_core_service(CoreServiceConfig(listen=address))
 
 
 async def test_choices_stream_to_their_end_and_the_account_adds_up() -> None:
