@@ -129,7 +129,7 @@ class SchedulerCore:
         seq_group.frontend.outbox.accepted.append(request.handle)
         is_continued = seq_group.request.is_continued  # also of a later attempt without tokens
         event = RequestEvent.RESUMED if is_continued else RequestEvent.QUEUED
-        seq_group.note(event, to_us(now))
+        seq_group.record_event(event, to_us(now))
         for seq in seq_group.waiting():
             results.finish_resumed(seq)
         if seq_group.num_unfinished == 0:
@@ -379,9 +379,9 @@ class SchedulerCore:
     def _close(self, seq_group: SequenceGroup, now: float) -> None:
         """Report how a group ended, and forget it."""
         results.finish_request(seq_group, seq_group.clock.finish(to_us(now)))
-        seq_group.note(RequestEvent.ENDED, to_us(now))
+        seq_group.record_event(RequestEvent.ENDED, to_us(now))
         self._keep_trace(seq_group)
-        self._inspector.note_end(seq_group, to_us(now))
+        self._inspector.record_end(seq_group, to_us(now))
         self._settle_accounts(seq_group)
         self._deadlines.forget(seq_group)
         self._registry.remove(seq_group, to_us(now))  # last: this clears its sequences
@@ -393,7 +393,7 @@ class SchedulerCore:
         if model is not None:
             if seq_group.has_begun and seq_group.request.work.kind is WorkKind.GENERATION:
                 for seq in seq_group.choices():
-                    model.router.note_answer(len(seq.output_token_ids))
+                    model.router.record_answer(len(seq.output_token_ids))
             seq_group.placement.release(seq_group.tenant)
             model.wake_drained()
             if seq_group.tenant.config.max_kv_blocks is not None:

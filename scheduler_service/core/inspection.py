@@ -184,7 +184,7 @@ class Inspector:
         self._schedulers = schedulers
         self._ended: deque[RequestSnapshot] = deque(maxlen=MAX_ENDED)
 
-    def note_end(self, seq_group: SequenceGroup, now_us: int) -> None:
+    def record_end(self, seq_group: SequenceGroup, now_us: int) -> None:
         """Remember a request whose sequences have all ended."""
         last_worker_group_id = next(reversed(seq_group.clock.timeline.placements), "")
         snapshot = _snapshot(seq_group, _end_state(seq_group), last_worker_group_id)

@@ -170,7 +170,7 @@ class RequestTimings:
     num_drafts: int = 0
     """Drafts computed, as far as workers report them."""
 
-    def note_drafts(self, num_drafts: int, num_accepted: int) -> None:
+    def add_drafts(self, num_drafts: int, num_accepted: int) -> None:
         """Count a row's drafts, and its tokens that came as drafts."""
         self.num_drafts += num_drafts
         self.num_accepted_drafts += num_accepted

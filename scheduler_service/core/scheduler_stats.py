@@ -81,20 +81,20 @@ class ModelTotals:
         most = max(rows, default=0)
         return [sum(rows[row] for row in range(place, most + 1)) for place in range(1, most + 1)]
 
-    def note_plan(self, plan: StepPlan, num_prefill_tokens: int) -> None:
+    def add_plan(self, plan: StepPlan, num_prefill_tokens: int) -> None:
         """Count the work of a plan, in which prefills compute `num_prefill_tokens` tokens."""
         self.num_prefill_tokens += num_prefill_tokens
         self.num_swapped_out_blocks += len(plan.swap_out) // 2
         self.num_swapped_in_blocks += len(plan.swap_in) // 2
         self.num_copied_blocks += len(plan.copy) // 2
 
-    def note_drafts(self, num_drafts: int, num_accepted: list[int]) -> None:
+    def add_drafts(self, num_drafts: int, num_accepted: list[int]) -> None:
         """Count the drafts of a step's rows. num_accepted: of each row that computed any."""
         self.num_draft_rows += len(num_accepted)
         self.num_drafts += num_drafts
         self.num_rows_by_accepted.update(num_accepted)
 
-    def note_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
+    def add_prefill(self, seq: Sequence, num_tokens: int, is_last: bool, now_us: int) -> None:
         """Record that a running sequence's first `num_tokens` tokens are computed; with `is_last`,
         its next token has been sampled."""
         seq_group = seq.seq_group

@@ -508,7 +508,7 @@ class SequenceGroup:
         """The sequences for which its frontend has handles."""
         return self.sequences[: self.request.work.num_choices]
 
-    def note(self, event: RequestEvent, now_us: int) -> None:
+    def record_event(self, event: RequestEvent, now_us: int) -> None:
         """Add an event to its timeline, with the number of tokens of its longest sequence."""
         num_tokens = max(len(seq.output_token_ids) for seq in self.sequences)
         self.clock.timeline.add(event, now_us, self.num_prompt_tokens + num_tokens)

@@ -65,12 +65,12 @@ class Tenants:
         """Count a new live request."""
         self._live[tenant.name] = tenant
         tenant.num_requests += 1
-        tenant.ends.note(now_us, num_requests=0, num_tokens=0, is_empty=False)
+        tenant.ends.observe(now_us, num_requests=0, num_tokens=0, is_empty=False)
 
     def remove_request(self, tenant: TenantUsage, num_prompt_tokens: int, now_us: int) -> None:
         """Count an ended request; drop the tenant with the last one."""
         tenant.num_requests -= 1
-        tenant.ends.note(
+        tenant.ends.observe(
             now_us, num_requests=1, num_tokens=num_prompt_tokens, is_empty=tenant.num_requests == 0
         )
         if tenant.num_requests == 0:

@@ -164,7 +164,7 @@ class StepRates:
         """Cost of one move between device and host, in either direction."""
         return self._move.mean
 
-    def note(self, work: StepWork, result: StepResult) -> None:
+    def observe(self, work: StepWork, result: StepResult) -> None:
         """Take in a step's result."""
         if work.num_moves:
             self._move.add(result.cache_ops_us / work.num_moves)
@@ -211,7 +211,7 @@ class QueueThroughput:
         """Time per prompt token of the requests that leave; None if too little was measured."""
         return _settled(self._tokens)
 
-    def note(self, now_us: int, *, num_requests: int, num_tokens: int, is_empty: bool) -> None:
+    def observe(self, now_us: int, *, num_requests: int, num_tokens: int, is_empty: bool) -> None:
         """Record how many requests and tokens left since the last call, and whether the queue is
         empty now."""
         if num_requests and self._since_us is not None:

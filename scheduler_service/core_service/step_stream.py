@@ -106,7 +106,7 @@ class StepStream:
         message = wire.encode_plan(plan, self.epoch)
         self.meter.tokens.observe(work.num_tokens)
         self.meter.plan_bytes.observe(message.ByteSize())
-        self._note_planning(started_at)
+        self._record_planning(started_at)
         return message
 
     def _is_drained(self) -> bool:
@@ -147,7 +147,7 @@ class StepStream:
         result = wire.decode_result(message, sent_us)
         self.driver.core.update(self.group_id, result, self.driver.clock())
         self._answered(self.sampler, started_at - result.held_us / 1e6)
-        self._note_planning(started_at)
+        self._record_planning(started_at)
 
     async def _follow(self, rank: int) -> None:
         """Check the step numbers of a rank that does not sample."""
@@ -190,7 +190,7 @@ class StepStream:
         overdue_at = self._watch.overdue_at
         return self._least_limit_s if overdue_at is None else overdue_at - self.driver.clock()
 
-    def _note_planning(self, started_at: float) -> None:
+    def _record_planning(self, started_at: float) -> None:
         elapsed_s = self.driver.clock() - started_at
         self.driver.core.add_plan_time(self.group_id, elapsed_s)
         self.meter.planning_s += elapsed_s

@@ -91,7 +91,7 @@ class StepTimes:
         floor_s = self._timeout.first_floor_s if is_first else self._timeout.floor_s
         return max(self.least_limit_s, floor_s, self._timeout.factor * min(bounds, default=0.0))
 
-    def note(self, work: StepWork, seconds: float) -> None:
+    def observe(self, work: StepWork, seconds: float) -> None:
         """Record the duration of a step."""
         is_first = self._is_first(work)
         self._num_seen[_size(work)] += 1
@@ -150,7 +150,7 @@ class StepWatch:
         while self._num_done < min(self._num_answers):
             self._num_done += 1
             taken.append(now - self._since)
-            self._times.note(self._open.popleft()[0], taken[-1])
+            self._times.observe(self._open.popleft()[0], taken[-1])
             self._begin(now)
         return taken
 
@@ -183,12 +183,12 @@ class HangCounter:
         self._num_hangs = 0
         self._limit_s = 0.0
 
-    def note_stream(self, num_steps: int) -> None:
+    def record_stream(self, num_steps: int) -> None:
         """Record that a stream has ended after `num_steps` steps, for any reason."""
         if num_steps >= NUM_SOUND_STEPS:
             self._num_hangs = 0
 
-    def note(self, overdue: StepOverdue) -> None:
+    def record(self, overdue: StepOverdue) -> None:
         """Record that a stream has ended because a step was overdue."""
         self._num_hangs += 1
         self._limit_s = overdue.limit_s

@@ -273,12 +273,12 @@ class WorkerRegistry:
                 "worker left worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
             )
         else:
-            self._note_loss(worker)
+            self._record_loss(worker)
             logger.warning(
                 "worker lost worker_id=%s group_id=%s rank=%d", worker_id, group.group_id, rank
             )
 
-    def _note_loss(self, worker: Worker) -> None:
+    def _record_loss(self, worker: Worker) -> None:
         of = worker.registration
         self.num_losses += 1
         self.losses.append(WorkerLoss(of.group_id, of.rank, of.model.name, self.driver.clock()))

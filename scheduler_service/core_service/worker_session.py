@@ -159,7 +159,7 @@ class WorkerSession:
         except grpc.aio.AioRpcError as error:
             return f"{error.code().name}: {in_words(error.details())}"
         except StepOverdue as error:
-            self._hang_counter.note(error)
+            self._hang_counter.record(error)
             self.counters.counts.num_steps_overdue += 1
             return str(error)
         except (SessionFailed, ResultMismatch, PagewireError) as error:
@@ -291,7 +291,7 @@ class WorkerSession:
         finally:
             for call in calls:
                 call.cancel()
-            self._hang_counter.note_stream(self._stream.num_steps)
+            self._hang_counter.record_stream(self._stream.num_steps)
             self._num_former_steps, self._stream = self.num_steps, None
             self.driver.remove_worker_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_LOST)

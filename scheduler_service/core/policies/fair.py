@@ -115,7 +115,7 @@ class Fair(Policy):
         """Remember the tenant whose request was the last to wait."""
         self._last_to_wait = self._account(tenant)
 
-    def note_placed(self, seq_group: SequenceGroup) -> None:
+    def record_placed(self, seq_group: SequenceGroup) -> None:
         """Charge the prompt, the first time only."""
         account = self._account(seq_group.tenant)
         self._num_turns += 1
@@ -124,7 +124,7 @@ class Fair(Policy):
             cost = PROMPT_TOKEN_COST * seq_group.num_prompt_tokens
             account.service += cost / seq_group.tenant.config.weight
 
-    def note_tokens(self, rows: Rows[Sequence]) -> None:
+    def record_tokens(self, rows: Rows[Sequence]) -> None:
         """Charge one token for each row, even if the sampled token is discarded."""
         counts: Counter[TenantUsage] = Counter(map(_tenant_of, rows))
         for tenant, num_tokens in counts.items():

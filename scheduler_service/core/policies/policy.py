@@ -73,12 +73,12 @@ class Policy(ABC):
         """Record that a queue is empty; the last to leave it was a request of this tenant."""
         del tenant
 
-    def note_placed(self, seq_group: SequenceGroup) -> None:
+    def record_placed(self, seq_group: SequenceGroup) -> None:
         """Record that a request is about to be placed in a worker group, for the first time or
         again."""
         del seq_group
 
-    def note_tokens(self, rows: Rows[Sequence]) -> None:
+    def record_tokens(self, rows: Rows[Sequence]) -> None:
         """Account for a step's result, with a token for each of these sequences."""
         del rows
 

@@ -152,7 +152,7 @@ class ServedModel:
         self.woken.update(routed.capacity.worker_group_id for routed in round_.routed.values())
         if round_.routed:
             self.wake_drained()
-        self.throughput.note(
+        self.throughput.observe(
             now_us,
             num_requests=len(round_.routed),
             num_tokens=sum(seq_group.num_prompt_tokens for seq_group in round_.routed),

@@ -91,7 +91,7 @@ class Router:
     def __init__(self) -> None:
         self._output_tokens = MovingAverage(_OUTPUT_WEIGHT)
 
-    def note_answer(self, num_tokens: int) -> None:
+    def record_answer(self, num_tokens: int) -> None:
         """Add the length of an answer that has ended."""
         self._output_tokens.add(num_tokens)
 
@@ -281,7 +281,7 @@ class RoutingRound:
         return bool(self._with_room) or (self.policy.preempts and bool(self._open))
 
     def _place(self, seq_group: SequenceGroup, scheduler: Scheduler, now_us: int) -> None:
-        self.policy.note_placed(seq_group)
+        self.policy.record_placed(seq_group)
         kv_quota = seq_group.max_kv_quota(scheduler.capacity)
         seq_group.placement.place(seq_group.tenant, kv_quota)
         scheduler.accept(seq_group, now_us)
@@ -341,7 +341,7 @@ class RoutingRound:
             seq_group.placement.is_preempting = True
             return self.router.choose(seq_group, preemptable, now_us).scheduler
         if best is not None:
-            _note_refusals(seq_group, schedulers)
+            _record_refusals(seq_group, schedulers)
             self._reserve(best.scheduler, seq_group)
             return None
         for scheduler in schedulers:  # lower-ranked requests cannot preempt anyone there either
@@ -360,7 +360,7 @@ class RoutingRound:
         changed = [s for s in schedulers if placement.refusals.get(_id(s)) != s.num_changes]
         if any(scheduler.probe.has_room_for(seq_group) for scheduler in changed):
             return None
-        _note_refusals(seq_group, changed)
+        _record_refusals(seq_group, changed)
         return awaited
 
     def _reserve(self, scheduler: Scheduler, seq_group: SequenceGroup) -> None:
@@ -371,7 +371,7 @@ class RoutingRound:
         self.waiting.skip(seq_group)
 
 
-def _note_refusals(seq_group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:
+def _record_refusals(seq_group: SequenceGroup, schedulers: Iterable[Scheduler]) -> None:
     """Remember that these worker groups have no room for a request."""
     seq_group.placement.refusals.update((_id(s), s.num_changes) for s in schedulers)
 

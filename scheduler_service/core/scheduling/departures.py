@@ -91,7 +91,7 @@ class Departures:
             seq.preempt()
         running.drop_ended()  # else it would count as running here, too, once it runs elsewhere
         seq_group.clock.recover(now_us)
-        seq_group.note(RequestEvent.MOVED, now_us)
+        seq_group.record_event(RequestEvent.MOVED, now_us)
         self._placed.migrating[seq_group] = None
 
     def check(self) -> None:

@@ -150,7 +150,7 @@ class Preemption:
     def _recompute(self, victims: list[Sequence], batch: Batch) -> None:
         """Free the memory of sequences of one group, and queue it to be computed again."""
         self._log.record("recompute", victims, batch.now_us)
-        victims[0].seq_group.note(RequestEvent.PREEMPTED, batch.now_us)
+        victims[0].seq_group.record_event(RequestEvent.PREEMPTED, batch.now_us)
         for seq in victims:
             self.running.cache.offer(seq, seq.num_confirmed)
             self.running.vacate(seq, batch.now_us)
@@ -160,7 +160,7 @@ class Preemption:
         """Move the KV of all running sequences of a group to the host."""
         seq_group = victims[0].seq_group
         self._log.record("swap", victims, batch.now_us)
-        seq_group.note(RequestEvent.SWAPPED_OUT, batch.now_us)
+        seq_group.record_event(RequestEvent.SWAPPED_OUT, batch.now_us)
         for seq in victims:
             self.running.cache.offer(seq, seq.num_confirmed)
         batch.swap_out += self.running.swap_out(victims, batch.now_us)
@@ -173,7 +173,7 @@ class Preemption:
             seq_group = top[1]
             if not self._can_swap_in(seq_group.swapped()):
                 return
-            seq_group.note(RequestEvent.SWAPPED_IN, batch.now_us)
+            seq_group.record_event(RequestEvent.SWAPPED_IN, batch.now_us)
             swapped = seq_group.swapped()
             batch.swap_in += self.running.swap_in(seq_group, batch)
             for seq in swapped:  # late results of beams are ignored

@@ -52,11 +52,11 @@ def take_drafts(
             seq.take_back_drafts(lookahead[row], count - 1)
             if seq.status is RUNNING or not seq.status.is_finished:
                 num_accepted = len(tokens) - 1
-                seq.seq_group.clock.timings.note_drafts(num_drafts[row], num_accepted)
+                seq.seq_group.clock.timings.add_drafts(num_drafts[row], num_accepted)
                 if number := num_drafts[row]:
                     total += number
                     accepted.append(num_accepted)
-    totals.note_drafts(total, accepted)
+    totals.add_drafts(total, accepted)
     return sampled, token_ids
 
 
@@ -152,10 +152,10 @@ class ResultProcessor:
         nothing if it is another step's."""
         step = self.pipeline.pop(result)
         waited_us = self.pipeline.clock.advance(now_us, result)
-        self.pipeline.rates.note(step.work, result)
+        self.pipeline.rates.observe(step.work, result)
         for row, error in result.errors.items():
             self._fail_row(step.rows[row], error, now_us)
-        self._note_prefills(step, now_us)
+        self._record_prefills(step, now_us)
         _deliver_logprobs(step, result)
         sampled, token_ids = step.sampled, result.token_ids
         if step.lookahead is not None:
@@ -166,7 +166,7 @@ class ResultProcessor:
             sampled, token_ids = without_candidates(sampled, token_ids)
         num_accepted, ended = deliver_all(sampled, token_ids)
         self._count(step, num_accepted, num_drafts, waited_us)
-        self.policy.note_tokens(served)
+        self.policy.record_tokens(served)
         for seq, stop_token_id in ended:
             finish_choice(seq, stop_token_id)
             status = LENGTH_CAPPED if stop_token_id is None else STOPPED
@@ -181,7 +181,7 @@ class ResultProcessor:
             failed = GenerationFailed(error.message, reason=error.reason)
             self.departures.fail_seq_group(seq.seq_group, failed, now_us)
 
-    def _note_prefills(self, step: InFlightStep, now_us: int) -> None:
+    def _record_prefills(self, step: InFlightStep, now_us: int) -> None:
         """Record how far prompts are computed, except for sequences that have left the batch since
         the step was planned and may have restarted. If their next tokens come with this result,
         they have not restarted: the computed KV is lost, but the tokens count."""
@@ -189,9 +189,9 @@ class ResultProcessor:
             if seq.status is SequenceStatus.RUNNING and step.step_id >= seq.first_step_id:
                 seq.confirm_prefill(is_complete=is_last)
                 self.cache.offer(seq, num_tokens)
-                self.totals.note_prefill(seq, num_tokens, is_last, now_us)
+                self.totals.add_prefill(seq, num_tokens, is_last, now_us)
             elif is_last and seq.status in _OUT and seq.num_in_flight:
-                self.totals.note_prefill(seq, num_tokens, is_last, now_us)
+                self.totals.add_prefill(seq, num_tokens, is_last, now_us)
 
     def _receive_others(self, step: InFlightStep, result: StepResult, now_us: int) -> None:
         """Hand what rows bring other than tokens to their strategies."""

@@ -243,7 +243,7 @@ class RunningSet:
         seq_group = sequences[0].seq_group
         if seq_group.num_running == 0:
             seq_group.clock.enter_batch(self._clock, now_us)
-            seq_group.note(RequestEvent.STARTED, now_us)
+            seq_group.record_event(RequestEvent.STARTED, now_us)
         for seq in sequences:
             seq.enter_batch()
         self.num_changes += 1

@@ -135,7 +135,7 @@ class Scheduler:
         self.placed.waiting.take_all()
         self.placed.preempting.take_all()
         for seq_group in self.seq_groups:
-            seq_group.note(RequestEvent.WORKER_LOST, now_us)
+            seq_group.record_event(RequestEvent.WORKER_LOST, now_us)
             if seq_group.num_running:
                 # What the worker did since its last result is lost.
                 done_us = max(seq_group.clock.since_us, self.clock.mark_us)

@@ -157,7 +157,7 @@ class StepPlanner:
         forget_seq_ids = self.running.take_forget_seq_ids()
         plan, step = batch.to_plan(forget_seq_ids)
         self.pipeline.push(step)
-        self.totals.note_plan(plan, batch.num_prefill_tokens)
+        self.totals.add_plan(plan, batch.num_prefill_tokens)
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug(
                 "step planned group_id=%s step_id=%d num_rows=%d num_prefill_tokens=%d "

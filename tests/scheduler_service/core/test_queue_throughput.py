@@ -9,9 +9,11 @@ def drained(
     *, us_per_request: int, tokens_per_request: int = 10, times: int = 8
 ) -> QueueThroughput:
     rate = QueueThroughput()
-    rate.note(0, num_requests=0, num_tokens=0, is_empty=False)
+    rate.observe(0, num_requests=0, num_tokens=0, is_empty=False)
     for i in range(1, times + 1):
-        rate.note(i * us_per_request, num_requests=1, num_tokens=tokens_per_request, is_empty=False)
+        rate.observe(
+            i * us_per_request, num_requests=1, num_tokens=tokens_per_request, is_empty=False
+        )
     return rate
 
 
@@ -33,24 +35,24 @@ def test_a_rate_is_time_by_what_left_in_it() -> None:
 
 def test_time_in_which_nothing_waits_does_not_count() -> None:
     rate = drained(us_per_request=1000)
-    rate.note(9000, num_requests=1, num_tokens=10, is_empty=True)
-    rate.note(9_000_000, num_requests=1, num_tokens=10, is_empty=False)
-    rate.note(9_001_000, num_requests=1, num_tokens=10, is_empty=True)
+    rate.observe(9000, num_requests=1, num_tokens=10, is_empty=True)
+    rate.observe(9_000_000, num_requests=1, num_tokens=10, is_empty=False)
+    rate.observe(9_001_000, num_requests=1, num_tokens=10, is_empty=True)
     assert rate.us_per_request == pytest.approx(1000)
 
 
 def test_time_that_was_interrupted_does_not_count() -> None:
     rate = drained(us_per_request=1000)
     rate.interrupt()
-    rate.note(9_000_000, num_requests=1, num_tokens=10, is_empty=True)
+    rate.observe(9_000_000, num_requests=1, num_tokens=10, is_empty=True)
     assert rate.us_per_request == pytest.approx(1000)
 
 
 def test_waiting_goes_on_counting_while_nothing_leaves() -> None:
     rate = drained(us_per_request=1000)
     for now_us in range(8000, 18_000, 500):
-        rate.note(now_us, num_requests=0, num_tokens=0, is_empty=False)
-    rate.note(18_000, num_requests=10, num_tokens=100, is_empty=True)
+        rate.observe(now_us, num_requests=0, num_tokens=0, is_empty=False)
+    rate.observe(18_000, num_requests=10, num_tokens=100, is_empty=True)
     assert rate.us_per_request == pytest.approx(1000)
 
 

@@ -92,9 +92,9 @@ def test_the_order_of_queues_follows_what_tenants_are_served_meanwhile() -> None
     for group in (one, other):
         queue.add(group)
     assert queue.head() is one
-    fair.note_tokens(one.sequences)
+    fair.record_tokens(one.sequences)
     assert queue.head() is other
-    fair.note_tokens(other.sequences * 2)
+    fair.record_tokens(other.sequences * 2)
     assert queue.head() is one
 
 
@@ -164,7 +164,7 @@ def test_a_tenant_with_requests_of_two_kinds_is_lifted_once() -> None:
     rich = make_group(tenants, "rich", arrival=2)
     for group in (poor, rich):
         queue.add(group)
-    fair.note_tokens(rich.sequences * 5)
+    fair.record_tokens(rich.sequences * 5)
     second = make_group(tenants, "poor", num_prompt_tokens=2, arrival=3)
     queue.add(second)
     assert [queue.head(), queue.num_tokens_before(second)] == [poor, 0]

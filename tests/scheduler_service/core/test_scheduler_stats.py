@@ -24,7 +24,7 @@ def test_the_work_of_plans_adds_up() -> None:
     totals = ModelTotals()
     plan = StepPlan(step_id=1, swap_out=[0, 1], swap_in=[0, 1, 2, 3], copy=[0, 1, 2, 3, 4, 5])
     for _ in range(2):
-        totals.note_plan(plan, num_prefill_tokens=5)
+        totals.add_plan(plan, num_prefill_tokens=5)
     assert totals.num_prefill_tokens == 10
     assert (totals.num_swapped_out_blocks, totals.num_swapped_in_blocks) == (2, 4)
     assert totals.num_copied_blocks == 6
@@ -34,8 +34,8 @@ def test_drafts_add_up_in_all_and_by_their_place() -> None:
     totals, timings = ModelTotals(), RequestTimings()
     assert totals.num_accepted_by_position() == []
     for num_accepted in ([3, 1, 0], [1]):
-        totals.note_drafts(4 * len(num_accepted), num_accepted)
-        timings.note_drafts(4, num_accepted[0])
+        totals.add_drafts(4 * len(num_accepted), num_accepted)
+        timings.add_drafts(4, num_accepted[0])
     assert (totals.num_draft_rows, totals.num_drafts, totals.num_accepted_drafts) == (4, 16, 5)
     assert totals.num_accepted_by_position() == [3, 1, 1]
     assert (timings.num_drafts, timings.num_accepted_drafts) == (8, 4)

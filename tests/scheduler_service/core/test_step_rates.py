@@ -5,7 +5,7 @@ from scheduler_service.core.throughput import StepRates
 from tests.support.steps import make_work
 
 
-def note(
+def observe(
     rates: StepRates,
     busy_us: int,
     *,
@@ -25,7 +25,7 @@ def note(
         forward_us=forward_us,
         sample_us=sample_us,
     )
-    rates.note(work, result)
+    rates.observe(work, result)
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
@@ -35,32 +35,32 @@ def test_nothing_is_known_before_the_first_step() -> None:
 
 def test_prefill_tokens_cost_what_a_step_takes_beyond_its_decodes() -> None:
     rates = StepRates()
-    note(rates, 1000)
-    note(rates, 5000, prefill=100)
+    observe(rates, 1000)
+    observe(rates, 5000, prefill=100)
     assert rates.us_per_decode_step == 1000
     assert rates.us_per_prefill_token == 40
 
 
 def test_cache_operations_are_not_counted_as_computing() -> None:
     rates = StepRates()
-    note(rates, 1500, moved=5, ops_us=500)
+    observe(rates, 1500, moved=5, ops_us=500)
     assert rates.us_per_decode_step == 1000
     assert rates.us_per_move == 100
 
 
 def test_a_step_that_swaps_out_while_it_computes_takes_as_long_as_it_computes() -> None:
     rates = StepRates()
-    note(rates, 1500, moved=5, ops_us=500, forward_us=1200, sample_us=200)
+    observe(rates, 1500, moved=5, ops_us=500, forward_us=1200, sample_us=200)
     assert rates.us_per_decode_step == 1400
     assert rates.us_per_move == 100
     rates = StepRates()
-    note(rates, 1500, moved=5, ops_us=1600, forward_us=1500, sample_us=200)
+    observe(rates, 1500, moved=5, ops_us=1600, forward_us=1500, sample_us=200)
     assert rates.us_per_decode_step == 1500, "the step before had not been collected yet"
 
 
 def test_a_step_that_swaps_in_tells_nothing_of_what_ran_beside() -> None:
     rates = StepRates()
-    note(rates, 1500, moved=10, swaps_in=True, ops_us=1400)
+    observe(rates, 1500, moved=10, swaps_in=True, ops_us=1400)
     assert rates.us_per_decode_step is None
     assert rates.us_per_move == 140
 
@@ -68,6 +68,6 @@ def test_a_step_that_swaps_in_tells_nothing_of_what_ran_beside() -> None:
 def test_averages_follow_the_worker() -> None:
     rates = StepRates()
     for busy_us in [1000] + [2000] * 60:
-        note(rates, busy_us)
+        observe(rates, busy_us)
     assert rates.us_per_decode_step is not None
     assert 1990 < rates.us_per_decode_step < 2000

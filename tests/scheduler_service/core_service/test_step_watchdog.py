@@ -33,8 +33,8 @@ def seen(*steps: tuple[StepWork, float]) -> StepTimes:
     times = StepTimes(TIMEOUT)
     for work, seconds in steps:
         for _ in range(NUM_FIRST_STEPS):
-            times.note(work, 50.0)
-        times.note(work, seconds)
+            times.observe(work, 50.0)
+        times.observe(work, seconds)
     return times
 
 
@@ -42,8 +42,8 @@ def test_the_first_steps_of_a_size_may_take_long_and_say_nothing_of_later_ones()
     times = StepTimes(TIMEOUT)
     for _ in range(NUM_FIRST_STEPS):
         assert times.limit_s(decode(4)) == 60
-        times.note(decode(4), 50.0)
-    times.note(decode(4), 0.2)
+        times.observe(decode(4), 50.0)
+    times.observe(decode(4), 0.2)
     assert times.limit_s(decode(4)) == pytest.approx(10 * 0.2)
     assert times.limit_s(decode(8)) == 60
     assert times.limit_s(prefill(4, 4)) == 60
@@ -84,7 +84,7 @@ def test_a_step_as_long_as_its_work_explains_is_never_overdue(seed: int) -> None
         work = (prefill if i % 3 else decode)(num_tokens, context)
         seconds = a + b * work.num_tokens + c * work.num_attended_pairs
         assert seconds <= times.limit_s(work) * (1 + 1e-9)
-        times.note(work, seconds)
+        times.observe(work, seconds)
 
 
 def test_without_a_floor_no_step_is_ever_overdue() -> None:

@@ -21,7 +21,7 @@ def measured(*, us_per_prefill_token: int, us_per_move: int) -> StepRates:
     ops_us = 10 * us_per_move
     busy_us = ops_us + 10 * us_per_prefill_token
     result = StepResult(step_id=1, token_ids=[1], busy_us=busy_us, cache_ops_us=ops_us)
-    rates.note(work, result)
+    rates.observe(work, result)
     return rates
 
 

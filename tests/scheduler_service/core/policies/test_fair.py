@@ -164,10 +164,11 @@ def make_fair(**weights: float) -> tuple[Fair, Tenants]:
 def test_prompts_are_charged_once_and_outputs_twice_their_number_by_weight() -> None:
     fair, tenants = make_fair(heavy=4.0)
     group = make_group(tenants, "heavy", num_prompt_tokens=100)
-    fair.note_placed(group)
-    fair.note_placed(group)
+    fair.record_placed(group)
+    group.placement.place(group.tenant, 0)
+    fair.record_placed(group)
     assert fair.key(group)[0] == 25
-    fair.note_tokens(group.sequences * 10)
+    fair.record_tokens(group.sequences * 10)
     assert fair.key(group)[0] == 30
 
 
@@ -175,10 +176,10 @@ def test_who_comes_back_is_lifted_to_those_who_wait_but_never_lowered() -> None:
     fair, tenants = make_fair()
     busy, idle = make_group(tenants, "busy", num_prompt_tokens=70), make_group(tenants, "idle")
     fair.open_queue(busy.tenant, None)
-    fair.note_placed(busy)
+    fair.record_placed(busy)
     fair.open_queue(idle.tenant, busy)
     assert fair.key(idle)[0] == fair.key(busy)[0] == 70
-    fair.note_tokens(idle.sequences * 40)
+    fair.record_tokens(idle.sequences * 40)
     fair.open_queue(idle.tenant, busy)
     assert fair.key(idle)[0] == 150
 
@@ -186,9 +187,9 @@ def test_who_comes_back_is_lifted_to_those_who_wait_but_never_lowered() -> None:
 def test_where_nobody_waits_who_comes_back_is_lifted_to_the_last_who_did() -> None:
     fair, tenants = make_fair()
     last, new = make_group(tenants, "last", num_prompt_tokens=70), make_group(tenants, "new")
-    fair.note_placed(last)
+    fair.record_placed(last)
     fair.close_queue(last.tenant)
-    fair.note_tokens(last.sequences * 5)
+    fair.record_tokens(last.sequences * 5)
     fair.open_queue(new.tenant, None)
     assert fair.key(new)[0] == 80
 
@@ -199,12 +200,12 @@ def test_accounts_of_tenants_that_are_gone_are_forgotten_unless_they_had_more() 
         group = make_group(tenants, f"passing{i}", num_prompt_tokens=10)
         tenants.add_request(group.tenant, i)
         fair.open_queue(group.tenant, None)
-        fair.note_placed(group)
+        fair.record_placed(group)
         fair.close_queue(group.tenant)
         tenants.remove_request(group.tenant, 10, i)
         if i == 0:
             served_most = make_group(tenants, "most", num_prompt_tokens=50_000)
-            fair.note_placed(served_most)
+            fair.record_placed(served_most)
     assert len(fair) < 200
     assert fair.key(served_most)[0] == 50_000
 

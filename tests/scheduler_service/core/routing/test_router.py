@@ -124,7 +124,7 @@ def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10)
     for num_tokens in (0, 100):
         work = make_work(num_tokens=1 + num_tokens, num_prefill_tokens=num_tokens)
         busy_us = step_us + num_tokens * token_us
-        scheduler.rates.note(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
+        scheduler.rates.observe(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
 
 
 def prompt(first: int, length: int) -> list[int]:

@@ -20,10 +20,10 @@ def measured(*, us_per_prefill_token: int, us_per_move: int) -> StepRates:
     rates = StepRates()
     work = make_work(num_prefill_tokens=10, num_moves=0, swaps_in=False)
     busy_us = 10 * us_per_prefill_token
-    rates.note(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
+    rates.observe(work, StepResult(step_id=1, token_ids=[1], busy_us=busy_us))
     work = make_work(num_prefill_tokens=0, num_moves=10, swaps_in=False)
     ops_us = 10 * us_per_move
-    rates.note(work, StepResult(step_id=1, token_ids=[], busy_us=ops_us, cache_ops_us=ops_us))
+    rates.observe(work, StepResult(step_id=1, token_ids=[], busy_us=ops_us, cache_ops_us=ops_us))
     return rates
 
 
