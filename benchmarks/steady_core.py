@@ -141,7 +141,7 @@ class SteadyCore:
         times.append(thread_time_ns())
         self._core.update(group_id, result, self._now)
         times.append(thread_time_ns())
-        for outbox in self._core.take_outboxes().values():
+        for outbox in self._core.pop_outboxes().values():
             wire.encode_outbox(outbox).SerializeToString()
         times.append(thread_time_ns())
         spent = [(after - before) / 1000 for before, after in pairwise(times)]

@@ -154,7 +154,7 @@ class InProcess:
         if not self._launched:
             return False
         self.update(self._launched.popleft().collect())
-        for outbox in self._core.take_outboxes().values():
+        for outbox in self._core.pop_outboxes().values():
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
                 outputs[handle].append(token)
         return True

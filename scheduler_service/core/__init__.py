@@ -11,12 +11,12 @@ and vectors pass through it in the bytes of the wire. Its driver runs this loop:
     while (plan := core.schedule(group_id, now)) is not None:
         send(plan)                              # plans of a group are executed in order ...
     core.update(group_id, result, now)          # ... and answered in order
-    for frontend_id, outputs in core.take_outboxes().items():
+    for frontend_id, outputs in core.pop_outboxes().items():
         send(outputs)
 
 Call `schedule` until it returns None, then take the outputs: for every group after a worker group
 joined, left or began to drain; for a result's own group after `update`; and after any call for the
-groups that `take_woken` returns, because requests are routed by whichever group plans.
+groups that `pop_woken` returns, because requests are routed by whichever group plans.
 
 The modules, from the outside in:
 

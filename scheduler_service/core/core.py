@@ -242,20 +242,20 @@ class SchedulerCore:
 
     # Outputs.
 
-    def take_woken(self) -> set[str]:
+    def pop_woken(self) -> set[str]:
         """Worker groups woken since the last call: `schedule` may return a plan for them now.
 
         Not among them are groups that got a result, nor are all groups when one joins or leaves:
         callers know of these. Whichever group plans first places waiting requests, also in other
         groups. A draining group is woken when the requests that it was kept for ended or moved.
         """
-        return self._fleet.take_woken()
+        return self._fleet.pop_woken()
 
-    def take_outboxes(self) -> dict[str, EngineOutputs]:
+    def pop_outboxes(self) -> dict[str, EngineOutputs]:
         """Outputs by frontend since the last call; frontends without any are absent."""
-        return self._registry.take_outboxes()
+        return self._registry.pop_outboxes()
 
-    def take_traced(self) -> list[TracedRequest]:
+    def pop_traced(self) -> list[TracedRequest]:
         """Requests that have ended since the last call, of those whose trace is recorded."""
         traced, self._traced = self._traced, []
         return traced

@@ -130,7 +130,7 @@ class WaitingQueue:
         for seq_group in skipped:
             self._heap.push(seq_group.rank, seq_group)
 
-    def take_all(self) -> list[SequenceGroup]:
+    def pop_all(self) -> list[SequenceGroup]:
         """Empty the queue; its groups in no particular order."""
         seq_groups = list(self)
         for seq_group in seq_groups:
@@ -286,9 +286,7 @@ class ModelQueue(Generic[Kind]):
         """Assign all requests to per-key queues again, because the worker groups have changed."""
         self._retry(self._tenant_limited)
         self.end_round()
-        seq_groups = [
-            seq_group for queue in self._queues.values() for seq_group in queue.take_all()
-        ]
+        seq_groups = [seq_group for queue in self._queues.values() for seq_group in queue.pop_all()]
         self._queues, self._order = {}, RemovableHeap()
         self._num_queues.clear()
         self._num_of_kind.clear()

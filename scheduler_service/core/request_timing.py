@@ -154,9 +154,9 @@ class RequestClock:
         elapsed = max(0, now_us - self.since_us)
         excess = max(0, covered - elapsed)
         for index, part in enumerate(parts):
-            taken = min(part, excess)
-            parts[index] -= taken
-            excess -= taken
+            surplus = min(part, excess)
+            parts[index] -= surplus
+            excess -= surplus
         timings = self.timings
         timings.wire_us += parts[0] + elapsed - sum(parts)
         timings.forward_us += parts[1]

@@ -34,7 +34,7 @@ class Frontend:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     """Sequences of its live requests by handle, ended ones included."""
 
-    def take_outbox(self) -> EngineOutputs:
+    def pop_outbox(self) -> EngineOutputs:
         """The outputs so far; later ones go to a fresh outbox."""
         outbox, self.outbox = self.outbox, EngineOutputs()
         return outbox
@@ -255,7 +255,7 @@ class Sequence:
         self.length += 1 + num_drafts
         self.num_drafts += num_drafts
 
-    def take_back_drafts(self, num_drafts: int, num_kept: int) -> None:
+    def retract_drafts(self, num_drafts: int, num_kept: int) -> None:
         """Count only the drafts that a row has kept."""
         self.num_drafts -= num_drafts
         self.length -= num_drafts - num_kept

@@ -100,15 +100,15 @@ class CoreDriver:
         """Complete calls into the core: wake these worker groups, and those that the core names,
         because it may have a plan for them; deliver outputs; set the timer for the next
         deadline."""
-        for group_id in (*group_ids, *self.core.take_woken()):
+        for group_id in (*group_ids, *self.core.pop_woken()):
             work = self._work.get(group_id)
             if work is not None:
                 work.set()
-        for frontend_id, outbox in self.core.take_outboxes().items():
+        for frontend_id, outbox in self.core.pop_outboxes().items():
             mailbox = self._mailboxes.get(frontend_id)
             if mailbox is not None:
                 mailbox.deliver(outbox)
-        for traced in self.core.take_traced():
+        for traced in self.core.pop_traced():
             if self.on_traced is not None:  # later, so that its failure ends no stream
                 self._loop.call_soon(self.on_traced, traced)
         self._set_alarm()

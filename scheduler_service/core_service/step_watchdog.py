@@ -146,13 +146,13 @@ class StepWatch:
         """
         now = max(now, self._since)
         self._num_answers[rank] += 1
-        taken = []
+        durations = []
         while self._num_done < min(self._num_answers):
             self._num_done += 1
-            taken.append(now - self._since)
-            self._times.observe(self._open.popleft()[0], taken[-1])
+            durations.append(now - self._since)
+            self._times.observe(self._open.popleft()[0], durations[-1])
             self._begin(now)
-        return taken
+        return durations
 
     def _begin(self, now: float) -> None:
         self._since = now

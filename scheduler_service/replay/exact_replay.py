@@ -80,7 +80,7 @@ class ExactReplay:
             raised = self._outcomes.of_error(error)
         plan = returned if isinstance(returned, StepPlan) else None
         chain = self._outcomes.chain_with(returned)
-        if entry.do == "take_outboxes":
+        if entry.do == "pop_outboxes":
             self._compare_outputs(entry, chain)
         elif chain != entry.chain or _class_of(raised) != _class_of(entry.raised):
             summary.difference = self._difference(entry, plan, chain, raised)

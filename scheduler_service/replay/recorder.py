@@ -107,7 +107,7 @@ def _recorded(method: str) -> Callable[..., Any]:
         finally:
             core._is_in_call = False
         # Most calls find no outputs, and change nothing.
-        if returned or method != "take_outboxes":
+        if returned or method != "pop_outboxes":
             core._record(method, arguments, returned, None)
         return returned
 

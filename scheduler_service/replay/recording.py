@@ -5,7 +5,7 @@
     {"do":"submit","request":{…},"now":815.9}
     {"do":"schedule","worker_group_id":"g0","now":815.9,"chain":"6d2f…"}
     {"do":"update","worker_group_id":"g0","result":{"step_id":1,"token_ids":[17]},"now":816.1}
-    {"do":"take_outboxes","chain":"93b0…"}
+    {"do":"pop_outboxes","chain":"93b0…"}
 
 `do` is the method of `SchedulerCore`; its arguments follow, under the names that the method
 declares. Then comes the outcome: `raised`, the class and the message of an error, or `chain`, if
@@ -53,7 +53,7 @@ INPUTS = (
     "schedule",
     "add_plan_time",
     "update",
-    "take_outboxes",
+    "pop_outboxes",
 )
 """The methods of the core that change it."""
 

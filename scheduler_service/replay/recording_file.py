@@ -54,7 +54,7 @@ class RecordingWriter:
         """Whether lines are still written; False after an error."""
         self._lines: deque[str] = deque()
         # Each number has one writer, so neither needs a lock.
-        self._num_taken = 0
+        self._num_queued = 0
         self._num_written = 0
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recording", daemon=True)
@@ -65,8 +65,8 @@ class RecordingWriter:
         """Queue a line, without its newline; never blocks."""
         if not self.is_open:
             return
-        self._num_taken += len(line)
-        if self._num_taken - self._num_written > self._max_backlog_chars:
+        self._num_queued += len(line)
+        if self._num_queued - self._num_written > self._max_backlog_chars:
             self.fail("the disk is too slow")
             return
         self._lines.append(line)

@@ -105,7 +105,7 @@ def _outcome(do: str, chain: str | None, raised: list[str] | None, plan: StepPla
     if raised is not None:
         return f"raised {': '.join(raised)}"
     if chain is None:
-        return {"schedule": "nothing to do", "take_outboxes": "no outputs"}.get(do, "no error")
+        return {"schedule": "nothing to do", "pop_outboxes": "no outputs"}.get(do, "no error")
     step = f"step {plan.step_id}, " if plan is not None else ""
     return f"{step}hash {chain}"
 

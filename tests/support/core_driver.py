@@ -350,7 +350,7 @@ class CoreDriver:
             planned = [self.schedule(group_id) for group_id in self.links]
             delivered = [self.deliver(group_id) for group_id in self.links]
             self.collect()
-            woken = self.core.take_woken()
+            woken = self.core.pop_woken()
             if not any(delivered) and not any(planned) and not woken:
                 self._check_rest()
                 return
@@ -381,7 +381,7 @@ class CoreDriver:
 
     def collect(self) -> None:
         """Read all outboxes."""
-        for frontend_id, outbox in self.core.take_outboxes().items():
+        for frontend_id, outbox in self.core.pop_outboxes().items():
             self.read(frontend_id, outbox)
 
     def read(self, frontend_id: str, outbox: EngineOutputs) -> None:

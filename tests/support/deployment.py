@@ -293,7 +293,7 @@ class Deployment:
     # What the frontend hears.
 
     def _collect(self) -> None:
-        for outbox in self._core.take_outboxes().values():
+        for outbox in self._core.pop_outboxes().values():
             self._read(outbox)
 
     def _read(self, outbox: EngineOutputs) -> None:

@@ -285,7 +285,7 @@ class InProcessEngine:
             self._deliver(outputs)
 
     def _deliver(self, outputs: dict[int, Output]) -> None:
-        for outbox in self.core.take_outboxes().values():
+        for outbox in self.core.pop_outboxes().values():
             for _, error in outbox.requests_failed:
                 raise error
             for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):

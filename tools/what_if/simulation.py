@@ -200,7 +200,7 @@ class _Simulation:
         while due:
             for group_id in due:
                 self._plan_for(group_id, self._workers[group_id])
-            woken = self._core.take_woken()
+            woken = self._core.pop_woken()
             due = [group_id for group_id in self._workers if group_id in woken]
 
     def _plan_for(self, group_id: str, worker: VirtualWorker) -> None:
@@ -213,7 +213,7 @@ class _Simulation:
             self._core.update(group_id, result, self._now)
 
     def _read_outputs(self) -> None:
-        for history, index in self._histories.read(self._core.take_outboxes(), self._now):
+        for history, index in self._histories.read(self._core.pop_outboxes(), self._now):
             stop = self._stops[history.number][index]
             if stop is not None and len(history.choices[index].tokens) == stop.num_tokens:
                 self._stop_later(history, index, stop)

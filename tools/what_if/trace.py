@@ -290,7 +290,7 @@ class TraceReader:
     def _on_remove_worker_group(self, worker_group_id: str, now: float) -> None:
         self._clock.lose(worker_group_id)
 
-    def _on_take_outboxes(self, returned: Any = ()) -> None:
+    def _on_pop_outboxes(self, returned: Any = ()) -> None:
         for _ in self._histories.read(returned or {}, self._now):
             pass
 

@@ -104,10 +104,10 @@ class RequestRegistry:
         frontend = self._frontends.pop(frontend_id, None)
         assert frontend is None or not frontend.sequences
 
-    def take_outboxes(self) -> dict[str, EngineOutputs]:
+    def pop_outboxes(self) -> dict[str, EngineOutputs]:
         """Take the outputs since the last call, by frontend, of frontends that have any."""
         return {
-            frontend.frontend_id: frontend.take_outbox()
+            frontend.frontend_id: frontend.pop_outbox()
             for frontend in self._frontends.values()
             if frontend.outbox
         }

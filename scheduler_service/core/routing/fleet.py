@@ -107,7 +107,7 @@ class ServedModel:
         """Queue all requests that have not started for routing again."""
         for scheduler in self.schedulers:
             self.requeue(scheduler.pop_not_started())
-        for seq_group in self.recovery.unschedulable.take_all():
+        for seq_group in self.recovery.unschedulable.pop_all():
             self.waiting.add(seq_group)
 
     def requeue(self, seq_groups: Iterable[SequenceGroup]) -> None:
@@ -243,7 +243,7 @@ class Fleet:
             if model.waiting.has_tenant_limited:
                 model.wake()
 
-    def take_woken(self) -> set[str]:
+    def pop_woken(self) -> set[str]:
         """Worker groups woken since the last call."""
         woken: set[str] = set()
         for model in self.models.values():

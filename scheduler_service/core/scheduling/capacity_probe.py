@@ -146,10 +146,10 @@ class CapacityProbe:
     ) -> bool:
         """Whether the group could be admitted with this many more free places, and as much more
         memory."""
-        num_taken = self.running.num_places - num_places + len(seq_group.waiting())
+        num_used = self.running.num_places - num_places + len(seq_group.waiting())
         max_tokens = seq_group.max_known_tokens
         verdict = self.running.cache.can_admit(max_tokens, hit, memory_freed=memory)
-        return num_taken <= self.config.max_num_seqs and verdict is AllocStatus.OK
+        return num_used <= self.config.max_num_seqs and verdict is AllocStatus.OK
 
     @property
     def has_suspect(self) -> bool:

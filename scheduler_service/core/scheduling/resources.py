@@ -45,11 +45,11 @@ class Places:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self.num_taken = 0
+        self.num_used = 0
 
     def has_room(self, num_sequences: int) -> bool:
         """Whether there are this many more."""
-        return self.num_taken + num_sequences <= self._limit
+        return self.num_used + num_sequences <= self._limit
 
     def fits(self, entrants: Entrants) -> AllocStatus:
         """Places come free as sequences end."""
@@ -58,12 +58,12 @@ class Places:
     def acquire(self, entrants: Entrants, batch: Batch) -> None:
         """One for each."""
         del batch
-        self.num_taken += len(entrants.sequences)
+        self.num_used += len(entrants.sequences)
 
     def release(self, seq: Sequence) -> None:
         """The sequence's place."""
         del seq
-        self.num_taken -= 1
+        self.num_used -= 1
 
 
 class Memory:

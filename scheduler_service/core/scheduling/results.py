@@ -28,7 +28,7 @@ LENGTH_CAPPED = SequenceStatus.FINISHED_LENGTH_CAPPED
 _ENTRY_BYTES = 4  # of an int32 or float32 column
 
 
-def take_drafts(
+def accept_drafts(
     step: InFlightStep, result: StepResult, totals: ModelTotals
 ) -> tuple[list[Sequence], list[int]]:
     """The sequences and tokens of a step with drafts, one entry per token, and without the tokens
@@ -49,7 +49,7 @@ def take_drafts(
         sampled += [seq] * len(tokens)
         token_ids += tokens
         if row < len(lookahead) and lookahead[row]:
-            seq.take_back_drafts(lookahead[row], count - 1)
+            seq.retract_drafts(lookahead[row], count - 1)
             if seq.status is RUNNING or not seq.status.is_finished:
                 num_accepted = len(tokens) - 1
                 seq.seq_group.clock.timings.add_drafts(num_drafts[row], num_accepted)
@@ -159,7 +159,7 @@ class ResultProcessor:
         _deliver_logprobs(step, result)
         sampled, token_ids = step.sampled, result.token_ids
         if step.lookahead is not None:
-            sampled, token_ids = take_drafts(step, result, self.totals)
+            sampled, token_ids = accept_drafts(step, result, self.totals)
         served, num_drafts = sampled, len(sampled) - len(step.sampled)
         if result.candidates or result.vectors:
             self._receive_others(step, result, now_us)

@@ -55,7 +55,7 @@ class RunningSet:
     @property
     def num_places(self) -> int:
         """The number of running sequences."""
-        return self.places.num_taken
+        return self.places.num_used
 
     def enter(
         self, seq: Sequence, forks: list[Sequence], now_us: int, *, awaits_swap_in: bool = False
@@ -218,7 +218,7 @@ class RunningSet:
             self.prefilling = [seq for seq in self.prefilling if seq.status is RUNNING]
             self._has_ended = False
 
-    def take_forget_seq_ids(self) -> list[int]:
+    def pop_forget_seq_ids(self) -> list[int]:
         """Sequences that stopped running since the last call, for the worker to forget."""
         seq_ids, self._forget_seq_ids = self._forget_seq_ids, []
         return seq_ids

@@ -132,8 +132,8 @@ class Scheduler:
         tokens that they have, and those groups, ended ones included, that the worker was computing.
         Nothing may be scheduled here afterwards."""
         computing = {seq.seq_group for seq in self.pipeline.open_rows()}
-        self.placed.waiting.take_all()
-        self.placed.preempting.take_all()
+        self.placed.waiting.pop_all()
+        self.placed.preempting.pop_all()
         for seq_group in self.seq_groups:
             seq_group.record_event(RequestEvent.WORKER_LOST, now_us)
             if seq_group.num_running:

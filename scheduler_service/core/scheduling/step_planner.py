@@ -154,7 +154,7 @@ class StepPlanner:
         batch.swap_out += self.running.cache.end_plan(has_rows=bool(batch.rows))
         if batch.is_empty:
             return None
-        forget_seq_ids = self.running.take_forget_seq_ids()
+        forget_seq_ids = self.running.pop_forget_seq_ids()
         plan, step = batch.to_plan(forget_seq_ids)
         self.pipeline.push(step)
         self.totals.add_plan(plan, batch.num_prefill_tokens)

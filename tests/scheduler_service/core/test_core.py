@@ -24,7 +24,7 @@ def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> 
     core.stop_choice("f0", 1, 3, 0.0)
     core.remove_frontend("f0", 0.0)
     core.remove_worker_group("g0", 0.0)
-    assert core.take_outboxes() == {}
+    assert core.pop_outboxes() == {}
 
 
 def test_prompt_logprobs_are_told_once_although_the_prompt_is_computed_twice() -> None:
@@ -60,7 +60,7 @@ def test_prompt_logprobs_that_overlap_are_cut_to_what_is_new() -> None:
 
     for part in (update(1, 2), update(1, 1), update(2, 3), update(1, 4)):
         deliver_prompt_logprobs(group, part)
-    told = core.take_outboxes()["f0"].prompt_logprobs
+    told = core.pop_outboxes()["f0"].prompt_logprobs
     assert told == [(1, update(1, 2)), (1, update(3, 2))]
 
 

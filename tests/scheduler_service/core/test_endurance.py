@@ -151,7 +151,7 @@ class Traffic:
         return StepResult(step_id=plan.step_id, token_ids=token_ids, logprobs=logprobs)
 
     def _read(self) -> None:
-        for outbox in self.core.take_outboxes().values():
+        for outbox in self.core.pop_outboxes().values():
             self.take(outbox)
 
     def take(self, outbox: EngineOutputs) -> None:

@@ -83,7 +83,7 @@ class Server:
             on_step(plan)
             count = len(plan.seq_ids) if plan.output is None else sum(plan.output)
             self.core.update("g0", StepResult(step_id=plan.step_id, token_ids=[7] * count), 0.0)
-            for outbox in self.core.take_outboxes().values():
+            for outbox in self.core.pop_outboxes().values():
                 self._read(outbox)
         self.core.check()
 

@@ -228,7 +228,7 @@ class Scenario:
     def read_news(self) -> list[str]:
         """What the frontends hear, checked by the driver, in words."""
         lines: list[str] = []
-        outboxes = self.driver.core.take_outboxes()
+        outboxes = self.driver.core.pop_outboxes()
         for frontend_id, outbox in outboxes.items():
             self.driver.read(frontend_id, outbox)
             lines += self._show(outbox)

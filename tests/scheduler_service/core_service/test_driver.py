@@ -23,7 +23,7 @@ class Deployment:
             group_id: self.driver.add_worker_group(make_capacity(group_id, model=model))
             for group_id, model in models.items()
         }
-        self.take_woken()
+        self.pop_woken()
 
     def submit(self, request: Request) -> None:
         """Queue a request."""
@@ -41,7 +41,7 @@ class Deployment:
         self.driver.core.update(group_id, result, self.now)
         self.driver.follow_up(group_id)
 
-    def take_woken(self) -> set[str]:
+    def pop_woken(self) -> set[str]:
         """Groups that were woken since the last call."""
         woken = {group_id for group_id, work in self._work.items() if work.is_set()}
         for work in self._work.values():
@@ -53,12 +53,12 @@ async def test_a_request_wakes_the_groups_of_its_model_that_can_plan() -> None:
     deployment = Deployment(SchedulerConfig(pipeline_depth=2), full="m", idle="m", other="n")
     driver = deployment.driver
     deployment.submit(make_request())
-    assert deployment.take_woken() == {"full", "idle"}
+    assert deployment.pop_woken() == {"full", "idle"}
     assert deployment.next_plan("full") is not None
     assert deployment.next_plan("full") is not None
-    deployment.take_woken()
+    deployment.pop_woken()
     deployment.submit(make_request(handle=2, request_id="r2"))
-    assert deployment.take_woken() == {"idle"}
+    assert deployment.pop_woken() == {"idle"}
     driver.close()
 
 
@@ -67,16 +67,16 @@ async def test_what_a_request_leaves_wakes_the_groups_of_its_model() -> None:
     driver = deployment.driver
     deployment.submit(make_request(num_choices=2))
     assert deployment.next_plan("one") is not None
-    deployment.take_woken()
+    deployment.pop_woken()
     driver.core.stop_choice("f0", 1, 0, deployment.now)
     driver.follow_up()
-    assert deployment.take_woken() == {"one"}
+    assert deployment.pop_woken() == {"one"}
     driver.core.cancel("f0", 1, deployment.now)
     driver.follow_up()
-    assert deployment.take_woken() == {"one"}
+    assert deployment.pop_woken() == {"one"}
     driver.core.cancel("f0", 1, deployment.now)
     driver.follow_up()
-    assert deployment.take_woken() == set(), "it was no more"
+    assert deployment.pop_woken() == set(), "it was no more"
     driver.close()
 
 
@@ -84,9 +84,9 @@ async def test_a_group_is_woken_for_what_another_one_gives_it() -> None:
     deployment = Deployment(SchedulerConfig(), first="m", second="m")
     driver = deployment.driver
     deployment.submit(make_request())
-    deployment.take_woken()
+    deployment.pop_woken()
     assert deployment.next_plan("second") is None
-    assert deployment.take_woken() == {"first"}
+    assert deployment.pop_woken() == {"first"}
     driver.close()
 
 
@@ -94,11 +94,11 @@ async def test_a_deadline_that_a_group_comes_upon_wakes_the_groups_of_the_reques
     deployment = Deployment(SchedulerConfig(), one="m", another="n")
     driver = deployment.driver
     deployment.submit(make_request(model="n", deadline=1.0))
-    deployment.take_woken()
+    deployment.pop_woken()
     deployment.now = 2.0
     assert deployment.next_plan("one") is None
     assert driver.core.num_requests() == 0
-    assert deployment.take_woken() == {"another"}
+    assert deployment.pop_woken() == {"another"}
     driver.close()
 
 
@@ -110,9 +110,9 @@ async def test_a_result_wakes_another_models_group_for_what_its_tenant_may_have_
     assert deployment.next_plan("one") is not None
     deployment.submit(make_request(handle=2, request_id="r2", model="n", max_tokens=1))
     assert deployment.next_plan("another") is None
-    deployment.take_woken()
+    deployment.pop_woken()
     deployment.apply("one", StepResult(step_id=1, token_ids=[7]))
-    assert deployment.take_woken() == {"one", "another"}
+    assert deployment.pop_woken() == {"one", "another"}
     assert deployment.next_plan("another") is not None
     driver.close()
 
@@ -127,12 +127,12 @@ async def test_a_group_that_drains_is_woken_when_nothing_can_come_to_it_any_more
     driver.drain_worker_group("first")
     driver.drain_worker_group("second")
     assert not driver.is_drained("second")
-    deployment.take_woken()
+    deployment.pop_woken()
     deployment.apply("first", StepResult(step_id=1, token_ids=[7]))
     if then == "goes on":
         assert deployment.next_plan("first") is not None
     assert driver.is_drained("second")
-    assert deployment.take_woken() == {"first", "second"}
+    assert deployment.pop_woken() == {"first", "second"}
     driver.close()
 
 

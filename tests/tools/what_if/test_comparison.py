@@ -88,7 +88,7 @@ def test_steps_whose_results_came_together_took_each_its_own_time() -> None:
         core.schedule("g0", 0.0)
     for step_id, held_us in enumerate((20_000, 10_000, 0), start=1):
         core.update("g0", StepResult(step_id=step_id, token_ids=[5], held_us=held_us), 0.03)
-    core.take_outboxes()
+    core.pop_outboxes()
     seconds = [step.seconds for step in read_trace(recording).steps]
     assert seconds == pytest.approx([0.01, 0.01, 0.01])
 

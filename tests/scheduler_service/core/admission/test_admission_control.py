@@ -123,7 +123,7 @@ def test_a_full_queue_says_when_to_come_again_but_takes_what_was_accepted_before
     assert caught.value.retry_delay_s == 2.5
     generated = {0: GeneratedTokens(token_ids=[1])}
     core.submit(make_request(request_id="r2", handle=2, generated=generated), 0.0)
-    assert core.take_outboxes()["f0"].accepted == [1, 2]
+    assert core.pop_outboxes()["f0"].accepted == [1, 2]
 
 
 def test_request_ids_are_a_tenants_own() -> None:
@@ -135,6 +135,6 @@ def test_request_ids_are_a_tenants_own() -> None:
     with pytest.raises(UnknownRequest):
         core.abort("three", "r", 0.0)
     core.abort("two", "r", 0.0)
-    failed = core.take_outboxes()["f0"].requests_failed
+    failed = core.pop_outboxes()["f0"].requests_failed
     assert [(handle, type(error)) for handle, error in failed] == [(2, RequestAborted)]
     assert core.snapshot().num_waiting == 1

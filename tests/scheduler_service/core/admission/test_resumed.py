@@ -39,7 +39,7 @@ def test_resumed_choices_go_on_from_their_tokens_and_ended_ones_stay_ended() -> 
     while driver.deliver("g0"):
         for plan in (driver.schedule("g0"), driver.schedule("g0")):
             late += plan.new_sequences if plan else []
-        outbox = driver.core.take_outboxes()["f0"]
+        outbox = driver.core.pop_outboxes()["f0"]
         for handle, token in zip(outbox.token_handles, outbox.token_ids, strict=True):
             tokens.setdefault(handle, []).append(token)
     assert [new.token_ids for new in late] == [prompt + expected[0][:2]]
@@ -62,7 +62,7 @@ def test_a_resumed_request_with_all_its_tokens_ends_at_once(
     finish: tuple[str, int | None] | None,
 ) -> None:
     driver = resume({0: generated}, stop_token_ids=stop_token_ids)
-    outbox = driver.core.take_outboxes()["f0"]
+    outbox = driver.core.pop_outboxes()["f0"]
     finished = [(end.reason, end.stop_token_id) for end in outbox.choices_finished]
     assert finished == ([finish] if finish else [])
     assert [end.handle for end in outbox.requests_finished] == [1]
@@ -75,7 +75,7 @@ def test_a_resumed_choice_at_the_models_length_ends_when_a_group_is_known() -> N
     core.submit(make_request(generated=generated, max_tokens=100), 0.0)
     core.add_worker_group(make_capacity(), 0.0)
     assert core.schedule("g0", 0.0) is None
-    outbox = core.take_outboxes()["f0"]
+    outbox = core.pop_outboxes()["f0"]
     assert [end.reason for end in outbox.choices_finished] == ["length"]
     assert [end.handle for end in outbox.requests_finished] == [1]
 

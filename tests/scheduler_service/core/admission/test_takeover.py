@@ -128,7 +128,7 @@ def test_one_of_two_tries_that_are_submitted_to_a_new_core_runs_whichever_comes_
                 fresh.core.submit(submitted, fresh.now)
             except RequestTakenOver as error:
                 errors.append(error)
-        told = fresh.core.take_outboxes()
+        told = fresh.core.pop_outboxes()
         assert told["f1"].accepted == [9]
         failed = told["f0"].requests_failed if "f0" in told else []
         assert len(errors) + len(failed) == 1

@@ -53,7 +53,7 @@ class Fleet:
                 else:
                     driver.deliver(group_id)
             driver.collect()
-            driver.core.take_woken()
+            driver.core.pop_woken()
             if not any(record.is_live for record in driver.records.values()):
                 return
         raise AssertionError("requests do not end")

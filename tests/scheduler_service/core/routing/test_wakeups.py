@@ -61,7 +61,7 @@ def plan(driver: CoreDriver, group_ids: set[str]) -> None:
         group_ids.remove(group_id)
         while driver.schedule(group_id) is not None:
             pass
-        group_ids |= driver.core.take_woken()
+        group_ids |= driver.core.pop_woken()
 
 
 @pytest.mark.parametrize("policy", PolicyName)
@@ -85,6 +85,6 @@ def test_all_requests_end_though_only_those_groups_plan_that_are_named(
             woken.add(group_id)
         else:
             break
-        plan(driver, woken | driver.core.take_woken())
+        plan(driver, woken | driver.core.pop_woken())
         driver.collect()
     driver.check_empty()

@@ -68,7 +68,7 @@ def test_a_search_tells_all_at_its_end_and_the_alternatives_where_asked() -> Non
     )
     while driver.schedule("g0") is not None:
         driver.deliver("g0")
-        outboxes += driver.core.take_outboxes().values()
+        outboxes += driver.core.pop_outboxes().values()
     told = [box for box in outboxes if box.token_ids]
     assert len(told) == 1
     assert [finished.handle for finished in told[0].choices_finished] == [1, 2]
@@ -119,7 +119,7 @@ def test_a_search_that_moves_to_a_shorter_model_ends_with_what_it_has() -> None:
     core.remove_worker_group("g0", driver.now)
     core.add_worker_group(make_capacity("g1", max_model_len=12), driver.now)
     assert core.schedule("g1", driver.now) is None
-    [outbox] = core.take_outboxes().values()
+    [outbox] = core.pop_outboxes().values()
     assert [finished.reason for finished in outbox.choices_finished] == ["length"] * 3
     assert len(outbox.token_ids) == 3 * 8
     assert len(outbox.requests_finished) == 1
