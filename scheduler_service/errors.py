@@ -90,5 +90,5 @@ class PermissionDenied(PagewireError):
 class CannotRecord(Exception):
     """The file of a recording cannot be created."""
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"cannot record to {path}: {why}")
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"cannot record to {path}: {reason}")

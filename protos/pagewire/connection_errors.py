@@ -5,14 +5,14 @@ from urllib.parse import unquote
 
 # gRPC's messages for a failed connection, and the parts that matter to users.
 _NO_CONNECTION = (
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>http1\.x server)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Failed parsing HTTP/2)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<why>.+)"),
-    re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<why>.+)"),
-    re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<why>.+?)\]?$"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<why>[A-Z_]{9,})"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<why>Socket closed)"),
-    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<why>Hostname Verification)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<reason>http1\.x server)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<reason>Failed parsing HTTP/2)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Failed .*?: (?P<reason>.+)"),
+    re.compile(r"last error: \w+: (?P<at>unix:\S+): connect failed: .*error: (?P<reason>.+)"),
+    re.compile(r"errors resolving (?P<at>\S+): .*error:(?P<reason>.+?)\]?$"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): Tls .*:(?P<reason>[A-Z_]{9,})"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): (?P<reason>Socket closed)"),
+    re.compile(r"last error: \w+: (?:ipv[46]:)?(?P<at>\S+): .*(?P<reason>Hostname Verification)"),
 )
 HTTP_1 = (
     "an HTTP server answers there; gRPC has a port of its own, 7600 by default (a core's: 7610)"
@@ -34,6 +34,6 @@ def in_words(details: str | None) -> str:
     details = details or "no message"
     for pattern in _NO_CONNECTION:
         if found := pattern.search(details):
-            why = _IN_WORDS.get(found["why"], found["why"])
-            return f"cannot connect to {unquote(found['at'])}: {why[0].lower()}{why[1:]}"
+            reason = _IN_WORDS.get(found["reason"], found["reason"])
+            return f"cannot connect to {unquote(found['at'])}: {reason[0].lower()}{reason[1:]}"
     return _IN_WORDS.get(details, details)

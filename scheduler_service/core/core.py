@@ -5,11 +5,11 @@ from collections.abc import Collection, Iterable
 from math import inf
 
 from scheduler_service.attempts import taken_over
-from scheduler_service.core.admission.admission_control import AdmissionControl, why_not
+from scheduler_service.core.admission.admission_control import AdmissionControl, refusal_of
 from scheduler_service.core.admission.deadlines import (
     DeadlineTimers,
     deadline_exceeded,
-    why_too_late,
+    late_error,
 )
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import SchedulerConfig, WorkerGroupCapacity, WorkKind
@@ -179,7 +179,7 @@ class SchedulerCore:
             assert deadline is not None
             if now >= deadline:
                 self._end(seq_group, ABORTED, deadline_exceeded(), now)
-            elif not seq_group.num_running and (error := self._why_late(seq_group, now)):
+            elif not seq_group.num_running and (error := self._late_error(seq_group, now)):
                 self._end(seq_group, ABORTED, error, now)
             else:
                 self._deadlines.watch(seq_group, self._fleet.models[seq_group.request.model], now)
@@ -209,7 +209,7 @@ class SchedulerCore:
         while plan is None and may_retry:  # requests that ended may have made room for others
             # Routing may end requests in other groups, which have all the tokens possible there.
             changed = model.schedulers if model.waiting else [scheduler]
-            late = model.route(lambda seq_group: self._why_late(seq_group, now), to_us(now))
+            late = model.route(lambda seq_group: self._late_error(seq_group, now), to_us(now))
             for seq_group, error in late:
                 self._end(seq_group, ABORTED, error, now)
             plan = scheduler.schedule(to_us(now), is_awaited=bool(model.waiting))
@@ -296,10 +296,10 @@ class SchedulerCore:
             tokens = sum(seq_group.num_prompt_tokens for seq_group in own if seq_group in queued)
             assert tenant.num_queued_tokens == tokens
 
-    def _why_late(self, seq_group: SequenceGroup, now: float) -> PagewireError | None:
+    def _late_error(self, seq_group: SequenceGroup, now: float) -> PagewireError | None:
         """The reason why a group outside all batches cannot meet its deadline; None if it can."""
         model = self._fleet.models[seq_group.request.model]
-        return why_too_late(seq_group, model, self._registry.seq_groups, now)
+        return late_error(seq_group, model, self._registry.seq_groups, now)
 
     def _refuse_unservable(self, model: ServedModel, now: float) -> None:
         """End requests that have not started and fit no worker group, present or expected back."""
@@ -307,7 +307,7 @@ class SchedulerCore:
         for seq_group in [*model.waiting, *recovery.unschedulable]:
             if seq_group.has_begun or seq_group in recovery.accepted_until_us:
                 continue
-            error = why_not(seq_group, model.capacities(), self._config)
+            error = refusal_of(seq_group, model.capacities(), self._config)
             if error is not None:
                 self._end(seq_group, SequenceStatus.FINISHED_IGNORED, error, now)
 

@@ -142,7 +142,7 @@ class WorkerGroup:
         """The oldest of the ranks' last heartbeats."""
         return min(worker.last_heartbeat for worker in self.workers)
 
-    def why_refused(self, registration: pb.WorkerRegistration) -> str | None:
+    def refusal_of(self, registration: pb.WorkerRegistration) -> str | None:
         """The reason why a rank cannot join, or None; does not count a worker that it would
         replace."""
         rank, world_size = registration.rank, max(1, registration.world_size)

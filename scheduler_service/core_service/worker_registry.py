@@ -150,7 +150,7 @@ class WorkerRegistry:
             await self._follow_load(first, context)
             return
         registration = _checked(first)
-        refusal = self._why_refused(registration)
+        refusal = self._refusal_of(registration)
         if refusal is not None:
             logger.warning("worker refused worker_id=%s reason=%s", registration.worker_id, refusal)
             await _write(context, pb.WorkerDirective(stop=pb.Stop(reason=refusal)))
@@ -205,13 +205,13 @@ class WorkerRegistry:
     def _lease(self) -> pb.WorkerDirective:
         return pb.WorkerDirective(serve=pb.Serve(lease_ms=round(self.lease_s * 1000)))
 
-    def _why_refused(self, registration: pb.WorkerRegistration) -> str | None:
+    def _refusal_of(self, registration: pb.WorkerRegistration) -> str | None:
         """The reason why a worker cannot join, or None; does not count a worker that it would
         replace."""
         group = self._groups.get(registration.group_id) or self._make_group(registration)
-        return group.why_refused(registration) or self._why_model_differs(registration)
+        return group.refusal_of(registration) or self._model_refusal(registration)
 
-    def _why_model_differs(self, registration: pb.WorkerRegistration) -> str | None:
+    def _model_refusal(self, registration: pb.WorkerRegistration) -> str | None:
         """Groups that serve a model of the same name must serve the same model."""
         model = registration.model
         for other in self.groups_with(model.name):

@@ -29,7 +29,7 @@ class Lines(Protocol):
     def write(self, line: str) -> None:
         """Take a line, without its end; must not block."""
 
-    def fail(self, why: object) -> None:
+    def fail(self, reason: object) -> None:
         """End the recording where it is."""
 
     def close(self) -> None:

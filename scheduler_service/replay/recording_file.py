@@ -71,11 +71,11 @@ class RecordingWriter:
             return
         self._lines.append(line)
 
-    def fail(self, why: object) -> None:
+    def fail(self, reason: object) -> None:
         """End the recording here: inputs after a gap could not be replayed."""
         if self.is_open:
             self.is_open = False
-            logger.error("recording ended early path=%s reason=%s", self.path, why)
+            logger.error("recording ended early path=%s reason=%s", self.path, reason)
 
     def close(self) -> None:
         """Write all queued lines, and close the file."""
@@ -127,8 +127,8 @@ def _numbered(path: Path, number: int) -> Path:
 class BadRecording(Exception):
     """The file is not a recording that this software can read; names the line."""
 
-    def __init__(self, path: Path, line: int, why: object) -> None:
-        super().__init__(f"{path}, line {line}: {why}")
+    def __init__(self, path: Path, line: int, reason: object) -> None:
+        super().__init__(f"{path}, line {line}: {reason}")
 
 
 class RecordingReader:

@@ -52,8 +52,8 @@ class Recording:
     def write(self, line: str) -> None:
         self.lines.append(line)
 
-    def fail(self, why: object) -> None:
-        raise AssertionError(why)
+    def fail(self, reason: object) -> None:
+        raise AssertionError(reason)
 
     def close(self) -> None:
         self.is_open = False

@@ -52,19 +52,19 @@ def check_request(request: Request, config: SchedulerConfig) -> None:
             raise InvalidArgument("resume", "must not hold more than max_tokens tokens")
 
 
-def why_not(
+def refusal_of(
     seq_group: SequenceGroup, capacities: Iterable[WorkerGroupCapacity], config: SchedulerConfig
 ) -> PagewireError | None:
     """The reason why no worker group can serve a request; None if one can."""
     error: PagewireError | None = None
     for capacity in capacities:
-        error = _why_not_here(seq_group, capacity, config)
+        error = _refusal_by(seq_group, capacity, config)
         if error is None:
             return None
     return error
 
 
-def _why_not_here(
+def _refusal_by(
     seq_group: SequenceGroup, capacity: WorkerGroupCapacity, config: SchedulerConfig
 ) -> PagewireError | None:
     request = seq_group.request
@@ -85,8 +85,8 @@ def _why_not_here(
     if not request.is_continued or (
         seq_group.placement.exceeded_tokens and not request.work.generated
     ):
-        error = _why_too_long(seq_group, capacity, config)
-    return error or _why_tenant_cannot(seq_group, capacity)
+        error = _too_long_error(seq_group, capacity, config)
+    return error or _tenant_error(seq_group, capacity)
 
 
 def _unsupported(request: Request, capacity: WorkerGroupCapacity) -> UnsupportedByModel:
@@ -99,7 +99,7 @@ def _unsupported(request: Request, capacity: WorkerGroupCapacity) -> Unsupported
     )
 
 
-def _why_too_long(
+def _too_long_error(
     seq_group: SequenceGroup, capacity: WorkerGroupCapacity, config: SchedulerConfig
 ) -> PagewireError | None:
     tokens = seq_group.request.prompt_token_ids
@@ -136,9 +136,7 @@ def _why_too_long(
     return None
 
 
-def _why_tenant_cannot(
-    seq_group: SequenceGroup, capacity: WorkerGroupCapacity
-) -> PagewireError | None:
+def _tenant_error(seq_group: SequenceGroup, capacity: WorkerGroupCapacity) -> PagewireError | None:
     tenant = seq_group.tenant
     num_blocks = seq_group.max_kv_quota(capacity)
     if tenant.may_ever_hold(num_blocks):
@@ -272,7 +270,7 @@ class AdmissionControl:
         model = self.fleet.models.get(request.model)
         # While all worker groups of a model are away, they may return with other capacities.
         capacities = model.capacities() if model is not None and model.schedulers else ()
-        error = why_not(seq_group, capacities, self.config)
+        error = refusal_of(seq_group, capacities, self.config)
         if error is not None:
             raise error
         if not request.is_continued:  # else it was accepted before the loss

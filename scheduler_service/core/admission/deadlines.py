@@ -52,7 +52,7 @@ def check_deadline(
     left_us = to_us(deadline - now)
     if left_us <= 0:
         raise deadline_exceeded()
-    if (error := why_too_late(seq_group, model, live_seq_groups, now)) is not None:
+    if (error := late_error(seq_group, model, live_seq_groups, now)) is not None:
         raise error
     wait_us = _least_wait_us(seq_group, model)
     least_us = _least_us(seq_group, model, live_seq_groups, left_us, wait_us)
@@ -65,7 +65,7 @@ def check_deadline(
         )
 
 
-def why_too_late(
+def late_error(
     seq_group: SequenceGroup, model: ServedModel, live_seq_groups: LiveSequenceGroups, now: float
 ) -> DeadlineExceeded | None:
     """The error of a request that is in no batch and needs more time of a worker group than is

@@ -129,10 +129,10 @@ class ServedModel:
                     )
 
     def route(
-        self, why_late: Callable[[SequenceGroup], PagewireError | None], now_us: int
+        self, late_error: Callable[[SequenceGroup], PagewireError | None], now_us: int
     ) -> list[TooLate]:
         """Hand waiting requests, in order, to worker groups that have room. Returns those for which
-        `why_late` has an error when their turn comes; they are in no queue any more, and must be
+        `late_error` has an error when their turn comes; they are in no queue any more, and must be
         ended."""
         if not self.waiting:
             self.throughput.interrupt()
@@ -144,7 +144,7 @@ class ServedModel:
             self.policy,
             self.router,
         )
-        too_late = round_.run(why_late, now_us)
+        too_late = round_.run(late_error, now_us)
         unfit = [*self.waiting.of_kind(()), *round_.unfit]
         for seq_group in unfit:  # in the queue they would hold up others
             self.waiting.discard(seq_group)

@@ -258,10 +258,10 @@ class RoutingRound:
         """The requests that fit no worker group, taken out of the queue."""
 
     def run(
-        self, why_late: Callable[[SequenceGroup], PagewireError | None], now_us: int
+        self, late_error: Callable[[SequenceGroup], PagewireError | None], now_us: int
     ) -> list[TooLate]:
         """Hand over requests in order, as long as any group has room. Returns those for which
-        `why_late` has an error when their turn comes: they are out of the queue, but not ended."""
+        `late_error` has an error when their turn comes: out of the queue, but not ended."""
         too_late = []
         self.waiting.retry_tenant_limited()
         while self._may_place_more() and (seq_group := self.waiting.head()) is not None:
@@ -269,7 +269,7 @@ class RoutingRound:
             if scheduler is None:
                 continue
             self.waiting.discard(seq_group)
-            error = why_late(seq_group)
+            error = late_error(seq_group)
             if error is not None:
                 too_late.append((seq_group, error))
             else:
