@@ -122,12 +122,12 @@ def run_parts(parts: Sequence[Part], day: Day, stage_s: float = STAGE_S) -> list
     for part in parts:
         if day.is_dry and part.dry is None:
             continue
-        left_s = stage_s - (time.monotonic() - began)
-        if left_s < _LEAST_S:
+        remaining_s = stage_s - (time.monotonic() - began)
+        if remaining_s < _LEAST_S:
             outcomes.append(Outcome(part=part.name, code=None, seconds=0, why="no time is left"))
         else:
             # In Triton's interpreter, on a CPU that others use, a part takes any time.
-            limit_s = left_s if day.is_dry else min(part.limit_s, left_s)
+            limit_s = remaining_s if day.is_dry else min(part.limit_s, remaining_s)
             outcomes.append(_run(part, day, limit_s))
         print(outcomes[-1], flush=True)
         summary = json.dumps([asdict(outcome) for outcome in outcomes], indent=2)

@@ -59,8 +59,8 @@ def _serve_with(config: Config, serve: Callable[[Config], Coroutine[Any, Any, No
 
 def _allow_many_connections() -> None:
     """Raise the limit of open files to what the system allows; the usual one is for `select`."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
 
 
 def exit_with(error: Exception, code: int) -> NoReturn:

@@ -151,7 +151,7 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError, naming the field, if limits contradict each other."""
-        at_least = {
+        minima = {
             "max_num_seqs": 1,
             "max_num_batched_tokens": 1,
             "pipeline_depth": 1,
@@ -161,9 +161,9 @@ class SchedulerConfig:
             "max_queue_tokens": 1,
             "max_worker_losses": 1,
         }
-        for name, least in at_least.items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, is {getattr(self, name)}")
+        for name, minimum in minima.items():
+            if getattr(self, name) < minimum:
+                raise ValueError(f"{name} must be at least {minimum}, is {getattr(self, name)}")
         max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         object.__setattr__(self, "max_num_seqs", max_num_seqs)
         if self.preemption_mode not in tuple(PreemptionMode):

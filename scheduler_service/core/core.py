@@ -121,10 +121,10 @@ class SchedulerCore:
         Raises InvalidArgument, DuplicateRequest, RequestTakenOver, UnknownModel, PromptTooLong,
         TenantLimit, QueueFull, DeadlineExceeded or DeadlineUnreachable; nothing has changed then.
         """
-        seq_group, former = self._admission.admit(request, now)
-        if former is not None:
+        seq_group, previous = self._admission.admit(request, now)
+        if previous is not None:
             error = taken_over(request.request_id, request.attempt)
-            self._end(former, ABORTED, error, now)
+            self._end(previous, ABORTED, error, now)
         self._registry.add(seq_group)
         seq_group.frontend.outbox.accepted.append(request.handle)
         is_continued = seq_group.request.is_continued  # also of a later attempt without tokens
@@ -290,10 +290,12 @@ class SchedulerCore:
         self._tenants.check()
         queued = {seq_group for queue in self._fleet.queues() for seq_group in queue}
         for tenant in {seq_group.tenant for seq_group in seq_groups}:
-            own = [seq_group for seq_group in seq_groups if seq_group.tenant is tenant]
-            assert tenant.num_requests == len(own)
-            assert tenant.kv_quota == sum(seq_group.placement.kv_quota for seq_group in own)
-            tokens = sum(seq_group.num_prompt_tokens for seq_group in own if seq_group in queued)
+            of_tenant = [seq_group for seq_group in seq_groups if seq_group.tenant is tenant]
+            assert tenant.num_requests == len(of_tenant)
+            assert tenant.kv_quota == sum(seq_group.placement.kv_quota for seq_group in of_tenant)
+            tokens = sum(
+                seq_group.num_prompt_tokens for seq_group in of_tenant if seq_group in queued
+            )
             assert tenant.num_queued_tokens == tokens
 
     def _late_error(self, seq_group: SequenceGroup, now: float) -> PagewireError | None:

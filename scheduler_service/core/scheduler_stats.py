@@ -78,8 +78,11 @@ class ModelTotals:
     def num_accepted_by_position(self) -> list[int]:
         """Of the first drafts of rows, of the second ones and so on: how many were accepted."""
         rows = self.num_rows_by_accepted
-        most = max(rows, default=0)
-        return [sum(rows[row] for row in range(place, most + 1)) for place in range(1, most + 1)]
+        max_accepted = max(rows, default=0)
+        return [
+            sum(rows[row] for row in range(place, max_accepted + 1))
+            for place in range(1, max_accepted + 1)
+        ]
 
     def add_plan(self, plan: StepPlan, num_prefill_tokens: int) -> None:
         """Count the work of a plan, in which prefills compute `num_prefill_tokens` tokens."""

@@ -55,9 +55,9 @@ class Tenants:
 
     def find(self, name: str) -> TenantUsage:
         """The tenant of this name; a new one if it has no live requests."""
-        known = self._live.get(name)
-        if known is not None:
-            return known
+        live = self._live.get(name)
+        if live is not None:
+            return live
         context = tenant_context(name) if self._isolate and name else ()
         return TenantUsage(name, self._named.get(name, self._default), context)
 

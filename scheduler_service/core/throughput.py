@@ -27,7 +27,7 @@ class MovingRatio:
     batches have more weight. Unknown until the first value."""
 
     def __init__(self, weight: float = _WEIGHT) -> None:
-        self.least: float | None = None
+        self.min: float | None = None
         """The lowest mean so far."""
         self.num_values = 0
         self._cost = MovingAverage(weight)
@@ -46,7 +46,7 @@ class MovingRatio:
         self._cost.add(cost)
         self._number.add(number)
         if (mean := self.mean) is not None:
-            self.least = mean if self.least is None else min(self.least, mean)
+            self.min = mean if self.min is None else min(self.min, mean)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,15 +138,15 @@ class StepRates:
         return self._decode_step.mean
 
     @property
-    def least_us_per_decode_step(self) -> float | None:
+    def min_us_per_decode_step(self) -> float | None:
         """Lowest average cost of decode steps ever measured."""
-        return self._decode_step.least
+        return self._decode_step.min
 
     @property
-    def least_us_per_prefill_token(self) -> float | None:
+    def min_us_per_prefill_token(self) -> float | None:
         """Lowest average cost of a prompt token ever measured, as far as it can be separated from
         decodes; tokens of large steps, which are computed faster, have more weight."""
-        return self._prefill.least
+        return self._prefill.min
 
     @property
     def us_per_prefill_token(self) -> float | None:
@@ -184,10 +184,10 @@ class StepRates:
             self._decode_step.add(compute_us, 1)
 
 
-LEAST_DELAY_S, MOST_DELAY_S = 0.1, 60.0
+MIN_DELAY_S, MAX_DELAY_S = 0.1, 60.0
 _DEPARTURE_WEIGHT = 0.04
 """Weight of the newest departure: about the last 25 count, because answers differ in length."""
-_LEAST_SAMPLES = 8
+_MIN_SAMPLES = 8
 
 
 class QueueThroughput:
@@ -228,7 +228,7 @@ class QueueThroughput:
 
 
 def _settled(ratio: MovingRatio) -> float | None:
-    return ratio.mean if ratio.num_values >= _LEAST_SAMPLES else None
+    return ratio.mean if ratio.num_values >= _MIN_SAMPLES else None
 
 
 def retry_delay_s(
@@ -253,5 +253,5 @@ def retry_delay_s(
 
 
 def bounded_delay_s(seconds: float) -> float:
-    """A delay within LEAST_DELAY_S and MOST_DELAY_S."""
-    return min(max(seconds, LEAST_DELAY_S), MOST_DELAY_S)
+    """A delay within MIN_DELAY_S and MAX_DELAY_S."""
+    return min(max(seconds, MIN_DELAY_S), MAX_DELAY_S)

@@ -195,10 +195,10 @@ class FrontendStreams:
     ) -> None:
         """Announce the models that can be served, those that were served before, and those being
         loaded, to every frontend: now, and to later ones when they attach."""
-        known = set(self._models.known_models)
+        names = set(self._models.known_models)
         for model in models:
-            known.update((model.name, *model.aliases))
-        self._models = pb.ServedModels(models=models, known_models=sorted(known), loading=loading)
+            names.update((model.name, *model.aliases))
+        self._models = pb.ServedModels(models=models, known_models=sorted(names), loading=loading)
         for stream in self._streams.values():
             stream.announce_models(self._models)
 
@@ -233,10 +233,10 @@ class FrontendStreams:
     def _open(self, first: pb.FrontendMessage) -> FrontendStream:
         if not first.frontend_id:
             raise InvalidArgument("frontend_id", "expected a name in the stream's first message")
-        former = self._streams.get(first.frontend_id)
-        if former is not None:
-            self._leave(former)
-            former.close(Unavailable("the frontend has attached again", reason="STREAM_REPLACED"))
+        previous = self._streams.get(first.frontend_id)
+        if previous is not None:
+            self._leave(previous)
+            previous.close(Unavailable("the frontend has attached again", reason="STREAM_REPLACED"))
         stream = FrontendStream(first.frontend_id, self._driver)
         stream.accepts_requests = self._accepts_requests
         stream.announce_models(self._models)

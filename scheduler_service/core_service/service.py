@@ -117,19 +117,19 @@ class CoreService:
     async def _announce_models(self) -> None:
         """Announce the served models to frontends and the health service whenever they change, and
         to frontends how far other workers are with loading theirs."""
-        known: list[object] = []
+        last_models: list[object] = []
         last_loading: list[status_pb2.WorkerLoading] = []
         while True:
             await self.workers_changed.wait()
             self.workers_changed.clear()
             models = self.registry.served_models()
-            has_changed = models != known
+            has_changed = models != last_models
             loading = self.registry.loading()
             if has_changed or loading != last_loading:
                 last_loading = loading
                 self.frontends.announce_models(models, loading)
             if has_changed:
-                known = list(models)
+                last_models = list(models)
                 logger.info("served models changed models=%s", [model.name for model in models])
                 await self.runner.set_serving(bool(models))
 

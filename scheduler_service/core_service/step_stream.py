@@ -54,7 +54,7 @@ class StepStream:
         self._num_in_flight = 0
         self._draining = False
         self._watch = StepWatch(self.times, len(self.calls))
-        self._least_limit_s = self.times.least_limit_s
+        self._min_limit_s = self.times.min_limit_s
         self._sent = asyncio.Event()
 
     async def run(self, work: asyncio.Event) -> None:
@@ -177,18 +177,18 @@ class StepStream:
             if self._watch.overdue_at is None:
                 await self._sent.wait()
             # A step that starts during the wait cannot be overdue before the wait ends.
-            await asyncio.sleep(min(self._left_s(), self._least_limit_s))
-            if self._left_s() > 0:
+            await asyncio.sleep(min(self._remaining_s(), self._min_limit_s))
+            if self._remaining_s() > 0:
                 continue
             num_done, limit_s = self._watch.num_done, self._watch.limit_s
-            await asyncio.sleep(self._least_limit_s * LOOP_DELAY_SHARE)
+            await asyncio.sleep(self._min_limit_s * LOOP_DELAY_SHARE)
             if self._watch.num_done == num_done:
                 raise StepOverdue(num_done + 1, limit_s)
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         """Seconds until the oldest step in flight is overdue."""
         overdue_at = self._watch.overdue_at
-        return self._least_limit_s if overdue_at is None else overdue_at - self.driver.clock()
+        return self._min_limit_s if overdue_at is None else overdue_at - self.driver.clock()
 
     def _record_planning(self, started_at: float) -> None:
         elapsed_s = self.driver.clock() - started_at

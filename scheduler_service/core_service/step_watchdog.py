@@ -80,7 +80,7 @@ class StepTimes:
         self._num_seen: Counter[tuple[bool, int]] = Counter()
 
     @property
-    def least_limit_s(self) -> float:
+    def min_limit_s(self) -> float:
         """Lower bound of all limits; infinite if there are no limits."""
         return self._timeout.floor_s or float("inf")
 
@@ -89,7 +89,7 @@ class StepTimes:
         bounds = [*self._decodes.bounds(work), *self._prefills.bounds(work)]
         is_first = not bounds or self._is_first(work)
         floor_s = self._timeout.first_floor_s if is_first else self._timeout.floor_s
-        return max(self.least_limit_s, floor_s, self._timeout.factor * min(bounds, default=0.0))
+        return max(self.min_limit_s, floor_s, self._timeout.factor * min(bounds, default=0.0))
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Record the duration of a step."""

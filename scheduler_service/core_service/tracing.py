@@ -40,7 +40,7 @@ Phase = tuple[str, int, int]
 def phases(entries: list[TimelineEntry]) -> Iterator[Phase]:
     """The request's phases, without gaps, from its first event to its last."""
     name, since = "", 0
-    former: RequestEvent | None = None
+    previous: RequestEvent | None = None
     num_to_compute = 0
     kinds = {event for event, *_ in entries}
     # A request that continues at a new core with tokens has no first token here.
@@ -49,7 +49,7 @@ def phases(entries: list[TimelineEntry]) -> Iterator[Phase]:
         then = BEGINS.get(event, name)
         if event is RequestEvent.STARTED:
             num_to_compute = num_tokens
-            then = "decode" if former is RequestEvent.SWAPPED_IN else then
+            then = "decode" if previous is RequestEvent.SWAPPED_IN else then
         elif event is RequestEvent.FIRST_TOKEN:
             has_token = True
             then = name if name in _OUT_OF_BATCH else then  # it was in flight
@@ -58,7 +58,7 @@ def phases(entries: list[TimelineEntry]) -> Iterator[Phase]:
         elif event is RequestEvent.PREFILLED and name == "prefill":
             is_done = has_token or num_tokens >= num_to_compute
             then = "decode" if is_done else then
-        former = event
+        previous = event
         if then != name or event is RequestEvent.ENDED:
             if name:
                 yield name, since, now_us
@@ -92,7 +92,7 @@ def export(tracing: Tracing, request: TracedRequest) -> None:
         "pagewire.num_drafts": request.num_drafts,
         "pagewire.num_accepted_drafts": request.num_accepted_drafts,
     }
-    whole = tracing.add(
+    span = tracing.add(
         "pagewire.schedule",
         request.traceparent,
         entries[0][1] / 1e6,
@@ -101,4 +101,4 @@ def export(tracing: Tracing, request: TracedRequest) -> None:
         events(request),
     )
     for name, start_us, end_us in phases(entries):
-        tracing.add(name, whole, start_us / 1e6, end_us / 1e6)
+        tracing.add(name, span, start_us / 1e6, end_us / 1e6)

@@ -73,7 +73,7 @@ class WorkerGroup:
         self._make_session = make_session
         self._workers: dict[int, Worker] = {}
         self._session: WorkerSession | None = None
-        self._num_former_steps = 0
+        self._num_previous_steps = 0
         self._changed = asyncio.Event()
         """Set, and replaced by a new event, when a rank joins or leaves."""
         self._is_stepping = False
@@ -102,7 +102,7 @@ class WorkerGroup:
         return not self._workers
 
     @property
-    def is_whole(self) -> bool:
+    def is_full(self) -> bool:
         """Whether all ranks are registered."""
         return len(self._workers) == self.world_size
 
@@ -135,7 +135,7 @@ class WorkerGroup:
     @property
     def num_steps(self) -> int:
         """Steps executed since the first rank registered."""
-        return self._num_former_steps + (self._session.num_steps if self._session else 0)
+        return self._num_previous_steps + (self._session.num_steps if self._session else 0)
 
     @property
     def last_heartbeat(self) -> float:
@@ -166,12 +166,12 @@ class WorkerGroup:
         return None
 
     def join(self, worker: Worker) -> None:
-        """Add a rank, in place of its former process if there is one."""
+        """Add a rank, in place of its previous process if there is one."""
         rank = worker.registration.rank
-        former = self._workers.get(rank)
-        if former is not None:
-            is_same = former.registration.worker_id == worker.registration.worker_id
-            former.dismiss(
+        previous = self._workers.get(rank)
+        if previous is not None:
+            is_same = previous.registration.worker_id == worker.registration.worker_id
+            previous.dismiss(
                 None
                 if is_same
                 else f"replaced in its group by worker {worker.registration.worker_id}"
@@ -195,7 +195,7 @@ class WorkerGroup:
         self.is_draining = True
         for worker in self.workers:
             worker.directives.put_nowait(pb.WorkerDirective(drain=pb.Drain()))
-        if self._session is not None and self.is_whole:
+        if self._session is not None and self.is_full:
             self._session.drain()
             if self._session.has_stream:
                 return
@@ -208,10 +208,10 @@ class WorkerGroup:
         group again that has hung too often.
         """
         changed = self._changed
-        if self.is_whole:
+        if self.is_full:
             if not self._is_stepping:
                 self._is_stepping = True
-                async with self._session_lock:  # a former session has ended
+                async with self._session_lock:  # a previous session has ended
                     if not changed.is_set():
                         await run_until_first(changed.wait(), self._run_session())
         else:
@@ -244,7 +244,7 @@ class WorkerGroup:
         else:
             self._dismiss_all("drained")
         finally:
-            self._num_former_steps, self._session = self.num_steps, None
+            self._num_previous_steps, self._session = self.num_steps, None
 
     def _has_changed(self) -> None:
         self._changed.set()

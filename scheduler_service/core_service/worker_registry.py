@@ -2,7 +2,7 @@
 
 A worker's `RegisterWorker` stream is its registration; heartbeats on it renew its lease. As long as
 the leases of all ranks of a group hold, the group's session connects to them and keeps them busy. A
-worker that registers as a rank of a group replaces the former one, which is stopped.
+worker that registers as a rank of a group replaces the previous one, which is stopped.
 """
 
 import asyncio
@@ -94,12 +94,12 @@ class WorkerRegistry:
             model = group.registration.model
             if not group.is_ready:
                 continue
-            known = models.get(model.name, model)
-            longest = max(known, model, key=lambda info: info.max_model_len)
+            best = models.get(model.name, model)
+            longest = max(best, model, key=lambda info: info.max_model_len)
             merged = models[model.name] = model_pb2.ModelInfo()
             merged.CopyFrom(longest)
-            merged.max_cached_tokens = max(known.max_cached_tokens, group.max_cached_tokens)
-            merged.aliases[:] = dict.fromkeys((*known.aliases, *model.aliases))
+            merged.max_cached_tokens = max(best.max_cached_tokens, group.max_cached_tokens)
+            merged.aliases[:] = dict.fromkeys((*best.aliases, *model.aliases))
         names = set(models)
         for name in sorted(models):  # an alias belongs to one model
             aliases = [alias for alias in models[name].aliases if alias not in names]
@@ -306,15 +306,15 @@ class WorkerRegistry:
                 worker.stop_sent.set()
 
     async def _watch_lease(self, worker: Worker) -> None:
-        while (left_s := self._lease_left(worker)) > 0:
-            await asyncio.sleep(left_s)
-            if self._lease_left(worker) <= 0:
+        while (remaining_s := self._remaining_lease_s(worker)) > 0:
+            await asyncio.sleep(remaining_s)
+            if self._remaining_lease_s(worker) <= 0:
                 await asyncio.sleep(self.lease_s * LOOP_DELAY_SHARE)
         self.counters.counts.num_lease_expiries += 1
         logger.warning("lease expired worker_id=%s", worker.registration.worker_id)
         raise Unavailable(f"no heartbeat for {self.lease_s:g} s", reason="LEASE_EXPIRED")
 
-    def _lease_left(self, worker: Worker) -> float:
+    def _remaining_lease_s(self, worker: Worker) -> float:
         return worker.last_heartbeat + self.lease_s - self.driver.clock()
 
 

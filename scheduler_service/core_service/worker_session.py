@@ -95,7 +95,7 @@ class WorkerSession:
         self.state = status_pb2.WORKER_STATE_STARTING
         self.epoch = max(rank.last_epoch for rank in self.ranks)
         self._group_id = self.ranks[0].group_id
-        self._num_former_steps = 0
+        self._num_previous_steps = 0
         self.max_cached_tokens = 0
         """Maximum length of a sequence that is alone in the group's cache; 0 before it is sized."""
         self._blocks: worker_pb.ProfileBlocksResponse | None = None
@@ -119,7 +119,7 @@ class WorkerSession:
     @property
     def num_steps(self) -> int:
         """Steps executed since the group was whole."""
-        return self._num_former_steps + (self._stream.num_steps if self._stream else 0)
+        return self._num_previous_steps + (self._stream.num_steps if self._stream else 0)
 
     def drain(self) -> None:
         """Accept no new requests; `run` returns when the group has no requests left."""
@@ -292,7 +292,7 @@ class WorkerSession:
             for call in calls:
                 call.cancel()
             self._hang_counter.record_stream(self._stream.num_steps)
-            self._num_former_steps, self._stream = self.num_steps, None
+            self._num_previous_steps, self._stream = self.num_steps, None
             self.driver.remove_worker_group(self._group_id)
             self._set_state(status_pb2.WORKER_STATE_LOST)
 

@@ -37,8 +37,8 @@ def replay_exactly(
     """Replay and print the summary; ends the command if anything differs."""
     started_at = time.perf_counter()
     summary = ExactReplay(reader.header).run(reader.entries(), observe)
-    took_s = time.perf_counter() - started_at
-    console.print("\n".join(summary_lines(reader, summary, took_s)), markup=False)
+    elapsed_s = time.perf_counter() - started_at
+    console.print("\n".join(summary_lines(reader, summary, elapsed_s)), markup=False)
     _print_differences(console, summary)
     if not summary.is_exact:
         raise typer.Exit(EXIT_FAILURE)

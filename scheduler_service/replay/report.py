@@ -71,14 +71,14 @@ def _tuples(column: list[int], width: int) -> Iterator[tuple[int, ...]]:
 TRUNCATED = "the file ends within a line, as if the core was killed; that line is left out"
 
 
-def summary_lines(reader: RecordingReader, summary: Summary, took_s: float) -> list[str]:
+def summary_lines(reader: RecordingReader, summary: Summary, elapsed_s: float) -> list[str]:
     """The recording and how its replay went, differences aside."""
     header = reader.header
     lines = [
         f"recorded at {header.recorded_at} by version {header.software_version}",
         f"requests: {summary.num_requests} accepted",
         f"inputs:   {summary.num_inputs} in {summary.seconds:.3f} s, "
-        f"replayed in {took_s:.2f} s ({summary.seconds / took_s:.1f} seconds per second)",
+        f"replayed in {elapsed_s:.2f} s ({summary.seconds / elapsed_s:.1f} seconds per second)",
         f"plans:    {summary.num_plans} equal{' until the difference' * bool(summary.difference)}",
         f"outputs:  {summary.num_outputs} equal",
     ]
@@ -114,7 +114,9 @@ def plans_table(difference: Difference) -> Table:
     """The plans side by side; the recorded one only if the recording has plans."""
     recorded = difference.entry.plan
     table = Table("", "recorded", "replayed")
-    left = show_plan(recorded) if recorded or difference.entry.chain is None else ["not recorded"]
-    for one, other in zip_longest(left, show_plan(difference.plan), fillvalue=""):
+    recorded_lines = (
+        show_plan(recorded) if recorded or difference.entry.chain is None else ["not recorded"]
+    )
+    for one, other in zip_longest(recorded_lines, show_plan(difference.plan), fillvalue=""):
         table.add_row("" if one == other else "≠", one, other)
     return table

@@ -8,8 +8,10 @@ import io
 import re
 import subprocess
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -91,24 +93,41 @@ NAMES = {
     r"\w*_beside_\w*": "_with_",
     r"\w*(lets_|hopeless|stranded)\w*": "may_, unservable, unroutable",
 }
-NAME_PATTERNS = [(re.compile(pattern), better) for pattern, better in NAMES.items()]
+CORE_PACKAGES = (
+    *("scheduler_service/core_service/", "scheduler_service/replay/", "tools/what_if/"),
+    *(f"scheduler_service/core/{name}/" for name in ("admission", "policies", "routing")),
+    "scheduler_service/core/scheduling/",
+)
+"""Folders in which these names are checked as well."""
+CORE_NAMES = {
+    r"_?note(_\w+)?": "record_x, observe_x, add_x",
+    r"_?why(_\w+)?": "reason, refusal, x_error",
+    r"_?take_\w+": "accept, pop",
+    r"_?outgrown\w*": "exceeding, exceeded",
+    r"_?(least|most)(_\w+)?": "min_, max_",
+    r"_?(own|left|asked|former|known|is_whole)(_(?!tokens|models)\w+)?": "previous, remaining",
+}
 
 
-def wrong_names(text: str) -> Iterator[tuple[int, str]]:
+def wrong_names(text: str, names: Mapping[str, str] = NAMES) -> Iterator[tuple[int, str]]:
     """(line, what to write) of every name that is not the field's English."""
+    patterns = [(re.compile(pattern), better) for pattern, better in names.items()]
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME:
-            for pattern, better in NAME_PATTERNS:
+            for pattern, better in patterns:
                 if pattern.fullmatch(token.string):
                     yield token.start[0], f"{token.string}: say {better}"
 
 
-def test_names_are_those_of_the_field() -> None:
-    files = [file for folder in CLEAN_PACKAGES for file in sorted((ROOT / folder).rglob("*.py"))]
-    assert len(files) > 100
+@pytest.mark.parametrize(
+    ("folders", "names"), [(CLEAN_PACKAGES, NAMES), (CORE_PACKAGES, CORE_NAMES)]
+)
+def test_names_are_those_of_the_field(folders: Sequence[str], names: Mapping[str, str]) -> None:
+    files = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert len(files) > 40
     assert [
         f"{file.relative_to(ROOT)}:{line}: {problem}"
         for file in files
         if "_pb2" not in file.name
-        for line, problem in wrong_names(file.read_text())
+        for line, problem in wrong_names(file.read_text(), names)
     ] == []

@@ -55,14 +55,14 @@ def what_if(
         comparison = compare(trace_reader.trace(), recorded, others)
         lines = [*fit_lines(comparison), population_line(comparison)]
         console.print("\n".join(lines), markup=False)
-        _print_whole(comparison_table(comparison.rows))
+        _print_in_full(comparison_table(comparison.rows))
         if comparison.rows[0].by_tenant:
-            _print_whole(tenants_table(comparison.rows))
+            _print_in_full(tenants_table(comparison.rows))
     except (BadRecording, OSError, ValueError) as error:
         exit_with(error, EXIT_BAD_CONFIG)
 
 
-def _print_whole(table: Table) -> None:
+def _print_in_full(table: Table) -> None:
     """Print a table at its own width, even where the terminal is narrower."""
     Console(width=Console(width=_ANY_WIDTH).measure(table).maximum, highlight=False).print(table)
 

@@ -88,8 +88,8 @@ def fit_groups(samples: Sequence[StepSample]) -> dict[str, Fit]:
     for sample in samples:
         by_group.setdefault(sample.group_id, []).append(sample)
     return {
-        group_id: fit(own if len(own) >= MIN_STEPS else samples)
-        for group_id, own in by_group.items()
+        group_id: fit(steps if len(steps) >= MIN_STEPS else samples)
+        for group_id, steps in by_group.items()
     }
 
 

@@ -308,8 +308,8 @@ class _StepClock:
         self._in_flight.setdefault(group_id, []).append((StepSize.of(plan), now))
 
     def arrive(self, group_id: str, now: float) -> None:
-        size, left = self._in_flight[group_id].pop(0)
-        began = max(left, self._last_result.get(group_id, left))
+        size, sent = self._in_flight[group_id].pop(0)
+        began = max(sent, self._last_result.get(group_id, sent))
         ended = self._last_result[group_id] = max(began, now)
         self.samples.append(StepSample(group_id=group_id, size=size, seconds=ended - began))
 

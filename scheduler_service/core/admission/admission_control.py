@@ -2,7 +2,7 @@
 
 A later attempt at a live request takes it over; `scheduler_service/attempts.py` says why. It is a
 request like any other, with the tokens that its client has received: it resumes from there, and
-finds what the former attempt computed in the prefix cache.
+finds what the previous attempt computed in the prefix cache.
 """
 
 from collections.abc import Iterable, Sequence
@@ -222,15 +222,15 @@ def check_queue(
     raise QueueFull(message, details=details, retry_delay_s=delay_s)
 
 
-def continuation(request: Request, former: SequenceGroup, now_us: int) -> Request:
+def continuation(request: Request, previous: SequenceGroup, now_us: int) -> Request:
     """A later attempt at a live request, with its place in the queue and its counts."""
-    arrived_us = former.clock.submitted_us - former.request.waited_us
+    arrived_us = previous.clock.submitted_us - previous.request.waited_us
     return replace(
         request,
         was_accepted=True,
         waited_us=max(request.waited_us, now_us - arrived_us),
-        num_worker_losses=max(request.num_worker_losses, former.losses.num_workers),
-        num_lone_worker_losses=former.losses.num_lone if former.is_before_loss else 0,
+        num_worker_losses=max(request.num_worker_losses, previous.losses.num_workers),
+        num_lone_worker_losses=previous.losses.num_lone if previous.is_before_loss else 0,
     )
 
 
@@ -246,9 +246,9 @@ class AdmissionControl:
         """Make a group for the request, which is not live yet; also returns the live group that
         it takes over, which must end first. Raises as `SchedulerCore.submit` says."""
         check_request(request, self.config)
-        former = self.registry.find(request.tenant, request.request_id)
-        if former is not None:
-            live = former.request
+        previous = self.registry.find(request.tenant, request.request_id)
+        if previous is not None:
+            live = previous.request
             attempts.check_later(
                 request.request_id,
                 request.attempt,
@@ -256,7 +256,7 @@ class AdmissionControl:
                 is_same=bool(request.fingerprint)
                 and (request.fingerprint, request.model) == (live.fingerprint, live.model),
             )
-            request = continuation(request, former, to_us(now))
+            request = continuation(request, previous, to_us(now))
         if self.registry.has_handles_of(request):
             raise DuplicateRequest(
                 f"the frontend has a live request of handle {request.handle}",
@@ -265,8 +265,8 @@ class AdmissionControl:
             )
         self.fleet.check_served(request.model)
         seq_group = self.registry.make_seq_group(request, to_us(now))
-        if former is not None:
-            seq_group.placement.was_placed = former.placement.was_placed
+        if previous is not None:
+            seq_group.placement.was_placed = previous.placement.was_placed
         model = self.fleet.models.get(request.model)
         # While all worker groups of a model are away, they may return with other capacities.
         capacities = model.capacities() if model is not None and model.schedulers else ()
@@ -278,5 +278,5 @@ class AdmissionControl:
             check_tenant(seq_group, throughputs, self.config)
             check_queue(request, self.fleet.queues(), throughputs, self.config)
         check_deadline(seq_group, model, self.registry.seq_groups, now)
-        resume_suspicion(seq_group, former, self.config)
-        return seq_group, former
+        resume_suspicion(seq_group, previous, self.config)
+        return seq_group, previous

@@ -49,19 +49,19 @@ def check_deadline(
     deadline = seq_group.request.deadline
     if deadline is None or model is None or seq_group.request.is_continued:
         return
-    left_us = to_us(deadline - now)
-    if left_us <= 0:
+    remaining_us = to_us(deadline - now)
+    if remaining_us <= 0:
         raise deadline_exceeded()
     if (error := late_error(seq_group, model, live_seq_groups, now)) is not None:
         raise error
-    wait_us = _least_wait_us(seq_group, model)
-    least_us = _least_us(seq_group, model, live_seq_groups, left_us, wait_us)
-    if least_us > left_us:
+    wait_us = _min_wait_us(seq_group, model)
+    min_us = _min_us(seq_group, model, live_seq_groups, remaining_us, wait_us)
+    if min_us > remaining_us:
         raise DeadlineUnreachable(
-            f"with the requests queued before it, the request takes at least {_ms(least_us)} ms; "
-            f"its deadline is in {_ms(left_us)} ms",
-            details={"least_ms": _ms(least_us), "left_ms": _ms(left_us)},
-            retry_delay_s=bounded_delay_s((least_us - left_us) / 1e6),
+            f"with the requests queued before it, the request takes at least {_ms(min_us)} ms; "
+            f"its deadline is in {_ms(remaining_us)} ms",
+            details={"min_ms": _ms(min_us), "remaining_ms": _ms(remaining_us)},
+            retry_delay_s=bounded_delay_s((min_us - remaining_us) / 1e6),
         )
 
 
@@ -73,13 +73,13 @@ def late_error(
     deadline = seq_group.request.deadline
     if deadline is None:
         return None
-    left_us = to_us(deadline - now)
-    least_us = _least_us(seq_group, model, live_seq_groups, left_us)
-    if least_us <= left_us:
+    remaining_us = to_us(deadline - now)
+    min_us = _min_us(seq_group, model, live_seq_groups, remaining_us)
+    if min_us <= remaining_us:
         return None
     return DeadlineExceeded(
-        f"the request takes at least {_ms(least_us)} ms; its deadline is in {_ms(left_us)} ms",
-        details={"least_ms": _ms(least_us), "left_ms": _ms(left_us)},
+        f"the request takes at least {_ms(min_us)} ms; its deadline is in {_ms(remaining_us)} ms",
+        details={"min_ms": _ms(min_us), "remaining_ms": _ms(remaining_us)},
     )
 
 
@@ -88,50 +88,50 @@ def deadline_exceeded() -> DeadlineExceeded:
     return DeadlineExceeded("the request's deadline has passed")
 
 
-def _least_us(
+def _min_us(
     seq_group: SequenceGroup,
     model: ServedModel,
     live_seq_groups: LiveSequenceGroups,
-    left_us: float,
+    remaining_us: float,
     wait_us: float = 0.0,
 ) -> float:
     """Lower bound of the time that a request takes. Looks for other requests that may compute its
-    prompt only if it would otherwise take longer than `left_us`, as the search is linear in their
-    number."""
-    least_us = wait_us + _own_us(seq_group, model)
-    if least_us <= left_us:
-        return least_us
+    prompt only if it would otherwise take longer than `remaining_us`, as the search is linear in
+    their number."""
+    min_us = wait_us + _work_us(seq_group, model)
+    if min_us <= remaining_us:
+        return min_us
     lengths = {s.cache.tokens_per_unit for s in model.schedulers if s.probe.caches_prefixes}
     is_cached = any(
         _shares_prefix(seq_group, other, length)
         for other in live_seq_groups()
         for length in lengths
     )
-    return wait_us + _own_us(seq_group, model, is_cached=is_cached)
+    return wait_us + _work_us(seq_group, model, is_cached=is_cached)
 
 
-def _own_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
+def _work_us(seq_group: SequenceGroup, model: ServedModel, *, is_cached: bool = False) -> float:
     """The time that a request needs on the worker group that is fastest for it. The prompt of a
     request that has begun, or `is_cached`, is not counted."""
     is_cached = is_cached or seq_group.has_begun
     costs = (
-        _own_us_on(s, seq_group, is_cached) for s in model.schedulers if seq_group.fits(s.capacity)
+        _work_us_on(s, seq_group, is_cached) for s in model.schedulers if seq_group.fits(s.capacity)
     )
     return min(costs, default=0.0)
 
 
-def _own_us_on(scheduler: Scheduler, seq_group: SequenceGroup, is_cached: bool) -> float:
+def _work_us_on(scheduler: Scheduler, seq_group: SequenceGroup, is_cached: bool) -> float:
     room = seq_group.max_length(scheduler.capacity) - seq_group.num_prompt_tokens
-    least_output = max(min(seq_group.request.work.min_tokens, room), 1)
-    num_tokens = max(least_output - len(seq.output_token_ids) for seq in seq_group.active())
-    decode_us = max(0, num_tokens - 1) * (scheduler.rates.least_us_per_decode_step or 0.0)
+    min_output = max(min(seq_group.request.work.min_tokens, room), 1)
+    num_tokens = max(min_output - len(seq.output_token_ids) for seq in seq_group.active())
+    decode_us = max(0, num_tokens - 1) * (scheduler.rates.min_us_per_decode_step or 0.0)
     if is_cached:
         return decode_us
     num_prompt_tokens = scheduler.probe.num_tokens_to_compute(seq_group)
-    return num_prompt_tokens * (scheduler.rates.least_us_per_prefill_token or 0.0) + decode_us
+    return num_prompt_tokens * (scheduler.rates.min_us_per_prefill_token or 0.0) + decode_us
 
 
-def _least_wait_us(seq_group: SequenceGroup, model: ServedModel) -> float:
+def _min_wait_us(seq_group: SequenceGroup, model: ServedModel) -> float:
     us_per_token = model.throughput.us_per_token
     if us_per_token is None or not model.waiting:
         return 0.0
@@ -164,7 +164,7 @@ class DeadlineTimers:
         assert deadline is not None
         latest_start = deadline
         if not seq_group.num_running:
-            latest_start -= _own_us(seq_group, model) / 1e6
+            latest_start -= _work_us(seq_group, model) / 1e6
         at = latest_start if latest_start > now else deadline
         self._timers.push((at, seq_group.rank), seq_group)
 

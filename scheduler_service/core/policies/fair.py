@@ -92,8 +92,8 @@ class Fair(Policy):
         for other in others:
             if other.num_running:
                 running.setdefault(other.tenant, []).append(other)
-        own = sum(other.num_running for other in running.pop(seq_group.tenant, ()))
-        share = (own + seq_group.num_unfinished) / seq_group.tenant.config.weight
+        num_held = sum(other.num_running for other in running.pop(seq_group.tenant, ()))
+        share = (num_held + seq_group.num_unfinished) / seq_group.tenant.config.weight
         places = {t: sum(o.num_running for o in seq_groups) for t, seq_groups in running.items()}
         while places:
             tenant = max(places, key=lambda tenant: places[tenant] / tenant.config.weight)
@@ -106,10 +106,10 @@ class Fair(Policy):
 
     def open_queue(self, tenant: TenantUsage, first: SequenceGroup | None) -> None:
         """Raise the counter of a tenant that returns."""
-        least = self._last_to_wait if first is None else self._account(first.tenant)
+        first_account = self._last_to_wait if first is None else self._account(first.tenant)
         account = self._account(tenant)
-        account.service = max(account.service, least.service)
-        self._forget_idle(least.service)
+        account.service = max(account.service, first_account.service)
+        self._forget_idle(first_account.service)
 
     def close_queue(self, tenant: TenantUsage) -> None:
         """Remember the tenant whose request was the last to wait."""
@@ -137,12 +137,12 @@ class Fair(Policy):
             account = self._accounts[tenant.name] = _Account()
         return account
 
-    def _forget_idle(self, least: float) -> None:
+    def _forget_idle(self, min_service: float) -> None:
         """Drop accounts of tenants without requests that would be lifted anyway. Runs only when
         most accounts may be such, so that its cost is constant per request."""
         if len(self._accounts) > 2 * len(self._tenants) + _NUM_IDLE_KEPT:
             self._accounts = {
                 name: account
                 for name, account in self._accounts.items()
-                if name in self._tenants or account.service > least
+                if name in self._tenants or account.service > min_service
             }

@@ -122,8 +122,8 @@ class ServedModel:
         assert self._sorted_for == self._present()
         for seq_group in self.waiting:
             for scheduler in self.schedulers:
-                known = seq_group.placement.refusals.get(scheduler.capacity.worker_group_id)
-                if known == scheduler.num_changes:
+                num_changes = seq_group.placement.refusals.get(scheduler.capacity.worker_group_id)
+                if num_changes == scheduler.num_changes:
                     assert not scheduler.probe.has_room_for(seq_group), (
                         "a worker group has room for a request that it refused"
                     )
@@ -317,17 +317,17 @@ class Fleet:
 
     def model_snapshots(self, seq_groups: Iterable[SequenceGroup]) -> dict[str, ModelSnapshot]:
         """Snapshots of all models that were ever served or that a live request is for."""
-        known = {name: ModelSnapshot(name=name, totals=t) for name, t in self.totals.items()}
+        snapshots = {name: ModelSnapshot(name=name, totals=t) for name, t in self.totals.items()}
         for seq_group in seq_groups:
             name = seq_group.request.model
-            model = known.setdefault(name, ModelSnapshot(name=name, totals=ModelTotals()))
+            model = snapshots.setdefault(name, ModelSnapshot(name=name, totals=ModelTotals()))
             model.num_running += seq_group.num_running > 0
             model.num_waiting += seq_group.num_running == 0
         for scheduler in self.schedulers.values():  # what is swapped out does not run
-            model = known[scheduler.capacity.model]
+            model = snapshots[scheduler.capacity.model]
             model.num_swapped += len(scheduler.running.swapped)
             model.num_waiting -= len(scheduler.running.swapped)
-        return known
+        return snapshots
 
     def check(self, seq_groups: Collection[SequenceGroup]) -> None:
         """Assert that each live group is in one place, and nothing else is in any."""

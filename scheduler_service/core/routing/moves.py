@@ -65,9 +65,9 @@ def _fits_any(
     others: Iterable[WorkerGroupCapacity],
     length: Callable[[SequenceGroup, WorkerGroupCapacity], int],
 ) -> bool:
-    """Whether another worker group can hold a request, and let it have at least its length here."""
-    least = length(seq_group, here)
-    return any(seq_group.fits(other) and length(seq_group, other) >= least for other in others)
+    """Whether another worker group can hold a request, and let it become as long as here."""
+    min_length = length(seq_group, here)
+    return any(seq_group.fits(other) and length(seq_group, other) >= min_length for other in others)
 
 
 def is_needed(model: ServedModel, scheduler: Scheduler) -> bool:

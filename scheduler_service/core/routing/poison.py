@@ -52,12 +52,12 @@ def count_loss(
 
 
 def resume_suspicion(
-    seq_group: SequenceGroup, former: SequenceGroup | None, config: SchedulerConfig
+    seq_group: SequenceGroup, previous: SequenceGroup | None, config: SchedulerConfig
 ) -> None:
     """Make a group a suspect if its former attempt was one, or if a former core has seen a worker
     die in a step that it had to itself."""
-    if former is not None and former.is_before_loss:
-        seq_group.losses.num_repeated = former.losses.num_repeated
+    if previous is not None and previous.is_before_loss:
+        seq_group.losses.num_repeated = previous.losses.num_repeated
     elif seq_group.losses.num_lone:
         seq_group.losses.num_repeated = 2
     if seq_group.losses.num_repeated:

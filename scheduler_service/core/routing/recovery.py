@@ -86,8 +86,8 @@ class Recovery:
             self.accepted_until_us[seq_group] = fitting[-1].expected_until_us
         elif present and not seq_group.placement.exceeded_tokens:
             capacities = [*present, *(lost.capacity for lost in self.lost)]
-            most_tokens = max(capacity.num_cache_tokens for capacity in capacities)
-            seq_group.placement.exceeded_tokens = most_tokens
+            max_tokens = max(capacity.num_cache_tokens for capacity in capacities)
+            seq_group.placement.exceeded_tokens = max_tokens
 
     def unroutable(self, capacities: list[WorkerGroupCapacity]) -> list[SequenceGroup]:
         """Requests that exceed the caches of all these worker groups: those present, and those

@@ -126,12 +126,12 @@ class Router:
         """Estimates of all worker groups, except full ones that could not be the best even if they
         had the whole prompt: looking up the prompt is the expensive part."""
         token_us = [us_per_token(scheduler) for scheduler in schedulers]
-        known = [us for us in token_us if us is not None]
-        typical_us = fmean(known) if known else 1.0  # if nothing is measured: compare tokens
+        measured = [us for us in token_us if us is not None]
+        typical_us = fmean(measured) if measured else 1.0  # if nothing is measured: compare tokens
         num_output = self._num_output_tokens(seq_group)
         estimates: list[RouteEstimate] = []
         full: list[tuple[Scheduler, float, float]] = []
-        least_us = float("inf")
+        min_us = float("inf")
         for scheduler, us in zip(schedulers, token_us, strict=True):
             probe = scheduler.probe
             num_rows = probe.num_sequences + seq_group.num_unfinished
@@ -142,18 +142,18 @@ class Router:
                 continue
             estimates.append(_estimate(seq_group, *load, num_output, has_room=True))
             if estimates[-1].has_room:
-                least_us = min(least_us, estimates[-1].cost_us)
+                min_us = min(min_us, estimates[-1].cost_us)
         return estimates + [
             _estimate(seq_group, scheduler, num_tokens, us, num_output, has_room=False)
             for scheduler, num_tokens, us in full
-            if num_tokens * us < least_us
+            if num_tokens * us < min_us
         ]
 
     def _num_output_tokens(self, seq_group: SequenceGroup) -> float:
         """Expected number of tokens that the longest answer still needs."""
         usual = self._output_tokens.mean or OUTPUT_TOKENS_UNMEASURED
-        num_known = seq_group.max_known_tokens - seq_group.num_prompt_tokens
-        return max(1.0, min(usual, seq_group.request.work.max_tokens) - num_known)
+        num_generated = seq_group.max_known_tokens - seq_group.num_prompt_tokens
+        return max(1.0, min(usual, seq_group.request.work.max_tokens) - num_generated)
 
 
 def us_per_token(scheduler: Scheduler) -> float | None:

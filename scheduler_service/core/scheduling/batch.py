@@ -46,7 +46,7 @@ class Batch:
         """See `StepWork`."""
         self.num_prefill_pairs = 0
         """See `StepWork`."""
-        self.outgrown: list[SequenceGroup] = []
+        self.exceeding: list[SequenceGroup] = []
         """Groups that have become longer than the whole cache; they end after the plan."""
         self.lookahead: list[int] = []
         """The most drafts of the first rows; later ones have none."""

@@ -208,7 +208,7 @@ class BeamScheduler(StrategyScheduler):
         if seq_group not in batch.lockstep_groups:
             batch.lockstep_groups.add(seq_group)
             if not self._extend(seq_group, batch):
-                batch.outgrown.append(seq_group)
+                batch.exceeding.append(seq_group)
         return False
 
     def _extend(self, seq_group: SequenceGroup, batch: Batch) -> bool:

@@ -1,6 +1,6 @@
 """How requests and sequences leave a worker group: they end, or they move to another group.
 
-A request moves because its worker group drains, or because it has outgrown the group's KV cache. It
+A request moves because its worker group drains, or because it exceeds the group's KV cache. It
 leaves the batch at once, so that no further step is planned for it, and can be routed elsewhere
 when the results of its steps in flight have arrived: their tokens count, and no later result can be
 mistaken for one of a row that it gets elsewhere.

@@ -66,11 +66,11 @@ def _check_counts(step: InFlightStep, result: StepResult) -> None:
     counts = result.num_sampled or [1] * num_rows
     num_drafts = result.num_drafts or lookahead
     for row in zip(step.sampled, counts, num_drafts, lookahead, strict=False):
-        seq, count, number, most = row
-        if not 1 <= count <= 1 + most:
-            problem = f"{count} tokens, expected 1 to {1 + most}"
-        elif not count - 1 <= number <= most:
-            problem = f"{number} drafts, expected {count - 1} to {most}"
+        seq, count, num_computed, max_drafts = row
+        if not 1 <= count <= 1 + max_drafts:
+            problem = f"{count} tokens, expected 1 to {1 + max_drafts}"
+        elif not count - 1 <= num_computed <= max_drafts:
+            problem = f"{num_computed} drafts, expected {count - 1} to {max_drafts}"
         else:
             continue
         raise ResultMismatch(f"seq_id={seq.seq_id} has {problem}")

@@ -198,7 +198,7 @@ class Preemption:
 
     def introduce_swapped_in(self, batch: Batch) -> None:
         """Send the worker the swapped-in sequences that got decode rows; the others were preempted
-        again, or have outgrown the cache."""
+        again, or exceed the cache."""
         for seq, new_sequence in self._swapped_in:
             if seq.num_in_flight:
                 batch.add_new(new_sequence)

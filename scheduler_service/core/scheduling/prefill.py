@@ -64,7 +64,7 @@ class PrefillScheduler:
                 continue
             verdict = self.strategies.of(seq_group).admit(seq_group, batch, self.add_rows)
             if verdict is AllocStatus.NEVER:
-                batch.outgrown.append(seq_group)
+                batch.exceeding.append(seq_group)
             if verdict is not AllocStatus.OK:
                 break
             waiting.discard(seq_group)

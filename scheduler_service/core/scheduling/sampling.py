@@ -106,7 +106,7 @@ class SamplingScheduler(StrategyScheduler):
             return False  # its last token is in flight
         if seq.length > self.running.cache.num_tokens:
             if seq.num_in_flight == 0:
-                batch.outgrown.append(seq.seq_group)
+                batch.exceeding.append(seq.seq_group)
             return False  # its tokens in flight may end it
         self.running.cache.release_unread(seq)
         if self.running.cache.is_full and not self._make_room(seq, batch):
@@ -120,7 +120,7 @@ class SamplingScheduler(StrategyScheduler):
         """Preempt others until there is memory for the sequence; False if it gets none."""
         while not self.running.cache.can_reserve(seq, seq.length):
             if not self.preemption.make_room(seq.seq_group, batch):
-                batch.outgrown.append(seq.seq_group)
+                batch.exceeding.append(seq.seq_group)
                 return False
             if seq.status is not SequenceStatus.RUNNING:
                 return False

@@ -165,11 +165,11 @@ class Scheduler:
         Must be called after the plan is complete: other sequences of these groups may have rows in
         it, so their ids and memory must not be released by the same plan.
         """
-        outgrown, self._exceeding = dict.fromkeys(self._exceeding), []
-        return [seq_group for seq_group in outgrown if seq_group.num_unfinished]
+        exceeding, self._exceeding = dict.fromkeys(self._exceeding), []
+        return [seq_group for seq_group in exceeding if seq_group.num_unfinished]
 
     def fail_exceeding(self, seq_group: SequenceGroup, now_us: int) -> None:
-        """End an outgrown group that no other worker group can continue."""
+        """End a group that exceeds the cache and that no other worker group can continue."""
         tokens = self.capacity.num_cache_tokens
         error = GenerationFailed(
             f"the request has outgrown the KV cache of {tokens} tokens",
@@ -183,15 +183,15 @@ class Scheduler:
     def schedule(self, now_us: int, *, is_awaited: bool) -> StepPlan | None:
         """The next step's plan; None if there is nothing to do, or the pipeline is full.
 
-        Sequences that have outgrown the cache have no row in it; call `pop_exceeding` afterwards.
+        Sequences that exceed the cache have no row in it; call `pop_exceeding` afterwards.
         """
         if self.is_full(is_awaited=is_awaited):
             return None
         max_results = self._max_results(is_awaited)
-        plan, outgrown = self.planner.plan(now_us)
+        plan, exceeding = self.planner.plan(now_us)
         if plan is not None:
             plan.max_results = max_results
-        self._exceeding += outgrown
+        self._exceeding += exceeding
         return plan
 
     def _max_results(self, is_awaited: bool) -> int:

@@ -38,16 +38,16 @@ class StepPlanner:
     totals: ModelTotals
 
     def plan(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
-        """The next step's plan, None if there is nothing to do, and the groups that have outgrown
+        """The next step's plan, None if there is nothing to do, and the groups that exceed
         the cache, which have no row in it. A suspect and the others have every other step."""
         self.running.drop_ended()
         if self.placed.suspect is None:
             return self._plan_step(now_us)
-        plan, outgrown = self._plan_turn(now_us)
+        plan, exceeding = self._plan_turn(now_us)
         if plan is None:
             plan, further = self._plan_turn(now_us)
-            outgrown += further
-        return plan, outgrown
+            exceeding += further
+        return plan, exceeding
 
     def _plan_turn(self, now_us: int) -> tuple[StepPlan | None, list[SequenceGroup]]:
         self.placed.change_turn()
@@ -66,7 +66,7 @@ class StepPlanner:
             self.preemption.swap_in(batch)
         if not self.running.swapped:
             self.prefill.admit(self.placed.waiting, batch)
-        return self._to_plan(batch), batch.outgrown
+        return self._to_plan(batch), batch.exceeding
 
     def _preempt_for_first(self, batch: Batch) -> None:
         """Preempt others for the group that takes precedence over them."""

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from scheduler_service.core import PolicyName, Request, SchedulerConfig, SchedulerCore
-from scheduler_service.core.admission.deadlines import _least_wait_us, _own_us
+from scheduler_service.core.admission.deadlines import _min_wait_us, _work_us
 from scheduler_service.errors import DeadlineExceeded, DeadlineUnreachable
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.virtual import GPU_CONFIG, script, serve
@@ -27,7 +27,7 @@ class EstimatingCore(SchedulerCore):
         group = self._registry.find(request.tenant, request.request_id)
         assert group is not None
         model = self._fleet.models["m"]
-        estimate = _least_wait_us(group, model) / 1e6, _own_us(group, model) / 1e6
+        estimate = _min_wait_us(group, model) / 1e6, _work_us(group, model) / 1e6
         self.estimates[request.handle] = estimate
 
 
@@ -83,7 +83,7 @@ def test_own_work_that_takes_too_long_is_refused_with_the_numbers() -> None:
     driver = make_measured_driver()
     with pytest.raises(DeadlineExceeded) as caught:
         driver.submit(prompt=[1] * 40, max_tokens=3, timeout=0.0035)
-    assert caught.value.details == {"least_ms": "4.0", "left_ms": "3.5"}
+    assert caught.value.details == {"min_ms": "4.0", "remaining_ms": "3.5"}
     assert caught.value.retry_delay_s is None
 
 
@@ -91,7 +91,7 @@ def test_tokens_that_must_be_generated_count_with_the_prompt() -> None:
     driver = make_measured_driver(max_model_len=512, num_gpu_blocks=128)
     with pytest.raises(DeadlineExceeded) as caught:
         driver.submit(prompt=[1] * 10, max_tokens=400, min_tokens=300, timeout=0.25)
-    assert caught.value.details == {"least_ms": "300.0", "left_ms": "250.0"}
+    assert caught.value.details == {"min_ms": "300.0", "remaining_ms": "250.0"}
     driver.submit(prompt=[1] * 10, max_tokens=400, min_tokens=300, timeout=0.3)
 
 
@@ -160,7 +160,7 @@ def test_a_request_that_is_late_when_its_turn_comes_is_not_computed() -> None:
         driver.schedule("g0")
     driver.collect()
     assert isinstance(late.error, DeadlineExceeded)
-    assert late.error.details == {"least_ms": "4.0", "left_ms": "1.0"}
+    assert late.error.details == {"min_ms": "4.0", "remaining_ms": "1.0"}
     assert not late.choices[0].tokens
 
 

@@ -12,7 +12,7 @@ from scheduler_service.core import (
     ResultMismatch,
     SchedulerConfig,
 )
-from scheduler_service.core.admission.deadlines import _own_us
+from scheduler_service.core.admission.deadlines import _work_us
 from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.step_plan import RowCandidates, StepResult
 from scheduler_service.errors import InvalidArgument
@@ -163,7 +163,7 @@ def test_a_search_has_come_as_far_as_the_beams_that_it_has() -> None:
     for seq in group.unfinished():
         seq.suspect(len(PROMPT) + 2)
     assert not group.is_suspect
-    assert _own_us(group, driver.core._fleet.models["m"]) == 1000, "two tokens more"
+    assert _work_us(group, driver.core._fleet.models["m"]) == 1000, "two tokens more"
 
 
 def test_a_search_whose_constraints_leave_nothing_fails_by_name() -> None:
