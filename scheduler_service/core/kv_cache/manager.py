@@ -191,9 +191,10 @@ class KVCacheManager:
 
     def offer(self, seq: CacheableSequence, num_tokens: int) -> None:
         """Let others find a sequence's first `num_tokens` tokens, which are computed: the results
-        are in. If another block has the same contents, they still find that one."""
-        held, end = self._tables[seq.seq_id], num_tokens // self.tokens_per_unit
-        if not self._caches_prefixes or end <= held.num_offered:
+        are in. If another block has the same contents, they still find that one. A sequence that
+        has yet to fork has computed none."""
+        held, end = self._tables.get(seq.seq_id), num_tokens // self.tokens_per_unit
+        if held is None or not self._caches_prefixes or end <= held.num_offered:
             return
         keys = self._prefixes.keys(seq, end)
         for number, table in enumerate(held.tables):
