@@ -27,24 +27,6 @@ def test_aborting_an_unknown_request_is_an_error_and_cancelling_one_is_not() -> 
     assert core.pop_outboxes() == {}
 
 
-def test_prompt_logprobs_are_told_once_although_the_prompt_is_computed_twice() -> None:
-    driver = make_driver(make_capacity(num_gpu_blocks=5), watermark=0.0)
-    sampling = Sampling(seed=1, logprobs=True, prompt_logprobs=True)
-    introduced = []
-    driver.on_plan = lambda group_id, plan: introduced.extend(plan.new_sequences)
-    driver.submit(prompt=[1] * 7, max_tokens=9, sampling=sampling)
-    second = driver.submit(prompt=[2] * 8, max_tokens=4, sampling=sampling)
-    driver.run_until_idle()
-    assert [(new.seq_id, new.prompt_logprobs_start) for new in introduced] == [
-        (1, 0),
-        (2, 0),
-        (2, 8),
-    ]
-    assert second.num_prompt_logprobs == 7
-    assert second.choices[0].num_logprobs == 4
-    driver.check_empty()
-
-
 def test_prompt_logprobs_that_overlap_are_cut_to_what_is_new() -> None:
     core = SchedulerCore(SMALL_CONFIG)
     core.submit(make_request(), 0.0)
@@ -114,30 +96,6 @@ def test_a_group_id_is_not_taken_twice() -> None:
         core.add_worker_group(make_capacity(), 0.0)
 
 
-def test_what_has_not_begun_moves_to_a_group_that_joins() -> None:
-    driver = make_driver()
-    for _ in range(4):
-        driver.submit(prompt=[1] * 16, max_tokens=1)
-    driver.schedule("g0")  # the token budget takes one of them; the others are placed and wait
-    driver.add_worker_group(make_capacity("g1"))
-    plan = driver.schedule("g1")
-    assert plan is not None
-    assert len(plan.new_sequences) == 1
-
-
-def test_a_group_is_drained_when_what_it_has_begun_is_done() -> None:
-    driver = make_driver()
-    driver.submit(prompt=[1], max_tokens=1)
-    driver.schedule("g0")
-    assert not driver.core.is_drained("g0")
-    driver.core.drain_worker_group("g0", driver.now)
-    assert not driver.core.is_drained("g0")
-    driver.deliver("g0")
-    assert driver.core.is_drained("g0")
-    driver.lose_worker_group("g0")
-    assert driver.core.is_drained("g0")
-
-
 def test_the_next_deadline_is_that_of_the_live_request_that_is_due_first() -> None:
     driver = make_driver()
     driver.submit(prompt=[1], max_tokens=1, timeout=5.0)
@@ -168,23 +126,6 @@ def test_timings_name_where_the_time_went_and_add_up() -> None:
     assert timings.plan_us == 10
     assert timings.wire_us == 250_000 + 2 * 40 - 10
     assert timings.total_us == 502_000 + 250_000
-
-
-def test_a_request_that_enters_amid_a_step_is_charged_from_there() -> None:
-    driver = make_driver(pipeline_depth=2)
-    driver.submit(prompt=[1, 2, 3], max_tokens=9)
-    driver.schedule("g0")
-    driver.now += 0.0005
-    late = driver.submit(prompt=[1, 2, 3], max_tokens=1)
-    driver.schedule("g0")
-    driver.deliver("g0")
-    driver.deliver("g0")
-    driver.collect()
-    timings = late.finished
-    assert timings is not None
-    assert timings.queue_us == 0
-    assert timings.total_us == 2000
-    assert 1740 <= timings.forward_us <= 1800
 
 
 def test_sequence_numbers_wrap_around_and_skip_live_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,14 +100,14 @@ class CoreMachine(RuleBasedStateMachine):
     driver: CoreDriver
 
     @initialize(
-        depth=st.integers(1, 3),
+        pipeline_depth=st.integers(1, 3),
         max_num_seqs=st.integers(2, 6),
         extra_tokens=st.sampled_from([0, 0, 1, 3, 12]),
-        chunked=st.booleans(),
+        enable_chunked_prefill=st.booleans(),
         watermark=st.sampled_from([0.0, 0.01, 0.2]),
         blocks=st.sampled_from([SMALL, LARGE]),
-        caching=st.sampled_from([True, True, True, False]),
-        mode=st.sampled_from([*PreemptionMode, PreemptionMode.SWAP]),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        preemption_mode=st.sampled_from([*PreemptionMode, PreemptionMode.SWAP]),
         host_blocks=st.sampled_from([0, 4, 12, 100, 100]),
         policy=st.sampled_from(PolicyName),
         isolate_tenants=st.booleans(),
@@ -117,42 +117,32 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def start(
         self,
-        depth: int,
+        *,
         max_num_seqs: int,
         extra_tokens: int,
-        chunked: bool,
-        watermark: float,
         blocks: int,
-        caching: bool,
-        mode: PreemptionMode,
         host_blocks: int,
-        policy: PolicyName,
-        isolate_tenants: bool,
         num_speculative_tokens: int,
-        max_speculative_seqs: int,
         cache: str,
+        **config: Any,
     ) -> None:
+        """`config`: other fields of SchedulerConfig."""
         self.cache_groups = CACHE_GROUPS[cache]
         self.host_blocks = host_blocks
         self.num_groups = 0
         self.num_speculative_tokens = num_speculative_tokens
-        budget = max_num_seqs + extra_tokens
-        config = SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget if chunked else MAX_MODEL_LEN + max_num_seqs,
-            enable_chunked_prefill=chunked,
-            enable_prefix_caching=caching,
-            preemption_mode=mode,
-            watermark=watermark,
-            pipeline_depth=depth,
-            max_queue_requests=12,
-            policy=policy,
-            tenants=TENANTS,
-            isolate_tenants=isolate_tenants,
-            max_speculative_seqs=max_speculative_seqs,
-        )
+        room = extra_tokens if config["enable_chunked_prefill"] else MAX_MODEL_LEN
         self.recorder = Recorder()
-        self.driver = CoreDriver(config, self.recorder.make_core)
+        self.driver = CoreDriver(
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_seqs + room,
+                max_queue_requests=12,
+                tenants=TENANTS,
+                **config,
+            ),
+            self.recorder.make_core,
+        )
         self.add_worker_group(blocks)
 
     # Worker groups.
@@ -193,21 +183,17 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def submit(
         self,
+        *,
         count: int,
         length: int,
         num_shared: int,
         seed: int,
-        max_tokens: int,
-        n: int,
         num_stop_tokens: int,
-        frontend_id: str,
         logprobs: bool,
         fails_at: int | None,
-        timeout: float | None,
-        tenant: str,
         priority: int,
-        max_hold_us: int,
         salts: Collection[ContextPart] = (),
+        **fields: Any,
     ) -> None:
         for i in range(count):
             sampling = Sampling(
@@ -219,16 +205,11 @@ class CoreMachine(RuleBasedStateMachine):
             with suppress(*REFUSALS):
                 self.driver.submit(
                     prompt=make_prompt(1 + (length + 7 * i) % 40, num_shared, seed),
-                    max_tokens=max_tokens,
-                    n=n,
                     sampling=sampling,
                     stop_token_ids=frozenset(range(num_stop_tokens)),
-                    frontend_id=frontend_id,
-                    timeout=timeout,
-                    tenant=tenant,
                     context=tuple(salts),
                     priority=priority + i % 2,
-                    max_hold_us=max_hold_us,
+                    **fields,
                 )
 
     @rule(
@@ -246,33 +227,26 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def search(
         self,
+        *,
         count: int,
         length: int,
         seed: int,
         max_tokens: int,
-        width: int,
         num_choices: int,
-        length_penalty: float,
-        early_stopping: EarlyStopping,
         num_stop_tokens: int,
         logprobs: bool,
         fails_at: int | None,
+        **beams: Any,
     ) -> None:
+        params = BeamParams(num_logprobs=2 if logprobs else None, **beams)
         for i in range(count):
-            params = BeamParams(
-                width=width,
-                length_penalty=length_penalty,
-                early_stopping=early_stopping,
-                num_logprobs=2 if logprobs else None,
-            )
+            sampling = Sampling(seed=seed + i, fails_at=fails_at, prompt_logprobs=seed % 4 == 0)
             with suppress(*REFUSALS):
                 self.driver.submit(
                     prompt=make_prompt(1 + (length + 7 * i) % 30, 8, seed),
                     max_tokens=max_tokens,
-                    n=min(num_choices, width),
-                    sampling=Sampling(
-                        seed=seed + i, fails_at=fails_at, prompt_logprobs=seed % 4 == 0
-                    ),
+                    n=min(num_choices, params.width),
+                    sampling=sampling,
                     stop_token_ids=frozenset(range(num_stop_tokens)),
                     beam_search=params,
                 )
@@ -290,26 +264,19 @@ class CoreMachine(RuleBasedStateMachine):
     )
     def pool(
         self,
+        *,
         count: int,
         length: int,
         num_shared: int,
         seed: int,
-        type: PoolingType,
-        dimensions: int,
         timeout: float | None,
-        tenant: str,
-        priority: int,
+        **fields: Any,
     ) -> None:
+        deadline = None if timeout is None else self.driver.now + timeout
         for i in range(count):
+            prompt = make_prompt(1 + (length + 7 * i) % MAX_MODEL_LEN, num_shared, seed)
             with suppress(*REFUSALS):
-                self.driver.submit_pooled(
-                    make_prompt(1 + (length + 7 * i) % MAX_MODEL_LEN, num_shared, seed),
-                    type,
-                    dimensions=dimensions,
-                    deadline=None if timeout is None else self.driver.now + timeout,
-                    tenant=tenant,
-                    priority=priority,
-                )
+                self.driver.submit_pooled(prompt, deadline=deadline, **fields)
 
     @rule(pick=st.integers(0, 1000), num_more=st.integers(1, 8), max_tokens=st.integers(1, 12))
     def follow_up(self, pick: int, num_more: int, max_tokens: int) -> None:
@@ -435,23 +402,30 @@ class CoreMachine(RuleBasedStateMachine):
         self.recorder.check()
 
 
+CHUNKED: dict[str, Any] = {
+    "enable_chunked_prefill": True,
+    "watermark": 0.0,
+    "isolate_tenants": False,
+    "max_speculative_seqs": 8,
+}
+
+
 class CrowdedMachine(CoreMachine):
     """Few blocks for many requests that fit alone: much is swapped, most of it comes back."""
 
     @initialize(
-        depth=st.integers(1, 3),
+        pipeline_depth=st.integers(1, 3),
         max_num_seqs=st.integers(4, 8),
         extra_tokens=st.sampled_from([0, 3, 12]),
-        mode=st.sampled_from([PreemptionMode.SWAP, PreemptionMode.AUTO]),
+        preemption_mode=st.sampled_from([PreemptionMode.SWAP, PreemptionMode.AUTO]),
         host_blocks=st.sampled_from([6, 12, 100]),
-        caching=st.booleans(),
+        enable_prefix_caching=st.booleans(),
         policy=st.sampled_from(PolicyName),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
         cache=st.sampled_from(["all", *CACHE_GROUPS]),
     )
     def start(self, **values: Any) -> None:
-        values["max_speculative_seqs"] = 8
-        super().start(chunked=True, watermark=0.0, blocks=SMALL, isolate_tenants=False, **values)
+        super().start(blocks=SMALL, **CHUNKED, **values)
 
     @rule(
         count=st.integers(1, 4),
@@ -482,20 +456,18 @@ class UnlikeMachine(CoreMachine):
     """Small groups and a large one from the start: what outgrows the small ones moves, or waits."""
 
     @initialize(
-        depth=st.integers(1, 3),
+        pipeline_depth=st.integers(1, 3),
         max_num_seqs=st.integers(2, 4),
-        mode=st.sampled_from(PreemptionMode),
+        preemption_mode=st.sampled_from(PreemptionMode),
         host_blocks=st.sampled_from([0, 12]),
-        caching=st.booleans(),
+        enable_prefix_caching=st.booleans(),
         policy=st.sampled_from(PolicyName),
         small=st.sampled_from([5, 7, SMALL]),
         num_speculative_tokens=st.sampled_from([0, 2, 5]),
         cache=st.sampled_from(["all", *CACHE_GROUPS]),
     )
     def start(self, small: int, **values: Any) -> None:
-        fixed = {"chunked": True, "extra_tokens": 12, "watermark": 0.0, "isolate_tenants": False}
-        fixed["max_speculative_seqs"] = 8
-        super().start(blocks=small, **fixed, **values)
+        super().start(blocks=small, extra_tokens=12, **CHUNKED, **values)
         self.add_worker_group(LARGE)
         self.add_worker_group(small)
 
@@ -525,42 +497,30 @@ def machine_settings(max_examples: int) -> settings:
 
 
 class TestCore(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
-    """In CI."""
-
     settings = machine_settings(60)
 
 
 class TestCrowdedCore(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
-    """In CI."""
-
     settings = machine_settings(60)
 
 
 class TestUnlikeGroups(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
-    """In CI."""
-
     settings = machine_settings(60)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestCoreAtLength(CoreMachine.TestCase):  # type: ignore[name-defined,misc]
-    """By `make test-long`."""
-
     settings = machine_settings(5000)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestCrowdedCoreAtLength(CrowdedMachine.TestCase):  # type: ignore[name-defined,misc]
-    """By `make test-long`."""
-
     settings = machine_settings(2000)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 class TestUnlikeGroupsAtLength(UnlikeMachine.TestCase):  # type: ignore[name-defined,misc]
-    """By `make test-long`."""
-
     settings = machine_settings(1500)

@@ -190,6 +190,17 @@ def test_ends_are_told_apart() -> None:
     )
 
 
+def test_a_stopped_choice_has_the_tokens_before_its_stop_string_alone() -> None:
+    driver = make_driver()
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=9)
+    step(driver, 5)
+    assert len(record.choices[0].tokens) > 2
+    driver.stop_choice(record, 0, 2)
+    driver.run_until_idle()
+    [ended] = check_inspection(driver.core).ended_requests
+    assert ended.num_output_tokens == 2
+
+
 def test_only_what_is_asked_for_is_looked_at() -> None:
     driver = make_driver()
     for index in range(6):

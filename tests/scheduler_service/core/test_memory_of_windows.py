@@ -10,20 +10,13 @@ from random import Random
 
 import pytest
 
-from scheduler_service.core import (
-    Request,
-    SchedulerConfig,
-    SchedulerCore,
-    StepPlan,
-    StepResult,
-    WorkerGroupCapacity,
-)
+from scheduler_service.core import SchedulerConfig, SchedulerCore, StepPlan, StepResult
 from scheduler_service.core.config import CacheGroup, CacheLifetime
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.manager import KVCacheManager
-from scheduler_service.core.request import EngineOutputs, Generation
+from scheduler_service.core.request import EngineOutputs
 from tests.support.blocks import KnownSequence
-from tests.support.core_driver import make_capacity
+from tests.support.core_driver import make_capacity, make_request
 
 LENGTH = 4096
 """Tokens of a sequence at its end."""
@@ -46,34 +39,26 @@ def without_windows(groups: Iterable[CacheGroup]) -> tuple[CacheGroup, ...]:
 class Server:
     """A core whose worker answers at once, with the same token."""
 
-    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: int, **config: object) -> None:
-        values: dict[str, object] = {"max_num_seqs": 1000, "pipeline_depth": 1, "watermark": 0.0}
-        self.core = SchedulerCore(SchedulerConfig(**(values | config)))  # type: ignore[arg-type]
-        self.capacity = WorkerGroupCapacity(
-            worker_group_id="g0",
-            model="m",
+    def __init__(self, groups: tuple[CacheGroup, ...], num_blocks: int) -> None:
+        config = SchedulerConfig(max_num_seqs=1000, pipeline_depth=1, watermark=0.0)
+        self.core = SchedulerCore(config)
+        capacity = make_capacity(
             num_gpu_blocks=num_blocks,
-            num_cpu_blocks=0,
             cache_groups=groups,
             max_model_len=LENGTH + 1,
             vocab_size=100_000,
         )
-        self.core.add_worker_group(self.capacity, 0.0)
+        self.core.add_worker_group(capacity, 0.0)
         self.num_requests = 0
         self.num_cached = 0
 
     def submit(self, prompt: list[int], max_tokens: int) -> None:
         self.num_requests += 1
-        request = Request(
-            frontend_id="f0",
+        request = make_request(
             handle=self.num_requests,
             request_id=f"r{self.num_requests}",
-            model="m",
             prompt_token_ids=prompt,
-            work=Generation(
-                max_tokens=max_tokens,
-                sampling=None,
-            ),
+            max_tokens=max_tokens,
         )
         self.core.submit(request, 0.0)
 

@@ -27,33 +27,6 @@ def drain(queue: ModelQueue) -> list[SequenceGroup]:
     return groups
 
 
-def test_queues_of_limited_tenants_do_not_change_the_order_of_ranks() -> None:
-    tenants = Tenants(TenantConfig(), LIMITED)
-    names = ["", "limited", "other", "limited", ""]
-    groups = [make_group(tenants, name, arrival=i) for i, name in enumerate(names)]
-    queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
-    for group in [groups[3], groups[0], groups[4], groups[2], groups[1]]:
-        queue.add(group)
-        queue.check()
-    assert drain(queue) == groups
-
-
-def test_a_lane_that_is_set_aside_holds_up_nobody_and_comes_back() -> None:
-    tenants = Tenants(TenantConfig(), LIMITED)
-    queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
-    first = make_group(tenants, "limited", arrival=1)
-    second = make_group(tenants, "", arrival=2)
-    third = make_group(tenants, "limited", arrival=0)
-    for group in (first, second):
-        queue.add(group)
-    queue.skip_tenant_limited(first)
-    queue.add(third)
-    assert queue.head() is second
-    queue.check()
-    queue.retry_tenant_limited()
-    assert drain(queue) == [third, first, second]
-
-
 def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> None:
     tenants = Tenants(TenantConfig(), LIMITED)
     queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
@@ -69,33 +42,6 @@ def test_a_lane_that_was_set_aside_is_looked_at_once_its_tenant_has_less() -> No
     queue.skip_tenant_limited(group)
     queue.reorder()
     assert queue.head() is group
-
-
-def test_a_lane_that_empties_while_set_aside_is_gone() -> None:
-    tenants = Tenants(TenantConfig(), LIMITED)
-    queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
-    group = make_group(tenants, "limited")
-    queue.add(group)
-    queue.skip_tenant_limited(group)
-    queue.discard(group)
-    queue.retry_tenant_limited()
-    queue.check()
-    assert queue.head() is None
-    assert not queue
-
-
-def test_the_order_of_queues_follows_what_tenants_are_served_meanwhile() -> None:
-    tenants = Tenants(TenantConfig(), {})
-    fair = Fair(tenants)
-    queue = ModelQueue(fair, one_kind)
-    one, other = make_group(tenants, "one", arrival=1), make_group(tenants, "other", arrival=2)
-    for group in (one, other):
-        queue.add(group)
-    assert queue.head() is one
-    fair.record_tokens(one.sequences)
-    assert queue.head() is other
-    fair.record_tokens(other.sequences * 2)
-    assert queue.head() is one
 
 
 def test_tokens_before_a_group_are_those_of_its_lane_with_lower_ranks() -> None:
@@ -123,22 +69,6 @@ def test_what_is_passed_over_or_left_out_comes_back_to_its_place() -> None:
     queue.end_round()
     queue.check()
     assert drain(queue) == [groups[0], groups[1], groups[3], groups[4], groups[5]]
-
-
-def test_groups_that_are_passed_over_may_end_meanwhile() -> None:
-    tenants = Tenants(TenantConfig(), {})
-    queue = ModelQueue(FirstComeFirstServed(tenants), one_kind)
-    groups = [make_group(tenants, "", arrival=i) for i in range(2)]
-    for group in groups:
-        queue.add(group)
-    for group in groups:
-        queue.skip(group)
-    for group in groups:
-        assert group in queue
-        queue.discard(group)
-    queue.end_round()
-    queue.check()
-    assert not queue
 
 
 def test_sorting_anew_changes_neither_order_nor_sums() -> None:

@@ -7,23 +7,29 @@ each command what it prints. To write the printed lines again, and read the diff
 
 Commands (sizes in tokens; `name` is a request's):
 
-    config KEY=VALUE ...        fields of SchedulerConfig; first line
+    config KEY=VALUE ...        a core with these fields of SchedulerConfig, in place of the former
     tenant NAME KEY=VALUE ...   fields of TenantConfig, by NAME or for the `default`; after config
     group ID KEY=VALUE ...      a worker group joins; fields of WorkerGroupCapacity, for short
                                 `blocks` on the device and `host` blocks
     submit NAME prompt=N max_tokens=N [n=N] [stop_at=N] [timeout=S] [frontend=ID] [model=NAME]
            [like=NAME:N] [logprobs=true] [width=N] [stops=N] [tenant=NAME] [priority=N]
-           [min_tokens=N]
+           [min_tokens=N] [fails_at=N] [accepted=true]
                                 stop_at: the token at that output position is a stop token
                                 like: it begins with N tokens of another's prompt and first choice
                                 logprobs: of the prompt
                                 width: beam search with N beams for the n best
                                 stops: the first N token ids are stop tokens
+                                fails_at: the output position at which a row fails
+                                accepted: by a former core
+    again NAME FRONTEND N       its client tries again with N tokens of each choice
     plan GROUP                  schedule a step; the worker executes it at once
     result GROUP                the oldest result comes in
+    steps N GROUP ...           N times, of each group, a plan and a result
     run                         plans and results, until nothing is left to do
     cancel NAME | abort NAME | stop NAME CHOICE NUM_TOKENS
     lose GROUP | drain GROUP | wait SECONDS | status
+    die GROUP N [N]             N times, the worker dies with N steps in flight, and another joins
+    restart                     a new core: workers join, frontends submit again what is open
 
 Sequences are numbered in order of submission. In `rows`, 1:6* is sequence 1 computing 6 tokens and
 sampling the next.
@@ -103,6 +109,7 @@ class Scenario:
     def do_config(self, *words: str) -> None:
         self.config = SchedulerConfig(**self.convert_all(words))
         self.driver = CoreDriver(self.config)
+        self.records.clear()
 
     def do_tenant(self, name: str, *words: str) -> None:
         tenant = TenantConfig(**self.convert_all(words))
@@ -129,7 +136,11 @@ class Scenario:
 
     def do_submit(self, name: str, *words: str) -> None:
         options = parse_options(list(words))
-        sampling = Sampling(seed=len(self.records), prompt_logprobs="logprobs" in options)
+        sampling = Sampling(
+            seed=len(self.records),
+            prompt_logprobs="logprobs" in options,
+            fails_at=int(options["fails_at"]) if "fails_at" in options else None,
+        )
         prompt = self.make_prompt(int(options["prompt"]), options.get("like"))
         stop_token_ids: frozenset[int] = frozenset()
         if "stop_at" in options:
@@ -152,7 +163,13 @@ class Scenario:
             tenant=options.get("tenant", ""),
             priority=int(options.get("priority", 0)),
             min_tokens=int(options.get("min_tokens", 0)),
+            was_accepted="accepted" in options,
         )
+
+    def do_again(self, name: str, frontend_id: str, num_received: str) -> list[str]:
+        former = self.records[name]
+        self.records[name] = self.driver.try_again(former, frontend_id, int(num_received))
+        return [] if former.error is None else [f"the former try fails: {former.error.reason}"]
 
     def make_prompt(self, num_tokens: int, like: str | None) -> list[int]:
         """A prompt that differs from all others, after the prefix that `like` makes it share."""
@@ -171,6 +188,15 @@ class Scenario:
 
     def do_result(self, group_id: str) -> list[str]:
         return [] if self.driver.deliver(group_id) else ["none is on its way"]
+
+    def do_steps(self, number: str, *group_ids: str) -> list[str]:
+        printed: list[str] = []
+        for _ in range(int(number)):
+            for group_id in group_ids:
+                self.driver.schedule(group_id)
+                self.driver.deliver(group_id)
+                printed += self.read_news()
+        return printed
 
     def do_run(self) -> list[str]:
         first = self.driver.num_steps
@@ -194,6 +220,20 @@ class Scenario:
 
     def do_lose(self, group_id: str) -> None:
         self.driver.lose_worker_group(group_id)
+
+    def do_restart(self) -> None:
+        self.driver.lose_core()
+
+    def do_die(self, group_id: str, times: str, num_steps: str = "1") -> list[str]:
+        printed: list[str] = []
+        for _ in range(int(times)):
+            for _ in range(int(num_steps)):
+                self.driver.schedule(group_id)
+            capacity = self.driver.links[group_id].capacity
+            self.driver.lose_worker_group(group_id)
+            printed += self.read_news()
+            self.driver.add_worker_group(capacity)
+        return printed
 
     def do_drain(self, group_id: str) -> None:
         self.driver.core.drain_worker_group(group_id, self.driver.now)
@@ -255,6 +295,9 @@ class Scenario:
             if end.cached_tokens:
                 parts.append(f", {end.cached_tokens} cached tokens")
             lines.append(f"{names[end.handle]} is done{''.join(parts)}")
+        for handle in outbox.worker_losses:
+            is_alone = handle in outbox.lone_worker_losses
+            lines.append(f"{names[handle]} loses its worker{' alone' if is_alone else ''}")
         for handle, error in outbox.requests_failed:
             assert isinstance(error, PagewireError)
             lines.append(f"{names[handle]} fails: {error.reason}: {error.message}")

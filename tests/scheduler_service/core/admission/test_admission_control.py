@@ -11,12 +11,10 @@ from scheduler_service.errors import (
     PromptTooLong,
     QueueFull,
     RequestAborted,
-    UnknownModel,
     UnknownRequest,
 )
 from tests.support.core_driver import (
     SMALL_CONFIG,
-    CoreDriver,
     make_capacity,
     make_driver,
     make_request,
@@ -59,48 +57,6 @@ def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers() -> None:
         driver.core.submit(make_request(request_id="r2", handle=2, prompt_token_ids=[1] * 13), 0.0)
     assert caught.value.reason == "PROMPT_LARGER_THAN_CACHE"
     assert caught.value.details["num_cache_tokens"] == "12"
-
-
-def test_a_prompt_that_fits_one_group_of_several_is_taken_there() -> None:
-    driver = CoreDriver(SMALL_CONFIG)
-    driver.add_worker_group(make_capacity("small", num_gpu_blocks=2))
-    driver.add_worker_group(make_capacity("large", num_gpu_blocks=16))
-    driver.submit(prompt=[1] * 20, max_tokens=1)
-    assert driver.schedule("small") is None
-    assert driver.schedule("large") is not None
-
-
-def test_hopeless_requests_fail_when_the_first_group_joins_and_others_start() -> None:
-    driver = CoreDriver(SMALL_CONFIG)
-    long = driver.submit(prompt=[1] * 70, max_tokens=1)
-    foreign = driver.submit(prompt=[99], max_tokens=1)
-    good = driver.submit(prompt=[1], max_tokens=1)
-    driver.add_worker_group(make_capacity())
-    driver.run_until_idle()
-    assert isinstance(long.error, PromptTooLong)
-    assert isinstance(foreign.error, InvalidArgument)
-    assert good.finished is not None
-    driver.check_empty()
-
-
-def test_any_model_is_waited_for_until_a_group_is_known() -> None:
-    driver = CoreDriver(SMALL_CONFIG)
-    driver.submit(prompt=[1], max_tokens=1, model="later")
-    driver.add_worker_group(make_capacity(model="m"))
-    with pytest.raises(UnknownModel) as caught:
-        driver.submit(prompt=[1], max_tokens=1, model="never")
-    assert caught.value.details == {"model": "never", "served": "m"}
-
-
-def test_a_model_whose_groups_are_all_lost_is_waited_for() -> None:
-    driver = CoreDriver(SMALL_CONFIG)
-    driver.add_worker_group(make_capacity("a", model="m"))
-    driver.add_worker_group(make_capacity("b", model="other"))
-    driver.lose_worker_group("a")
-    record = driver.submit(prompt=[1], max_tokens=1, model="m")
-    driver.add_worker_group(make_capacity("a", model="m"))
-    driver.run_until_idle()
-    assert record.finished is not None
 
 
 def test_a_live_request_id_or_handle_is_not_taken_twice() -> None:

@@ -46,15 +46,6 @@ def test_the_later_try_goes_on_from_what_its_client_has_and_the_former_ends_with
     driver.check_empty()
 
 
-def test_what_the_former_try_has_computed_is_found() -> None:
-    driver = make_driver()
-    driver.try_again(running(driver), "f1", most_received=4)
-    plan = driver.schedule("g0")
-    assert plan is not None
-    (sequence,) = plan.new_sequences
-    assert sequence.num_computed_tokens == 8, "both full blocks of the nine tokens"
-
-
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
@@ -74,24 +65,6 @@ def test_what_is_no_later_try_is_refused_and_changes_nothing(
         driver.core.submit(other, driver.now)
     driver.run_until_idle()
     assert record.finished is not None
-
-
-def test_an_empty_fingerprint_is_like_no_other() -> None:
-    driver = make_driver()
-    record = running(driver)
-    record.request.fingerprint = b""
-    with pytest.raises(DuplicateRequest):
-        driver.try_again(record, "f1", most_received=0)
-
-
-def test_an_earlier_try_that_comes_late_ends_itself() -> None:
-    driver = make_driver()
-    record = running(driver)
-    later = driver.try_again(record, "f1", most_received=2)
-    with pytest.raises(RequestTakenOver):
-        driver.core.submit(replace(record.request, handle=77), driver.now)
-    driver.run_until_idle()
-    assert later.finished is not None
 
 
 def test_a_later_try_keeps_its_place_and_is_not_refused_for_a_full_queue() -> None:
@@ -145,14 +118,3 @@ def test_a_request_of_an_older_frontend_keeps_its_place_at_a_new_core() -> None:
         plan = driver.schedule("g0")
         assert plan is not None
         assert plan.new_sequences[0].token_ids == [2]
-
-
-def test_a_request_with_an_id_of_another_tenants_is_a_request_of_its_own() -> None:
-    driver = make_driver()
-    record = running(driver, tenant="one")
-    other = driver.submit(
-        prompt=[1, 2], max_tokens=3, tenant="two", request_id=record.request.request_id
-    )
-    driver.run_until_idle()
-    assert record.finished is not None
-    assert other.finished is not None

@@ -5,7 +5,6 @@ import pytest
 from scheduler_service.core.context import ContextKind, ContextPart
 from scheduler_service.core.kv_cache.alloc_status import AllocStatus
 from scheduler_service.core.kv_cache.block_pool import BlockPool
-from scheduler_service.core.kv_cache.block_table import BlockUpdate
 from scheduler_service.core.kv_cache.manager import KVCacheManager
 from tests.support.blocks import (
     KnownSequence,
@@ -34,38 +33,6 @@ def admit(cache: KVCacheManager, *sequences: KnownSequence) -> None:
         cache.offer(seq, seq.length - 1)
 
 
-def test_a_prefix_is_found_on_the_device_but_for_the_last_token() -> None:
-    cache = make_manager()
-    admit(cache, make_seq(1, 9))
-    found = [
-        cache.match_prefix(make_seq(2, n), is_fetched=always).num_tokens for n in (4, 5, 8, 9, 20)
-    ]
-    assert found == [0, 4, 4, 8, 8]
-
-
-def test_a_prefix_that_left_the_device_is_found_on_the_host_in_moves() -> None:
-    cache, seq = make_manager(4, 8), make_seq(1, 9)
-    admit(cache, seq)
-    cache.free(seq)
-    other = make_seq(2, 16, first=50)
-    admit(cache, other)
-    cache.end_plan(has_rows=True)
-    cache.free(other)
-    assert cache.match_prefix(seq).num_tokens == 0
-    hit = cache.match_prefix(seq, is_fetched=always)
-    assert (hit.num_tokens, hit.num_moves) == (8, 2)
-    assert len(cache.admit(seq, hit).swap_in) == 2 * hit.num_moves, "pairs of host and device"
-    cache.end_plan(has_rows=True)
-    cache.check([seq])
-
-
-def test_withdrawn_tokens_are_not_found() -> None:
-    cache, seq = make_manager(), make_seq(1, 9)
-    admit(cache, seq)
-    cache.withdraw(seq)
-    assert cache.match_prefix(make_seq(2, 9), is_fetched=always).num_tokens == 0
-
-
 @pytest.mark.parametrize(
     ("start", "num_tokens"), [(0, 0), (1, 0), (3, 0), (4, 4), (7, 4), (8, 8), (9, 8)]
 )
@@ -77,20 +44,6 @@ def test_tokens_before_a_part_are_found_and_others_not(
     admit(cache, make_seq(1, 9))
     other.context = (ContextPart(kind, bytes(32), start),)
     assert cache.match_prefix(other, is_fetched=always).num_tokens == num_tokens
-
-
-def test_a_sequence_waits_for_one_that_computes_most_of_its_tokens_and_still_runs() -> None:
-    cache, leader, follower = make_manager(), make_seq(1, 9), make_seq(2, 9)
-    leader.is_prefilling = True
-    cache.admit(leader, cache.match_prefix(leader, is_fetched=always))
-    cache.match_prefix(leader, is_fetched=always)
-    hit = cache.match_prefix(follower, is_fetched=always)
-    assert cache.is_to_come(follower, hit)
-    leader.is_prefilling = False
-    assert not cache.is_to_come(follower, hit)
-    leader.is_prefilling = True
-    cache.free(leader)
-    assert not cache.is_to_come(follower, hit), "the leader may compute elsewhere"
 
 
 def test_admission_counts_what_is_found_and_what_others_would_free() -> None:
@@ -164,25 +117,7 @@ def test_a_sequence_that_comes_back_from_the_host_is_offered_again() -> None:
     assert cache.match_prefix(make_seq(2, 9)).num_tokens == 8
 
 
-def test_a_running_sequence_without_memory_is_found() -> None:
-    cache, seq = make_manager(), make_seq(1, 9)
-    admit(cache, seq)
-    cache.check([seq])
-    with pytest.raises(AssertionError, match="one table for each"):
-        cache.check([seq, make_seq(2, 3)])
-
-
 # Blocks.
-
-
-def test_only_the_last_owner_writes_to_a_shared_block_in_place() -> None:
-    manager = make_manager(4)
-    assert allocate(manager, 1, 2) == [0]
-    manager.fork(sequence(1), sequence(2))
-    manager.fork(sequence(1), sequence(3))
-    assert manager.reserve(sequence(2), 3) == [BlockUpdate(0, 0, 1, copied_from=0)]
-    assert manager.reserve(sequence(1), 3) == [BlockUpdate(0, 0, 2, copied_from=0)]
-    assert manager.reserve(sequence(3), 3) == []
 
 
 def test_blocks_found_in_use_cost_nothing_and_free_ones_one_each() -> None:

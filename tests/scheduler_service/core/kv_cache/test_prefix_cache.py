@@ -9,7 +9,6 @@ from scheduler_service.core import SchedulerConfig, StepPlan
 from scheduler_service.core.context import Context, ContextKind, ContextPart
 from scheduler_service.core.kv_cache.prefix_keys import root_key, unit_keys
 from tests.support.core_driver import CoreDriver, make_capacity
-from tests.support.records import RequestRecord
 from tests.support.symbolic_worker import Sampling
 
 PROMPT = [(3 * i * i + i) % 31 for i in range(40)]
@@ -57,12 +56,6 @@ def test_a_key_has_128_bits_and_depends_on_all_tokens_up_to_its_block() -> None:
     assert other_last[0] == keys[0]
 
 
-def test_keys_do_not_depend_on_how_many_are_made_at_once() -> None:
-    keys = keys_of([1, 2, 3, 4])
-    keys += unit_keys(keys[-1], [5, 6, 7, 8, 9, 10, 11, 12], 4)
-    assert keys == keys_of(list(range(1, 13)))
-
-
 PART = ContextPart(ContextKind.MEDIA, bytes(32), start=5, length=2)
 
 
@@ -104,57 +97,6 @@ def test_full_blocks_are_found_except_the_last_token(num_tokens: int, found: int
     assert num_found(driver, PROMPT[:num_tokens]) == found
 
 
-def test_without_prefix_caching_nothing_is_found() -> None:
-    driver = make_driver(enable_prefix_caching=False)
-    driver.submit(prompt=PROMPT, max_tokens=1)
-    driver.run_until_idle()
-    assert num_found(driver, PROMPT) == 0
-
-
-def test_what_a_chunk_computed_is_found_when_its_result_is_in() -> None:
-    driver = make_driver(max_num_batched_tokens=10, pipeline_depth=1)
-    driver.submit(prompt=PROMPT[:30], max_tokens=1)
-    plan_of(driver)
-    driver.deliver("g0")
-    driver.cancel(driver.records["f0", 1])
-    assert num_found(driver, PROMPT) == 8
-
-
-def test_of_many_that_begin_alike_the_first_alone_computes_what_they_share() -> None:
-    driver = make_driver()
-    records = [driver.submit(prompt=[*PROMPT[:16], i], max_tokens=1) for i in range(4)]
-    assert [len(plan_of(driver).num_tokens), driver.schedule("g0")] == [1, None]
-    driver.deliver("g0")
-    assert list(plan_of(driver).num_tokens) == [1, 1, 1]
-    driver.run_until_idle()
-    assert [record.cached_tokens for record in records] == [0, 16, 16, 16]
-
-
-def test_nobody_waits_for_less_than_half_of_its_tokens() -> None:
-    driver = make_driver()
-    driver.submit(prompt=PROMPT[:16], max_tokens=1)
-    driver.submit(prompt=[*PROMPT[:8], *range(8)], max_tokens=1)
-    assert list(plan_of(driver).num_tokens) == [16, 16]
-
-
-def test_nobody_waits_for_what_is_not_computed_any_more() -> None:
-    driver = make_driver(max_num_batched_tokens=10)
-    first = driver.submit(prompt=PROMPT[:30], max_tokens=1)
-    driver.submit(prompt=PROMPT[:31], max_tokens=1)
-    assert len(plan_of(driver).num_tokens) == 1
-    driver.cancel(first)
-    [new] = plan_of(driver).new_sequences
-    assert new.num_computed_tokens == 0
-    driver.run_until_idle()
-
-
-def test_prompt_log_probabilities_that_are_owed_are_computed() -> None:
-    driver = make_driver()
-    assert num_found(driver, PROMPT) == 0
-    assert num_found(driver, PROMPT, sampling=Sampling(seed=1, prompt_logprobs=True)) == 0
-    assert num_found(driver, PROMPT) == 36
-
-
 def test_prompt_log_probabilities_leave_no_gap_where_others_computed_more() -> None:
     driver = make_driver(num_gpu_blocks=12, max_num_batched_tokens=8)
     driver.submit(prompt=PROMPT[:9], max_tokens=1)
@@ -169,73 +111,7 @@ def test_prompt_log_probabilities_leave_no_gap_where_others_computed_more() -> N
     assert new.num_computed_tokens == 0
 
 
-def test_what_a_failed_row_computed_is_not_found() -> None:
-    driver = make_driver()
-    failed = driver.submit(prompt=PROMPT, max_tokens=8, sampling=Sampling(seed=1, fails_at=3))
-    driver.run_until_idle()
-    assert failed.error is not None
-    assert num_found(driver, PROMPT) == 0
-
-
-def test_the_result_of_a_step_before_a_preemption_says_nothing_of_the_blocks_after_it() -> None:
-    driver = make_driver(num_gpu_blocks=5, max_num_batched_tokens=8, pipeline_depth=3)
-    first = driver.submit(prompt=[1] * 7, max_tokens=9)
-    driver.submit(prompt=PROMPT[:12], max_tokens=1)
-    assert plan_of(driver).num_tokens == [7]
-    assert plan_of(driver).num_tokens == [1, 7]
-    driver.deliver("g0")
-    assert plan_of(driver).forget_seq_ids == [2], "the second is preempted, its chunk in flight"
-    driver.cancel(first)
-    assert [new.seq_id for new in plan_of(driver).new_sequences] == [2]
-    driver.deliver("g0")
-    alike = driver.submit(prompt=PROMPT[:12], max_tokens=1)
-    driver.schedule("g0")  # the worker checks what is reused
-    driver.run_until_idle()
-    assert alike.finished is not None
-
-
 # What it is good for.
-
-
-def run_one_beside(driver: CoreDriver, num_tokens: int) -> RequestRecord:
-    """A request of `num_tokens` tokens that is decoding and has its first result."""
-    record = driver.submit(prompt=PROMPT[:num_tokens], max_tokens=8)
-    plan_of(driver)
-    driver.deliver("g0")
-    return record
-
-
-def test_a_request_is_placed_where_it_fits_thanks_to_blocks_in_use() -> None:
-    driver = make_driver(num_gpu_blocks=6)
-    run_one_beside(driver, 16)
-    driver.submit(prompt=PROMPT[:17], max_tokens=1)
-    [new] = plan_of(driver).new_sequences
-    assert new.num_computed_tokens == 16
-    driver.run_until_idle()
-
-
-def test_only_what_is_not_found_counts_against_the_tokens_of_a_whole_prefill() -> None:
-    driver = make_driver(enable_chunked_prefill=False)
-    run_one_beside(driver, 40)
-    driver.submit(prompt=[1] * 40, max_tokens=1)
-    driver.submit(prompt=PROMPT, max_tokens=1)
-    plan = plan_of(driver)
-    assert [new.num_computed_tokens for new in plan.new_sequences] == [0, 36]
-    assert plan.num_tokens == [1, 40, 4]
-    driver.run_until_idle()
-
-
-def test_a_preempted_sequence_finds_its_own_prompt_and_output() -> None:
-    driver = make_driver(num_gpu_blocks=9, pipeline_depth=1)
-    driver.submit(prompt=[1] * 8, max_tokens=12)
-    driver.submit(prompt=PROMPT[:8], max_tokens=12)
-    found: list[int] = []
-    driver.on_plan = lambda _, plan: found.extend(
-        new.num_computed_tokens for new in plan.new_sequences
-    )
-    driver.run_until_idle()
-    assert driver.core.snapshot().num_preemptions == 1
-    assert found == [0, 0, 16]
 
 
 # Tenants.

@@ -8,22 +8,17 @@ import pytest
 from scheduler_service.core.admission.request_registry import RequestRegistry
 from scheduler_service.core.config import PolicyName, SchedulerConfig
 from scheduler_service.core.policies.policy import FirstComeFirstServed
-from scheduler_service.core.request import Generation, Request
 from scheduler_service.core.routing.fleet import ServedModel
 from scheduler_service.core.routing.router import RouteEstimate, Router
 from scheduler_service.core.scheduler_stats import ModelTotals
 from scheduler_service.core.scheduling.capacity_probe import CapacityEstimate, CapacityProbe
-from scheduler_service.core.scheduling.scheduler import (
-    Scheduler,
-)
-from scheduler_service.core.scheduling.scheduler import (
-    make_scheduler as make_group_scheduler,
-)
+from scheduler_service.core.scheduling.scheduler import Scheduler
+from scheduler_service.core.scheduling.scheduler import make_scheduler as make_group_scheduler
 from scheduler_service.core.sequence import SequenceGroup, SequenceStatus
 from scheduler_service.core.step_plan import StepResult
 from scheduler_service.core.tenants import Tenants
 from scheduler_service.errors import DeadlineExceeded
-from tests.support.core_driver import CoreDriver, make_capacity, make_driver
+from tests.support.core_driver import CoreDriver, make_capacity, make_driver, make_request
 from tests.support.steps import make_work
 
 CONFIG = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=256)
@@ -59,17 +54,12 @@ class Deployment:
     ) -> SequenceGroup:
         """Queue a request."""
         handle = len(self._registry.seq_groups()) * 8 + 1
-        request = Request(
-            frontend_id="f",
+        request = make_request(
             handle=handle,
             request_id=f"r{handle}",
-            model="m",
             prompt_token_ids=prompt,
-            work=Generation(
-                max_tokens=max_tokens,
-                sampling=None,
-                num_choices=num_choices,
-            ),
+            max_tokens=max_tokens,
+            num_choices=num_choices,
         )
         group = self._registry.make_seq_group(request, self.now_us)
         self._registry.add(group)
@@ -130,12 +120,6 @@ def measure(scheduler: Scheduler, *, step_us: int = STEP_US, token_us: int = 10)
 def prompt(first: int, length: int) -> list[int]:
     """Unlike all that begin with another token."""
     return [first] + [5] * (length - 1)
-
-
-def test_without_measurements_sequences_are_shared_out_evenly() -> None:
-    deployment = Deployment(*(make_scheduler(f"g{i}") for i in range(3)))
-    places = [deployment.put(prompt(i, 8)) for i in range(6)]
-    assert places == ["g0", "g1", "g2"] * 2
 
 
 def test_a_group_that_is_twice_as_fast_gets_twice_as_much() -> None:
@@ -224,12 +208,6 @@ def test_a_turn_waits_for_its_blocks_if_they_are_worth_more_than_the_wait() -> N
     assert turn.placement.awaits is None
 
 
-def test_a_turn_does_not_wait_if_its_blocks_are_computed_sooner() -> None:
-    deployment, turn = busy_where_it_began(12)
-    deployment.place()
-    assert deployment.where(turn) == "idle"
-
-
 def test_a_turn_waits_no_longer_than_it_would_gain() -> None:
     deployment, turn = busy_where_it_began(800)
     deployment.place()
@@ -261,43 +239,6 @@ def test_an_answer_is_taken_to_be_as_long_as_those_of_late(answers_before: int, 
     assert counts == ({"a": 2, "b": 0} if place == "a" else {"a": 1, "b": 1})
 
 
-def test_small_requests_do_not_keep_a_large_one_waiting() -> None:
-    groups = [make_scheduler(f"g{i}", num_gpu_blocks=16) for i in range(2)]
-    deployment = Deployment(*groups)
-    for number in range(2):
-        deployment.put(prompt(1 + number, 8), max_tokens=40)
-    large = deployment.submit(prompt(3, 60), max_tokens=4)
-    for number in range(60):
-        deployment.submit(prompt(10 + number % 20, 8), max_tokens=8)
-    for _ in range(60):
-        deployment.place()
-        deployment.run()
-        if deployment.where(large) is not None:
-            break
-    assert deployment.where(large) is not None
-    assert len(deployment.model.waiting) > 20, "others waited behind it"
-
-
-def test_the_first_of_many_large_requests_holds_up_only_groups_that_it_fits() -> None:
-    small, large = make_scheduler("small", num_gpu_blocks=8), make_scheduler("large")
-    deployment = Deployment(small, large)
-    for number in range(3):
-        deployment.put(prompt(1 + number, 250))
-    long = [deployment.submit(prompt(10 + number % 20, 200)) for number in range(100)]
-    short = deployment.submit(prompt(5, 12))
-    deployment.place()
-    assert deployment.where(short) == "small"
-    assert sum(deployment.where(group) is None for group in long) >= 99
-
-
-def test_what_a_request_asks_for_goes_where_it_gets_all_of_it() -> None:
-    short, long = make_scheduler("short", max_model_len=64), make_scheduler("long")
-    deployment = Deployment(short, long)
-    deployment.put(prompt(1, 8), max_tokens=20)
-    assert [deployment.put(prompt(2 + i, 8), max_tokens=200) for i in range(3)] == ["long"] * 3
-    assert deployment.put(prompt(6, 8), max_tokens=20) == "short"
-
-
 def test_a_prompt_is_hashed_once_for_all_groups() -> None:
     deployment = Deployment(*(make_scheduler(f"g{i}") for i in range(16)))
     tokens = CountedPrompt(prompt(1, 1000))
@@ -305,14 +246,6 @@ def test_a_prompt_is_hashed_once_for_all_groups() -> None:
     deployment.place()
     assert deployment.where(group) is not None
     assert 900 < tokens.num_read <= len(tokens)
-
-
-def test_who_is_given_requests_is_told_once() -> None:
-    deployment = Deployment(make_scheduler("g0"), make_scheduler("g1"))
-    deployment.put(prompt(1, 8))
-    assert deployment.model.woken == {"g0"}
-    deployment.put(prompt(2, 8))
-    assert deployment.model.woken == {"g0", "g1"}
 
 
 def test_a_request_that_is_too_late_is_returned_for_its_caller_to_end() -> None:

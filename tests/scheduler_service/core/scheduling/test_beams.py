@@ -17,7 +17,6 @@ from scheduler_service.core.config import PreemptionMode
 from scheduler_service.core.step_plan import RowCandidates, StepResult
 from scheduler_service.errors import InvalidArgument
 from tests.support.core_driver import CoreDriver, make_capacity
-from tests.support.symbolic_worker import Sampling, undisturbed_beams
 
 CONFIG = SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32)
 THREE = BeamParams(width=3, length_penalty=1.0, early_stopping=EarlyStopping.NEVER)
@@ -80,35 +79,6 @@ def test_a_search_tells_all_at_its_end_and_the_alternatives_where_asked() -> Non
         assert len(logprobs.token_ids) == len(logprobs.logprobs) == 4 * 3
 
 
-@pytest.mark.parametrize("num_steps", [1, 2, 4])
-def test_a_lost_worker_changes_no_beam(num_steps: int) -> None:
-    driver = make_driver()
-    record = driver.submit(prompt=PROMPT, max_tokens=6, n=3, beam_search=THREE)
-    for _ in range(num_steps):
-        driver.schedule("g0")
-        driver.deliver("g0")
-    driver.schedule("g0")
-    driver.lose_worker_group("g0")
-    driver.add_worker_group(make_capacity("g1"))
-    driver.run_until_idle()
-    assert record.finished is not None
-    assert record.finished.recovery_us >= 0
-    driver.check_empty()
-
-
-def test_a_lost_core_begins_the_search_anew_with_the_same_end() -> None:
-    driver = make_driver()
-    record = driver.submit(prompt=PROMPT, max_tokens=6, n=3, beam_search=THREE)
-    for _ in range(3):
-        driver.schedule("g0")
-        driver.deliver("g0")
-    driver.lose_core()
-    assert record.request.work.generated == {}
-    driver.run_until_idle()
-    assert record.finished is not None
-    driver.check_empty()
-
-
 def test_a_search_that_moves_to_a_shorter_model_ends_with_what_it_has() -> None:
     driver = make_driver(max_model_len=20)
     record = driver.submit(prompt=PROMPT, max_tokens=15, n=3, beam_search=THREE)
@@ -124,17 +94,6 @@ def test_a_search_that_moves_to_a_shorter_model_ends_with_what_it_has() -> None:
     assert len(outbox.token_ids) == 3 * 8
     assert len(outbox.requests_finished) == 1
     assert record.request.work.num_choices == 3
-
-
-def test_other_requests_are_pipelined_while_a_search_waits() -> None:
-    driver = make_driver()
-    driver.submit(prompt=PROMPT, max_tokens=6, beam_search=THREE)
-    driver.submit(prompt=PROMPT, max_tokens=6)
-    first, second = driver.schedule("g0"), driver.schedule("g0")
-    assert first is not None
-    assert second is not None
-    assert first.seq_ids == [1, 4]
-    assert second.seq_ids == [4]
 
 
 def test_a_frontend_cannot_stop_a_beam() -> None:
@@ -208,30 +167,6 @@ def test_candidates_for_a_row_that_chooses_are_a_mismatch() -> None:
         driver.core.update(
             "g0", StepResult(step_id=1, token_ids=[5], candidates=candidates), driver.now
         )
-
-
-def test_forks_share_blocks_and_each_copies_the_last_but_one_of_them() -> None:
-    driver = make_driver()
-    driver.submit(prompt=PROMPT, max_tokens=4, beam_search=THREE)
-    driver.schedule("g0")
-    driver.deliver("g0")
-    plan = driver.schedule("g0")
-    assert plan is not None
-    sources, targets = plan.copy[::2], plan.copy[1::2]
-    assert len(sources) == 2  # three beams share the prompt's last block
-    assert len(set(sources)) == 1
-    assert len({*sources, *targets}) == 3
-    assert [new.parent_seq_id for new in plan.new_sequences] == [1, 1]
-    assert len(plan.appended_tokens) == 2
-    tables = [new.tables[0].block_ids for new in plan.new_sequences]
-    assert tables[0][0] == tables[1][0]
-
-
-def test_the_oracle_itself_finds_different_beams() -> None:
-    sampling = Sampling(seed=1, num_candidates=3)
-    beams = undisturbed_beams(PROMPT, sampling, THREE, frozenset(), 6)
-    assert beams is not None
-    assert len({tuple(beam) for beam in beams}) == 3
 
 
 def test_a_result_from_before_a_swap_is_ignored_when_the_beams_are_back() -> None:

@@ -129,12 +129,3 @@ def test_a_beam_search_waits_for_its_results() -> None:
     search = BeamParams(width=1, length_penalty=1.0, early_stopping=EarlyStopping.WHEN_FULL)
     decoding(driver, PATIENT_US, beam_search=search)
     assert lead(driver) == [1]
-
-
-def test_nothing_is_planned_beyond_the_last_token() -> None:
-    driver = make_driver()
-    driver.submit(prompt=[1, 2, 3], max_tokens=10, max_hold_us=PATIENT_US)
-    decoding(driver)
-    assert len(lead(driver)) == 10 - 4
-    driver.run_until_idle()
-    driver.check_empty()

@@ -151,24 +151,3 @@ def test_the_vectors_of_a_step_fit_its_result() -> None:
     driver.on_plan = lambda _, plan: plans.append(plan)
     driver.run_until_idle()
     assert [len(plan.seq_ids) for plan in plans if plan.seq_ids] == [2, 2]
-
-
-def test_a_preempted_requests_vector_counts() -> None:
-    driver = make_driver(
-        make_capacity(num_gpu_blocks=6), max_num_batched_tokens=64, pipeline_depth=2
-    )
-    first = driver.submit(prompt=[1, 2, 3], max_tokens=16)
-    second = driver.submit_pooled(PROMPT[:12], PoolingType.MEAN)
-    driver.run_until_idle()
-    assert first.finished is not None
-    assert second.finished is not None
-
-
-def test_a_lost_workers_vector_is_computed_again() -> None:
-    driver = make_driver(max_num_batched_tokens=64)
-    record = driver.submit_pooled(PROMPT, PoolingType.MEAN)
-    driver.schedule("g0")
-    driver.lose_worker_group("g0")
-    driver.add_worker_group(make_capacity("g1"))
-    driver.run_until_idle()
-    assert record.finished is not None

@@ -13,7 +13,6 @@ from scheduler_service.core.throughput import StepRates
 from tests.support.core_driver import CoreDriver, make_capacity
 from tests.support.records import RequestRecord
 from tests.support.steps import make_work
-from tests.support.symbolic_worker import Sampling
 
 
 def measured(*, us_per_prefill_token: int, us_per_move: int) -> StepRates:
@@ -80,44 +79,6 @@ def crowd(driver: CoreDriver) -> list[RequestRecord]:
     return [driver.submit(prompt=[i + 1] * 6, max_tokens=14, n=2) for i in range(3)]
 
 
-def test_a_whole_group_leaves_and_comes_back_as_a_whole() -> None:
-    driver = make_driver(PreemptionMode.SWAP, num_gpu_blocks=12)
-    crowd(driver)
-    seen = set()
-    for _ in run(driver):
-        for group in driver.core._registry.seq_groups():
-            statuses = {seq.status.name for seq in group.unfinished()}
-            seen |= statuses
-            assert not {"RUNNING", "SWAPPED"} <= statuses
-    assert seen == {"WAITING", "RUNNING", "SWAPPED"}
-    driver.check_empty()
-
-
-def test_where_the_last_group_needs_a_block_itself_its_last_choice_makes_room() -> None:
-    driver = make_driver(PreemptionMode.SWAP, num_gpu_blocks=6)
-    record = driver.submit(prompt=[1] * 6, max_tokens=14, n=3)
-    mixed = False
-    for _ in run(driver):
-        [*groups] = driver.core._registry.seq_groups()
-        mixed |= any(group.running() and group.waiting() for group in groups)
-    assert mixed
-    assert record.finished is not None
-    assert driver.core.snapshot().num_swapped_out_blocks == 0
-
-
-def test_nothing_computed_is_computed_again_where_the_host_has_room() -> None:
-    driver = make_driver(PreemptionMode.SWAP, num_gpu_blocks=6)
-    for i in range(2):
-        driver.submit(prompt=[i + 1] * 9, max_tokens=14)
-    for _ in run(driver):
-        pass
-    status = driver.core.snapshot()
-    assert status.num_preemptions > 0
-    assert status.num_swapped_in_blocks == status.num_swapped_out_blocks > 0
-    assert status.num_prefill_tokens == 18
-    driver.check_empty()
-
-
 def test_in_mode_recompute_the_host_stays_empty() -> None:
     driver = make_driver(PreemptionMode.RECOMPUTE)
     crowd(driver)
@@ -141,21 +102,6 @@ def test_many_preemptions_within_seconds_are_one_line_of_the_log(
     assert line.levelno == logging.WARNING
 
 
-def test_a_prompt_that_is_partly_computed_begins_again() -> None:
-    driver = make_driver(
-        PreemptionMode.SWAP, num_gpu_blocks=8, max_num_batched_tokens=6, pipeline_depth=1
-    )
-    driver.submit(prompt=[1] * 6, max_tokens=20)
-    driver.submit(prompt=list(range(1, 25)), max_tokens=2)
-    new_sequences = []
-    driver.on_plan = lambda _, plan: new_sequences.extend(plan.new_sequences)
-    for _ in run(driver):
-        pass
-    assert driver.core.snapshot().num_swapped_out_blocks == 0
-    assert [new.seq_id for new in new_sequences] == [1, 2, 2]
-    driver.check_empty()
-
-
 def test_measured_costs_decide() -> None:
     for us_per_move, swaps in ((1, True), (10_000, False)):
         driver = make_driver(PreemptionMode.AUTO, num_gpu_blocks=6)
@@ -167,48 +113,3 @@ def test_measured_costs_decide() -> None:
             driver.core._fleet.schedulers["g0"].rates.__dict__.update(rates.__dict__)
         assert (driver.core.snapshot().num_swapped_out_blocks > 0) is swaps
         assert driver.core.snapshot().num_preemptions > 0
-
-
-def test_time_swapped_out_counts_as_preempted() -> None:
-    driver = make_driver(PreemptionMode.SWAP, num_gpu_blocks=6)
-    records = [driver.submit(prompt=[i + 1] * 9, max_tokens=14) for i in range(2)]
-    swapped = 0
-    for _ in run(driver):
-        swapped += driver.core.snapshot().num_swapped
-    first, second = (record.finished for record in records)
-    assert first is not None
-    assert second is not None
-    assert first.preempted_us == 0
-    assert 0 < second.preempted_us <= swapped * 1000
-
-
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("num_cpu_blocks", [0, 5, 9, 200])
-@pytest.mark.parametrize("mode", list(PreemptionMode))
-def test_everything_ends_whatever_the_host_holds(
-    mode: PreemptionMode, num_cpu_blocks: int, depth: int, caching: bool
-) -> None:
-    driver = make_driver(
-        mode,
-        num_gpu_blocks=10,
-        num_cpu_blocks=num_cpu_blocks,
-        pipeline_depth=depth,
-        enable_prefix_caching=caching,
-    )
-    for i in range(14):
-        driver.submit(
-            prompt=[1 + (i * k * k) % 7 for k in range(1 + 5 * i % 17)],
-            max_tokens=3 + 7 * i % 19,
-            n=1 + i % 3,
-            sampling=Sampling(seed=i),
-        )
-    for _ in run(driver):
-        pass
-    driver.check_empty()
-    assert all(record.finished is not None for record in driver.records.values())
-    status = driver.core.snapshot()
-    assert status.num_preemptions > 0
-    if mode is PreemptionMode.SWAP and num_cpu_blocks > 0:
-        assert status.num_swapped_in_blocks > 0
-        assert caching or status.num_swapped_in_blocks == status.num_swapped_out_blocks

@@ -83,16 +83,6 @@ def test_a_request_may_limit_its_drafts(most: int) -> None:
     assert max(grants(plans)) == NUM_DRAFTS, "of the other request"
 
 
-def test_no_row_goes_beyond_max_tokens() -> None:
-    for max_tokens in range(1, 12):
-        driver, plans = make()
-        record = driver.submit(prompt=[1, 2, 3], max_tokens=max_tokens)
-        driver.run_until_idle()
-        assert record.choices[0].finish_reason == "length"
-        assert max(grants(plans)) <= max(0, max_tokens - 2)
-        driver.check_empty()
-
-
 @pytest.mark.parametrize("max_model_len", [64, 9])
 def test_no_block_is_reserved_beyond_the_end(max_model_len: int) -> None:
     for max_tokens in range(1, 16):
@@ -131,17 +121,6 @@ def test_a_row_that_fails_beyond_a_choice_s_end_fails_no_other_choice() -> None:
     assert num_stopped > 50
 
 
-def test_what_follows_a_stop_token_in_a_row_is_dropped() -> None:
-    for first in range(8):
-        driver, _ = make()
-        stops = frozenset({first, first + 8})
-        record = driver.submit(prompt=[1, first], max_tokens=60, stop_token_ids=stops)
-        driver.run_until_idle()
-        tokens = record.choices[0].tokens
-        assert not stops & set(tokens[:-1])
-        driver.check_empty()
-
-
 def test_a_large_batch_has_no_drafts() -> None:
     driver, plans = make(max_speculative_seqs=2)
     for max_tokens in (30, 30, 10):
@@ -168,21 +147,6 @@ def test_speculation_may_be_off_and_needs_room_in_the_step(changes: dict[str, in
         for plan in plans
         if plan.num_tokens is None
     )
-
-
-def test_log_probabilities_come_with_every_token_up_to_a_stop_token() -> None:
-    for first in range(8):
-        driver, plans = make()
-        stops = frozenset({first, first + 8})
-        sampling = Sampling(seed=first, logprobs=True)
-        record = driver.submit(
-            prompt=[1, first], max_tokens=60, stop_token_ids=stops, sampling=sampling
-        )
-        driver.run_until_idle()
-        (choice,) = record.choices
-        assert choice.num_logprobs == len(choice.tokens)
-        assert len(choice.tokens) < 5 or max(grants(plans)) > 0
-        driver.check_empty()
 
 
 def test_prompt_log_probabilities_and_beam_searches_have_no_drafts() -> None:
@@ -287,14 +251,3 @@ def test_a_result_without_log_probabilities_of_each_token_changes_nothing(
         driver.core.update("g0", result, driver.now)
     driver.run_until_idle()
     assert record.finished is not None
-
-
-def test_a_result_without_numbers_of_tokens_has_one_for_each_row() -> None:
-    driver, _ = make()
-    record = driver.submit(prompt=[1, 2], max_tokens=20)
-    driver.schedule("g0")
-    driver.deliver("g0")
-    driver.core.schedule("g0", driver.now)
-    driver.core.update("g0", StepResult(step_id=2, token_ids=[7]), driver.now)
-    driver.collect()
-    assert record.choices[0].tokens[1:] == [7]
