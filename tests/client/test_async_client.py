@@ -66,21 +66,5 @@ async def test_many_requests_whose_client_is_closed_end_with_an_error(
         await many
 
 
-async def test_leaving_the_block_cancels_the_request(frontend: FakeFrontend) -> None:
-    frontend.hold.clear()
-    async with AsyncClient(frontend.address) as client:
-        async with client.stream("Hello", TEN) as stream:
-            async for _ in stream:
-                break
-        assert await ended(frontend)
-
-
-async def test_many_requests_run_at_once(frontend: FakeFrontend) -> None:
-    async with AsyncClient(frontend.address) as client:
-        outputs = await asyncio.gather(*(client.generate(f"{i}", TEN) for i in range(8)))
-    assert [output.prompt for output in outputs] == [f"{i}" for i in range(8)]
-    assert all(output.finished for output in outputs)
-
-
 async def _collect(stream: object) -> list[object]:
     return [delta async for delta in stream]  # type: ignore[attr-defined]

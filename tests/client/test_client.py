@@ -220,13 +220,6 @@ def test_a_broken_stream_goes_on_and_ends_as_if_undisturbed(
     assert len(frontend.requests) == 3
 
 
-def test_a_stream_survives_many_breaks(client: Any, frontend: FakeFrontend) -> None:
-    frontend.breaks.extend(Break(after_tokens=2, failure=KILLED) for _ in range(8))
-    output = client.generate("Hello", SamplingParams(max_tokens=20))
-    assert output.text == expected_text("Hello", 20)
-    assert len(frontend.requests) == 9
-
-
 def test_a_continued_request_says_what_was_received(client: Any, frontend: FakeFrontend) -> None:
     frontend.breaks.append(Break(after_tokens=3, failure=KILLED))
     client.generate("Hello", SamplingParams(max_tokens=10, temperature=0.5))
@@ -345,15 +338,6 @@ def test_a_timeout_ends_the_request_here_and_there(client: Any, frontend: FakeFr
     assert frontend.ended_early.wait(5)
 
 
-def test_a_timeout_also_bounds_the_retries(make_client: Any) -> None:
-    with pytest.raises(errors.DeadlineExceeded, match="retrying"):
-        make_client("127.0.0.1:1").generate("Hello", TEN, timeout=0.05)
-
-
-def test_a_timeout_that_never_passes_is_none(client: Any) -> None:
-    assert client.generate("Hello", TEN, timeout=float("inf")).finished
-
-
 def test_a_client_has_a_timeout_for_calls_without_one(
     make_client: Any, frontend: FakeFrontend
 ) -> None:
@@ -461,13 +445,6 @@ def test_closing_a_stream_cancels_the_request(client: Any, frontend: FakeFronten
     assert len(frontend.requests) == 1
 
 
-def test_the_token_travels_as_bearer(make_client: Any, frontend: FakeFrontend) -> None:
-    client = make_client(frontend.address, api_key="secret")
-    client.generate("Hello", TEN)
-    client.generate_many(["Hello"], TEN)
-    assert [metadata["authorization"] for metadata in frontend.metadata] == ["Bearer secret"] * 2
-
-
 def test_a_unix_socket_is_an_address(make_client: Any, tmp_path: Any) -> None:
     with FakeFrontend(f"unix:{tmp_path}/f.sock") as frontend:
         assert make_client(frontend.address).generate("Hello", TEN).finished
@@ -528,28 +505,8 @@ def test_a_client_shows_its_addresses_and_no_key() -> None:
         assert repr(client) == f"{kind.__name__}('127.0.0.1:1,unix:/x')"
 
 
-def test_a_stream_shows_its_request(frontend: FakeFrontend) -> None:
-    with Client(frontend.address) as client, client.stream("Hello", TEN) as stream:
-        assert repr(stream) == f"<OutputStream of request {stream.request_id}>"
-
-
 def test_a_closed_client_says_so(frontend: FakeFrontend) -> None:
     client = Client(frontend.address)
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.generate("Hello", TEN)
-
-
-def test_threads_share_a_client(frontend: FakeFrontend) -> None:
-    outputs: dict[str, str] = {}
-
-    def work(prompt: str) -> None:
-        outputs[prompt] = client.generate(prompt, TEN).text
-
-    with Client(frontend.address) as client:
-        threads = [threading.Thread(target=work, args=(f"prompt {i}",)) for i in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert outputs == {f"prompt {i}": expected_text(f"prompt {i}", 10) for i in range(8)}

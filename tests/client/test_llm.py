@@ -54,12 +54,6 @@ def test_prompts_of_every_kind_are_answered_in_order(llm: LLM) -> None:
     assert all(output.outputs[0].finish_reason == "length" for output in outputs)
 
 
-def test_one_prompt_needs_no_list(llm: LLM) -> None:
-    alone = quiet(llm, "Hello", GREEDY)
-    assert len(alone) == 1
-    assert tokens(alone) == tokens(quiet(llm, ["Hello"], GREEDY))
-
-
 def test_beams_and_the_best_of_many_come_as_answers(llm: LLM) -> None:
     beams = SamplingParams(beam_width=4, n=3, length_penalty=0.0, max_tokens=6, ignore_eos=True)
     best = SamplingParams(best_of=4, n=2, seed=3, max_tokens=6, logprobs=0, ignore_eos=True)
@@ -78,27 +72,6 @@ def test_an_answer_is_the_same_alone_and_among_many(llm: LLM) -> None:
     assert len({str(choices) for choices in tokens(among)}) == 16
 
 
-def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
-    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 5, 3)]
-    outputs = quiet(llm, ["a", "b", "c"], params)
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [1, 5, 3]
-
-
-def test_log_probabilities_are_reported(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=4, logprobs=2, prompt_logprobs=0)
-    (output,) = quiet(llm, "Hello", params)
-    (choice,) = output.outputs
-    assert choice.logprobs is not None
-    for token_id, position in zip(choice.token_ids, choice.logprobs, strict=True):
-        assert position[token_id].rank == 1
-    assert choice.cumulative_logprob == pytest.approx(
-        sum(p[t].logprob for t, p in zip(choice.token_ids, choice.logprobs, strict=True))
-    )
-    assert output.prompt_logprobs is not None
-    assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
-    assert output.prompt_logprobs[0] is None
-
-
 def test_an_answer_scores_what_it_cost_to_generate(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=0, ignore_eos=True)
     (output,) = quiet(llm, "Hello", params)
@@ -110,11 +83,6 @@ def test_an_answer_scores_what_it_cost_to_generate(llm: LLM) -> None:
     (whole,) = llm.score("Hello", use_tqdm=False)
     assert whole.token_ids == llm.tokenize("Hello")
     assert whole.logprobs[0] is None
-
-
-def test_an_answer_is_streamed(llm: LLM) -> None:
-    (whole,) = quiet(llm, "Hello", GREEDY)
-    assert "".join(llm.stream("Hello", GREEDY).text_deltas()) == whole.text
 
 
 async def test_an_asyncio_client_may_have_private_services() -> None:
@@ -138,10 +106,6 @@ def test_a_chat_is_rendered_with_the_models_template(llm: LLM) -> None:
     assert same.prompt_token_ids == output.prompt_token_ids, "its template has no place for tools"
     two = llm.chat([messages, messages], GREEDY, use_tqdm=False)
     assert tokens(two) == tokens([output, output])
-
-
-def test_tokens_and_texts_are_turned_into_each_other(llm: LLM) -> None:
-    assert llm.detokenize(llm.tokenize("Hé", add_special_tokens=False)) == "Hé"
 
 
 def test_the_progress_bar_tells_tokens_per_second(
@@ -177,21 +141,10 @@ def test_a_service_that_is_killed_changes_no_token(llm: LLM, victim: str) -> Non
     assert {output.usage.completion_tokens for output in outputs if output.usage} == {400}
 
 
-def test_closing_ends_the_services() -> None:
-    before = {process.pid for process in services_of(os.getpid())}
-    llm = LLM(str(checkpoint("llama")), **FLAGS)
-    ours = [process for process in services_of(os.getpid()) if process.pid not in before]
-    assert len(ours) == 3
-    llm.close()
-    llm.close()
-    assert not any(process.is_running() for process in ours)
-
-
 @pytest.mark.parametrize(
     ("model", "flags", "words"),
     [
         ("/no/such/model", {}, "/no/such/model"),
-        ("tiny", {"dtype": "float12"}, "float12"),
         ("tiny", {"max_num_seqs": 0}, "max_num_seqs"),
     ],
 )

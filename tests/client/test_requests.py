@@ -29,14 +29,6 @@ def test_token_ids_are_a_prompt(prompt: Any) -> None:
     assert list(generate_request(prompt).token_ids.ids) == [1, 2]
 
 
-def test_messages_are_a_prompt() -> None:
-    chat = generate_request(CHAT).chat
-    assert [(message.role, message.content) for message in chat.messages] == [
-        ("user", "Hi"),
-        ("assistant", "Hello"),
-    ]
-
-
 @pytest.mark.parametrize("prompt", [[], {"prompt_token_ids": []}])
 def test_no_token_ids_arrive_as_an_empty_prompt_for_the_server_to_refuse(prompt: Any) -> None:
     assert generate_request(prompt).WhichOneof("prompt") == "token_ids"

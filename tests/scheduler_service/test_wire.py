@@ -120,10 +120,6 @@ def test_a_column_reads_as_it_was_written(values: list[int]) -> None:
     assert from_column(pack(values), "values") == values
 
 
-def test_a_column_is_little_endian_int32() -> None:
-    assert pack([1, -2]) == b"\x01\0\0\0\xfe\xff\xff\xff"
-
-
 def test_a_column_with_a_rest_is_refused_by_name() -> None:
     with pytest.raises(InvalidArgument) as error:
         from_column(b"\1\2\3\4\5", "cancels")
@@ -290,12 +286,6 @@ def test_a_submission_with_an_unknown_type_of_pooling_is_refused_by_field() -> N
     with pytest.raises(InvalidArgument) as error:
         wire.decode_submit(message, "front", now=0.0)
     assert error.value.field == "pooling.type"
-
-
-def test_the_vectors_of_a_step_keep_their_rows_and_numbers() -> None:
-    vectors = [plan_pb2.RowVector(row=row, values=pack_floats([row, 0.5])) for row in (0, 3)]
-    result = wire.decode_result(plan_pb2.StepResult(step_id=1, vectors=vectors))
-    assert result.vectors == {0: pack_floats([0, 0.5]), 3: pack_floats([3, 0.5])}
 
 
 def test_a_submission_keeps_every_field() -> None:

@@ -16,7 +16,14 @@ from scheduler_service.frontend.server import Frontend
 from service_common.tls import TlsFiles
 from tests.support.certificates import Authority, Issued
 from tests.support.fake_core import FakeCore
-from tests.support.http_frontends import http_frontend, http_served, none_open
+from tests.support.http_frontends import (
+    exchange,
+    http_frontend,
+    http_post,
+    http_served,
+    none_open,
+    raw_connection,
+)
 from tests.support.tokenizers import letters
 
 KEY = "pw-" + "k" * 40
@@ -154,18 +161,11 @@ async def test_who_listens_to_other_machines_unguarded_says_so(
 
 
 async def raw(frontend: Frontend, data: bytes) -> bytes:
-    """What a client gets that sends this and waits."""
-    assert frontend.http is not None
-    host, _, port = frontend.http.address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(data)
+    """What a client gets that sends this and waits; nothing of a connection that was reset."""
     try:
-        async with asyncio.timeout(20):
-            return await reader.read()
+        return await exchange(frontend, data)
     except ConnectionResetError:
         return b""
-    finally:
-        writer.close()
 
 
 SLOW = [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\nx-", b"G"]
@@ -201,32 +201,23 @@ async def test_a_head_without_end_costs_its_sender_the_connection() -> None:
         assert (await served.client.get("/health")).status_code == 200
 
 
-def post(path: str, body: bytes, *headers: str) -> bytes:
-    """A request as it travels."""
-    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *headers]
-    return "\r\n".join([*lines, f"content-length: {len(body)}", "", ""]).encode() + body
-
-
 async def test_a_head_without_end_that_is_sent_ahead_costs_its_sender_the_connection() -> None:
     """While the request before it is being answered."""
     async with http_served() as served:
-        assert served.frontend.http is not None
-        host, _, port = served.frontend.http.address.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(post("/v1/completions", b'{"prompt": "hello", "stream": true}'))
-        await (await served.core.next_request()).accept()
-        writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 2 * connection.MAX_HEAD_BYTES)
-        await none_open(served.frontend)
-        writer.close()
+        async with raw_connection(served.frontend) as (_, writer):
+            writer.write(http_post("/v1/completions", b'{"prompt": "hello", "stream": true}'))
+            await (await served.core.next_request()).accept()
+            writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 2 * connection.MAX_HEAD_BYTES)
+            await none_open(served.frontend)
         assert (await served.client.get("/health")).status_code == 200
 
 
 async def test_requests_that_are_sent_ahead_are_answered_in_their_order() -> None:
     text = b"hello " * connection.MAX_HEAD_BYTES
-    ahead = post("/tokenize", b'{"prompt": "%b"}' % text)
-    last = post("/tokenize", b'{"prompt": "a"}', "connection: close")
+    ahead = http_post("/tokenize", b'{"prompt": "%b"}' % text)
+    last = http_post("/tokenize", b'{"prompt": "a"}', "connection: close")
     async with http_served() as served:
-        first = post("/v1/completions", b'{"prompt": "hello"}')
+        first = http_post("/v1/completions", b'{"prompt": "hello"}')
         answers = asyncio.create_task(raw(served.frontend, first + ahead + ahead + last))
         await (await served.core.next_request()).complete(letters("ok"))
         told = await answers
@@ -284,11 +275,11 @@ async def test_a_head_behind_a_refused_body_may_be_no_longer_than_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 600)
-    async with http_served(api_key=[KEY]) as served, asyncio.timeout(20):
-        assert served.frontend.http is not None
-        host, _, port = served.frontend.http.address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        head, body = post("/v1/completions", b"{}")[:-2], b"{}"
+    async with (
+        http_served(api_key=[KEY]) as served,
+        raw_connection(served.frontend) as (reader, writer),
+    ):
+        head, body = http_post("/v1/completions", b"{}")[:-2], b"{}"
         for _ in range(2):
             writer.write(head)
             assert (await reader.readline()).startswith(b"HTTP/1.1 401")
@@ -297,7 +288,6 @@ async def test_a_head_behind_a_refused_body_may_be_no_longer_than_others(
         writer.write(b"GET /health HTTP/1.1\r\nx: " + b"y" * 8 * connection.MAX_HEAD_BYTES)
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
-        writer.close()
 
 
 async def test_a_body_that_does_not_come_in_time_ends_its_request(
@@ -315,11 +305,9 @@ async def test_a_body_that_does_not_come_in_time_ends_its_request(
 async def test_more_connections_than_allowed_are_closed() -> None:
     async with http_served(max_connections=2) as served:
         await served.client.get("/health")  # keeps one
-        assert served.frontend.http is not None
-        host, _, port = served.frontend.http.address.rpartition(":")
-        _, second = await asyncio.open_connection(host, int(port))
-        assert await raw(served.frontend, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n") == b""
-        second.close()
+        health = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+        async with raw_connection(served.frontend):
+            assert await raw(served.frontend, health) == b""
         assert (await served.client.get("/health")).status_code == 200
 
 

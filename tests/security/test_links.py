@@ -126,11 +126,6 @@ def write(path: Path, text: str) -> None:
 # With a token.
 
 
-async def test_members_with_the_token_work_together(token: Path) -> None:
-    async with whole(**files(token=token)) as (_, _, frontend):
-        await generates(frontend)
-
-
 def internal_calls(core: grpc.aio.Channel, worker: grpc.aio.Channel, **options: Any) -> list[Any]:
     """Every method of both services, and reflection."""
     to_core, to_worker = SchedulerServiceStub(core), WorkerServiceStub(worker)
@@ -222,12 +217,6 @@ async def test_the_token_can_be_changed_while_all_run(token: Path) -> None:
 
 
 # With certificates.
-
-
-async def test_members_with_certificates_work_together(authority: Authority, token: Path) -> None:
-    issued = authority.issue("member")
-    async with whole(**files(authority.cert, issued, token)) as (_, _, frontend):
-        await generates(frontend)
 
 
 @pytest.fixture

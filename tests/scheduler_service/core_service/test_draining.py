@@ -73,41 +73,6 @@ async def test_what_runs_goes_on_in_another_group_at_once(
     assert list(await status_of(core)) == ["staying"]
 
 
-async def test_what_had_to_stay_moves_to_a_group_that_joins(
-    service: CoreService, fleet: Fleet
-) -> None:
-    leaving = await fleet.start(FakeWorker("leaving"))
-    async with AttachedFrontend(service.address) as frontend:
-        await frontend.submit(1, [1, 2, 3], max_tokens=200)
-        await frontend.wait_tokens(1, 3)
-        service.registry.drain("leaving")
-        await frontend.wait_tokens(1, 8)
-        leaving.hold_results()
-        await fleet.start(FakeWorker("joining"))
-        await until(lambda: ready_groups(service) == {"joining"}, "it is ready")
-        leaving.may_answer.set()
-        await until(lambda: leaving.stop_reason == "drained", "the other was asked to stop")
-        await frontend.wait_finished(1)
-        assert frontend.tokens[1] == counted(3, 200)
-
-
-async def test_requests_finish_although_all_groups_are_drained(
-    service: CoreService, fleet: Fleet
-) -> None:
-    workers = await start_two(service, fleet)
-    async with AttachedFrontend(service.address) as frontend:
-        for handle in range(1, 5):
-            await frontend.submit(handle, [handle], max_tokens=100)
-        for handle in range(1, 5):
-            await frontend.wait_tokens(handle, 2)
-        for worker in workers:
-            worker.heartbeat_state = DRAINING
-        for handle in range(1, 5):
-            await frontend.wait_finished(handle)
-            assert frontend.tokens[handle] == counted(handle, 100)
-    await until(lambda: all(worker.stop_reason for worker in workers), "both are asked to stop")
-
-
 async def test_a_group_that_leaves_gets_no_request_back_when_the_others_are_drained_too(
     service: CoreService, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ import asyncio
 import pytest
 
 from scheduler_service.core import SchedulerConfig, SchedulerCore, StepResult
-from scheduler_service.core.config import TenantConfig
 from scheduler_service.core.request import Request
 from scheduler_service.core.step_plan import StepPlan
 from scheduler_service.core_service.driver import CoreDriver
@@ -62,34 +61,6 @@ async def test_a_request_wakes_the_groups_of_its_model_that_can_plan() -> None:
     driver.close()
 
 
-async def test_what_a_request_leaves_wakes_the_groups_of_its_model() -> None:
-    deployment = Deployment(SchedulerConfig(), one="m", another="n")
-    driver = deployment.driver
-    deployment.submit(make_request(num_choices=2))
-    assert deployment.next_plan("one") is not None
-    deployment.pop_woken()
-    driver.core.stop_choice("f0", 1, 0, deployment.now)
-    driver.follow_up()
-    assert deployment.pop_woken() == {"one"}
-    driver.core.cancel("f0", 1, deployment.now)
-    driver.follow_up()
-    assert deployment.pop_woken() == {"one"}
-    driver.core.cancel("f0", 1, deployment.now)
-    driver.follow_up()
-    assert deployment.pop_woken() == set(), "it was no more"
-    driver.close()
-
-
-async def test_a_group_is_woken_for_what_another_one_gives_it() -> None:
-    deployment = Deployment(SchedulerConfig(), first="m", second="m")
-    driver = deployment.driver
-    deployment.submit(make_request())
-    deployment.pop_woken()
-    assert deployment.next_plan("second") is None
-    assert deployment.pop_woken() == {"first"}
-    driver.close()
-
-
 async def test_a_deadline_that_a_group_comes_upon_wakes_the_groups_of_the_requests_model() -> None:
     deployment = Deployment(SchedulerConfig(), one="m", another="n")
     driver = deployment.driver
@@ -99,21 +70,6 @@ async def test_a_deadline_that_a_group_comes_upon_wakes_the_groups_of_the_reques
     assert deployment.next_plan("one") is None
     assert driver.core.num_requests() == 0
     assert deployment.pop_woken() == {"another"}
-    driver.close()
-
-
-async def test_a_result_wakes_another_models_group_for_what_its_tenant_may_have_now() -> None:
-    config = SchedulerConfig(default_tenant=TenantConfig(max_kv_blocks=2))
-    deployment = Deployment(config, one="m", another="n")
-    driver = deployment.driver
-    deployment.submit(make_request(max_tokens=1))
-    assert deployment.next_plan("one") is not None
-    deployment.submit(make_request(handle=2, request_id="r2", model="n", max_tokens=1))
-    assert deployment.next_plan("another") is None
-    deployment.pop_woken()
-    deployment.apply("one", StepResult(step_id=1, token_ids=[7]))
-    assert deployment.pop_woken() == {"one", "another"}
-    assert deployment.next_plan("another") is not None
     driver.close()
 
 

@@ -78,18 +78,6 @@ def test_vectors_travel_in_parts_and_before_the_ends_of_their_requests() -> None
     assert [part.requests_finished for part in parts] == [[], [], finished]
 
 
-async def test_choices_share_a_prompt_and_end_one_by_one(
-    service: CoreService, fleet: Fleet
-) -> None:
-    worker = await fleet.start(FakeWorker())
-    async with AttachedFrontend(service.address) as frontend:
-        await frontend.submit(10, range(6), max_tokens=9, num_choices=3)
-        await frontend.wait_finished(10)
-        assert [frontend.tokens[handle] for handle in (10, 11, 12)] == [counted(5, 9)] * 3
-    forks = [new for plan in worker.plans for new in plan.new_sequences if new.parent_seq_id]
-    assert len(forks) == 2
-
-
 async def test_the_next_plan_leaves_before_the_result_is_back(
     service: CoreService, fleet: Fleet
 ) -> None:
@@ -163,17 +151,6 @@ def free_blocks(service: CoreService) -> int:
     return service.driver.core.snapshot().worker_groups[0].num_free_gpu_blocks
 
 
-async def test_a_frontend_that_leaves_takes_its_requests_along(
-    service: CoreService, fleet: Fleet
-) -> None:
-    worker = await fleet.start(FakeWorker())
-    async with AttachedFrontend(service.address, "gone") as frontend:
-        await frontend.submit(1, range(8), max_tokens=400)
-        await frontend.wait_tokens(1, 5)
-    await until(lambda: free_blocks(service) == worker.num_gpu_blocks, "all blocks are free")
-    assert len(service.frontends) == 0
-
-
 async def test_a_stopped_choice_generates_no_more(service: CoreService, fleet: Fleet) -> None:
     await fleet.start(FakeWorker())
     async with AttachedFrontend(service.address) as frontend:
@@ -195,28 +172,6 @@ async def test_a_request_waits_for_a_worker_and_fails_at_its_deadline(
         await fleet.start(FakeWorker())
         await frontend.wait_finished(2)
         assert frontend.tokens[2] == counted(2, 3)
-
-
-async def test_a_running_request_ends_at_its_deadline(service: CoreService, fleet: Fleet) -> None:
-    worker = await fleet.start(FakeWorker())
-    worker.hold_results()
-    async with AttachedFrontend(service.address) as frontend:
-        await frontend.submit(1, [1, 2], timeout_s=0.1)
-        failed = await frontend.wait_failed(1)
-        assert failed.reason == "DEADLINE_EXCEEDED"
-        worker.may_answer.set()
-        await until(lambda: free_blocks(service) == worker.num_gpu_blocks, "all blocks are free")
-
-
-async def test_a_request_too_long_for_the_model_fails_alone(
-    service: CoreService, fleet: Fleet
-) -> None:
-    await fleet.start(FakeWorker(max_model_len=64))
-    async with AttachedFrontend(service.address) as frontend:
-        await frontend.submit(1, range(65))
-        assert (await frontend.wait_failed(1)).reason == "PROMPT_TOO_LONG"
-        await frontend.submit(2, range(8))
-        await frontend.wait_finished(2)
 
 
 @pytest.mark.parametrize(
@@ -261,28 +216,6 @@ async def test_refused_requests_add_no_lines_to_the_log(
             await frontend.submit(handle, range(65))
             assert (await frontend.wait_failed(handle)).reason == "PROMPT_TOO_LONG"
         assert len(caplog.records) < 10
-
-
-async def test_a_live_request_id_is_refused(service: CoreService, fleet: Fleet) -> None:
-    worker = await fleet.start(FakeWorker())
-    worker.hold_results()
-    async with AttachedFrontend(service.address, "one") as frontend:
-        await frontend.submit(1, [1])
-        await until(lambda: frontend.accepted == [1], "the first was accepted")
-        second = pb.Submit(
-            handle=2,
-            request_id="one-1",
-            model="counter",
-            prompt_token_ids=b"\1\0\0\0",
-            generation=pb.Generation(
-                num_choices=1,
-                max_tokens=2,
-            ),
-        )
-        await frontend.send(pb.FrontendMessage(submits=[second]))
-        assert (await frontend.wait_failed(2)).reason == "DUPLICATE_REQUEST"
-        worker.may_answer.set()
-        await frontend.wait_finished(1)
 
 
 async def test_generated_tokens_are_continued_as_generated(

@@ -70,19 +70,6 @@ async def test_the_loss_of_a_rank_is_the_groups_and_its_return_begins_afresh(
     assert stayed.directives == ["serve"], "it was never away"
 
 
-async def test_a_broken_stream_of_one_rank_ends_those_of_all(
-    service: CoreService, fleet: Fleet
-) -> None:
-    ranks = [await fleet.start(rank(number)) for number in (0, 1)]
-    async with AttachedFrontend(service.address) as frontend:
-        await frontend.submit(1, [1, 2, 3], max_tokens=200)
-        await frontend.wait_tokens(1, 10)
-        ranks[1].break_stream()
-        await frontend.wait_finished(1)
-        assert frontend.tokens[1] == counted(3, 200)
-    assert [worker.epochs for worker in ranks] == [[1, 2], [1, 2]]
-
-
 async def test_a_rank_out_of_step_ends_the_streams_of_all(
     service: CoreService, fleet: Fleet, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -322,38 +322,6 @@ async def test_a_worker_that_falls_silent_while_it_loads_is_not_listed(
     assert service.registry.loading() == []
 
 
-@pytest.mark.parametrize("by", ["operator", "worker"])
-async def test_a_drained_group_without_another_finishes_what_runs_and_stops(
-    service: CoreService, fleet: Fleet, core: SchedulerServiceStub, by: str
-) -> None:
-    worker = await fleet.start(FakeWorker("leaving"))
-    async with AttachedFrontend(service.address) as frontend:
-        worker.hold_results()
-        await frontend.submit(1, [1, 2, 3], max_tokens=20)
-        await until(lambda: worker.plans, "it has a plan")
-        if by == "operator":
-            await core.DrainWorker(pb.DrainWorkerRequest(group_id="leaving"))
-        else:
-            worker.heartbeat_state = status_pb2.WORKER_STATE_DRAINING
-        await until(lambda: "drain" in worker.directives, "it was asked to drain")
-        await frontend.submit(2, [7], max_tokens=3)
-        await until(lambda: 2 in frontend.accepted, "the second request was accepted")
-        worker.may_answer.set()
-        await frontend.wait_finished(1)
-        assert frontend.tokens[1] == counted(3, 20)
-        await until(lambda: worker.stop_reason == "drained", "it was asked to stop")
-        assert frontend.tokens[2] == [], "nothing new was planned there"
-        await fleet.start(FakeWorker("staying"))
-        await frontend.wait_finished(2)
-        assert frontend.tokens[2] == counted(7, 3)
-
-
-async def test_draining_an_unknown_group_is_not_found(core: SchedulerServiceStub) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await core.DrainWorker(pb.DrainWorkerRequest(group_id="nobody"))
-    assert error.value.code() == grpc.StatusCode.NOT_FOUND
-
-
 async def test_assets_are_fetched_once_per_fingerprint_in_pieces_of_a_mebibyte(
     service: CoreService, fleet: Fleet, core: SchedulerServiceStub
 ) -> None:
@@ -483,13 +451,6 @@ async def test_a_summary_is_logged_when_something_happened(
         await frontend.wait_finished(1)
     await until(lambda: "num_finished=1" in caplog.text, "a summary was logged")
     logging_summaries.cancel()
-
-
-async def test_a_watched_status_comes_again_and_again(core: SchedulerServiceStub) -> None:
-    call = core.WatchStatus(pb.SchedulerServiceWatchStatusRequest(interval_ms=100))
-    uptimes = [(await call.read()).status.uptime_s for _ in range(2)]
-    assert uptimes[1] - uptimes[0] >= 0.09
-    call.cancel()
 
 
 async def test_a_watch_without_a_pause_is_refused(core: SchedulerServiceStub) -> None:

@@ -14,7 +14,6 @@ from tests.support.frontends import (
     error_of,
     generate_request,
     read_all,
-    read_until_error,
     text_of,
     tokens_of,
 )
@@ -62,19 +61,6 @@ async def test_what_is_no_later_try_is_refused_and_the_open_one_goes_on(
     assert (await error_of(other)).code() == code
     await request.complete(letters("ok"))
     assert text_of(await read_all(call)) == "ok"
-
-
-async def test_a_try_that_is_taken_over_on_another_frontend_ends_with_that_error(
-    served: Served,
-) -> None:
-    call = served.client.Generate(generate_request("hello", request_id="r"))
-    request = await served.core.next_request()
-    await request.accept()
-    await request.send_tokens(letters("a"))
-    await request.fail(grpc.StatusCode.ABORTED, "TAKEN_OVER")
-    responses, error = await read_until_error(call)
-    assert text_of(responses) == "a"
-    assert (error.code(), error_info(error).reason) == (grpc.StatusCode.ABORTED, "TAKEN_OVER")
 
 
 async def test_a_new_core_hears_what_the_former_one_knew_of_a_request(served: Served) -> None:

@@ -4,19 +4,16 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
-import pytest
-
 from pagewire.v1 import context_pb2
 from scheduler_service.core.context import tenant_context
 from scheduler_service.core_service.config import CoreServiceConfig
 from scheduler_service.core_service.service import make_core_service
-from tests.support.fake_worker import FakeWorker, counted
+from tests.support.fake_worker import FakeWorker
 from tests.support.frontends import (
     client_of,
     generate_request,
     read_all,
     running_frontend,
-    tokens_of,
 )
 from tests.support.http_frontends import HttpServed, http_client, http_served
 
@@ -50,22 +47,20 @@ async def context_of(
     return list(request.submit.context)
 
 
-async def test_a_salt_has_one_digest_over_http_and_grpc() -> None:
+async def test_a_salt_has_one_digest_over_http_and_grpc_and_without_one_there_is_no_context() -> (
+    None
+):
     async with http_served() as served:
         contexts = [await context_of(served, path, SALT) for path in ("", *BODIES)]
         [[other]] = [await context_of(served, "", SALT + "x")]
+        without = [await context_of(served, path, None) for path in ("", *BODIES)]
+    assert without == [[]] * 5
     [part] = contexts[0]
     assert contexts == [[part]] * 5
     assert (part.kind, part.start, part.length) == (context_pb2.CONTEXT_KIND_SALT, 0, 0)
     assert len(part.digest) == len(other.digest) == 32
     assert part.digest != other.digest
     assert SALT.encode() not in part.digest
-
-
-@pytest.mark.parametrize("path", ["", *BODIES])
-async def test_without_a_salt_there_is_no_context(path: str) -> None:
-    async with http_served() as served:
-        assert await context_of(served, path, None) == []
 
 
 async def test_a_salt_with_a_tenants_name_is_not_the_tenants() -> None:
@@ -98,27 +93,3 @@ async def test_requests_find_what_was_computed_with_their_salt_and_nothing_else(
         await worker.kill()
     assert found == [0, 0, 0, 8, 8, 8, 8, 8, 8, 0]
     assert worker.broken_promises == []
-
-
-async def test_a_core_that_is_replaced_continues_with_the_same_context() -> None:
-    first_worker, second_worker = FakeWorker(), FakeWorker()
-    async with AsyncExitStack() as first, AsyncExitStack() as second:
-        config = CoreServiceConfig(listen="127.0.0.1:0")
-        address = (await first.enter_async_context(make_core_service(config))).address
-        await first_worker.start(address)
-        frontend = await second.enter_async_context(running_frontend(address))
-        client = await second.enter_async_context(client_of(frontend))
-        call = client.Generate(generate_request(PROMPT, max_tokens=400, cache_salt=SALT))
-        answer = [await call.read(), await call.read()]
-        first_worker.hold_results()
-        await first.aclose()
-        contexts = first_worker.runner.contexts
-        await first_worker.kill()
-        await second.enter_async_context(make_core_service(CoreServiceConfig(listen=address)))
-        await second_worker.start(address)
-        answer += await read_all(call)
-        contexts = [contexts, second_worker.runner.contexts]
-        await second_worker.kill()
-    assert tokens_of(answer, 0) == counted(9, 400)
-    assert contexts[0] == contexts[1]
-    assert len(contexts[0]) == len(contexts[0][0]) == 1

@@ -3,24 +3,19 @@
 import asyncio
 import os
 import signal
-import socket
-from contextlib import suppress
 
 import grpc
 import pytest
-from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagewire.v1 import inference_service_pb2 as pb
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.config import FrontendConfig
-from scheduler_service.frontend.server import SERVICE_NAME, Frontend, serve
-from service_common.errors import CannotListen
+from scheduler_service.frontend.server import SERVICE_NAME, serve
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import TIMEOUT_S, FakeCore
 from tests.support.frontends import (
     client_of,
-    detail,
     error_info,
     error_of,
     eventually,
@@ -43,14 +38,6 @@ async def test_a_client_that_cancels_frees_its_request_at_once(served: Served) -
     call.cancel()
     await request.cancelled()
     assert len(served.frontend.requests) == 0
-
-
-async def test_a_client_that_disconnects_frees_its_request_at_once(served: Served) -> None:
-    async with client_of(served.frontend) as other:
-        call = other.Generate(generate_request("hello"))
-        request = await served.core.next_request()
-        assert call is not None
-    await request.cancelled()
 
 
 async def test_a_request_cancelled_before_it_was_sent_never_reaches_the_core(
@@ -102,15 +89,6 @@ async def test_a_cancellation_that_is_seen_after_the_next_call_still_comes_first
     assert first.error is None
 
 
-async def test_a_duplicate_of_a_request_that_goes_on_is_refused(served: Served) -> None:
-    call = served.client.Generate(generate_request("a", request_id="same"))
-    await (await served.core.next_request()).accept()
-    await call.read()
-    error = await error_of(served.client.Generate(generate_request("a", request_id="same")))
-    assert error.code() is grpc.StatusCode.ALREADY_EXISTS
-    call.cancel()
-
-
 def _ignore(_: object) -> None:
     pass
 
@@ -137,12 +115,6 @@ async def test_an_abort_reaches_a_request_of_another_frontend(served: Served) ->
     assert not served.core.elsewhere
 
 
-async def test_an_abort_without_a_core_is_unavailable() -> None:
-    async with running_frontend("127.0.0.1:1") as frontend, client_of(frontend) as client:
-        error = await error_of(client.Abort(pb.AbortRequest(request_id="r")))
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_a_deadline_ends_a_request_whose_core_is_away() -> None:
     async with (
         running_frontend("127.0.0.1:1") as frontend,
@@ -166,24 +138,6 @@ async def test_the_default_timeout_ends_a_request_that_brings_no_deadline() -> N
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert error_info(error).reason == "DEADLINE_EXCEEDED"
         await request.cancelled()
-
-
-async def test_more_requests_than_allowed_are_told_when_to_come_back() -> None:
-    async with (
-        FakeCore() as core,
-        running_frontend(core.address, max_concurrent_requests=1) as frontend,
-        client_of(frontend) as client,
-    ):
-        first = client.Generate(generate_request("hello"))
-        request = await core.next_request()
-        error = await error_of(client.Generate(generate_request("hello")))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert detail(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
-        await request.complete([LETTER])
-        await read_all(first)
-        second = client.Generate(generate_request("hello"))
-        await (await core.next_request()).complete([LETTER])
-        assert text_of(await read_all(second)) == "a"
 
 
 async def test_a_shutdown_lets_open_requests_finish_and_takes_no_new_ones() -> None:
@@ -250,28 +204,6 @@ async def test_health_follows_the_core_and_its_models() -> None:
         await until(address, serving)
         await core.stop()
         await until(address, not_serving)
-
-
-async def test_garbage_on_the_port_leaves_the_service_healthy(served: Served) -> None:
-    host, port = served.frontend.runner.address.rsplit(":", 1)
-
-    def throw_garbage() -> None:
-        connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
-        # The server may hang up before it has read all of it.
-        with connection, suppress(OSError):
-            connection.sendall(os.urandom(1 << 20))
-
-    await asyncio.to_thread(throw_garbage)
-    call = served.client.Generate(generate_request("hello"))
-    await (await served.core.next_request()).complete([LETTER])
-    assert text_of(await read_all(call)) == "a"
-
-
-async def test_a_taken_port_is_told_in_one_line(served: Served) -> None:
-    address = served.frontend.runner.address
-    taken = Frontend(FrontendConfig(core=served.core.address, listen=address))
-    with pytest.raises(CannotListen, match=f"cannot listen on {address}: address already in use"):
-        await taken.start()
 
 
 async def test_a_signal_ends_the_service_in_order() -> None:

@@ -57,17 +57,6 @@ async def test_a_text_prompt_streams_text_tokens_usage_and_timings(served: Serve
     assert [d.finish_reason for r in rest for d in r.choices if d.finish_reason] == [LENGTH]
 
 
-async def test_the_first_response_comes_with_acceptance_before_any_token(served: Served) -> None:
-    call = served.client.Generate(generate_request("hello"))
-    request = await served.core.next_request()
-    await request.accept()
-    first = await call.read()
-    assert first.HasField("started")
-    assert len(first.request_id) == 32
-    assert first.started.seed == request.submit.generation.sampling.seed
-    call.cancel()
-
-
 async def test_tokens_that_may_be_held_come_together(served: Served) -> None:
     """Even if the core has reason to send single tokens: other requests' acceptances and ends."""
     ids = tokens("the quick fox")
@@ -112,19 +101,6 @@ async def test_n_choices_come_with_their_index_and_end_each_for_itself(served: S
     )
 
 
-async def test_requests_at_once_have_handles_that_do_not_overlap(served: Served) -> None:
-    calls = [served.client.Generate(generate_request("hello", n=n)) for n in (3, 1, 128, 2)]
-    requests = [await served.core.next_request() for _ in calls]
-    used = [
-        request.handle + choice
-        for request in requests
-        for choice in range(request.submit.generation.num_choices)
-    ]
-    assert len(used) == len(set(used)) == 134
-    for call in calls:
-        call.cancel()
-
-
 async def finished_with(served: Served, ids: list[int], finish: object = None, **fields: object):
     """All responses to a request that got `ids`, and the stops that the core received."""
     call = served.client.Generate(generate_request([5], **fields))
@@ -167,23 +143,10 @@ async def test_a_stop_string_in_mid_token_cuts_the_text_and_counts_the_token(
     assert tokens_of(responses) == [hello]
 
 
-async def test_a_stop_string_is_shown_on_request(served: Served) -> None:
-    responses, _ = await finished_with(
-        served, letters("abENDc"), stop=["END"], include_stop_in_output=True
-    )
-    assert text_of(responses) == "abEND"
-
-
 async def test_stop_strings_are_looked_for_after_min_tokens(served: Served) -> None:
     responses, stops = await finished_with(served, letters("aXbXc"), stop=["X"], min_tokens=2)
     assert text_of(responses) == "aXb"
     assert stops[0].num_tokens == 4
-
-
-async def test_what_was_held_back_for_a_stop_string_comes_at_the_end(served: Served) -> None:
-    responses, stops = await finished_with(served, letters("abEN"), EOS_ID, stop=["END"])
-    assert text_of(responses) == "abEN"
-    assert not stops
 
 
 async def test_an_end_of_sequence_token_is_reported_as_a_token_without_its_text(
@@ -286,21 +249,6 @@ async def test_a_bad_field_is_refused_before_the_core_hears_of_it(served: Served
     assert error_info(error).reason == "INVALID_FIELD"
     await model_ready(served.frontend)
     assert not (await served.core.attachment()).requests
-
-
-async def test_a_prompt_that_fills_the_model_is_too_long(served: Served) -> None:
-    error = await error_of(served.client.Generate(generate_request([5] * 256)))
-    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    info = error_info(error)
-    assert info.reason == "PROMPT_TOO_LONG"
-    assert dict(info.metadata) == {"prompt_tokens": "256", "max_model_len": "256"}
-
-
-async def test_an_unknown_model_is_not_found(served: Served) -> None:
-    await model_ready(served.frontend)
-    error = await error_of(served.client.Generate(generate_request("a", model="other")))
-    assert error.code() is grpc.StatusCode.NOT_FOUND
-    assert error_info(error).metadata["served"] == "tiny"
 
 
 async def test_a_live_request_id_is_refused_and_a_dead_one_free(served: Served) -> None:

@@ -108,19 +108,6 @@ async def test_one_requests_error_does_not_touch_the_others(served: Served) -> N
     assert all(error.message for error in errors)
 
 
-async def test_tokens_before_an_error_come_before_it(served: Served) -> None:
-    call = served.client.GenerateMany()
-    await send(call, "r")
-    request = await served.core.next_request()
-    await request.accept()
-    await request.send_tokens(letters("half"))
-    await request.fail(grpc.StatusCode.INTERNAL, "GENERATION_FAILED")
-    await call.done_writing()
-    responses, errors = await read_events(call)
-    assert text_of(responses["r"]) == "half"
-    assert error_info(errors["r"].status).reason == "GENERATION_FAILED"
-
-
 async def test_an_abort_ends_one_request_of_the_stream(served: Served) -> None:
     call = served.client.GenerateMany()
     await send(call, "stays")
@@ -136,19 +123,6 @@ async def test_an_abort_ends_one_request_of_the_stream(served: Served) -> None:
     responses, errors = await read_events(call)
     assert text_of(responses["stays"]) == "on"
     assert errors["goes"].code == grpc.StatusCode.CANCELLED.value[0]
-
-
-async def test_a_request_may_follow_when_others_have_ended(served: Served) -> None:
-    call = served.client.GenerateMany()
-    for name in ("first", "again"):
-        await send(call, name)
-        await (await served.core.next_request()).complete(letters(name))
-        answer: list[pb.GenerateResponse] = []
-        while not answer or not answer[-1].HasField("usage"):
-            answer.append((await call.read()).response)
-        assert text_of(answer) == name
-    await call.done_writing()
-    assert await call.read() is grpc.aio.EOF
 
 
 async def test_a_client_that_goes_takes_all_its_requests_with_it(served: Served) -> None:
@@ -225,12 +199,6 @@ async def test_a_shutdown_ends_each_request_that_has_not_finished_in_time_with_a
         assert (failed.request_id, failed.code) == ("r", grpc.StatusCode.UNAVAILABLE.value[0])
         assert error_info(failed.status).reason == "SHUTTING_DOWN"
         assert error.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_a_stream_without_requests_ends_when_its_client_does(served: Served) -> None:
-    call = served.client.GenerateMany()
-    await call.done_writing()
-    assert await call.read() is grpc.aio.EOF
 
 
 async def test_no_more_is_read_from_a_client_that_leaves_refusals_unread(served: Served) -> None:

@@ -9,10 +9,8 @@ import pytest
 from google.rpc import error_details_pb2
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.errors import InvalidArgument
-from scheduler_service.frontend.auth import Principal, hash_of
+from scheduler_service.frontend.auth import hash_of
 from scheduler_service.frontend.config import FrontendConfig
-from scheduler_service.frontend.multiplexer import RequestBatch
 from tests.support.fake_core import FakeCore
 from tests.support.frontends import (
     client_of,
@@ -83,21 +81,6 @@ async def test_one_stream_of_many_requests_has_a_share_of_its_own() -> None:
             await core.next_request()
         other.cancel()
         call.cancel()
-
-
-async def test_a_batch_beyond_the_share_of_a_call_is_refused_as_a_whole() -> None:
-    async with (
-        FakeCore() as core,
-        running_frontend(core.address, max_tenant_requests=2) as frontend,
-    ):
-
-        async def receive() -> dict[str, str]:
-            return {"type": "http.disconnect"}
-
-        batch = RequestBatch(frontend.requests, receive)
-        with pytest.raises(InvalidArgument, match="at most 2 prompts in one call, got 3"):
-            await batch.open([generate_request([5])] * 3, "r", Principal())
-        assert len(frontend.requests) == 0
 
 
 @pytest.mark.parametrize(

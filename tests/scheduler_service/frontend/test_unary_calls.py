@@ -49,12 +49,6 @@ async def test_tokenize_takes_a_chat_and_an_empty_text(ready: Served) -> None:
     assert list(response.token_ids) == []
 
 
-async def test_a_long_text_is_tokenized_too(ready: Served) -> None:
-    text = "the quick brown fox " * 5000
-    response = await ready.client.Tokenize(pb.TokenizeRequest(text=text))
-    assert list(response.token_ids) == byte_level().encode(text).ids
-
-
 async def test_detokenize_gives_the_text_with_special_tokens_on_request(ready: Served) -> None:
     ids = byte_level().encode("hello 😀").ids
     response = await ready.client.Detokenize(pb.DetokenizeRequest(token_ids=ids))
@@ -162,6 +156,7 @@ async def test_without_a_core_what_cannot_wait_is_unavailable() -> None:
             client.Detokenize(pb.DetokenizeRequest()),
             client.GetStatus(pb.GetStatusRequest()),
             client.WatchStatus(pb.WatchStatusRequest()),
+            client.Abort(pb.AbortRequest(request_id="r")),
         ):
             assert (await error_of(call)).code() is grpc.StatusCode.UNAVAILABLE
 

@@ -67,42 +67,6 @@ async def test_a_core_that_is_replaced_in_mid_stream_changes_no_token() -> None:
     assert first_worker.broken_promises == second_worker.broken_promises == []
 
 
-async def test_a_restarted_frontend_waits_for_a_model_whose_workers_are_away() -> None:
-    async with core_at() as core:
-        workers = [FakeWorker(name, model=name) for name in ("a", "b")]
-        for worker in workers:
-            await worker.start(core.address)
-        async with running_frontend(core.address) as frontend, client_of(frontend) as client:
-            await eventually(lambda: len(frontend.models.served) == 2)
-            call = client.Generate(
-                generate_request([1], model="b", request_id="r", seed=5, max_tokens=500)
-            )
-            received = await read_some(call)
-            await workers[1].kill()
-        async with running_frontend(core.address) as frontend, client_of(frontend) as client:
-            await eventually(lambda: [info.name for info in frontend.models.served] == ["a"])
-            fresh = client.Generate(generate_request([7], model="b", max_tokens=3))
-            resumed = pb.ResumedChoice(token_ids=tokens_of(received))
-            request = generate_request(
-                [1],
-                model="b",
-                request_id="r",
-                seed=5,
-                max_tokens=500,
-                attempt=1,
-                resume=[resumed],
-            )
-            live = client.Generate(request)
-            await eventually(lambda: len(frontend.requests) == 2)
-            again = FakeWorker("b2", model="b")
-            await again.start(core.address)
-            assert tokens_of(await read_all(fresh)) == counted(7, 3)
-            rest = tokens_of(await read_all(live))
-            assert tokens_of(received) + rest == counted(1, 500)
-            await again.kill()
-        await workers[0].kill()
-
-
 async def read_some(call: Any) -> list[pb.GenerateResponse]:
     """Responses up to the first with tokens."""
     responses = [await call.read()]

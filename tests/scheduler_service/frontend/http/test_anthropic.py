@@ -63,12 +63,6 @@ async def test_errors_before_the_endpoint_have_its_shape_too(path: str) -> None:
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_null_is_absent_also_in_fields_that_are_not_supported() -> None:
-    nulls = dict.fromkeys(("container", "mcp_servers", "top_p", "tools", "system"))
-    plain = chat_request(MessagesRequest.model_validate(WISH))
-    assert chat_request(MessagesRequest.model_validate(WISH | nulls)) == plain
-
-
 def test_thoughts_and_parts_of_earlier_turns_are_passed_on() -> None:
     cached = {"cache_control": {"type": "ephemeral"}}
     texts = [{"type": "text", "text": "a", **cached}, {"type": "text", "text": "b"}]

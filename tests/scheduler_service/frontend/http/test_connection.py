@@ -142,33 +142,7 @@ async def test_a_request_to_connect_is_refused(caplog: pytest.LogCaptureFixture)
     assert there.was_closed
 
 
-JAVA = (
-    b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\n%b"
-    b"Host: localhost\r\nHTTP2-Settings: AAEAAEAAAAIAAAAAAAMAAAAAAAQBAAAAAAUAAEAAAAYABgAA\r\n%b"
-    b"Upgrade: h2c\r\nUser-Agent: Java-http-client/17.0.15\r\nContent-Type: application/json\r\n"
-)
 WISH, STREAM = b'{"prompt": "hello"}', b'{"prompt": "hello", "stream": true}'
-AS_JAVA_SENDS = {
-    "HttpClient": (JAVA % (b"Content-Length: 19\r\n", b"") + b"\r\n", WISH),
-    # Spring's RestClient and WebClient do not announce the length.
-    "Spring": (
-        JAVA % (b"", b"Transfer-encoding: chunked\r\n") + b"Accept: application/json\r\n\r\n",
-        b"13\r\n" + WISH + b"\r\n0\r\n\r\n",
-    ),
-}
-
-
-@pytest.mark.parametrize(("head", "body"), AS_JAVA_SENDS.values(), ids=AS_JAVA_SENDS)
-async def test_java_gets_its_completion(
-    served: HttpServed, head: bytes, body: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with raw_connection(served.frontend) as (reader, writer):
-        writer.write(head)
-        writer.write(body)
-        await (await served.core.next_request()).complete(letters("ok"))
-        assert (await reader.readline()) == b"HTTP/1.1 200 OK\r\n"
-        assert b'"text":"ok"' in await reader.readuntil(b'"text":"ok"')
-    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def request_1_0(body: bytes, *headers: bytes) -> bytes:

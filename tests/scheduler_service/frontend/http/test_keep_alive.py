@@ -4,9 +4,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-import httpx
-import httpx2
-import openai
 import pytest
 
 from scheduler_service.frontend.config import FrontendConfig
@@ -61,39 +58,6 @@ async def test_a_silent_stream_gets_comments_before_and_between_its_events(path:
     for event in events:
         fields = {line.partition(b":")[0] for line in event.split(b"\n")}
         assert fields in ({b"data"}, {b"event", b"data"}) or event + b"\n\n" == comment
-
-
-SETTINGS: dict[str, Any] = {"api_key": "none", "max_retries": 0}
-
-
-def replaying(library: Any) -> Any:
-    """A client of httpx, or of Anthropic's httpx2, that receives `silent_stream`."""
-
-    async def replay(request: Any) -> Any:
-        headers = {"content-type": "text/event-stream"}
-        return library.Response(200, headers=headers, content=await silent_stream(request.url.path))
-
-    return library.AsyncClient(transport=library.MockTransport(replay))
-
-
-async def test_openai_clients_do_not_notice_the_comments() -> None:
-    async with replaying(httpx) as http:
-        client = openai.AsyncOpenAI(base_url="http://a/v1", http_client=http, **SETTINGS)
-        completion = await client.completions.create(model="tiny", prompt="hello", stream=True)
-        assert "".join([chunk.choices[0].text async for chunk in completion]) == "ok"
-        chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
-        assert "".join([chunk.choices[0].delta.content or "" async for chunk in chat]) == "ok"
-        response = await client.responses.create(model="tiny", input="hello", stream=True)
-        assert [event.type async for event in response][-1] == "response.incomplete"
-
-
-async def test_anthropic_clients_do_not_notice_the_pings() -> None:
-    import anthropic
-
-    async with replaying(httpx2) as http:
-        client = anthropic.AsyncAnthropic(base_url="http://a", http_client=http, **SETTINGS)
-        async with client.messages.stream(model="tiny", messages=MESSAGES, max_tokens=9) as stream:  # type: ignore[arg-type]
-            assert await stream.get_final_text() == "ok"
 
 
 async def test_a_request_that_fails_after_a_comment_ends_its_stream_with_the_error() -> None:

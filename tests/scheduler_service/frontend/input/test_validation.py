@@ -254,13 +254,6 @@ def test_structured_output_is_for_workers_that_say_they_keep_to_it(
     assert caught.value.reason == "NO_STRUCTURED_OUTPUT"
 
 
-@pytest.mark.parametrize("interval_ms", [99, 60_001])
-def test_a_status_interval_out_of_range_is_named(interval_ms: int) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        validation.check_limits(pb.WatchStatusRequest(interval_ms=interval_ms))
-    assert caught.value.field == "interval_ms"
-
-
 def test_a_complaint_tells_what_was_expected_and_what_was_found() -> None:
     error = complaint(request_of({"text": "a", "sampling_params": {"top_p": 1.5}}))
     assert str(error) == "sampling_params.top_p: expected above 0 and at most 1, got 1.5"

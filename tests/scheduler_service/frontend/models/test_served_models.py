@@ -11,11 +11,10 @@ from scheduler_service.errors import (
     PermissionDenied,
     Unavailable,
     UnknownModel,
-    UnsupportedByModel,
 )
 from scheduler_service.frontend.auth import Principal
 from scheduler_service.frontend.models import served_models
-from scheduler_service.frontend.models.served_models import ModelDirectory, build_model
+from scheduler_service.frontend.models.served_models import ModelDirectory
 from tests.support.fake_core import model_info
 from tests.support.tokenizers import byte_level, model_files
 
@@ -261,18 +260,3 @@ async def test_a_load_ends_when_nobody_serves_the_model_any_more() -> None:
     assert fetch.names == ["tiny"]
     directory.update([model_info()])
     assert (await directory.resolve("tiny", ANYBODY)).tokenizer is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("tokenizer.json", b"{"),
-        ("tokenizer_config.json", b"[]"),
-    ],
-    ids=["no JSON", "no object"],
-)
-def test_a_model_whose_files_cannot_be_used_takes_token_ids(name: str, content: bytes) -> None:
-    model = build_model(model_info(), FILES | {name: content})
-    assert model.tokenizer is None
-    with pytest.raises(UnsupportedByModel, match="cannot be used"):
-        model.require_tokenizer("chat prompt")

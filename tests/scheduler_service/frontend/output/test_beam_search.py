@@ -2,8 +2,6 @@
 
 import struct
 
-import grpc
-
 from pagewire.columns import pack
 from pagewire.v1 import inference_service_pb2 as pb
 from pagewire.v1 import sampling_pb2
@@ -11,8 +9,6 @@ from pagewire.v1 import scheduler_service_pb2 as scheduler_pb
 from tests.scheduler_service.frontend.conftest import Served
 from tests.support.fake_core import FakeRequest
 from tests.support.frontends import (
-    bad_field,
-    error_of,
     generate_request,
     read_all,
     text_of,
@@ -95,12 +91,3 @@ async def test_a_client_that_lost_its_frontend_gets_the_rest(served: Served) -> 
     responses = await read_all(call)
     assert [tokens_of(responses, choice) for choice in range(2)] == [letters("b"), letters("cd")]
     assert [text_of(responses, choice) for choice in range(2)] == ["b", "cd"]
-
-
-async def test_a_width_that_the_core_has_no_room_for_is_named(served: Served) -> None:
-    call = served.client.Generate(generate_request("x", beam_search={"width": 9}))
-    request = await served.core.next_request()
-    detail = scheduler_pb.ErrorDetail(key="field", value="beam_search.width")
-    code = grpc.StatusCode.INVALID_ARGUMENT
-    await request.fail(code, "INVALID_FIELD", "beam_search.width: must be 1 to 8", details=[detail])
-    assert bad_field(await error_of(call)) == "sampling_params.beam_search.width"

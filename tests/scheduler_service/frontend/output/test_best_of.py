@@ -56,6 +56,7 @@ async def test_the_most_probable_candidates_are_returned_best_first(served: Serv
     responses = await read_all(call)
     assert [text_of(responses, choice) for choice in range(2)] == ["b", "d"]
     assert tokens_of(responses, 0) == letters("b")
+    assert responses[-1].usage.completion_tokens == 8, "of all candidates"
     deltas = [delta for response in responses for delta in response.choices]
     assert [delta.index for delta in deltas] == [0, 1]
     assert [delta.finish_reason for delta in deltas] == [LENGTH, LENGTH]
@@ -75,16 +76,6 @@ async def test_nothing_of_them_is_told_before_all_have_ended(served: Served) -> 
     [only] = await read_all(call)
     assert [delta.text for delta in only.choices] == ["abc"]
     assert only.HasField("usage")
-
-
-async def test_all_candidates_tokens_are_accounted_for(served: Served) -> None:
-    call = served.client.Generate(generate_request("x", best_of=3))
-    request = await served.core.next_request()
-    await request.accept()
-    for choice, text in enumerate(("aa", "b", "ccc")):
-        await send(request, choice, text, *[-1.0] * len(text))
-    await finish(request)
-    assert (await read_all(call))[-1].usage.completion_tokens == 6
 
 
 async def test_log_probabilities_come_with_them_where_they_are_asked_for(served: Served) -> None:

@@ -89,12 +89,6 @@ def test_a_character_that_is_never_completed_is_shown_as_broken_at_the_end() -> 
     assert detokenizer.flush() == REPLACEMENT
 
 
-def test_special_tokens_show_only_on_request() -> None:
-    eos = LIBRARY["byte-level"].token_to_id("</s>")
-    assert OURS["byte-level"].decode([eos], skip_special_tokens=True) == ""
-    assert OURS["byte-level"].decode([eos], skip_special_tokens=False) == "</s>"
-
-
 @pytest.mark.parametrize(
     ("kind", "token", "text"),
     [

@@ -127,15 +127,6 @@ def test_deltas_count_the_tokens_of_the_reasoning_as_they_come() -> None:
     assert sum(delta.reasoning_tokens for delta in rest) == sum(numbers[9:])
 
 
-def test_a_resumed_thought_counts_all_of_its_tokens() -> None:
-    token_ids = letters(THOUGHT)
-    choice = new_choice()
-    choice.restore(pb.ResumedChoice(token_ids=token_ids[:9], num_reasoning_chars=2), "resume[0]")
-    rest = joined(play(choice, token_ids[9:]))
-    assert rest.reasoning == "."
-    assert choice.num_reasoning_tokens == len(">Hm.</think")
-
-
 def special_model(*markers: str) -> Any:
     """A model with these special tokens."""
     tokenizer = Tokenizer.from_str(byte_level().to_str())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pagewire.columns import pack
 from scheduler_service.columns import from_column
-from scheduler_service.frontend.http.dashboard.view import View, changes, merge_patch, runs, splice
+from scheduler_service.frontend.http.dashboard.view import View, changes
 
 SCALARS = st.one_of(st.integers(-3, 3), st.text("ab", max_size=2), st.lists(st.integers(0, 2)))
 FACTS = st.dictionaries(
@@ -94,23 +94,3 @@ def test_what_stays_is_not_told() -> None:
     assert changes(view, view) == {}
     later = View({"a": {"b": 2, "c": [1]}}, {"g": column}, {"1": [pack([4, 5, 6])]})
     assert changes(view, later) == {"facts": {"a": {"b": 2}}, "tables": {"1": [[2, 6]]}}
-
-
-def test_equal_neighbours_are_one_run() -> None:
-    old = np.zeros(8, np.int32)
-    new = np.array([0, 7, 7, 7, 3, 0, 3, 3], np.int32)
-    assert runs(old, new) == [1, 3, 7, 4, 1, 3, 6, 2, 3]
-
-
-def test_a_table_that_changed_within_is_told_from_there_on() -> None:
-    old = pack([1, 2, 3])
-    assert splice(old, pack([1, 9, 3])) == [1, 9, 3]
-    assert splice(old, pack([1, 2])) == [2]
-    assert splice(old, b"") == [0]
-
-
-def test_what_is_gone_is_null() -> None:
-    assert merge_patch({"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 2}}) == {
-        "a": None,
-        "b": {"d": None},
-    }

@@ -238,11 +238,6 @@ def test_two_constraints_are_one_too_many() -> None:
         translated(guided_regex="a", tools=[TOOL], tool_choice="required")
 
 
-def test_a_function_that_is_not_there_cannot_be_chosen() -> None:
-    with pytest.raises(InvalidArgument, match="tool_choice"):
-        translated(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "other"}})
-
-
 def core_with_tools() -> FakeCore:
     files = model_files(byte_level()) | {"chat_template.jinja": TEMPLATE.encode()}
     return FakeCore(files={"tiny": files})

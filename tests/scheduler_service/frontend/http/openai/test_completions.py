@@ -4,7 +4,6 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,7 +11,6 @@ import httpx
 import pytest
 
 from pagewire.v1 import inference_service_pb2 as pb
-from scheduler_service.frontend.auth import hash_of
 from tests.support.frontends import eventually
 from tests.support.http_frontends import HttpServed, http_served, none_open
 from tests.support.tokenizers import tokens
@@ -100,20 +98,6 @@ async def test_a_malformed_request_id_is_refused(served: HttpServed) -> None:
     assert refused.json()["error"]["param"] == "X-Request-Id"
 
 
-@pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_goes_frees_its_request_at_once(
-    served: HttpServed, stream: bool
-) -> None:
-    answer = post(served, WISH | {"stream": stream, "prompt": ["hello", "world"]})
-    requests = [await served.core.next_request() for _ in range(2)]
-    for request in requests:
-        await request.accept()
-    answer.cancel()
-    for request in requests:
-        await request.cancelled()
-    await none_open(served.frontend)
-
-
 async def test_a_client_that_does_not_read_and_then_goes_frees_its_request(
     served: HttpServed,
 ) -> None:
@@ -185,21 +169,6 @@ async def test_a_call_opens_at_most_its_share_of_the_frontend() -> None:
         assert [(await call).status_code for call in calls] == [200, 200]
 
 
-async def test_a_tenant_with_its_share_is_told_when_to_try_again(tmp_path: Path) -> None:
-    path = tmp_path / "keys.toml"
-    entries = (f'[[key]]\nsha256 = "{hash_of(f"key-{t}")}"\ntenant = "{t}"\n' for t in "ab")
-    path.write_text("".join(entries))
-    async with http_served(api_keys=path, max_tenant_requests=1) as served:
-        first = post(served, WISH, **{"x-api-key": "key-a"})
-        request = await served.core.next_request()
-        refused = await post(served, WISH, **{"x-api-key": "key-a"})
-        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-        other = post(served, WISH, **{"x-api-key": "key-b"})
-        await (await served.core.next_request()).complete(tokens("world"))
-        await request.complete(tokens("world"))
-        assert [(await first).status_code, (await other).status_code] == [200, 200]
-
-
 async def test_a_deadline_is_504(served: HttpServed) -> None:
     answer = post(served, WISH)
     await (await served.core.next_request()).fail(
@@ -207,18 +176,6 @@ async def test_a_deadline_is_504(served: HttpServed) -> None:
     )
     refused = await answer
     assert (refused.status_code, refused.headers["x-should-retry"]) == (504, "false")
-
-
-async def test_open_requests_finish_within_the_grace_period() -> None:
-    async with http_served(grace_period_s=20) as served:
-        answer = post(served, WISH | {"stream": True})
-        request = await served.core.next_request()
-        await request.accept()
-        stopping = asyncio.create_task(served.frontend.stop())
-        await eventually(served.frontend.requests.is_draining.is_set)
-        await request.complete(tokens("world"))
-        assert events((await answer).text)[-1] == "[DONE]"
-        await stopping
 
 
 async def test_what_does_not_finish_in_time_ends_as_an_error() -> None:
@@ -269,11 +226,3 @@ async def test_a_wrong_field_is_named(served: HttpServed, wish: dict[str, Any], 
     assert error["param"] is not None
     assert error["param"].startswith(param)
     assert error["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"\xff\xfe", b'{"prompt": "a", "n": NaN}'])
-async def test_a_body_that_is_no_request_is_refused(served: HttpServed, body: bytes) -> None:
-    headers = {"content-type": "application/json"}
-    refused = await served.client.post(PATH, content=body, headers=headers)
-    assert refused.status_code == 400
-    assert refused.json()["error"]["message"]

@@ -241,20 +241,6 @@ async def test_minus_one_is_as_many_tokens_as_fit_and_any_seed(
     assert request.submit.generation.sampling.seed == 2**64 - 2
 
 
-async def test_a_character_of_several_tokens_comes_whole(served: HttpServed) -> None:
-    text = "終 🎈 ö"
-    assert len(tokens(text)) > len(text)
-    for path, wish in BOTH:
-        _, answer = await submitted(served, path, wish | {"stream": True}, tokens(text))
-        pieces = [
-            choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            for chunk in chunks_of(answer)
-            for choice in chunk["choices"]
-        ]
-        assert "".join(pieces) == text
-        assert not any("\ufffd" in piece for piece in pieces)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "wish"), BOTH)
 async def test_a_stop_string_ends_an_answer_wherever_tokens_part(
