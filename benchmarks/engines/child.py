@@ -6,11 +6,12 @@ import signal
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from types import ModuleType
+from typing import Self
 
 import psutil
 
-from benchmarks.engines.engine import About, Outputs
+from benchmarks.engines.engine import About, Outputs, Settings
 from benchmarks.json_lines import LineProcess
 from benchmarks.processes import send_signal, tree
 from benchmarks.workloads import Job
@@ -29,20 +30,18 @@ class ChildEngine:
 
     def __init__(
         self,
-        name: str,
+        module: ModuleType,
         python: str | Path,
-        module: str,
-        settings: Mapping[str, Any],
-        *,
+        settings: Settings,
         environment: Mapping[str, str] | None = None,
-        log: Path | None = None,
     ) -> None:
-        self.name = name
-        self._command = [python, "-m", f"benchmarks.engines.{module}", json.dumps(settings)]
+        """module: has a NAME, and `described` for what the child receives of the settings."""
+        self.name: str = module.NAME
+        self._command = [python, "-m", module.__name__, json.dumps(module.described(settings))]
         sources = sys.path if str(python) == sys.executable else [ROOT]
         paths = {"PYTHONPATH": ":".join(str(path) for path in sources if path)}
         self._environment = paths | dict(environment or {})
-        self._log = log
+        self._log = settings.log(module.__name__.rpartition(".")[2])
 
     @property
     def pids(self) -> list[int]:

@@ -1,6 +1,7 @@
 """The engines of a run: those requested and available, and why the others are not."""
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from benchmarks.engines import (
     transformers_static,
     vllm,
 )
+from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Engine, Settings
 
 logger = logging.getLogger(__name__)
@@ -87,13 +89,15 @@ def _pagewire_dense(settings: Settings, _: Programs) -> Engine:
 
 
 def _vllm(settings: Settings, programs: Programs) -> Engine:
-    return vllm.engine(_given(programs.vllm_python, "--vllm-python"), settings)
+    python = _given(programs.vllm_python, "--vllm-python")
+    return ChildEngine(vllm, python, settings, vllm.environment(python, settings))
 
 
 def _nano_vllm(settings: Settings, programs: Programs) -> Engine:
     if settings.device == "cpu":
         raise EngineUnavailable("needs a GPU")
-    return nano_vllm.engine(_given(programs.nano_vllm_python, "--nano-vllm-python"), settings)
+    python = _given(programs.nano_vllm_python, "--nano-vllm-python")
+    return ChildEngine(nano_vllm, python, settings)
 
 
 def _llama_cpp(settings: Settings, programs: Programs) -> Engine:
@@ -120,9 +124,13 @@ def _given(program: Path | None, flag: str) -> Path:
 _MAKERS: dict[str, Callable[[Settings, Programs], Engine]] = {
     pagewire.NAME: _pagewire,
     pagewire.DENSE: _pagewire_dense,
-    in_process.NAME: lambda settings, _: in_process.engine(settings),
+    in_process.NAME: lambda settings, _: ChildEngine(
+        in_process, sys.executable, settings, in_process.environment()
+    ),
     vllm.NAME: _vllm,
     llama_cpp.NAME: _llama_cpp,
     nano_vllm.NAME: _nano_vllm,
-    transformers_static.NAME: lambda settings, _: transformers_static.engine(settings),
+    transformers_static.NAME: lambda settings, _: ChildEngine(
+        transformers_static, sys.executable, settings
+    ),
 }

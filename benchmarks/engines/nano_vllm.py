@@ -1,24 +1,19 @@
 """nano-vllm's `LLM`, in a child under the Python that has it. It needs a GPU."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import json_lines
 
 if TYPE_CHECKING:  # not to be known where nano-vllm is
-    from benchmarks.engines.child import ChildEngine
     from benchmarks.engines.engine import Settings
 
 NAME = "nano-vllm"
 _WEIGHTS_AND_ACTIVATIONS_GIB = 8
 
 
-def engine(python: Path, settings: "Settings") -> "ChildEngine":
-    """The parent's end."""
-    from benchmarks.engines.child import ChildEngine
-
-    described = {"model": settings.model(), **settings.named(*settings.LIMITS, "kv_cache_gib")}
-    return ChildEngine(NAME, python, "nano_vllm", described, log=settings.log("nano_vllm"))
+def described(settings: "Settings") -> dict[str, Any]:
+    """The settings as the child receives them."""
+    return {"model": settings.model(), **settings.named(*settings.LIMITS, "kv_cache_gib")}
 
 
 class NanoVllm:

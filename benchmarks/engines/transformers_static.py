@@ -1,26 +1,17 @@
 """`transformers`: `generate` on one left-padded batch, as long as its longest output."""
 
-import sys
 from typing import Any
 
 import torch
 
 from benchmarks import json_lines
-from benchmarks.engines.child import ChildEngine
 from benchmarks.engines.engine import Settings
 
 NAME = "transformers"
 
 
-def engine(settings: Settings) -> ChildEngine:
-    """The parent's end."""
-    log = settings.log("transformers_static")
-    described = describe(settings)
-    return ChildEngine(NAME, sys.executable, "transformers_static", described, log=log)
-
-
-def describe(settings: Settings) -> dict[str, Any]:
-    """The request to the child process."""
+def described(settings: Settings) -> dict[str, Any]:
+    """The settings as the child receives them."""
     return {"model": settings.model(), **settings.named("dtype", "device", "threads")}
 
 

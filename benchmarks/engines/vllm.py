@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import json_lines
 
 if TYPE_CHECKING:  # not to be known where vLLM is
-    from benchmarks.engines.child import ChildEngine
     from benchmarks.engines.engine import Settings
 
 NAME = "vllm"
@@ -23,24 +22,20 @@ VARIABLES = (
 `VLLM_CPU_INT4_W4A8=0` it does not round the activations of AWQ checkpoints to 8 bits."""
 
 
-def engine(python: Path, settings: "Settings") -> "ChildEngine":
-    """The parent's end."""
-    from benchmarks.engines.child import ChildEngine
-
-    described = {
+def described(settings: "Settings") -> dict[str, Any]:
+    """The settings as the child receives them."""
+    chosen = {
         "model": settings.model(),
         **settings.named("dtype", *settings.LIMITS),
         "enable_prefix_caching": True,
     }
     if settings.device != "cpu":
         # At start it checks whether this share is free, and then allocates the configured KV cache.
-        described |= {
+        chosen |= {
             "gpu_memory_utilization": 0.5,
             "kv_cache_memory_bytes": settings.kv_cache_gib * 2**30,
         }
-    variables = environment(python, settings)
-    log = settings.log(NAME)
-    return ChildEngine(NAME, python, "vllm", described, environment=variables, log=log)
+    return chosen
 
 
 def environment(python: Path, settings: "Settings") -> dict[str, str]:
