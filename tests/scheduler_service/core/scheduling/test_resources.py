@@ -65,7 +65,7 @@ def test_sequences_enter_only_if_every_resource_has_enough_for_them() -> None:
     for resource in resources:
         resource.release(entering.sequences[0])
     assert fit_all(resources, entrants(cache, seq_id=3)) is AllocStatus.OK
-    assert resources[0].num_taken == 1
+    assert resources[0].num_used == 1
     assert not cache.holds(entering.sequences[0])
 
 
