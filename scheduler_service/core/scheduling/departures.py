@@ -35,8 +35,7 @@ class Departures:
         """End a sequence and free what it held. Sequences that were to fork from it wait again."""
         running, seq_group = self._running, seq.seq_group
         if seq.status is SequenceStatus.RUNNING:
-            if running.cache.holds(seq):  # else it would fork later
-                running.cache.offer(seq, seq.num_confirmed)
+            running.cache.offer(seq, seq.num_confirmed)  # others may find what it has computed
             running.vacate(seq, now_us)
         elif seq.status is SequenceStatus.SWAPPED:
             running.release_swapped(seq)

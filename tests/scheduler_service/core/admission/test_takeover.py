@@ -118,3 +118,17 @@ def test_a_request_of_an_older_frontend_keeps_its_place_at_a_new_core() -> None:
         plan = driver.schedule("g0")
         assert plan is not None
         assert plan.new_sequences[0].token_ids == [2]
+
+
+def test_a_later_try_is_not_charged_for_its_prompt_again() -> None:
+    config = replace(CONFIG, policy=PolicyName.FAIR, max_num_seqs=1, max_queue_requests=9)
+    driver = make_driver(config)
+    record = driver.submit(prompt=[1] * 9, max_tokens=9, tenant="a")
+    driver.schedule("g0")
+    driver.try_again(record, "f1", most_received=0)
+    for tenant in ("a", "b"):
+        driver.submit(prompt=[2] * 9, max_tokens=1, tenant=tenant)
+    policy = driver.core._fleet.models["m"].policy
+    driver.schedule("g0")
+    (later, _, _) = driver.core._registry.seq_groups()
+    assert policy.key(later)[0] == 9

@@ -113,3 +113,13 @@ def test_measured_costs_decide() -> None:
             driver.core._fleet.schedulers["g0"].rates.__dict__.update(rates.__dict__)
         assert (driver.core.snapshot().num_swapped_out_blocks > 0) is swaps
         assert driver.core.snapshot().num_preemptions > 0
+
+
+def test_a_request_alone_gives_up_its_last_choice_and_continues_with_the_others() -> None:
+    driver = make_driver(PreemptionMode.RECOMPUTE, num_gpu_blocks=6)
+    driver.submit(prompt=[1] * 6, max_tokens=14, n=3)
+    for _ in run(driver):
+        if driver.core.snapshot().num_preemptions:
+            break
+    [group] = driver.core.snapshot().worker_groups
+    assert group.num_running_sequences == 2

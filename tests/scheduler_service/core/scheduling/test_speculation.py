@@ -251,3 +251,30 @@ def test_a_result_without_log_probabilities_of_each_token_changes_nothing(
         driver.core.update("g0", result, driver.now)
     driver.run_until_idle()
     assert record.finished is not None
+
+
+def test_drafts_of_a_request_that_was_cancelled_meanwhile_are_no_latencies() -> None:
+    driver, _ = make()
+    record = driver.submit(prompt=[1, 2, 3], max_tokens=40)
+    for _ in range(3):
+        driver.schedule("g0")
+        driver.deliver("g0")
+    plan = driver.schedule("g0")
+    assert plan is not None
+    assert plan.lookahead == [NUM_DRAFTS]
+    before = driver.core.snapshot()
+    driver.cancel(record)
+    driver.core.update("g0", answer(plan, NUM_DRAFTS + 1), driver.now)
+    after = driver.core.snapshot()
+    assert after.inter_token_counts == before.inter_token_counts
+    assert after.num_generated_tokens == before.num_generated_tokens
+
+
+def answer(plan: StepPlan, num_tokens: int) -> StepResult:
+    """The result of a plan with one row, which brings this many tokens."""
+    return StepResult(
+        step_id=plan.step_id,
+        token_ids=[1] * num_tokens,
+        num_sampled=[num_tokens],
+        num_drafts=[num_tokens - 1],
+    )
